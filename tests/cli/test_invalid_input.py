@@ -19,7 +19,7 @@ from samestep.cli import launch_options
 from samestep.cli.main import main
 from samestep.data.order import global_order
 from samestep.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
-from samestep.launcher.launch import StoppedError, run_workers
+from samestep.launcher.launch import StoppedError
 from samestep.zoo.images.datasets import LabeledImages, load_images
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
@@ -488,27 +488,6 @@ def test_missing_checkpoint_is_an_error(refused: Refused, run: Path, command: st
 def test_run_without_a_checkpoint_is_an_error(refused: Refused, run: Path, command: tuple[str, ...]) -> None:
     shutil.rmtree(run / "checkpoints")
     assert "steps: none" in refused(command[0], run, *command[1:])
-
-
-@pytest.mark.parametrize("command", ["eval", "export"])
-def test_checkpoint_that_a_running_training_removes(
-    run: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    check_error: CheckError,
-    command: str,
-) -> None:
-    checkpoint = run / "checkpoints" / "step-000000013"
-
-    def start(*arguments: Any, **options: Any) -> Any:
-        shutil.rmtree(checkpoint)
-        return run_workers(*arguments, **options)
-
-    monkeypatch.setattr(launch_options, "run_workers", start)
-    assert main([command, str(run), "--checkpoint", "last"]) == EXIT_INPUT
-    err = capsys.readouterr().err
-    check_error(err)
-    assert err.startswith(f"error: {checkpoint} was removed while it was read [E_CHECKPOINT_NOT_FOUND]")
 
 
 def test_stopped_export_leaves_no_file(

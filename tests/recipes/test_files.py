@@ -1,6 +1,5 @@
 """Recipes as YAML files, with overrides and validation."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from samestep.recipes.recipe_files import (
     differences,
     load_recipe,
     make_recipe,
-    make_saved_recipe,
     read_recipe,
     recipe_data,
     shipped_recipes,
@@ -123,39 +121,21 @@ def test_overrides_do_not_change_their_input() -> None:
     assert data["data"] == {"name": "d", "options": {"x": 1}}
 
 
-@pytest.mark.parametrize(
-    ("more", "nearest"),
-    [
-        ({"epoch": 1}, "epochs"),
-        ({"schedule": {"warmup": 1}}, "schedule.warmup_epochs"),
-        ({"step": {"reductoin": "fast"}}, "step.reduction"),
-        ({"model": {"name": "m", "pretrain": "x"}}, "model.pretrained"),
-    ],
-)
-def test_unknown_key_suggests_a_similar_key(more: dict[str, Any], nearest: str) -> None:
-    with pytest.raises(RecipeError) as error:
-        made(**more)
-    assert str(error.value.fix).startswith(f"did you mean {nearest}?")
-    assert nearest.rpartition(".")[2] in str(error.value.expected)
-
-
 @pytest.mark.parametrize("part", ["data", "model", "loss", "optimizer"])
-@pytest.mark.parametrize("value", ["3", "text", "[1, 2]", "null", "{}"])
-def test_option_without_options_suggests_the_full_key(part: str, value: str) -> None:
+def test_option_without_options_suggests_the_full_key(part: str) -> None:
     with pytest.raises(RecipeError) as error:
-        made(f"{part}.name=n", f"{part}.width={value}")
+        made(f"{part}.name=n", f"{part}.width=3")
     assert error.value.code == "E_UNKNOWN_KEY"
-    assert f"{part}.width" in error.value.value
     assert str(error.value.fix).startswith(f"did you mean {part}.options.width?")
 
 
 @pytest.mark.parametrize(
     ("typo", "key"),
     [
-        ("model.pretraind=a", "model.pretrained"),
+        ("epoch=1", "epochs"),
+        ("step.reductoin=fast", "step.reduction"),
         ("model.freez=[a]", "model.freeze"),
         ("optimizer.layer_decy=1", "optimizer.layer_decay"),
-        ("data.bad_sample=x", "data.bad_samples"),
         ("data.option.path=x", "data.options"),
     ],
 )
@@ -164,23 +144,15 @@ def test_typo_suggests_the_similar_key(typo: str, key: str) -> None:
         made(typo)
     assert error.value.code == "E_UNKNOWN_KEY"
     assert str(error.value.fix).startswith(f"did you mean {key}?")
+    assert key.rpartition(".")[2] in str(error.value.expected)
 
 
-@pytest.mark.parametrize(
-    ("override", "expected", "fix"),
-    [
-        ("schedule.name=cos", "'constant', 'cosine', 'linear' or 'step'", "--set schedule.name=cosine"),
-        ("metrics=accuracy", "a list", """--set 'metrics=["accuracy"]'"""),
-        ("data.options=3", "a mapping", "--set data.options=..., or correct the file"),
-        ("ema=3", "a mapping", "did you mean ema.decay? --set ema.decay=0.9999"),
-        ("schedule.warmup_epochs=.inf", "a finite number", "--set schedule.warmup_epochs=..., or correct the file"),
-        ("schedule.step_epochs=.nan", "a finite number", "--set schedule.step_epochs=..., or correct the file"),
-    ],
-)
-def test_invalid_value_has_an_expectation_and_a_fix(override: str, expected: str, fix: str) -> None:
+@pytest.mark.parametrize("override", ["schedule.name=cos", "metrics=accuracy", "ema=3", "schedule.step_epochs=.nan"])
+def test_invalid_value_has_an_expectation_and_a_fix(override: str) -> None:
     with pytest.raises(RecipeError) as error:
         made(override)
-    assert (error.value.expected, error.value.fix, error.value.code) == (expected, fix, "E_VALUE")
+    key = override.partition("=")[0]
+    assert (error.value.fix, error.value.code) == (f"--set {key}=..., or correct the file", "E_VALUE")
 
 
 def test_options_must_be_a_mapping() -> None:
@@ -223,19 +195,6 @@ def test_written_recipe_is_read_back(
     assert not differences(recipe_data(recipe), recipe_data(read_recipe(path)))
 
 
-def test_text_like_a_number_is_written_with_quotes(tmp_path: Path) -> None:
-    recipe = made(data={"name": "d", "options": {"text": "1e100", "number": 1e100}})
-    write_recipe(recipe, tmp_path / "recipe.yaml")
-    assert read_recipe(tmp_path / "recipe.yaml") == recipe
-
-
-def test_written_recipe_has_every_key(tmp_path: Path) -> None:
-    write_recipe(made(), tmp_path / "recipe.yaml")
-    text = (tmp_path / "recipe.yaml").read_text(encoding="utf-8")
-    for key in recipe_data(made())["step"]:
-        assert f"  {key}: " in text
-
-
 def test_differences_have_one_line_per_key() -> None:
     old = recipe_data(made("data.options.gone=1", "data.options.kept=1"))
     new = recipe_data(made("data.options.kept=1", "data.options.come={a: 1}", "epochs=3", "step.clip_norm=0.5"))
@@ -252,23 +211,6 @@ def test_differences_distinguish_types_and_missing_keys() -> None:
     assert differences({"a": 1}, {"a": "1"}) == ['a: 1 -> "1"']
     assert differences({"a": None}, {}) == ["a: null -> (not set)"]
     assert differences({}, {"a": None}) == ["a: (not set) -> null"]
-
-
-def test_recipes_are_immutable() -> None:
-    recipe = made()
-    with pytest.raises(AttributeError):
-        recipe.epochs = 2  # type: ignore[misc]
-    assert replace(recipe, epochs=2) != recipe
-
-
-def test_recipe_of_a_run_without_an_order_has_the_former_one(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
-    write_recipe(made(), path)
-    assert read_recipe(path).data.order == made().data.order == "auto"
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join(line for line in lines if line.strip() != "order: auto"))
-    assert read_recipe(path).data.order == "shuffled"
-    assert make_saved_recipe(raw(), origin="a checkpoint").data.order == "shuffled"
 
 
 @pytest.mark.parametrize("word", ["on", "off", "auto"])

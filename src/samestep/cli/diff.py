@@ -11,7 +11,7 @@ from samestep.cli.commands import PRELOAD
 from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import LaunchOptions
 from samestep.cli.options import JsonOption, argument, option, option_conflict, options_of, print_json
-from samestep.cli.run_plans import plan_to_replay, reading
+from samestep.cli.run_plans import plan_to_replay
 from samestep.config import resolve_mesh
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
 from samestep.report_limits import printable
@@ -116,8 +116,7 @@ def _replay(runs: list[Run], after: int, step: int, options: Options) -> Replays
             raise no_checksum(f"{run.folder} has no checksum up to step {step}")
         subjects.append(_subject(run, min(after, logged - 1), step, options))
     replay_options = options_of(ReplayOptions, options, preload=PRELOAD, environment=options.environment)
-    with reading(*(subject.checkpoint for subject in subjects)):
-        return replay_and_compare(subjects, after, step, replay_options, options.note)
+    return replay_and_compare(subjects, after, step, replay_options, options.note)
 
 
 def _subject(run: Run, begin: int, step: int, options: Options) -> Subject:

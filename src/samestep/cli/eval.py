@@ -21,7 +21,7 @@ from samestep.cli.options import (
     print_json,
 )
 from samestep.cli.recipe_options import StrategyOptions, with_microbatches
-from samestep.cli.run_plans import RunPlan, plan_from_checkpoint, reading
+from samestep.cli.run_plans import RunPlan, plan_from_checkpoint
 from samestep.config import RunOptions
 from samestep.errors import EXIT_DONE, RunError
 from samestep.launcher.launch import LaunchConfig
@@ -76,8 +76,7 @@ def run(options: Options) -> int:
         plan = make_plan()
         processes = options.process_range(plan.recipe)[1]
         config = LaunchConfig(HANG_AFTER)
-        with reading(plan.checkpoint):
-            values = options.launch("evaluate", *rank_arguments(plan), processes=processes, config=config).value
+        values = options.launch("evaluate", *rank_arguments(plan), processes=processes, config=config).value
     by_class = values.pop("by_class", None)
     result = {"checkpoint": str(plan.checkpoint), "step": plan.step, **values}
     report: list[str] = []

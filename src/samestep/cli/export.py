@@ -20,7 +20,7 @@ from samestep.cli.options import (
     require_file,
     require_new_file,
 )
-from samestep.cli.run_plans import plan_from_checkpoint, reading, refuse_script_run
+from samestep.cli.run_plans import plan_from_checkpoint, refuse_script_run
 from samestep.errors import EXIT_DONE
 from samestep.recipes.recipe_files import read_dataset_info
 
@@ -67,8 +67,7 @@ def run(options: Options) -> int:
         require_file(options.like, "--like")
     model = (plan.recipe, read_dataset_info(folder), plan.checkpoint)
     try:
-        with reading(plan.checkpoint):
-            difference = call_in_worker("samestep.tools.export", "export", *model, kind, out, options.like)
+        difference = call_in_worker("samestep.tools.export", "export", *model, kind, out, options.like)
     except BaseException:
         out.unlink(missing_ok=True)  # an incomplete file; there was none before
         raise

@@ -19,7 +19,7 @@ from samestep.cli.options import (
     print_json,
     require_file,
 )
-from samestep.cli.run_plans import plan_from_checkpoint, reading
+from samestep.cli.run_plans import plan_from_checkpoint
 from samestep.config import RunOptions
 from samestep.errors import EXIT_DONE
 from samestep.recipes.recipe_files import read_dataset_info
@@ -54,12 +54,11 @@ def run(options: Options) -> int:
     plan = plan_from_checkpoint(options.folder, options.checkpoint, [], trust=options.trust)
     run_options = RunOptions(device=options.device, quiet=True)
     model = (plan.recipe, run_options, read_dataset_info(options.folder), plan.checkpoint)
-    with reading(plan.checkpoint):
-        if options.prompt is not None:
-            text = call_in_worker("samestep.recipes.run", "complete", *model, options.prompt, options.tokens)
-            print_json(text) if options.json else print(text["text"])
-            return EXIT_DONE
-        predictions = call_in_worker("samestep.recipes.run", "predict", *model, tuple(options.files), options.out)
+    if options.prompt is not None:
+        text = call_in_worker("samestep.recipes.run", "complete", *model, options.prompt, options.tokens)
+        print_json(text) if options.json else print(text["text"])
+        return EXIT_DONE
+    predictions = call_in_worker("samestep.recipes.run", "predict", *model, tuple(options.files), options.out)
     for prediction in predictions:
         print_json(prediction) if options.json else print("\n".join(_prediction_lines(prediction)))
     return EXIT_DONE

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +10,10 @@ from typing import Any
 from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.config import Recipe
 from samestep.distributed.logging import logger
-from samestep.errors import CheckpointError, InputError, RecipeError, SamestepError
+from samestep.errors import CheckpointError, InputError, RecipeError
 from samestep.recipes.recipe_files import (
     differences,
     make_recipe,
-    make_saved_recipe,
     read_recipe,
     recipe_data,
     with_saved_weight,
@@ -72,9 +69,8 @@ def plan_from_checkpoint(folder: Path, which: str, overrides: list[str], *, trus
     """
     _require_run(folder)
     checkpoint = CheckpointFolder(folder / "checkpoints").find(which)
-    with reading(checkpoint):
-        progress = read_state(checkpoint).progress
-    origin = make_saved_recipe(progress.recipe, origin=str(checkpoint))
+    progress = read_state(checkpoint).progress
+    origin = make_recipe(progress.recipe, (), origin=str(checkpoint))
     recipe = with_saved_weight(_read_recipe(folder, overrides, trust=trust, origin=origin), origin)
     # A run can be resumed with another strategy, and with more epochs.
     free = {"strategy": None, "epochs": None}
@@ -86,28 +82,6 @@ def plan_from_checkpoint(folder: Path, which: str, overrides: list[str], *, trus
         f"--set model.pretrained={checkpoint}/model.safetensors",
     )
     return RunPlan(recipe, folder, checkpoint, progress.step)
-
-
-@contextmanager
-def reading(*checkpoints: Path | None) -> Iterator[None]:
-    """Report a checkpoint that a running training removes while the block reads it.
-
-    Raises:
-        CheckpointError: a checkpoint was removed.
-    """
-    try:
-        yield
-    except SamestepError as error:
-        for checkpoint in checkpoints:
-            if checkpoint is not None and str(checkpoint) in str(error) and not checkpoint.exists():
-                raise CheckpointError(
-                    f"{checkpoint} was removed while it was read",
-                    expected="a checkpoint that the training keeps: the best one, or one of the newest (--keep)",
-                    fix="repeat the command, with --checkpoint best if it has this option; or train with a larger "
-                    "--keep",
-                    code="E_CHECKPOINT_NOT_FOUND",
-                ) from error
-        raise
 
 
 def require_same_recipe(plan: RunPlan, recipe: Recipe) -> None:
@@ -150,8 +124,7 @@ def plan_to_replay(folder: Path, begin: int, *, trust: bool) -> RunPlan:
     later = [number for number in steps if number > begin]
     overrides: list[str] = []
     if later:
-        with reading(steps[min(later)]):
-            epochs = read_state(steps[min(later)]).progress.recipe.get("epochs")
+        epochs = read_state(steps[min(later)]).progress.recipe.get("epochs")
         overrides = [f"epochs={epochs}"] if isinstance(epochs, int) else []
     before = [number for number in steps if number <= begin]
     if before:

@@ -23,7 +23,7 @@ from samestep.launcher.failure import E_DISK_HANG, RankError
 from samestep.launcher.launch import LaunchConfig, LaunchResult
 from samestep.loggers.logger import format_metric
 from samestep.loggers.trackers import tensorboard_command
-from samestep.recipes.recipe_files import make_saved_recipe, with_saved_weight
+from samestep.recipes.recipe_files import make_recipe, with_saved_weight
 from samestep.units import parse_duration, plural
 
 
@@ -128,7 +128,7 @@ def _launch(options: TrainingOptions, plan: RunPlan) -> int:
         checkpoint = CheckpointFolder(folder / "checkpoints").newest_valid()
         start = (checkpoint, _step_of(checkpoint) if checkpoint else 0, False)
         if checkpoint is not None:
-            saved = make_saved_recipe(read_state(checkpoint).progress.recipe, origin=str(checkpoint))
+            saved = make_recipe(read_state(checkpoint).progress.recipe, (), origin=str(checkpoint))
             recipe = with_saved_weight(recipe, saved)
         return start[1]
 

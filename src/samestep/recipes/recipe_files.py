@@ -7,7 +7,7 @@ the key or value that was probably meant.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -62,14 +62,6 @@ def _restore_words(step: dict[str, Any]) -> None:
     step |= {name: "on" if step[name] else "off" for name in words if isinstance(step.get(name), bool)}
 
 
-def make_saved_recipe(raw: Mapping[str, Any], *, origin: str) -> Recipe:
-    """Return the recipe of a run; one that was written before the key `data.order` has the order `shuffled`."""
-    data = raw.get("data")
-    if isinstance(data, Mapping):
-        raw = {**raw, "data": {"order": "shuffled", **data}}
-    return make_recipe(raw, (), origin=origin)
-
-
 def recipe_data(recipe: Recipe) -> dict[str, Any]:
     """Return the resolved recipe as plain data, with all defaults."""
     data: dict[str, Any] = json.loads(json.dumps(asdict(recipe)))
@@ -90,7 +82,7 @@ def read_recipe(path: Path) -> Recipe:
         RecipeError: the file is damaged: it cannot be read, or has fewer keys than a resolved recipe.
     """
     raw = read_yaml(path)
-    recipe = make_saved_recipe(raw, origin=str(path))
+    recipe = make_recipe(raw, (), origin=str(path))
     missing = sorted(recipe_data(recipe).keys() - raw.keys())
     if missing:
         problem, fix = f"{path} has no {missing[0]}", "restore the file"
@@ -207,9 +199,13 @@ def _explained(errors: Sequence[ErrorDetails], origin: str) -> RecipeError:
     path = [str(part) for part in error["loc"] if part not in _ALTERNATIVES]
     key = ".".join(path)
     if unknown:
-        meant = suggest(key, [*_all_keys(Recipe), *SYNONYMS.values()], least=0.75)
+        names = _keys(path[:-1])
+        siblings = [".".join([*path[:-1], name]) for name in names]
+        meant = suggest(key, [*siblings, *SYNONYMS.values()], least=0.75)
+        if meant is None and "options" in names:
+            meant = ".".join([*path[:-1], "options", path[-1]])
         problem, code = f"unknown key {key}", "E_UNKNOWN_KEY"
-        expected = f"one of the keys {', '.join(_keys(path[:-1]))}"
+        expected = f"one of the keys {', '.join(names)}"
         fix = f"did you mean {meant}?" if meant is not None else f"remove {key}"
     elif error["type"] in ("missing", "missing_argument"):
         problem, code = f"{key} is missing", "E_MISSING_KEY"
@@ -222,21 +218,13 @@ def _explained(errors: Sequence[ErrorDetails], origin: str) -> RecipeError:
     return RecipeError(f"{origin}: {problem}", expected=expected, fix=fix, code=code)
 
 
-def _all_keys(kind: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all keys below a configuration class."""
-    hints = get_type_hints(kind)
-    for key in fields(kind):
-        yield f"{prefix}{key.name}"
-        for part in (hints[key.name], *get_args(hints[key.name])):
-            if is_dataclass(part):
-                yield from _all_keys(part, f"{prefix}{key.name}.")
-
-
 def _keys(path: Sequence[str]) -> list[str]:
     """Return the names of the keys of a section of the recipe."""
-    prefix = "".join(f"{part}." for part in path)
-    names = (key.removeprefix(prefix) for key in _all_keys(Recipe) if key.startswith(prefix))
-    return [name for name in names if "." not in name]
+    kind: Any = Recipe
+    for part in path:
+        hint = get_type_hints(kind)[part]
+        kind = next(option for option in (hint, *get_args(hint)) if is_dataclass(option))
+    return [key.name for key in fields(kind)]
 
 
 # --- facts of datasets ---
