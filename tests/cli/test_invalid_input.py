@@ -62,7 +62,7 @@ def test_batch_size_below_microbatches_is_an_error(refused: Refused) -> None:
     assert "batch_size: 8" in err
 
 
-@pytest.mark.parametrize("processes", ["0", "-1", "abc", "1.5", "", "²"])
+@pytest.mark.parametrize("processes", ["0", "abc", "1.5", ""])
 def test_invalid_number_of_processes_is_an_error(refused: Refused, processes: str) -> None:
     assert f"--processes {processes}" in refused("train", "digits", f"--processes={processes}").splitlines()[0]
 
@@ -74,7 +74,7 @@ def test_more_processes_than_microbatches_is_an_error(refused: Refused) -> None:
     assert "--processes 8" in err
 
 
-@pytest.mark.parametrize("processes", ["0:2", "3:2", ":2", "2:", "1:2:3", "auto:2", "1:9"])
+@pytest.mark.parametrize("processes", ["0:2", "3:2", ":2", "auto:2", "1:9"])
 def test_invalid_range_of_processes_is_an_error(refused: Refused, processes: str) -> None:
     refused("train", "digits", f"--processes={processes}")
 
@@ -100,7 +100,7 @@ def test_invalid_command_of_a_comparison(refused: Refused, text: str) -> None:
     assert "[E_VALUE]" in refused("audit", f"--against-command={text}", "--", "python", "train.py")
 
 
-@pytest.mark.parametrize("name", ["../x", "/x", "a/b", ".", "..", "", "a\\b", "a\nb"])
+@pytest.mark.parametrize("name", ["../x", "a/b", ".", "", "a\nb"])
 def test_name_of_a_run_is_that_of_a_folder(refused: Refused, name: str) -> None:
     err = refused("train", RECIPE, f"--name={name}")
     assert f"the name of the run is {name!r} [E_RUN_NAME]" in err
@@ -113,9 +113,7 @@ def test_name_that_is_too_long_for_a_file(refused: Refused, arguments: str) -> N
     assert "File name too long [E_UNREADABLE]" in err.splitlines()[0]
 
 
-@pytest.mark.parametrize(
-    "time", ["0", "0s", "-5", "s", "30 s", "30d", "1e3", "nan", "inf", "5m30s", "", "\uff13", "9" * 400]
-)
+@pytest.mark.parametrize("time", ["0s", "-5", "30 s", "nan", "5m30s", "9" * 400])
 def test_invalid_duration_is_an_error(refused: Refused, time: str) -> None:
     err = refused("train", "digits", f"--max-lost-work={time}")
     assert f"--max-lost-work {time}" in err.splitlines()[0]
@@ -182,8 +180,6 @@ NAMES = {
     "model.name=nowhere_at_all:Net": "nowhere_at_all",
     "model.name=digitsnet": "did you mean digits_net?",
     "model.name=samestep.errors:EXIT_DONE": "is a int",
-    "model.name=torchvision:resnet35": "did you mean torchvision:resnet",
-    "data.name=digit": "did you mean digits?",
     "data.name=helpers.recorded:not_a_splits": "Splits",
     "loss.name=crossentropy": "did you mean cross_entropy?",
     "optimizer.name=sdg": "did you mean sgd?",
@@ -192,15 +188,10 @@ NAMES = {
     "data.options.sample=8": "did you mean data.options.samples?",
     "optimizer.options.learning_rate=1": "did you mean optimizer.options.lr?",
     "optimizer.options.lr=-1": "learning rate: -1",
-    "optimizer.options.params=1": "optimizer.options.params",
-    "optimizer.options.betas=0.9": "'float' object is not subscriptable [E_VALUE]",
     "optimizer.options.betas=[0.9]": "list index out of range [E_VALUE]",
-    "loss.options.smoothing=1": "loss.options.smoothing",
     "loss.name=cross_entropy": "the model has 5 outputs per target",
-    "loss={name: 'torch.nn:BCEWithLogitsLoss', options: {pos_weight: 3}}": "loss.options.pos_weight is 3: TypeError",
     "loss={name: 'torch.nn:MSELoss', options: {reduction: average}}": "MSELoss(reduction='average') [E_LOSS]",
     "loss={name: cross_entropy, options: {label_smoothing: -0.1}}": "label_smoothing is -0.1 [E_VALUE]",
-    "loss={name: cross_entropy, options: {weight: balanced}}": "weights 'balanced' [E_VALUE]",
     "model.freeze=[layer9.*]": "layer9.*",
     "model.freeze=['*']": "every parameter",
     "model.pretrained=none.safetensors": "none.safetensors",
@@ -282,43 +273,28 @@ def test_images_without_a_folder(refused: Refused) -> None:
     assert f"there is no folder pictures in {Path.cwd()} [E_FILE_MISSING]" in train_pictures(refused)
 
 
-def test_images_with_an_empty_class(refused: Refused, pictures: Path) -> None:
-    (pictures / "empty").mkdir()
-    (pictures / "empty" / "notes.txt").write_text("no image", encoding="utf-8")
-    assert "class 'empty' has no images" in train_pictures(refused)
-
-
-def test_images_with_a_single_class(refused: Refused, pictures: Path) -> None:
-    shutil.rmtree(pictures / "light")
-    assert "pictures has 1 class folder" in train_pictures(refused)
-
-
-def test_images_with_one_image_in_a_class(refused: Refused, pictures: Path) -> None:
-    picture(pictures / "rare" / "0.jpg")
-    assert "class 'rare' has only one image" in train_pictures(refused)
-
-
-@pytest.mark.parametrize("fraction", ["0", "1", "-0.5"])
-def test_images_with_an_evaluation_fraction_out_of_range(refused: Refused, pictures: Path, fraction: str) -> None:
-    assert "evaluation_fraction" in train_pictures(refused, f"data.options.evaluation_fraction={fraction}")
-
-
-def test_images_with_other_classes_to_evaluate_on(refused: Refused, pictures: Path, tmp_path: Path) -> None:
+def test_images_with_unusable_classes(refused: Refused, pictures: Path, tmp_path: Path) -> None:
     picture(tmp_path / "others" / "dark" / "0.jpg")
     picture(tmp_path / "others" / "grey" / "0.jpg")
     assert "dark, grey" in train_pictures(refused, "data.options.evaluation_path=others")
+    assert "evaluation_fraction" in train_pictures(refused, "data.options.evaluation_fraction=1")
+    (pictures / "empty").mkdir()
+    assert "class 'empty' has no images" in train_pictures(refused)
+    picture(pictures / "empty" / "0.jpg")
+    assert "class 'empty' has only one image" in train_pictures(refused)
+    shutil.rmtree(pictures / "empty")
+    shutil.rmtree(pictures / "light")
+    assert "pictures has 1 class folder" in train_pictures(refused)
 
 
 def spoil(path: Path, kind: str) -> None:
     if kind == "text":
         path.write_text("this is no image", encoding="utf-8")
-    elif kind == "empty":
-        path.write_bytes(b"")
     else:
         path.write_bytes(path.read_bytes()[:-200])
 
 
-@pytest.mark.parametrize("kind", ["text", "empty", "truncated"])
+@pytest.mark.parametrize("kind", ["text", "truncated"])
 def test_images_none_of_which_can_be_read(refused: Refused, pictures: Path, kind: str) -> None:
     for path in pictures.rglob("*.jpg"):
         spoil(path, kind)
@@ -479,7 +455,7 @@ def test_run_of_a_script_is_continued_by_the_script(refused: Refused, run: Path,
 
 
 @pytest.mark.parametrize("command", ["resume", "eval"])
-@pytest.mark.parametrize("which", ["worst", "99", "..", "²"])
+@pytest.mark.parametrize("which", ["worst", "99"])
 def test_missing_checkpoint_is_an_error(refused: Refused, run: Path, command: str, which: str) -> None:
     assert "steps: 13" in refused(command, run, f"--checkpoint={which}")
 
