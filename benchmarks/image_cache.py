@@ -117,7 +117,6 @@ def main() -> None:
             TUTORIAL: tutorial(files),
             AGAIN: tutorial(files),
             "no cache: training": pipeline(folder, "none"),
-            "encoded: training": pipeline(folder, "encoded"),
             "decoded: copy of the image": copies(folder),
             "decoded: evaluation": pipeline(folder, "decoded", is_training=False),
             "decoded: training, crop with resize": pipeline(folder, "decoded"),

@@ -91,14 +91,14 @@ def test_ctrl_c_is_no_finding(tmp_path: Path, processes: int) -> None:
 def test_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "samestep"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name, kind in (("photos-1", "decoded"), ("photos-2", "encoded")):
+    for name, kind in (("photos-1", "decoded"), ("photos-2", "decoded")):
         cache = SampleCache(folder / name, {"kind": kind, "source": "/photos"}, limit=None, samples=9)
         for number in range(3):
             cache.add((number, number), memoryview(bytes(1000)))
     assert here("doctor", "--caches", "--json", cwd=tmp_path) == 0
     listed = answer(capsys)
     rows = [(cache["name"], cache["kind"], cache["entries"], cache["source"]) for cache in listed["caches"]]
-    assert rows == [("photos-1", "decoded", 3, "/photos"), ("photos-2", "encoded", 3, "/photos")]
+    assert rows == [("photos-1", "decoded", 3, "/photos"), ("photos-2", "decoded", 3, "/photos")]
     assert listed["bytes"] == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     (folder / "photos-1/cache.json").write_text("[", encoding="utf-8")
     assert here("doctor", "--clear-caches", cwd=tmp_path) == 0

@@ -56,8 +56,8 @@ class DataConfig(NamedConfig):
         order: random order of training samples: `shuffled` takes memory and time in proportion to the samples in each
             epoch, `keyed` neither; `auto` is `keyed` for more than 10,000,000 samples, otherwise `shuffled`. The orders
             differ. Not for samples grouped by length, which are `shuffled`.
-        cache: store the images of files on the local disk in the first epoch, for all ranks and later runs: `decoded`
-            pixels, `encoded` files (for slow network disks), or `none`. No result depends on the cache.
+        cache: store the `decoded` pixels of image files on the local disk in the first epoch, for all ranks and later
+            runs; or `none`. No result depends on the cache.
         cache_gb: size in GB (1e9 bytes) up to which the cache of these data grows; none for 95 % of the disk.
     """
 
@@ -66,7 +66,7 @@ class DataConfig(NamedConfig):
     bad_samples: BadSamples = "stop"
     drop_last: bool = False
     order: SampleOrder = "auto"
-    cache: Literal["none", "decoded", "encoded"] = "none"
+    cache: Literal["none", "decoded"] = "none"
     cache_gb: Annotated[float, Gt(0), Lt(math.inf)] | None = None
 
 

@@ -354,7 +354,7 @@ class CacheInfo:
     """One cache on the disk."""
 
     name: str  # of the folder in `cache_folder()`
-    kind: str  # `decoded` or `encoded`
+    kind: str  # `decoded`, or `unknown` for a damaged cache
     source: str  # folder of the files
     entries: int
     bytes: int

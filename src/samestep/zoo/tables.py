@@ -1,4 +1,4 @@
-"""Rows of CSV, TSV, JSON, JSONL, Parquet and text files."""
+"""Rows of CSV, TSV, JSONL, Parquet and text files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Row:
 
 
 def read_table(path: Path) -> list[Row]:
-    """Return the rows of a `.csv` or `.tsv` with a header, a `.json` list, a `.jsonl`, a `.parquet` or a `.txt`.
+    """Return the rows of a `.csv` or `.tsv` with a header, a `.jsonl`, a `.parquet` or a `.txt`.
 
     Lines of a `.txt` are those of PaddleViT's lists: a path and a class number, separated by white space.
 
@@ -38,7 +38,6 @@ def read_table(path: Path) -> list[Row]:
     readers: dict[str, Callable[[Path], Iterable[Row]]] = {
         ".csv": _csv_rows,
         ".tsv": _csv_rows,
-        ".json": _json_rows,
         ".jsonl": _jsonl_rows,
         ".parquet": _parquet_rows,
         ".txt": _txt_rows,
@@ -54,7 +53,7 @@ def read_table(path: Path) -> list[Row]:
     require_path(path, "file", "data.options.path is a table")
     try:
         rows = list(reader(path))
-    except (OSError, UnicodeDecodeError, csv.Error, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise _damaged(path, error) from error
     if not rows:
         raise DataError(f"{path} has no rows", expected="at least one row", fix="add rows", code="E_UNREADABLE")
@@ -99,38 +98,23 @@ def _txt_rows(path: Path) -> Iterator[Row]:
                 yield Row(f"{path}, line {number}", dict(zip(("path", "label"), cells, strict=False)), problem)
 
 
-def _json_rows(path: Path) -> Iterator[Row]:
-    content = json.loads(path.read_text(encoding="utf-8-sig"))
-    if not isinstance(content, list):
-        raise DataError(
-            f"{path} contains a {type(content).__name__}",
-            expected="a list of mappings",
-            fix="write [{...}, {...}]",
-            code="E_UNREADABLE",
-        )
-    for number, value in enumerate(content, start=1):
-        yield _json_row(f"{path}, entry {number}", value)
-
-
 def _jsonl_rows(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                where = f"{path}, line {number}"
-                try:
-                    row = _json_row(where, json.loads(line))
-                except json.JSONDecodeError as error:
-                    row = Row(where, {}, f"not JSON: {error}")
-                yield row
+                yield _json_row(f"{path}, line {number}", line)
 
 
-def _json_row(where: str, value: object) -> Row:
-    if not isinstance(value, Mapping):
-        return Row(where, {}, f"a {type(value).__name__} instead of a mapping")
+def _json_row(where: str, line: str) -> Row:
     try:
+        value = json.loads(line)
         json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        return Row(where, {}, f"not JSON: {error}")
     except UnicodeEncodeError:
         return Row(where, {}, "text with half of a surrogate pair")
+    if not isinstance(value, Mapping):
+        return Row(where, {}, f"a {type(value).__name__} instead of a mapping")
     return Row(where, value)
 
 

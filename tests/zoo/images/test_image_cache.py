@@ -20,7 +20,6 @@ from samestep.zoo.images.decoders import Decoder, as_pixels
 from samestep.zoo.images.source import ImageSource, open_cache
 from samestep.zoo.sample_cache import SampleCache
 
-KINDS = ("decoded", "encoded")
 DECODERS = get_args(Decoder)
 
 
@@ -32,9 +31,9 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "samestep"
 
 
-def cached(kind: str, *files: Path, **options: Any) -> tuple[ImageSource, SampleCache]:
+def cached(*files: Path, **options: Any) -> tuple[ImageSource, SampleCache]:
     source = ImageSource(**options)
-    cache = open_cache(source, files, DataConfig(name="images", cache=kind))  # type: ignore[arg-type]
+    cache = open_cache(source, files, DataConfig(name="images", cache="decoded"))
     return source, cache
 
 
@@ -51,37 +50,34 @@ def replace_unnoticed(path: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_pixels_of_all_formats_are_equal(kind: str, decoder: Decoder, tmp_path: Path) -> None:
+def test_pixels_of_all_formats_are_equal(decoder: Decoder, tmp_path: Path) -> None:
     files = [write(tmp_path, name) for name in READ]
     expected = [pixels(ImageSource(decoder), file) for file in files]
-    source, cache = cached(kind, *files, decoder=decoder)
+    source, cache = cached(*files, decoder=decoder)
     for _ in range(3):  # built, from the cache, from the cache by a later run
         assert [pixels(source, file) for file in files] == expected
-        later, _ = cached(kind, *files, decoder=decoder)
+        later, _ = cached(*files, decoder=decoder)
         assert [pixels(later, file) for file in files] == expected
-    assert cache.entries == len(files) * (2 if (decoder, kind) == ("simplejpeg", "decoded") else 1)
+    assert cache.entries == len(files) * (2 if decoder == "simplejpeg" else 1)
     assert cache.take_reports() == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_cached_file_is_not_read_again(kind: str, tmp_path: Path) -> None:
+def test_cached_file_is_not_read_again(tmp_path: Path) -> None:
     file = tmp_path / "a.jpg"
     file.write_bytes(encoded(noise(), "JPEG"))
-    source, _ = cached(kind, file)
+    source, _ = cached(file)
     before = pixels(source, file)
     replace_unnoticed(file, b"no image")
     with pytest.raises(DataError):
         pixels(ImageSource(), file)
     assert pixels(source, file) == before
-    assert pixels(cached(kind, file)[0], file) == before
+    assert pixels(cached(file)[0], file) == before
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_changed_file_is_decoded_again(kind: str, tmp_path: Path) -> None:
+def test_changed_file_is_decoded_again(tmp_path: Path) -> None:
     file = tmp_path / "a.png"
     file.write_bytes(encoded(noise(), "PNG"))
-    source, cache = cached(kind, file)
+    source, cache = cached(file)
     before = pixels(source, file)
     other = Image.fromarray(numpy.asarray(noise())[::-1])
     replace_unnoticed(file, encoded(other, "PNG"))
@@ -91,13 +87,12 @@ def test_changed_file_is_decoded_again(kind: str, tmp_path: Path) -> None:
     assert cache.entries == 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [*REFUSED, "missing"])
-def test_unreadable_file_has_the_error_of_a_run_without_cache(kind: str, name: str, tmp_path: Path) -> None:
+def test_unreadable_file_has_the_error_of_a_run_without_cache(name: str, tmp_path: Path) -> None:
     file = write(tmp_path, name) if name in REFUSED else tmp_path / "missing.jpg"
     with pytest.raises(SamestepError) as expected:
         pixels(ImageSource(), file)
-    source, cache = cached(kind, file)
+    source, cache = cached(file)
     for _ in range(2):
         with pytest.raises(SamestepError) as error:
             pixels(source, file)
@@ -105,20 +100,19 @@ def test_unreadable_file_has_the_error_of_a_run_without_cache(kind: str, name: s
     assert cache.entries == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_damaged_entry_is_decoded_again(kind: str, tmp_path: Path, cache_folder: Path) -> None:
+def test_damaged_entry_is_decoded_again(tmp_path: Path, cache_folder: Path) -> None:
     file = tmp_path / "a.jpg"
     file.write_bytes(encoded(noise(), "JPEG"))
-    before = pixels(cached(kind, file)[0], file)
+    before = pixels(cached(file)[0], file)
     [data] = cache_folder.glob("*/*.data")
     content = bytearray(data.read_bytes())
     content[100] ^= 1
     data.write_bytes(content)
-    source, cache = cached(kind, file)
+    source, cache = cached(file)
     assert pixels(source, file) == before
     [report] = cache.take_reports()
     assert str(file) in report
-    assert pixels(cached(kind, file)[0], file) == before
+    assert pixels(cached(file)[0], file) == before
 
 
 # --- the fixed resize and the crop without a resize ---------------------------------------------------------
@@ -162,8 +156,7 @@ def test_transformed_images_are_equal(decoder: Decoder, options: dict[str, objec
     options = {"decoder": decoder, **options}
     first, second = samples(photos, "none", **options)
     assert torch.equal(first, second)
-    for kind in KINDS:
-        assert all(torch.equal(images, first) for images in samples(photos, kind, **options))
+    assert all(torch.equal(images, first) for images in samples(photos, "decoded", **options))
     assert not torch.equal(samples(photos, "none", epoch=1, **options)[0], first)
 
 

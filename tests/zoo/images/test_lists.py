@@ -31,9 +31,7 @@ def write_list(path: Path, rows: Sequence[Sequence[Any]], columns: Sequence[str]
     """Write a list in the format of the suffix."""
     mappings = [dict(zip(columns, row, strict=True)) for row in rows]
     with path.open("w", encoding="utf-8", newline="") as file:
-        if path.suffix == ".json":
-            json.dump(mappings, file)
-        elif path.suffix == ".jsonl":
+        if path.suffix == ".jsonl":
             file.writelines(json.dumps(mapping) + "\n\n" for mapping in mappings)
         else:
             writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
@@ -67,7 +65,7 @@ def test_lists_of_paddlevit(folder: Path) -> None:
         splits.evaluation[1]
 
 
-@pytest.mark.parametrize("ending", ["csv", "tsv", "json", "jsonl"])
+@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl"])
 def test_list_formats_give_equal_entries(folder: Path, ending: str) -> None:
     splits = load_image_list(write_list(folder / f"list.{ending}", ROWS), **SMALL)
     assert splits.classes == ("cat", "dog", "owl")
@@ -82,12 +80,12 @@ def test_columns_root_and_validation_list(folder: Path, tmp_path: Path) -> None:
     lists.mkdir()
     columns = ("file", "what")
     first = write_list(lists / "a.csv", ROWS, columns)
-    second = write_list(lists / "b.json", [*ROWS[:2], ("0.png", "cow")], columns)
+    second = write_list(lists / "b.jsonl", [*ROWS[:2], ("0.png", "cow")], columns)
     options: dict[str, Any] = {"path_column": "file", "label_column": "what", "image_root": str(folder), **SMALL}
     splits = load_image_list(first, evaluation_path=second, **options)
     assert (len(splits.train), len(splits.evaluation)) == (12, 3)
     assert splits.evaluation[1][1] == splits.classes.index("cat")
-    with pytest.raises(DataError, match=r"b\.json, entry 3: the label 'cow' is not a class"):
+    with pytest.raises(DataError, match=r"b\.jsonl, line 5: the label 'cow' is not a class"):
         splits.evaluation[2]
 
 
@@ -105,7 +103,7 @@ def test_classes_option_defines_the_classes(folder: Path) -> None:
 )
 def test_label_has_one_form(folder: Path, label: object, name: str) -> None:
     rows = [(file, label if number % 2 else "other") for number, (file, _) in enumerate(ROWS)]
-    path = write_list(folder / "list.json", rows)
+    path = write_list(folder / "list.jsonl", rows)
     assert load_image_list(path, **SMALL).classes == tuple(sorted([name, "other"]))
     assert load_image_list(path, classes=["other", f"{name} "], evaluation_path=path, **SMALL).train[1][1] == 1
 
@@ -138,7 +136,6 @@ def test_classes_that_yaml_reads_as_booleans_are_refused(folder: Path) -> None:
         ("a.csv", "path,label\n0.png,cat\n1.png,cat\n", "1 classes"),
         ("a.csv", "path,label\n", "no rows"),
         ("a.csv", 'path,label\n"0.png,cat\n', "cannot be read"),
-        ("a.json", '{"path": "0.png"}', "contains a dict"),
         ("a.csv", b"path,label\n\xff\xfe,cat\n", "cannot be read"),
         ("a.xlsx", "", r"ends in \.xlsx"),
         ("missing.csv", None, "no file"),

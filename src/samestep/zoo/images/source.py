@@ -15,7 +15,6 @@ from torch.nn.functional import interpolate
 
 from samestep.config.recipe import DataConfig
 from samestep.distributed.env import cache_folder
-from samestep.errors import DataError
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.images.decoders import (
     Box,
@@ -59,7 +58,6 @@ class ImageSource:
         self._decoder, self._shorter_side, self._interpolation = decoder, shorter_side, interpolation
         self._decode = image_reader(decoder)
         self._cache: SampleCache | None = None
-        self._kind = "none"
 
     def __call__(self, source: Path | BytesIO, name: str) -> DecodedImage:
         """Return the image of a file, which has `name` in errors.
@@ -72,8 +70,6 @@ class ImageSource:
             return self.prepared(self._decode(source, name))
         with file_errors(name, "an image"):
             status = os.stat(source)
-        if self._kind == "encoded":
-            return self.prepared(self._encoded(self._cache, source, status, name))
         if self._decoder != "pillow" and self._shorter_side is None:
             return _CachedScales(self._cache, self._decode, source, status, name)
         key = file_key(source, status)
@@ -84,14 +80,12 @@ class ImageSource:
         _add_pixels(self._cache, key, as_pixels(image), source, status)
         return image
 
-    def use_cache(self, cache: SampleCache, kind: str) -> None:
-        """Read files from a cache of `kind`, `decoded` or `encoded`, and write missing images to the cache."""
-        self._cache, self._kind = cache, kind
+    def use_cache(self, cache: SampleCache) -> None:
+        """Read the pixels of files from a cache, and write missing images to the cache."""
+        self._cache = cache
 
-    def description(self, kind: str) -> dict[str, object]:
-        """Return the facts on which the bytes of a cache of `kind` depend."""
-        if kind == "encoded":
-            return {"kind": kind}
+    def description(self) -> dict[str, object]:
+        """Return the facts on which the bytes of a cache depend."""
         names = ("libjpeg_turbo", "jpg", "zlib", "webp", "libtiff")
         libraries = {"pillow": PIL.__version__, **{name: features.version(name) for name in names}}
         size = None if self._shorter_side is None else f"{self._shorter_side} {self._interpolation}"
@@ -99,7 +93,7 @@ class ImageSource:
             libraries[self._decoder] = version(self._decoder)
             if size is not None:  # torch resizes, with instructions of the processor
                 libraries["torch"] = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
-        return {"kind": kind, "decoder": self._decoder, "libraries": libraries, "shorter_side": size}
+        return {"kind": "decoded", "decoder": self._decoder, "libraries": libraries, "shorter_side": size}
 
     def prepared(self, image: DecodedImage) -> DecodedImage:
         """Return a decoded image after the fixed resize."""
@@ -110,21 +104,6 @@ class ImageSource:
             return StoredImage(resize_shorter_side(image, self._shorter_side, mode))
         resized: Image.Image = functional.resize(crop_long_image(image), [self._shorter_side], interpolation=mode)
         return resized
-
-    def _encoded(self, cache: SampleCache, path: Path, status: os.stat_result, name: str) -> DecodedImage:
-        key = file_key(path, status)
-        sample = cache.get(key, name)
-        if sample is not None:
-            return self._decode(BytesIO(sample.data), name)  # type: ignore[no-any-return]
-        with file_errors(name, "an image"):
-            data = path.read_bytes()
-        try:
-            image = self._decode(BytesIO(data), name)
-        except DataError:
-            return self._decode(path, name)  # type: ignore[no-any-return]  # raises the error that names the file
-        if len(data) == status.st_size and _is_unchanged(path, status):
-            cache.add(key, memoryview(data))
-        return image  # type: ignore[no-any-return]
 
 
 class _CachedScales:
@@ -213,12 +192,12 @@ def open_cache(source: ImageSource, files: Sequence[Path], config: DataConfig) -
     Args:
         source: source of the images.
         files: files of the training and validation images.
-        config: the keys `cache` and `cache_gb`.
+        config: the key `cache_gb`.
     """
     root = Path(os.path.commonpath([os.path.abspath(file.parent) for file in files]) if files else "")
-    description = source.description(config.cache)
+    description = source.description()
     limit = None if config.cache_gb is None else int(config.cache_gb * 1e9)
     folder = cache_folder() / cache_name(root, description)
     cache = SampleCache(folder, {"source": str(root), **description}, limit=limit, samples=len(files))
-    source.use_cache(cache, config.cache)
+    source.use_cache(cache)
     return cache
