@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from hashlib import sha256
 from pathlib import Path
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from samestep.checkpoint.manifest import file_names, verify
 from samestep.checkpoint.store import CheckpointFolder, read_state
-from samestep.errors import RunError
+from samestep.errors import InputError, RunError
 from samestep.loggers.logger import format_metric
 from samestep.recipes.recipe_files import (
     differences,
@@ -21,9 +22,9 @@ from samestep.recipes.recipe_files import (
     write_dataset_info,
     write_recipe,
 )
-from samestep.tools.report.results import CERTIFICATE_FILE, read_certificate_file
 from samestep.tools.report.run import read_run
 from samestep.tools.templates import render
+from samestep.tools.verify.verification import FORMAT
 
 WEIGHTS = "model.safetensors"
 _AVERAGE = {"average.safetensors"}  # of a run with a moving average, which its evaluations use
@@ -52,8 +53,8 @@ def write_repository(run: Path, which: str, certificate: Path | None, out: Path)
     facts = {"step": progress.step, "sha256": sha256((out / WEIGHTS).read_bytes()).hexdigest(), "metrics": metrics}
     verified, lines = None, list[str]()
     if certificate is not None:
-        verified = read_certificate_file(certificate)
-        shutil.copyfile(certificate, out / CERTIFICATE_FILE)
+        verified = _read_certificate(certificate)
+        shutil.copyfile(certificate, out / "certificate.json")
         lines = differences(verified["recipe"] or {}, recipe_data(recipe))
     start = log.starts[-1] if log.starts else {}
     software = ", ".join(f"{name} {start[name]}" for name in ("samestep", "torch") if name in start)
@@ -62,6 +63,31 @@ def write_repository(run: Path, which: str, certificate: Path | None, out: Path)
     card = render("model_card.md", **{**facts, **others, "metrics": texts})
     (out / "README.md").write_text(card, encoding="utf-8")
     return facts
+
+
+def _read_certificate(path: Path) -> dict[str, Any]:
+    """Return `holds`, `subject` and the verified `recipe` of a certificate, which is None for a script.
+
+    Raises:
+        InputError: the certificate is missing, damaged or of another format.
+    """
+    try:
+        data = json.loads(path.read_bytes())
+        if data["format"] != FORMAT:
+            raise ValueError(f"format {data['format']}, not {FORMAT}")
+        return {
+            "holds": bool(data["holds"]),
+            "subject": " ".join([str(data["subject"]), *map(str, data["arguments"])]),
+            "recipe": None if data["recipe"] is None else dict(data["recipe"]),
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        cause = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise InputError(
+            f"{path} cannot be read: {cause}",
+            expected=f"a folder written by samestep verify --out, which contains {path.name}",
+            fix="correct the path, or repeat samestep verify --out",
+            code="E_UNREADABLE",
+        ) from error
 
 
 def upload(folder: Path, step: int, name: str, *, private: bool) -> str:
