@@ -4,11 +4,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
-from samestep.distributed.env import read_log_level
-from samestep.errors import InputError
-
 LOG = """
 import logging
 from samestep.distributed.logging import configure_logging, logger
@@ -48,10 +43,3 @@ def test_configuration_of_the_program_is_used() -> None:
     assert stderr_lines(setup) == [
         f"samestep of rank {rank}: {message}" for rank in (0, 3) for message in ("info 5%", "warning")
     ]
-
-
-def test_unknown_level_is_an_input_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAMESTEP_LOG_LEVEL", "loud")
-    with pytest.raises(InputError, match="loud") as failure:
-        read_log_level()
-    assert failure.value.code == "E_VALUE"

@@ -1,6 +1,7 @@
 """Seeds derived from a purpose and global facts, and preserved generators."""
 
 import random
+from contextlib import nullcontext
 from itertools import product
 from typing import get_args
 
@@ -38,26 +39,15 @@ def test_seeds_never_change() -> None:
     assert derive_seed("order", 0, 0) == 12174131014002871997
     assert derive_seed("sample", 0, 0) == 10275630656003848052
     assert derive_seed("collate", 0, 0) == 10001446222821279337
-    assert derive_seed("shard", 1, 2, 3) == 785424411859148130
+    assert derive_seed("shard", 1, 2, 3) == microbatch_seed("shard", 1, 2, 3) == 785424411859148130
     assert derive_seed("evaluation", 0, 0) == 16626789707541066645
     assert derive_seed("model", 0, 0) == 17942508330236404372
 
 
-def test_seed_of_a_microbatch_depends_on_seed_position_and_number_in_this_order() -> None:
-    assert microbatch_seed("shard", 1, 2, 3) == 785424411859148130
-
-
-def test_purposes_are_independent() -> None:
-    seeds = {derive_seed(purpose, 1, 2, 3) for purpose in get_args(Purpose)}
-    assert len(seeds) == len(get_args(Purpose))
-
-
-def test_order_of_facts_matters() -> None:
-    seeds = {derive_seed("shard", *facts) for facts in product(range(8), repeat=3)}
-    assert len(seeds) == 8**3
-
-
-def test_number_of_facts_matters() -> None:
+def test_purposes_order_and_number_of_facts_matter() -> None:
+    purposes = get_args(Purpose)
+    assert len({derive_seed(purpose, 1, 2, 3) for purpose in purposes}) == len(purposes)
+    assert len({derive_seed("shard", *facts) for facts in product(range(8), repeat=3)}) == 8**3
     assert len({derive_seed("shard", *[0] * count) for count in range(6)}) == 6
 
 
@@ -80,27 +70,19 @@ def test_different_seeds_give_different_draws() -> None:
     assert all(len(set(column)) == 20 for column in zip(*seen, strict=True))
 
 
-def test_generators_are_restored() -> None:
+@pytest.mark.parametrize("error", [None, ValueError("inside")])
+def test_generators_are_restored(error: Exception | None) -> None:
     with preserved_generators():
         seed_generators(7)
         expected = draws(), draws()
         seed_generators(7)
         first = draws()
-        with preserved_generators():
+        with nullcontext() if error is None else pytest.raises(ValueError), preserved_generators():
             seed_generators(8)
             assert draws() not in expected
+            if error is not None:
+                raise error
         assert (first, draws()) == expected
-
-
-def test_generators_are_restored_after_an_exception() -> None:
-    with preserved_generators():
-        seed_generators(7)
-        expected = draws()
-        seed_generators(7)
-        with pytest.raises(ValueError, match="inside"), preserved_generators():
-            seed_generators(8)
-            raise ValueError("inside")
-        assert draws() == expected
 
 
 def gaussians() -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Failures of ranks, the first cause among several, and restarts of failed runs."""
+"""Failures of ranks, and the first cause among several."""
 
 import signal
 from typing import Any
@@ -23,19 +23,16 @@ def raised(error: BaseException) -> BaseException:
         return caught
 
 
-def test_earliest_cause_is_selected() -> None:
-    failures = [failure(3.0), failure(1.0), failure(2.0)]
-    assert first_cause(failures).when == 1.0
-
-
-def test_earlier_consequence_is_not_the_cause() -> None:
-    failures = [failure(1.0, is_consequence=True), failure(2.0), failure(3.0)]
-    assert first_cause(failures).when == 2.0
-
-
-def test_without_a_cause_the_earliest_consequence_is_selected() -> None:
-    failures = [failure(2.0, is_consequence=True), failure(1.0, is_consequence=True)]
-    assert first_cause(failures).when == 1.0
+@pytest.mark.parametrize(
+    ("failures", "when"),
+    [
+        ([failure(3.0), failure(1.0), failure(2.0)], 1.0),
+        ([failure(1.0, is_consequence=True), failure(2.0), failure(3.0)], 2.0),
+        ([failure(2.0, is_consequence=True), failure(1.0, is_consequence=True)], 1.0),
+    ],
+)
+def test_earliest_cause_is_selected_before_consequences(failures: list[Failure], when: float) -> None:
+    assert first_cause(failures).when == when
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.booleans()), min_size=1), st.randoms())
@@ -47,20 +44,16 @@ def test_cause_does_not_depend_on_the_order(facts: list[tuple[float, bool]], shu
     assert (again.when, again.is_consequence) == (cause.when, cause.is_consequence)
 
 
-def test_later_failures_have_later_times() -> None:
-    first, second = Failure.of_exit(0, 1), Failure.of_exception(1, InputError("x"))
-    assert first.when <= second.when
-
-
-def test_invalid_input_has_no_traceback() -> None:
-    result = Failure.of_exception(2, raised(InputError("v", expected="r", fix="d")))
-    assert result.text == "error: v [E_INPUT]\n  expected: r\n  fix:      d"
-    assert (result.rank, result.exit_code, result.is_consequence) == (2, 2, False)
-
-
-def test_failed_run_has_no_traceback() -> None:
-    result = Failure.of_exception(0, raised(NonFiniteError("step 3: NaN")))
-    assert (result.text, result.exit_code) == ("error: step 3: NaN [E_NONFINITE]", 1)
+@pytest.mark.parametrize(
+    ("error", "text", "exit_code"),
+    [
+        (InputError("v", expected="r", fix="d"), "error: v [E_INPUT]\n  expected: r\n  fix:      d", 2),
+        (NonFiniteError("step 3: NaN"), "error: step 3: NaN [E_NONFINITE]", 1),
+    ],
+)
+def test_expected_errors_have_no_traceback(error: BaseException, text: str, exit_code: int) -> None:
+    result = Failure.of_exception(2, raised(error))
+    assert (result.rank, result.text, result.exit_code, result.is_consequence) == (2, text, exit_code, False)
 
 
 def test_lost_peer_is_a_consequence() -> None:
@@ -69,36 +62,30 @@ def test_lost_peer_is_a_consequence() -> None:
     assert result.text.startswith("error: rank 0 lost its connection [E_PEER_LOST]\n    Traceback")
 
 
-def test_exception_has_rank_and_traceback() -> None:
-    result = Failure.of_exception(3, raised(KeyError("weight")))
-    title, first, *_ = result.text.splitlines()
-    assert title == "error: rank 3 failed: KeyError: 'weight' [E_RANK_FAILED]"
-    assert first.startswith("    Traceback")
+@pytest.mark.parametrize(
+    ("error", "title"),
+    [
+        (KeyError("weight"), "rank 3 failed: KeyError: 'weight'"),
+        (ValueError("one\ntwo"), "rank 3 failed: ValueError: one"),
+        (ValueError(), "rank 3 failed: ValueError"),
+    ],
+)
+def test_exception_has_rank_and_traceback(error: BaseException, title: str) -> None:
+    result = Failure.of_exception(3, raised(error))
+    assert (result.title, result.exit_code) == (title, 1)
+    assert result.text.startswith(f"error: {title} [E_RANK_FAILED]\n    Traceback")
     assert "test_failure.py" in result.text
-    assert result.exit_code == 1
 
 
-def test_first_line_of_a_message_is_the_title() -> None:
-    result = Failure.of_exception(0, raised(ValueError("one\ntwo")))
-    assert result.title == "rank 0 failed: ValueError: one"
-
-
-def test_exception_without_a_message_has_its_type_as_title() -> None:
-    result = Failure.of_exception(0, raised(ValueError()))
-    assert result.title == "rank 0 failed: ValueError"
-
-
-def test_sigkill_suggests_memory() -> None:
-    result = Failure.of_exit(1, -signal.SIGKILL)
-    assert result.text.startswith("error: rank 1 was killed by SIGKILL [E_RANK_KILLED]\n  fix:      ")
-    assert "memory" in result.text
-    assert (result.by_signal, result.exit_code) == (signal.SIGKILL, 1)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGPIPE])
-def test_other_signals_have_no_fix(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "fix"), [(signal.SIGKILL, "memory"), (signal.SIGTERM, ""), (signal.SIGPIPE, ""), (signal.SIGRTMIN, "")]
+)
+def test_killed_rank(number: signal.Signals, fix: str) -> None:
     result = Failure.of_exit(1, -number)
-    assert (result.text, result.by_signal) == (f"error: rank 1 was killed by {number.name} [E_RANK_KILLED]", number)
+    assert result.text.startswith(f"error: rank 1 was killed by {number.name} [E_RANK_KILLED]")
+    assert (result.by_signal, result.exit_code) == (number, 1)
+    assert ("  fix:      " in result.text, fix in result.text) == (bool(fix), True)
+    assert "killed" in Failure.of_exit(1, -(signal.SIGRTMIN + 1)).text, "it has no name"
 
 
 def test_crash_has_step_and_stack() -> None:
@@ -127,23 +114,21 @@ def test_out_of_memory_has_a_fix() -> None:
     assert result.text.splitlines()[-1].startswith("  fix:      use less memory per rank")
 
 
-def test_early_exit_has_the_exit_code() -> None:
-    result = Failure.of_exit(1, 5)
-    title, expected, hint = result.text.splitlines()
-    assert title == "error: rank 1 ended with exit code 5, before the function returned [E_RANK_EXITED]"
-    assert expected == "  expected: the function returns in every rank"
-    assert "sys.exit()" in hint
-    assert result.by_signal is None
-
-
-@pytest.mark.parametrize(("exit_code", "hint"), [(2, "see the message above: argparse"), (5, "look for sys.exit()")])
-def test_early_exit_of_a_script(exit_code: int, hint: str) -> None:
-    lines = Failure.of_exit(0, exit_code, is_script=True).text.splitlines()
-    assert lines[:2] == [
-        f"error: rank 0 ended with exit code {exit_code}, before the script ended [E_RANK_EXITED]",
-        "  expected: the script ends with exit code 0 in every rank",
-    ]
-    assert lines[2].startswith(f"  fix:      {hint}")
+@pytest.mark.parametrize(
+    ("exit_code", "is_script", "expected", "hint"),
+    [
+        (5, False, "the function returns in every rank", "look for sys.exit()"),
+        (5, True, "the script ends with exit code 0 in every rank", "look for sys.exit()"),
+        (2, True, "the script ends with exit code 0 in every rank", "see the message above: argparse"),
+    ],
+)
+def test_early_exit(exit_code: int, is_script: bool, expected: str, hint: str) -> None:
+    result = Failure.of_exit(0, exit_code, is_script=is_script)
+    title, *lines = result.text.splitlines()
+    assert title.startswith(f"error: rank 0 ended with exit code {exit_code}, before the ")
+    assert (result.code, result.by_signal) == ("E_RANK_EXITED", None)
+    assert lines[0] == f"  expected: {expected}"
+    assert lines[1].startswith(f"  fix:      {hint}")
 
 
 def test_syntax_error_without_other_frames_has_no_frames_of_the_launcher() -> None:
@@ -156,10 +141,6 @@ def test_syntax_error_without_other_frames_has_no_frames_of_the_launcher() -> No
     text = Failure.of_exception(0, caught.value).text
     assert 'File "script.py", line 1' in text
     assert "in run" not in text
-
-
-def test_real_time_signal_without_a_name() -> None:
-    assert "killed" in Failure.of_exit(1, -(signal.SIGRTMIN + 1)).text
 
 
 @pytest.mark.parametrize(
@@ -177,6 +158,3 @@ def test_real_time_signal_without_a_name() -> None:
 )
 def test_out_of_memory_is_recognized(error: BaseException, is_out_of_memory: bool) -> None:
     assert Failure.of_exception(0, raised(error)).is_out_of_memory is is_out_of_memory
-
-
-# --- restarts: within the limit, without lost ranks, but not for permanent failures ---------------------

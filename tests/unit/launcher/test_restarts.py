@@ -21,22 +21,19 @@ def test_restarts_up_to_the_limit() -> None:
     assert policy.restart(failed(by_signal=9), 7) is None
 
 
-def test_no_restart_by_default() -> None:
-    assert RestartPolicy(0, 4, 4).restart(failed(by_signal=9), 5) is None
-
-
-@pytest.mark.parametrize("kind", ["NonFiniteError", "CheckpointWriteError"])
-def test_permanent_failure_is_not_restarted(kind: str) -> None:
-    assert RestartPolicy(5, 4, 4).restart(failed(kind), 5) is None
-
-
-def test_invalid_input_is_not_restarted() -> None:
-    assert RestartPolicy(5, 4, 4).restart(failed("InputError", exit_code=2), 5) is None
-
-
-@pytest.mark.parametrize(("kind", "by_signal"), [("OSError", None), (None, 9)])
-def test_failure_after_a_request_to_stop_is_not_restarted(kind: str | None, by_signal: int | None) -> None:
-    assert RestartPolicy(5, 4, 4).restart(failed(kind, by_signal=by_signal, is_stopping=True), 5) is None
+@pytest.mark.parametrize(
+    ("limit", "error"),
+    [
+        pytest.param(0, failed(by_signal=9), id="no restart by default"),
+        pytest.param(5, failed("NonFiniteError"), id="permanent failure"),
+        pytest.param(5, failed("CheckpointWriteError"), id="permanent failure of the disk"),
+        pytest.param(5, failed("InputError", exit_code=2), id="invalid input"),
+        pytest.param(5, failed("OSError", is_stopping=True), id="after a request to stop"),
+        pytest.param(5, failed(by_signal=9, is_stopping=True), id="killed after a request to stop"),
+    ],
+)
+def test_not_restarted(limit: int, error: RankError) -> None:
+    assert RestartPolicy(limit, 4, 4).restart(error, 5) is None
 
 
 def test_same_failure_at_the_same_step_is_restarted_once() -> None:

@@ -28,40 +28,26 @@ def culprits(ranks: dict[int, RankState], stacks: dict[int, list[str]] | None = 
     return Hang(12, 10, ranks, stacks or {}).culprits
 
 
-def test_ranks_with_fewer_operations_are_culprits() -> None:
-    assert culprits(states(WAITING, WAITING, BEHIND, WAITING)) == [2]
-    assert culprits(states(BEHIND, WAITING, BEHIND, WAITING)) == [0, 2]
-    behind_and_waits = replace(BEHIND, activity=WAITING.activity, is_waiting=True)
-    assert culprits(states(WAITING, behind_and_waits, WAITING)) == [1]
+ELSEWHERE = replace(WAITING, activity="in engine.evaluate, waiting in an all-reduce")
+ENDED = replace(WAITING, is_finished=True)
 
 
-def test_rank_that_does_not_wait_is_the_culprit() -> None:
-    assert culprits(states(WAITING, COMPUTING, WAITING, WAITING)) == [1]
-
-
-def test_stopped_rank_is_the_culprit() -> None:
-    ranks = states(WAITING, WAITING, WAITING, WAITING)
-    ranks[3] = RankState(WAITING, process_state="T")
-    assert culprits(ranks) == [3]
-
-
-def test_ended_rank_is_the_culprit() -> None:
-    ranks = states(WAITING, WAITING, replace(WAITING, is_finished=True), WAITING)
-    assert culprits(ranks) == [2]
-    ranks = states(WAITING, WAITING, WAITING, WAITING)
-    ranks[0] = RankState(WAITING, has_ended=True)
-    assert culprits(ranks) == [0]
-
-
-def test_rank_in_another_operation_is_the_culprit() -> None:
-    other = replace(WAITING, activity="in engine.evaluate, waiting in an all-reduce")
-    assert culprits(states(other, WAITING, WAITING, WAITING)) == [0]
-
-
-def test_undecidable_hang_has_no_culprit() -> None:
-    other = replace(WAITING, activity="in engine.evaluate, waiting in an all-reduce")
-    assert culprits(states(other, WAITING)) == []
-    assert culprits(states(COMPUTING, COMPUTING)) == []
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        pytest.param(states(BEHIND, WAITING, BEHIND, WAITING), [0, 2], id="fewer operations"),
+        pytest.param(states(WAITING, replace(WAITING, operations=6), WAITING), [1], id="fewer operations, and waits"),
+        pytest.param(states(WAITING, COMPUTING, WAITING, WAITING), [1], id="does not wait"),
+        pytest.param({**states(WAITING, WAITING), 2: RankState(WAITING, process_state="T")}, [2], id="stopped"),
+        pytest.param(states(WAITING, WAITING, ENDED, WAITING), [2], id="has left the world"),
+        pytest.param({**states(WAITING, WAITING), 2: RankState(WAITING, has_ended=True)}, [2], id="has ended"),
+        pytest.param(states(ELSEWHERE, WAITING, WAITING, WAITING), [0], id="another operation"),
+        pytest.param(states(ELSEWHERE, WAITING), [], id="no majority"),
+        pytest.param(states(COMPUTING, COMPUTING), [], id="no rank waits"),
+    ],
+)
+def test_culprits(ranks: dict[int, RankState], expected: list[int]) -> None:
+    assert culprits(ranks) == expected
 
 
 def test_rank_in_a_collective_of_the_user_is_waiting() -> None:
@@ -88,10 +74,17 @@ def test_no_progress_of_any_rank_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> N
     assert results == [None] * 10 + [10, 11, 12, 13]
 
 
-def test_progress_of_one_rank_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(lambda now: states(WAITING, replace(COMPUTING, last_change=now)), id="progress of one rank"),
+        pytest.param(lambda now: states(StatusSnapshot(), StatusSnapshot()), id="before the start"),
+        pytest.param(lambda now: states(ENDED, ENDED), id="after the end"),
+    ],
+)
+def test_no_hang(monkeypatch: pytest.MonkeyPatch, ranks: Callable[[float], dict[int, RankState]]) -> None:
     every_second = [float(second) for second in range(30)]
-    results = hang_seconds(monkeypatch, every_second, lambda now: states(WAITING, replace(COMPUTING, last_change=now)))
-    assert results == [None] * 30
+    assert hang_seconds(monkeypatch, every_second, ranks) == [None] * 30
 
 
 def test_pause_of_the_watchdog_itself_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,14 +93,6 @@ def test_pause_of_the_watchdog_itself_is_no_hang(monkeypatch: pytest.MonkeyPatch
     seconds = [float(second) for second in (0, 1, 500, *range(501, 512))]
     results = hang_seconds(monkeypatch, seconds, lambda now: states(WAITING, COMPUTING))
     assert results[-5:] == [10.5, 11.5, 12.5, 13.5, 14.5]
-
-
-@pytest.mark.parametrize("status", [StatusSnapshot(), replace(WAITING, is_finished=True)])
-def test_ranks_are_not_watched_before_start_and_after_end(
-    monkeypatch: pytest.MonkeyPatch, status: StatusSnapshot
-) -> None:
-    every_second = [float(second) for second in range(20)]
-    assert hang_seconds(monkeypatch, every_second, lambda now: states(status, status)) == [None] * 20
 
 
 def test_report_has_the_culprit_first_and_each_stack_once() -> None:
@@ -160,16 +145,10 @@ Thread 0x00007f2 (most recent call first):
 """
 
 
-def test_main_thread_outermost_first_without_the_launcher() -> None:
+def test_stack_of_the_main_thread_or_of_the_crashed_one() -> None:
     assert parse_stack(DUMP) == ["/x/train.py:3 main", "/x/train.py:9 step"]
-
-
-def test_crashed_thread_takes_precedence() -> None:
     crashed = DUMP.replace("Thread 0x00007f1", "Current thread 0x00007f1")
     assert parse_stack(f"Fatal Python error: Segmentation fault\n\n{crashed}") == ["/x/threading.py:10 wait"]
-
-
-def test_empty_dump() -> None:
     assert parse_stack("") == []
 
 
@@ -197,7 +176,9 @@ def running(function: object, stacks: StackFile, ready: str) -> Iterator[BasePro
         stacks.close()
 
 
-def test_sleeping_process_answers_every_request(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sleeping_process_answers_every_request_and_a_stopped_one_none(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("samestep.launcher.watchdog._STACK_SECONDS", 20)
     stacks, ready = StackFile(), f"{tmp_path}/ready"
     with running(sleep_forever, stacks, ready) as process:
@@ -207,24 +188,16 @@ def test_sleeping_process_answers_every_request(tmp_path: object, monkeypatch: p
         assert process.pid is not None
         for _ in range(2):
             assert "sleep_forever" in stacks.request(process.pid)[-1]
-
-
-def test_stopped_process_does_not_answer(tmp_path: object) -> None:
-    stacks, ready = StackFile(), f"{tmp_path}/ready"
-    with running(sleep_forever, stacks, ready) as process:
-        while not os.path.exists(ready):
-            time.sleep(0.01)
-        assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
+        monkeypatch.setattr("samestep.launcher.watchdog._STACK_SECONDS", 1)
         assert stacks.request(process.pid) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGSEGV])
-def test_crash_leaves_a_stack(tmp_path: object, number: signal.Signals) -> None:
+def test_crash_leaves_a_stack(tmp_path: object) -> None:
     stacks = StackFile()
     with running(crash, stacks, f"{tmp_path}/ready") as process:
         process.join()
-        assert process.exitcode == -number
+        assert process.exitcode == -signal.SIGSEGV
         assert "crash" in stacks.crash()[-1]
 
 
@@ -252,10 +225,7 @@ def test_slow_rank_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert third == ("rank 1 is slow: 0.300 s per microbatch, data included; the other ranks need 0.100 s and wait")
 
 
-def test_rank_with_more_microbatches_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert slow(monkeypatch, 0.1, 0.1, 0.1, microbatches=(10, 30, 10)) == [None] * 4
-
-
 def test_similar_ranks_are_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert slow(monkeypatch, 0.1, 0.1, 0.1, microbatches=(10, 30, 10)) == [None] * 4
     assert slow(monkeypatch, 0.1, 0.12, 0.1) == [None] * 4
     assert slow(monkeypatch, 0.0001, 0.001, 0.0001) == [None] * 4
