@@ -1,4 +1,4 @@
-"""Runs with disturbed saving: a second run, a lost disk, and a stop request during an evaluation."""
+"""Runs with disturbed saving: a killed run, a lost disk, and a stop request during an evaluation."""
 
 import signal
 import time
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers.recorded import count_calls
-from helpers.system import Done, Running, events, here, last_saved, samestep, state_of, steps_saved, weights
+from helpers.system import Done, Running, events, here, last_saved, state_of, steps_saved, weights
 from samestep.checkpoint.files import write_atomically
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
@@ -40,31 +40,6 @@ def hold(folder: Path, call: int) -> Callable[[], None]:
 
 def is_saved(run: Path, step: int) -> bool:
     return last_saved(run) == step and not list((run / "checkpoints").glob(".*-*"))
-
-
-# --- two runs in one directory ----------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_second_run_in_the_same_directory_is_refused_without_changes(tmp_path: Path, undisturbed: Path) -> None:
-    run = tmp_path / "runs" / "a"
-    release = hold(tmp_path, 13)  # step 7, of one of two ranks
-    arguments = ("train", RECIPE, "--name", "a", *BLOCKING, "--processes", 2, "--checkpoint-every", 5)
-    with Running(*arguments, cwd=tmp_path) as running:
-        running.until(lambda: count_calls(tmp_path) == 13 and is_saved(run, 5), "step 7 and a checkpoint of step 5")
-        processes = running.processes()
-        before = (run / "events.jsonl").read_bytes(), (run / "environment.json").read_bytes()
-        second = samestep("resume", run, "--processes", 2, cwd=tmp_path)
-        assert second.code == 2
-        first_line = second.err.splitlines()[0]
-        assert first_line.startswith(f"error: {run} is in use by process ")
-        assert int(first_line.removeprefix(f"error: {run} is in use by process ").split()[0]) in processes
-        assert ((run / "events.jsonl").read_bytes(), (run / "environment.json").read_bytes()) == before
-        release()
-        assert running.wait(60).code == 0
-    assert weights(run) == weights(undisturbed)
-    assert final_events(run) == final_events(undisturbed)
 
 
 @pytest.mark.slow
@@ -115,22 +90,6 @@ def test_failed_background_save_ends_the_run_with_one_report(tmp_path: Path, und
     assert here("resume", run, "--processes", 3, cwd=tmp_path) == 0
     assert weights(run) == weights(undisturbed)
     assert final_events(run) == final_events(undisturbed)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_failed_last_save_fails_the_run(tmp_path: Path) -> None:
-    arguments = ("--set", "epochs=1", "loss.name=helpers.recorded:blocking_in_evaluation")
-    run = tmp_path / "runs" / "a"
-    (tmp_path / "hold-evaluation").touch()
-    with Running("train", RECIPE, "--name", "a", *arguments, cwd=tmp_path) as running:
-        running.until(lambda: in_evaluation(tmp_path) == 2, "an evaluation")
-        (run / "checkpoints").touch()
-        (tmp_path / "hold-evaluation").unlink()
-        done = running.wait(60)
-    assert done.code == 1
-    assert "the checkpoint of step 13 cannot be written" in done.err
-    assert not events(run, "end")
 
 
 @pytest.mark.long

@@ -6,7 +6,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -179,15 +178,6 @@ def test_damaged_checkpoint_is_refused_and_an_older_one_leads_to_the_same_weight
     assert weights(damaged) == story.whole
 
 
-@pytest.mark.long
-def test_resumed_before_a_damaged_checkpoint_and_ended_again_it_goes_on_from_there(story: Story, damaged: Path) -> None:
-    place = damaged.parents[1]
-    code = stopped_in(1, place, "resume", damaged, "--checkpoint", 13, number=signal.SIGTERM)
-    assert code == 130
-    assert here("resume", damaged, cwd=place) == 0
-    assert weights(damaged) == story.whole
-
-
 def test_damaged_checkpoint_is_written_anew_when_its_step_comes_again(story: Story, damaged: Path) -> None:
     place = damaged.parents[1]
     arguments = ("resume", damaged, "--checkpoint", 13, "--checkpoint-every", 5)
@@ -195,27 +185,3 @@ def test_damaged_checkpoint_is_written_anew_when_its_step_comes_again(story: Sto
     assert code == -signal.SIGKILL
     assert here("resume", damaged, cwd=place) == 0
     assert weights(damaged) == story.whole
-
-
-@pytest.mark.long
-def test_killed_again_and_again_at_any_moment_it_arrives(story: Story, tmp_path: Path) -> None:
-    """Every step is saved, so that kills hit writing as well as computing; leftovers of killed writes are removed."""
-    run = tmp_path / "runs" / "a"
-    command: tuple[object, ...] = ("train", RECIPE, "--name", "a")
-    for number, delay in enumerate((0.0, 0.013, 0.037, 0.051)):
-        with Running(*command, "--processes", 2, "--checkpoint-every", 1, cwd=tmp_path) as running:
-            known = len(events(run, "step"))
-            running.until(partial(has_more_steps, run, known + 4), "four steps more")
-            time.sleep(delay)
-            running.kill(signal.SIGKILL)
-            running.wait(10)
-        assert steps_saved(run), f"kill {number} left no checkpoint"
-        command = ("resume", run)
-    (run / "checkpoints" / ".writing-step-000000099-1").mkdir()
-    assert here("resume", run, cwd=tmp_path) == 0
-    assert weights(run) == story.whole
-    assert not list(run.glob("checkpoints/.*"))
-
-
-def has_more_steps(run: Path, number: int) -> bool:
-    return len(events(run, "step")) >= number

@@ -41,7 +41,7 @@ def as_torchrun(port: int) -> Variables:
     }
 
 
-def as_srun(job: str, restarts: int = 0, nodes: int = 1) -> Variables:
+def as_srun(job: str, restarts: int = 0) -> Variables:
     """Return the variables of Slurm 22.05 in the tasks of a step."""
     more = {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
     return lambda rank, size: {
@@ -49,9 +49,9 @@ def as_srun(job: str, restarts: int = 0, nodes: int = 1) -> Variables:
         "SLURM_STEP_ID": str(os.getpid()),  # other ports than tests at the same time
         "SLURM_PROCID": str(rank),
         "SLURM_STEP_NUM_TASKS": str(size),
-        "SLURM_LOCALID": str(rank if nodes == 1 else 0),
-        "SLURM_STEP_NUM_NODES": str(nodes),
-        "SLURM_STEP_NODELIST": "localhost" if nodes == 1 else "localhost,n[2-3]",
+        "SLURM_LOCALID": str(rank),
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NODELIST": "localhost",
         **more,
     }
 

@@ -35,7 +35,9 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "PMIX_NAMESPACE": "1610416129",
 }
-SLURM_PMI = {"PMI_RANK": "3", "PMI_SIZE": "4"}
+MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+APART = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}  # on several machines
 
 
 def detected(variables: dict[str, str]) -> Rendezvous:
@@ -44,25 +46,30 @@ def detected(variables: dict[str, str]) -> Rendezvous:
     return rendezvous
 
 
-def test_no_launcher() -> None:
-    assert find_rendezvous({}) is None
-    assert find_rendezvous({"MASTER_ADDR": "node-0", "MASTER_PORT": "29500", "HOME": "/root"}) is None
+def without(variables: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        pytest.param({}, id="no variables"),
+        pytest.param({"MASTER_ADDR": "node-0", "MASTER_PORT": "29500", "HOME": "/root"}, id="address"),
+        pytest.param(BATCH, id="batch script of Slurm"),
+        pytest.param({**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, id="step of one task"),
+        pytest.param({**OPEN_MPI, **dict.fromkeys(MPI_RANKS, "0"), **dict.fromkeys(MPI_SIZES, "1")}, id="one MPI rank"),
+    ],
+)
+def test_no_launcher(variables: dict[str, str]) -> None:
+    assert find_rendezvous(variables) is None
 
 
 def test_torchrun() -> None:
     rendezvous = detected(TORCHRUN)
     assert (rendezvous.launcher, rendezvous.rank, rendezvous.world_size, rendezvous.local_rank) == ("torchrun", 3, 4, 1)
-    assert (rendezvous.address, rendezvous.port, rendezvous.has_store, rendezvous.restarts) == (
-        "node-0",
-        29500,
-        False,
-        0,
-    )
+    assert (rendezvous.address, rendezvous.port, rendezvous.has_store) == ("node-0", 29500, False)
     assert "RANK 3 of WORLD_SIZE 4" in rendezvous.why
     assert not rendezvous.is_on_one_machine
-
-
-def test_torchrun_agent_hosts_the_store_and_counts_restarts() -> None:
     more = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2", "LOCAL_WORLD_SIZE": "4"}
     rendezvous = detected({**TORCHRUN, **more})
     assert (rendezvous.has_store, rendezvous.restarts, rendezvous.is_on_one_machine) == (True, 2, True)
@@ -76,12 +83,19 @@ def test_loopback_address_means_one_machine() -> None:
     assert not rendezvous.is_on_one_machine
 
 
-@pytest.mark.parametrize("missing", TORCHRUN)
-def test_incomplete_torchrun_variables_are_rejected(missing: str) -> None:
-    variables = {name: value for name, value in TORCHRUN.items() if name != missing}
-    with pytest.raises(InputError, match=f"{missing} is not") as caught:
+@pytest.mark.parametrize(
+    ("variables", "missing"),
+    [
+        *((without(TORCHRUN, name), f"{name} is not") for name in TORCHRUN),
+        (without(SLURM, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), "MASTER_ADDR"),
+        (without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE"), "OMPI_COMM_WORLD_LOCAL_SIZE is not set"),
+        (without(OPEN_MPI, "PMIX_NAMESPACE"), "MASTER_PORT is not set"),
+        (APART, "MASTER_ADDR and MASTER_PORT are not set"),
+    ],
+)
+def test_incomplete_variables_are_rejected(variables: dict[str, str], missing: str) -> None:
+    with pytest.raises(InputError, match=missing):
         find_rendezvous(variables)
-    assert f"set {missing}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -141,23 +155,8 @@ def test_master_address_and_port_take_precedence() -> None:
 
 
 def test_older_slurm_has_variables_of_the_job_only() -> None:
-    variables = {n: v for n, v in SLURM.items() if n not in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")}
-    rendezvous = detected(variables)
+    rendezvous = detected(without(SLURM, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"))
     assert (rendezvous.world_size, rendezvous.address) == (4, "gpu001")
-
-
-def test_slurm_without_hosts_needs_an_address() -> None:
-    variables = {n: v for n, v in SLURM.items() if not n.endswith("NODELIST")}
-    with pytest.raises(InputError, match="MASTER_ADDR"):
-        find_rendezvous(variables)
-
-
-def test_batch_script_is_not_a_rank() -> None:
-    assert find_rendezvous(BATCH) is None
-
-
-def test_step_of_one_task_is_ignored() -> None:
-    assert find_rendezvous({**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
 
 
 def test_open_mpi() -> None:
@@ -165,27 +164,10 @@ def test_open_mpi() -> None:
     assert (rendezvous.launcher, rendezvous.rank, rendezvous.world_size, rendezvous.local_rank) == ("Open MPI", 1, 2, 1)
     assert (rendezvous.address, rendezvous.port) == ("127.0.0.1", 16991)
     assert detected({**OPEN_MPI, "PMIX_NAMESPACE": "1610416130"}).port != rendezvous.port
-    with pytest.raises(InputError, match="MASTER_PORT is not set"):
-        find_rendezvous({name: value for name, value in OPEN_MPI.items() if name != "PMIX_NAMESPACE"})
 
 
-def test_open_mpi_on_several_machines_needs_an_address() -> None:
-    apart = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    with pytest.raises(InputError, match="MASTER_ADDR and MASTER_PORT are not set"):
-        find_rendezvous(apart)
-    assert not detected({**apart, "MASTER_ADDR": "node-0", "MASTER_PORT": "1234"}).is_on_one_machine
-
-
-def test_incomplete_open_mpi_variables_are_rejected() -> None:
-    variables = {name: value for name, value in OPEN_MPI.items() if name != "OMPI_COMM_WORLD_LOCAL_SIZE"}
-    with pytest.raises(InputError, match="OMPI_COMM_WORLD_LOCAL_SIZE is not set"):
-        find_rendezvous(variables)
-
-
-def test_open_mpi_with_one_rank_is_ignored() -> None:
-    ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    sizes = {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
-    assert find_rendezvous({**OPEN_MPI, **ranks, **sizes}) is None
+def test_open_mpi_on_several_machines() -> None:
+    assert not detected({**APART, "MASTER_ADDR": "node-0", "MASTER_PORT": "1234"}).is_on_one_machine
 
 
 def test_first_launcher_takes_precedence_and_others_are_listed() -> None:
@@ -194,13 +176,8 @@ def test_first_launcher_takes_precedence_and_others_are_listed() -> None:
     assert [other.partition(":")[0] for other in rendezvous.also] == ["Slurm", "Open MPI"]
 
 
-def test_pmi_variables_of_slurm_are_ignored() -> None:
-    rendezvous = detected({**SLURM, **SLURM_PMI})
-    assert (rendezvous.launcher, rendezvous.also) == ("Slurm", ())
-
-
 def test_mpirun_in_a_slurm_job() -> None:
-    rendezvous = detected({**SLURM, **OPEN_MPI})
+    rendezvous = detected({**SLURM, **OPEN_MPI, "PMI_RANK": "3", "PMI_SIZE": "4"})
     assert (rendezvous.launcher, rendezvous.rank, rendezvous.world_size) == ("Open MPI", 1, 2)
     assert [other.partition(":")[0] for other in rendezvous.also] == ["Slurm"]
 
