@@ -90,61 +90,20 @@ def require_shares(shares: tuple[int, ...], data_ranks: int, microbatches: int |
     )
 
 
-def require_enough_microbatches(
-    microbatches: int,
-    data_ranks: int,
-    batch_size: int | None = None,
-    *,
-    ranks_per_model: int = 1,
-    is_loader: bool = False,
-) -> None:
+def require_enough_microbatches(microbatches: int, data_ranks: int, *, ranks_per_model: int = 1) -> None:
     """Require a microbatch for each of `data_ranks` ranks, or groups of `ranks_per_model` ranks, with different data.
-
-    The error names the samples of a microbatch if `batch_size` is known. With `is_loader`, it names the arguments of a
-    loader in place of those of a command.
 
     Raises:
         InputError: a rank would have no microbatch.
     """
     if data_ranks <= microbatches:
         return
-    owner, idle = "loader" if is_loader else "recipe", plural(data_ranks - microbatches, "rank")
-    others = "\n    ".join(_other_results(microbatches, data_ranks, batch_size, is_loader=is_loader))
     raise InputError(
-        f"{data_ranks} ranks share the data but the {owner} has {plural(microbatches, 'microbatch')}, "
-        f"so {idle} would have nothing to do",
-        expected="ranks that share the data <= microbatches",
-        fix=f"--processes {microbatches * ranks_per_model}; or, with other results:\n    {others}",
+        f"{data_ranks} ranks share the data but there are {plural(microbatches, 'microbatch')}",
+        expected="ranks that share the data <= microbatches: each computes at least one",
+        fix=f"--processes {microbatches * ranks_per_model}; or, with other results, microbatches={data_ranks} or more",
         code="E_TOO_MANY_RANKS",
     )
-
-
-def _other_results(microbatches: int, data_ranks: int, batch_size: int | None, *, is_loader: bool) -> list[str]:
-    """Return the ways to give each rank a microbatch, with the effects on results."""
-    lines = []
-    wider = 2 ** (data_ranks - 1).bit_length()  # so that later runs can have as many ranks
-    if batch_size is not None:
-        wider = min(wider, batch_size)
-    if wider >= data_ranks:  # otherwise some microbatches would be empty
-        more, sync = f"--set microbatches={wider}", f"--set microbatches={wider} step.batch_norm=sync"
-        if is_loader:
-            more = f"samestep.loader(..., microbatches={wider})"
-            sync = f'{more} and StepConfig(batch_norm="sync")'
-        smaller = "fewer samples" if batch_size is None else f"{plural(batch_size // wider, 'sample')} in each"
-        lines.append(f"{sync}: batch norm uses the statistics of the whole batch")
-        lines.append(
-            f"{more}: dropout and batch norm use microbatches with {smaller}, which makes batch norm less accurate "
-            f"below {MIN_BATCH_NORM_SAMPLES}"
-        )
-    if batch_size is None:
-        return [*lines, "a larger batch with as many samples in each"]
-    samples = batch_size // microbatches
-    size = samples * data_ranks
-    if is_loader:
-        larger = f"samestep.loader(..., batch_size={size}, microbatches={data_ranks}): as many samples in each"
-    else:
-        larger = f"--per-device-batch-size {samples} for batch_size: {size} with as many samples in each"
-    return [*lines, larger]
 
 
 def require_integer(
@@ -185,7 +144,7 @@ def resolve_sizes(batch_size: int | None, microbatches: Microbatches, data_ranks
         number = auto_microbatches(batch_size, batch_norm=True)
     else:
         number = require_integer("microbatches", microbatches, at_least=1, expected=", or 'auto'", example=8)
-    require_enough_microbatches(number, data_ranks, batch_size, is_loader=True)
+    require_enough_microbatches(number, data_ranks)
     if batch_size < number:
         raise InputError(
             f"batch_size is {batch_size} but there are {number} microbatches, so some would be empty",

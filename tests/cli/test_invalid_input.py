@@ -69,7 +69,7 @@ def test_invalid_number_of_processes_is_an_error(refused: Refused, processes: st
 
 def test_more_processes_than_microbatches_is_an_error(refused: Refused) -> None:
     err = refused("train", "digits", "--processes", 9)
-    assert "9 ranks share the data but the recipe has 8 microbatches" in err
+    assert "9 ranks share the data but there are 8 microbatches" in err
     assert "[E_TOO_MANY_RANKS]" in err
     assert "--processes 8" in err
 

@@ -95,47 +95,15 @@ def test_one_microbatch_per_rank_is_enough(microbatches: int) -> None:
         require_enough_microbatches(microbatches, microbatches + 1)
 
 
-def test_error_has_value_expectation_and_fix() -> None:
+def test_error_has_value_and_fix() -> None:
     with pytest.raises(InputError) as raised:
         require_enough_microbatches(4, 6)
     assert raised.value.code == "E_TOO_MANY_RANKS"
-    assert raised.value.value.startswith("6 ranks share the data but the recipe has 4 microbatches, so 2 ranks")
-    assert raised.value.expected == "ranks that share the data <= microbatches"
-    assert (raised.value.fix or "").startswith("--processes 4;")
-
-
-def test_error_with_one_idle_rank_uses_the_singular() -> None:
-    with pytest.raises(InputError, match="so 1 rank would have nothing to do"):
-        require_enough_microbatches(4, 5)
-
-
-def test_error_of_a_script_names_the_arguments_of_a_loader() -> None:
+    assert raised.value.value == "6 ranks share the data but there are 4 microbatches"
+    assert str(raised.value.fix).startswith("--processes 4;")
     with pytest.raises(InputError) as raised:
         resolve_sizes(16, "auto", 3)
     assert raised.value.code == "E_TOO_MANY_RANKS"
-    assert raised.value.value.startswith("3 ranks share the data but the loader has 1 microbatch, so 2 ranks")
-    first, *others = str(raised.value.fix).splitlines()
-    assert first == "--processes 1; or, with other results:"
-    assert [line.strip().partition(":")[0] for line in others] == [
-        'samestep.loader(..., microbatches=4) and StepConfig(batch_norm="sync")',
-        "samestep.loader(..., microbatches=4)",
-        "samestep.loader(..., batch_size=48, microbatches=3)",
-    ]
-
-
-@pytest.mark.parametrize(("batch_size", "microbatches"), [(2, None), (3, 3), (4, 4), (64, 4)])
-def test_suggested_microbatches_have_samples(batch_size: int, microbatches: int | None) -> None:
-    with pytest.raises(InputError) as raised:
-        resolve_sizes(batch_size, 1, 3)
-    fix = str(raised.value.fix)
-    assert "0 samples" not in fix
-    assert ("batch_norm" in fix) == (microbatches is not None)
-    assert microbatches is None or f"microbatches={microbatches})" in fix
-    with pytest.raises(InputError) as raised:
-        require_enough_microbatches(1, 3, batch_size)
-    fix = str(raised.value.fix)
-    assert "0 samples" not in fix
-    assert ("--set microbatches=" in fix) == (microbatches is not None)
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def _subject(run: Run, begin: int, step: int, options: Options) -> Subject:
     plan = plan_to_replay(run.folder, begin, trust=options.trust)
     if is_chosen:
         processes = options.process_range(plan.recipe)[1]
-    resolve_mesh(plan.recipe.strategy, processes, plan.recipe.microbatch_count, plan.recipe.batch_size)
+    resolve_mesh(plan.recipe.strategy, processes, plan.recipe.microbatch_count)
     return Subject(run.folder, plan.recipe, plan.checkpoint, plan.step, processes, run.events.checksums)
 
 

@@ -89,7 +89,7 @@ def run_as_rank(
         _require_compatible(options, rendezvous)
         set_environment(options.environment or {})  # which raises errors that one rank reports
         plan = _share(job, make_plan)
-        resolve_mesh(plan.recipe.strategy, job.size, plan.recipe.microbatch_count, plan.recipe.batch_size)
+        resolve_mesh(plan.recipe.strategy, job.size, plan.recipe.microbatch_count)
         value = getattr(import_module("samestep.recipes.run"), function)(*rank_arguments(plan))
     except KeyboardInterrupt:
         raise ReportedError(EXIT_STOPPED) from None

@@ -108,7 +108,7 @@ class LaunchOptions(DeviceOption):
         minimum = parse_process_count(text) if colon else count
         if recipe is not None:
             for number in (count, minimum):
-                resolve_mesh(recipe.strategy, number, recipe.microbatch_count, recipe.batch_size)
+                resolve_mesh(recipe.strategy, number, recipe.microbatch_count)
         return minimum, count
 
     def _auto_processes(self, recipe: Recipe | None) -> int:

@@ -46,7 +46,9 @@ class CommandParser(argparse.ArgumentParser):
     def unknown(self, arguments: Sequence[str]) -> InputError:
         """Return the error of arguments that the command does not have."""
         options = _OPTION.findall(self.format_usage())
-        known = [*options, *SYNONYMS.values()] if "--set" in options else options
+        known = list(options)
+        if "--set" in options:
+            known += [name for name in SYNONYMS.values() if not name.startswith("--")]
         fixes = []
         for argument in arguments:
             if not argument.startswith("-"):

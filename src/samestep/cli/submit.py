@@ -87,7 +87,7 @@ def _job(options: Options) -> Job:
     if script is None:
         recipe = load_resolved(options.recipe, options.overrides, options.note)
         for number in counts:
-            resolve_mesh(recipe.strategy, number, recipe.microbatch_count, recipe.batch_size)
+            resolve_mesh(recipe.strategy, number, recipe.microbatch_count)
     return options_of(
         Job,
         options,

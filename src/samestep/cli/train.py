@@ -79,7 +79,7 @@ class NewRun:
         recipe = options.with_microbatches(load_recipe(options.recipe, overrides))
         has_batch = options.per_device_batch_size is not None or options.accumulate is not None
         if has_batch:
-            require_enough_microbatches(recipe.microbatch_count, int(options.size), recipe.batch_size)
+            require_enough_microbatches(recipe.microbatch_count, int(options.size))
         folder = options.runs / (options.name or timed_name(options.runs, Path(options.recipe).stem))
         self._create(folder)
         write_recipe(recipe, folder / "recipe.yaml")

@@ -118,7 +118,7 @@ def _check(options: Options, recipe: Recipe | None) -> None:
         )
     for number in (*options.processes, options.resume_on or 1):
         if number > 1:  # one process has no mesh
-            resolve_mesh(recipe.strategy, number, recipe.microbatch_count, recipe.batch_size)
+            resolve_mesh(recipe.strategy, number, recipe.microbatch_count)
 
 
 def _conditions(options: Options, recipe: Recipe | None) -> Conditions:

@@ -189,12 +189,8 @@ class MeshShape:
         return "\n".join(lines)
 
 
-def resolve_mesh(
-    strategy: StrategyConfig, processes: int, microbatches: int | None = None, batch_size: int | None = None
-) -> MeshShape:
+def resolve_mesh(strategy: StrategyConfig, processes: int, microbatches: int | None = None) -> MeshShape:
     """Return the mesh shape of a strategy on a number of ranks; `microbatches` is None if not known yet.
-
-    With `batch_size`, the error for too few microbatches names their samples.
 
     Raises:
         InputError: the strategy has no such axis, the sizes do not multiply to `processes`, there are too few
@@ -223,7 +219,7 @@ def resolve_mesh(
     shape = MeshShape(_combined_name(name, resolved), **resolved)
     if microbatches is not None:
         ranks_per_model = shape.size // shape.data_size
-        require_enough_microbatches(microbatches, shape.data_size, batch_size, ranks_per_model=ranks_per_model)
+        require_enough_microbatches(microbatches, shape.data_size, ranks_per_model=ranks_per_model)
         if name == "dp" and (strategy.devices or 1) > microbatches:
             raise InputError(
                 f"strategy dp has {strategy.devices} devices but the recipe has {microbatches} microbatches",

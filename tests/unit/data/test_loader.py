@@ -228,7 +228,7 @@ def test_length_is_the_number_of_batches(size: int, batches: int) -> None:
 
 
 def test_more_ranks_than_microbatches_raise() -> None:
-    with pytest.raises(InputError, match="5 ranks share the data but the loader has 4 microbatches"):
+    with pytest.raises(InputError, match="5 ranks share the data but there are 4 microbatches"):
         loader_of(0, 5)
 
 
