@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,7 +188,7 @@ class SequentialRunner(StepRunner):
         with self.generators.preserved(), self.undo_on_failure(), errors:
             for microbatch in microbatches:
                 last = microbatch is microbatches[-1]
-                with strategy.microbatch(tree, microbatch.number, last=last):
+                with strategy.microbatch(tree, microbatch.number, last=last), self._microbatch_context(microbatch):
                     if microbatch is not microbatches[0] or microbatch.is_filler:
                         self.buffers.restore()
                     loss = self._loss(microbatch, position)
@@ -211,6 +211,10 @@ class SequentialRunner(StepRunner):
     def shares_errors(self, batch: GlobalBatch) -> bool:
         """Return whether ranks exchange errors of norm layers before they communicate."""
         return may_have_one_value(batch, self.model) and not self.world.mesh_shape.forward_communicates
+
+    def _microbatch_context(self, microbatch: Microbatch) -> AbstractContextManager[None]:
+        """Return the context of forward and backward of a microbatch."""
+        return nullcontext()
 
     def _loss(self, microbatch: Microbatch, position: int) -> Loss:
         for callback in (callbacks := () if microbatch.is_filler else self.callbacks):

@@ -64,7 +64,6 @@ class SyncBatchNormRunner(SequentialRunner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.observe = self._synchronized
         self._threads = Threads("samestep-microbatch")
         self._all_gathers = AllGathers(self.world)
         self._exchange: StatisticsExchange | None = None
@@ -122,8 +121,8 @@ class SyncBatchNormRunner(SequentialRunner):
         return batch.size == 1
 
     @contextmanager
-    def _synchronized(self, microbatch: Microbatch) -> Iterator[None]:
-        """Surround forward and backward of the only microbatch of this rank."""
+    def _microbatch_context(self, microbatch: Microbatch) -> Iterator[None]:
+        """Synchronize norm layers in forward and backward of the only microbatch of this rank."""
         exchange, uses_cache = self._exchange, torch.is_autocast_cache_enabled()
         assert exchange is not None
         torch.set_autocast_cache_enabled(False)  # as in lockstep
