@@ -119,15 +119,6 @@ def number_that_becomes_a_tensor(setting: Setting) -> Any:
 
 
 @same
-def largest_value_so_far(setting: Setting) -> Any:
-    def change(module: Any, inputs: torch.Tensor) -> None:
-        module.scale = torch.maximum(module.scale, inputs.abs().max())
-
-    model, losses = losses_of(setting, change)
-    return model, model.scale, losses
-
-
-@same
 def memory_of_the_last_samples_written_in_place(setting: Setting) -> Any:
     def change(module: Any, inputs: torch.Tensor) -> None:
         module.memory[: len(inputs)] = inputs
@@ -188,26 +179,6 @@ def large_features_that_no_step_uses(setting: Setting) -> Any:
 
     model, losses = losses_of(setting, change, features=None)
     return model, model.features, losses
-
-
-@same
-def hidden_state_that_is_carried_between_steps(setting: Setting) -> Any:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell, self.head, self.hidden = nn.GRUCell(6, 8), nn.Linear(8, 3), None
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            hidden = self.hidden
-            if hidden is None or len(hidden) != len(inputs):
-                hidden = inputs.new_zeros(len(inputs), 8)
-            hidden = self.cell(inputs, hidden)
-            self.hidden = hidden.detach()
-            return self.head(hidden)
-
-    model = Recurrent()
-    losses = train(setting, model)
-    return model, model.hidden, losses
 
 
 @same
@@ -295,17 +266,6 @@ def running_mean_that_begins_later(setting: Setting) -> Any:
 
 
 @same
-def running_mean_that_replaces_none_later(setting: Setting) -> Any:
-    def change(module: Any, inputs: torch.Tensor) -> None:
-        now = inputs.abs().mean(0)
-        module.mean = now if module.mean is None else 0.9 * module.mean + 0.1 * now
-        module.scale = module.mean
-
-    model, losses = losses_of(setting, late(change), calls=0, mean=None)
-    return model, model.mean, losses
-
-
-@same
 def number_that_changes_later(setting: Setting) -> Any:
     def change(module: Any, inputs: torch.Tensor) -> None:
         module.largest = max(module.largest, float(inputs.max()))
@@ -360,14 +320,6 @@ def last_outputs_with_their_graph(setting: Setting) -> Any:
 
     model = nn.Sequential(Inspected(6, 8), nn.Tanh(), nn.Linear(8, 3))
     return model, train(setting, model)
-
-
-@same
-def features_that_a_hook_keeps(setting: Setting) -> Any:
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    model[1].register_forward_hook(lambda module, inputs, outputs: setattr(module, "features", outputs.detach()))
-    losses = train(setting, model)
-    return model, model[1].features, losses
 
 
 @same

@@ -8,7 +8,7 @@ import hashlib
 import random
 import shutil
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,11 @@ class Setting:
 
     world: samestep.World
     folder: Path
+
+
+def within(setting: Setting, name: str) -> Setting:
+    """Return the setting with a folder of its own below that of the case."""
+    return replace(setting, folder=setting.folder / name)
 
 
 Case = Callable[[Setting], Any]

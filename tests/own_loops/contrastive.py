@@ -63,15 +63,6 @@ def clip_loss(outputs: Mapping[str, torch.Tensor], targets: torch.Tensor) -> tor
     return (functional.cross_entropy(logits, numbers) + functional.cross_entropy(logits.T, numbers)) / 2
 
 
-def batch_hard(features: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the triplet loss of Hermans et al., "In Defense of the Triplet Loss" (2017)."""
-    distances = (features[:, None] - features).square().sum(2)
-    same_class = targets[:, None] == targets
-    farthest = distances.masked_fill(~same_class, 0).amax(1)
-    nearest = distances.masked_fill(same_class, math.inf).amin(1)
-    return functional.relu(farthest - nearest.clamp(max=4) + 0.3).mean()
-
-
 def supervised_contrastive(features: torch.Tensor, targets: torch.Tensor) -> samestep.Loss:
     """Return the loss of Khosla et al., "Supervised Contrastive Learning" (2020), over anchors with positives."""
     itself = torch.eye(len(features), dtype=torch.bool)
@@ -150,11 +141,6 @@ def clip_with_a_learned_scale_equals_a_plain_loop(setting: Setting) -> Any:
 
 
 @same
-def batch_hard_triplets_equal_a_plain_loop(setting: Setting) -> Any:
-    return require_plain_result(setting, lambda: Encoder(drop=0.0), batch_hard, DoublePoints())
-
-
-@same
 def supervised_contrastive_loss_equals_a_plain_loop(setting: Setting) -> Any:
     return require_plain_result(setting, lambda: Encoder(drop=0.0), supervised_contrastive, DoublePoints())
 
@@ -219,11 +205,6 @@ def recomputed_activations(setting: Setting) -> Any:
     plain = train(setting, Encoder(norm=True), info_nce, Views(48))
     assert digest(model, losses, values) == digest(*plain)
     return model, losses
-
-
-@same
-def moving_average_of_the_weights(setting: Setting) -> Any:
-    return train(setting, Encoder(), info_nce, Views(), ema=0.9)
 
 
 @same
@@ -373,11 +354,6 @@ def forward_function_that_computes_the_loss(setting: Setting) -> Any:
         return info_nce(model(*batch[0]), batch[1])
 
     return first_step(setting, Encoder(), info_nce, Views(), 16, forward=forward)
-
-
-@refused("E_LOSS")
-def loss_that_is_no_scalar(setting: Setting) -> Any:
-    return first_step(setting, Encoder(), lambda o, t: o[0].sum(1), Views(), 16)
 
 
 @refused("E_SHAPE")

@@ -112,18 +112,6 @@ def batch_of_a_mapping_with_labels(setting: Setting) -> Any:
 
 
 @same
-def batch_of_a_tuple_of_three(setting: Setting) -> Any:
-    model = nn.Linear(6, 3)
-
-    def forward(model: nn.Module, batch: Any) -> Any:
-        first, second, targets = batch
-        return nn.functional.cross_entropy(model(first) + model(second), targets)
-
-    results = train(setting, model, Triples(), forward)
-    return model, [result.loss for result in results]
-
-
-@same
 def batch_of_a_named_tuple(setting: Setting) -> Any:
     model = nn.Linear(6, 3)
 
@@ -168,13 +156,6 @@ def batch_of_lists_of_different_lengths(setting: Setting) -> Any:
 def mapping_without_a_forward(setting: Setting) -> Any:
     engine = engine_of(setting, LabelModel(), nn.CrossEntropyLoss())
     for batch in batches_of(setting, Named()):
-        engine.step(batch)
-
-
-@refused("E_BATCH")
-def tuple_of_three_without_a_forward(setting: Setting) -> Any:
-    engine = engine_of(setting, nn.Linear(6, 3), nn.CrossEntropyLoss())
-    for batch in batches_of(setting, Triples()):
         engine.step(batch)
 
 
@@ -304,16 +285,6 @@ def _again(setting: Setting) -> Any:
     batches = batches_of(setting, Points())
     list(batches)
     return batches
-
-
-@same
-def noise_drawn_in_forward(setting: Setting) -> Any:
-    def forward(model: nn.Module, batch: Any) -> Any:
-        inputs, targets = batch
-        return nn.functional.cross_entropy(model(inputs + 0.1 * torch.randn_like(inputs)), targets)
-
-    model = nn.Linear(6, 3)
-    return model, [result.loss for result in train(setting, model, Points(), forward)]
 
 
 @same
@@ -484,13 +455,6 @@ class Prototypes(nn.Module):
 @refused("E_LOSS")
 def parameters_in_the_loss(setting: Setting) -> Any:
     engine_of(setting, nn.Linear(6, 3), Prototypes())
-
-
-@refused("E_LOSS")
-def parameters_of_the_loss_in_the_optimizer(setting: Setting) -> Any:
-    model, loss = nn.Linear(6, 3), Prototypes()
-    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
-    engine_of(setting, model, loss, optimizer=optimizer)
 
 
 @same

@@ -55,15 +55,6 @@ def function_that_returns_sum_and_count(setting: Setting) -> Any:
 
 
 @same
-def functions_with_names(setting: Setting) -> Any:
-    model = nn.Linear(6, 3)
-    metrics = {"mae": errors, "worst": lambda outputs, targets: errors(outputs, targets) > 0.5}
-    values = engine_of(setting, model).evaluate(evaluation(setting), metrics=metrics)
-    assert 0 <= values["worst"] <= 1
-    return values
-
-
-@same
 def function_as_a_metric_of_training(setting: Setting) -> Any:
     model = nn.Linear(6, 3)
     engine = engine_of(setting, model, metrics=[errors, "accuracy"])

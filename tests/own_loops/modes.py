@@ -88,15 +88,6 @@ def twins(build: Any) -> list[nn.Module]:
 
 
 @same
-def batch_norm_in_eval_mode_keeps_its_statistics(setting: Setting) -> Any:
-    model = model_with_batch_norm()
-    model[1].eval()
-    losses = train(setting, model)
-    assert not model[1].running_mean.any()
-    return model, losses
-
-
-@same
 def batch_norm_in_eval_mode_trains_like_a_plain_loop(setting: Setting) -> Any:
     models = twins(model_with_batch_norm)
     for model in models:
@@ -154,16 +145,6 @@ def frozen_key_encoder_in_training_mode_follows_its_batches(setting: Setting) ->
     return model, losses
 
 
-@same
-def frozen_batch_norm_in_training_mode_records_statistics(setting: Setting) -> Any:
-    model = model_with_batch_norm()
-    model[1].requires_grad_(False)
-    engine = engine_of(setting, model)
-    losses = [engine.step(batch).loss for batch in batches_of(setting)]
-    assert model[1].running_mean.any()
-    return model, losses
-
-
 class KeepsNormsInEvalMode(nn.Sequential):
     """The usual override of `train` for fine-tuning with small batches."""
 
@@ -176,16 +157,6 @@ class KeepsNormsInEvalMode(nn.Sequential):
             if isinstance(module, nn.BatchNorm1d):
                 module.eval()
         return self
-
-
-@same
-def overridden_train_keeps_batch_norm_in_eval_mode(setting: Setting) -> Any:
-    models = twins(KeepsNormsInEvalMode)
-    for model in models:
-        model.train()
-    losses = train_twice(setting, models)
-    assert not models[0][1].running_mean.any()
-    return models[0], losses
 
 
 @same
@@ -260,18 +231,6 @@ def own_evaluation_between_eval_and_train(setting: Setting) -> Any:
 
 
 @same
-def evaluation_restores_the_mode_of_each_module(setting: Setting) -> Any:
-    model = nn.Sequential(model_with_batch_norm(), nn.Dropout(), nn.Sequential(nn.Dropout(), nn.Dropout()))
-    model[0][1].eval()
-    model[2].eval()
-    model[2][1].train()
-    modes = [module.training for module in model.modules()]
-    value = engine_of(setting, model).evaluate(batches_of(setting, shuffle=False))
-    assert modes == [module.training for module in model.modules()]
-    return value
-
-
-@same
 def evaluation_of_a_model_in_eval_mode_leaves_it_there(setting: Setting) -> Any:
     model = model_with_batch_norm().eval()
     value = engine_of(setting, model).evaluate(batches_of(setting, shuffle=False))
@@ -283,17 +242,6 @@ def evaluation_of_a_model_in_eval_mode_leaves_it_there(setting: Setting) -> Any:
 def model_in_eval_mode_before_the_engine_trains_in_eval_mode(setting: Setting) -> Any:
     models = twins(lambda: nn.Sequential(*model_with_batch_norm(), nn.Dropout(0.5)).eval())
     return models[0], train_twice(setting, models)
-
-
-@same
-def model_of_a_hub_needs_a_call_of_train(setting: Setting) -> Any:
-    """As after `from_pretrained`, which returns a model in eval mode."""
-    model = model_with_batch_norm().eval()
-    engine = engine_of(setting, model)
-    model.train()
-    losses = [engine.step(batch).loss for batch in batches_of(setting)]
-    assert model[1].running_mean.any()
-    return model, losses
 
 
 @same

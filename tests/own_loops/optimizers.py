@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from own_loops.cases import Setting, refused, same
+from own_loops.cases import Setting, refused, same, within
 from own_loops.modes import Points
 from own_loops.resume import Loop, Optimizers, Schedulers, loop, resumes, two_layers
 
@@ -59,97 +59,49 @@ def with_options(kind: Make, **options: Any) -> Optimizers:
     return lambda model: kind(model.parameters(), **deepcopy(options))
 
 
-@same
-def sgd_without_momentum(setting: Setting) -> Any:
-    return follows_plain_loop(setting, with_options(torch.optim.SGD, lr=0.1, weight_decay=0.01))
+OPTIMIZERS: dict[str, Optimizers] = {
+    "sgd": with_options(torch.optim.SGD, lr=0.1, weight_decay=0.01),
+    "momentum and dampening": with_options(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1),
+    "nesterov": with_options(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "amsgrad": with_options(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "maximize": with_options(torch.optim.Adam, lr=0.001, decoupled_weight_decay=True, weight_decay=0.1, maximize=True),
+    "adamw": with_options(torch.optim.AdamW, lr=0.01),
+    "fused": with_options(torch.optim.AdamW, lr=0.01, fused=True),
+    "adagrad": with_options(torch.optim.Adagrad, lr=0.05, lr_decay=0.01, initial_accumulator_value=0.1),
+    "adadelta": with_options(torch.optim.Adadelta, lr=1.0),
+    "adamax": with_options(torch.optim.Adamax, lr=0.01),
+    "nadam": with_options(torch.optim.NAdam, lr=0.01, momentum_decay=0.01),
+    "radam": with_options(torch.optim.RAdam, lr=0.01),
+    "rmsprop": with_options(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+    "asgd": with_options(torch.optim.ASGD, lr=0.05, t0=3),
+    "named parameters": lambda model: torch.optim.Adam(model.named_parameters(), lr=0.01),
+    "rate as a tensor": with_options(torch.optim.AdamW, lr=torch.tensor(0.01)),
+    "rate of sgd as a tensor": with_options(torch.optim.SGD, lr=torch.tensor(0.1), momentum=0.9),
+    "betas as tensors": with_options(
+        torch.optim.Adam, lr=torch.tensor(0.01), betas=(torch.tensor(0.8), torch.tensor(0.95))
+    ),
+}
 
 
 @same
-def sgd_with_momentum_and_dampening(setting: Setting) -> Any:
-    return follows_plain_loop(setting, with_options(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1))
+def optimizers_of_torch(setting: Setting) -> Any:
+    return {name: follows_plain_loop(within(setting, name), make) for name, make in OPTIMIZERS.items()}
 
 
 @same
-def sgd_with_nesterov(setting: Setting) -> Any:
-    return follows_plain_loop(setting, with_options(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True))
-
-
-@same
-def adam(setting: Setting) -> Any:
-    return follows_plain_loop(setting, with_options(torch.optim.Adam, lr=0.01))
-
-
-@same
-def adam_with_amsgrad(setting: Setting) -> Any:
-    return follows_plain_loop(setting, with_options(torch.optim.Adam, lr=0.01, amsgrad=True))
-
-
-@same
-def adam_with_decoupled_decay_and_maximize(setting: Setting) -> Any:
-    options = {"decoupled_weight_decay": True, "weight_decay": 0.1, "maximize": True}
-    return follows_plain_loop(setting, with_options(torch.optim.Adam, lr=0.001, **options))
-
-
-@same
-def adamw(setting: Setting) -> Any:
-    return follows_plain_loop(setting, with_options(torch.optim.AdamW, lr=0.01))
-
-
-@same
-def adagrad(setting: Setting) -> Any:
-    options = {"lr": 0.05, "lr_decay": 0.01, "initial_accumulator_value": 0.1}
-    return follows_plain_loop(setting, with_options(torch.optim.Adagrad, **options))
-
-
-@same
-def adadelta(setting: Setting) -> Any:
-    return follows_plain_loop(setting, with_options(torch.optim.Adadelta, lr=1.0))
-
-
-@same
-def adamax(setting: Setting) -> Any:
-    return follows_plain_loop(setting, with_options(torch.optim.Adamax, lr=0.01))
-
-
-@same
-def nadam(setting: Setting) -> Any:
-    return follows_plain_loop(setting, with_options(torch.optim.NAdam, lr=0.01, momentum_decay=0.01))
-
-
-@same
-def radam(setting: Setting) -> Any:
-    return follows_plain_loop(setting, with_options(torch.optim.RAdam, lr=0.01))
-
-
-@same
-def rmsprop(setting: Setting) -> Any:
-    return follows_plain_loop(setting, with_options(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True))
-
-
-@same
-def rprop(setting: Setting) -> Any:
-    return follows_plain_loop(setting, with_options(torch.optim.Rprop, lr=0.01), tolerance=0.05)
-
-
-@same
-def asgd(setting: Setting) -> Any:
-    return follows_plain_loop(setting, with_options(torch.optim.ASGD, lr=0.05, t0=3))
-
-
-@same
-def adafactor(setting: Setting) -> Any:
-    return follows_plain_loop(setting, with_options(torch.optim.Adafactor, lr=0.05), tolerance=1e-3)
+def optimizers_of_torch_with_large_steps(setting: Setting) -> Any:
+    rprop = with_options(torch.optim.Rprop, lr=0.01)
+    adafactor = with_options(torch.optim.Adafactor, lr=0.05)
+    return (
+        follows_plain_loop(within(setting, "rprop"), rprop, tolerance=0.05),
+        follows_plain_loop(within(setting, "adafactor"), adafactor, tolerance=1e-3),
+    )
 
 
 def without_bias(seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False))
-
-
-@same
-def muon(setting: Setting) -> Any:
-    return follows_plain_loop(setting, with_options(torch.optim.Muon, lr=0.02), without_bias, tolerance=0.05)
 
 
 @same
@@ -166,22 +118,6 @@ def lbfgs_is_refused(setting: Setting) -> Any:
 @refused("E_OPTIMIZER")
 def sparse_adam_is_refused(setting: Setting) -> Any:
     follows_plain_loop(setting, lambda model: torch.optim.SparseAdam(list(model.parameters()), lr=0.1))
-
-
-@same
-def a_rate_that_is_a_tensor(setting: Setting) -> Any:
-    return follows_plain_loop(setting, with_options(torch.optim.AdamW, lr=torch.tensor(0.01)))
-
-
-@same
-def a_rate_of_sgd_that_is_a_tensor(setting: Setting) -> Any:
-    return follows_plain_loop(setting, with_options(torch.optim.SGD, lr=torch.tensor(0.1), momentum=0.9))
-
-
-@same
-def betas_that_are_tensors(setting: Setting) -> Any:
-    options = {"lr": torch.tensor(0.01), "betas": (torch.tensor(0.8), torch.tensor(0.95))}
-    return follows_plain_loop(setting, with_options(torch.optim.Adam, **options))
 
 
 @same
@@ -214,16 +150,6 @@ def several_groups_with_rates_that_are_tensors(setting: Setting) -> Any:
 def groups_with_values_of_the_user(setting: Setting) -> Any:
     first = {"layers": {0: "first", (1, 2): None}, "tags": ("a", 1), "scale": torch.arange(3)}
     return follows_plain_loop(setting, grouped(torch.optim.SGD, first, lr=0.1, momentum=0.9))
-
-
-@same
-def named_parameters(setting: Setting) -> Any:
-    return follows_plain_loop(setting, lambda model: torch.optim.Adam(model.named_parameters(), lr=0.01))
-
-
-@same
-def a_fused_optimizer(setting: Setting) -> Any:
-    return follows_plain_loop(setting, with_options(torch.optim.AdamW, lr=0.01, fused=True))
 
 
 class Own(torch.optim.Optimizer):

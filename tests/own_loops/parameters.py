@@ -66,14 +66,6 @@ def change_twice(
 
 
 @same
-def gradual_unfreezing(setting: Setting) -> Any:
-    def change(model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
-        model[4 - 2 * epoch].requires_grad_(True)
-
-    return change_twice(setting, frozen_network, change, sgd_of_all)
-
-
-@same
 def gradual_unfreezing_with_new_parameter_groups(setting: Setting) -> Any:
     def change(model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
         if epoch:
@@ -92,29 +84,11 @@ def unfreezing_with_a_moving_average(setting: Setting) -> Any:
 
 
 @same
-def freezing_later(setting: Setting) -> Any:
-    def change(model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
-        if epoch == 1:
-            model[0].requires_grad_(False)
-
-    return change_twice(setting, network, change, sgd_of_all)
-
-
-@same
 def freezing_later_with_a_moving_average(setting: Setting) -> Any:
     def change(model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
         model[0].requires_grad_(epoch != 1)
 
     return change_twice(setting, network, change, sgd_of_all, ema=0.9)
-
-
-@same
-def parts_trained_in_alternation(setting: Setting) -> Any:
-    def change(model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
-        model[0].requires_grad_(epoch % 2 == 0)
-        model[4].requires_grad_(epoch % 2 == 1)
-
-    return change_twice(setting, network, change, sgd_of_all)
 
 
 @same
@@ -165,16 +139,6 @@ def low_rank_updates_added_later(setting: Setting) -> Any:
 
 
 @same
-def layer_appended_with_a_parameter_group(setting: Setting) -> Any:
-    def change(model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
-        if epoch == 1:
-            model.append(nn.Linear(3, 3))
-            optimizer.add_param_group({"params": model[5].parameters()})
-
-    return change_twice(setting, network, change, sgd_of_all)
-
-
-@same
 def head_replaced_together_with_its_parameters_in_the_optimizer(setting: Setting) -> Any:
     def change(model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
         if epoch == 1:
@@ -210,14 +174,6 @@ def weights_loaded_by_assignment(setting: Setting) -> Any:
     return [engine.step(batch).loss for batch in batches_of(setting)]
 
 
-@same
-def weights_loaded_by_copying(setting: Setting) -> Any:
-    model, other = network(), network()
-    engine = engine_of(setting, model)
-    model.load_state_dict(other.state_dict())
-    return [engine.step(batch).loss for batch in batches_of(setting)], model
-
-
 @refused("E_OPTIMIZER")
 def unfreezing_of_a_parameter_that_the_optimizer_lacks(setting: Setting) -> Any:
     model = frozen_network()
@@ -225,15 +181,6 @@ def unfreezing_of_a_parameter_that_the_optimizer_lacks(setting: Setting) -> Any:
     losses = [engine.step(batch).loss for batch in batches_of(setting)]
     model.requires_grad_(True)
     return losses, [engine.step(batch).loss for batch in batches_of(setting)]
-
-
-@refused("E_OPTIMIZER")
-def new_optimizer_that_the_engine_does_not_have(setting: Setting) -> Any:
-    model = frozen_network()
-    engine = engine_of(setting, model)
-    model.requires_grad_(True)
-    torch.optim.SGD(model.parameters(), lr=0.1)
-    return [engine.step(batch).loss for batch in batches_of(setting)]
 
 
 @refused("E_OPTIMIZER")

@@ -68,17 +68,6 @@ def last_rank_skips_the_first_batch(setting: Setting) -> Any:
 
 
 @refused_with_several(BATCH)
-def every_rank_begins_at_its_own_batch(setting: Setting) -> Any:
-    return steps(setting, islice(batches_of(setting), setting.world.rank % 3, None))
-
-
-@refused_with_several(BATCH)
-def rank_zero_steps_the_batches_in_reverse(setting: Setting) -> Any:
-    batches = list(batches_of(setting))
-    return steps(setting, batches[::-1] if setting.world.is_main else batches)
-
-
-@refused_with_several(BATCH)
 def rank_zero_begins_in_another_epoch(setting: Setting) -> Any:
     batches = batches_of(setting)
     if setting.world.is_main and setting.world.size > 1:
@@ -89,12 +78,6 @@ def rank_zero_begins_in_another_epoch(setting: Setting) -> Any:
 @refused_with_several(BATCH)
 def dataset_is_longer_on_higher_ranks(setting: Setting) -> Any:
     return steps(setting, batches_of(setting, Points(50 + setting.world.rank)))
-
-
-@refused_with_several(BATCH)
-def dataset_is_shorter_on_the_last_rank_without_shuffling(setting: Setting) -> Any:
-    size = 34 if last(setting) else 50
-    return steps(setting, batches_of(setting, Points(size), shuffle=False))
 
 
 @refused_with_several(BATCH)
@@ -122,13 +105,6 @@ def files_are_listed_in_another_order_on_each_rank(setting: Setting) -> Any:
     names = [f"image-{number}" for number in range(50)]
     listed = names[setting.world.rank :] + names[: setting.world.rank]
     return steps(setting, batches_of(setting, Subset(Points(), [names.index(name) for name in listed])))
-
-
-@refused_with_several(BATCH)
-def samples_are_shuffled_by_hand_with_the_rank_as_seed(setting: Setting) -> Any:
-    generator = torch.Generator().manual_seed(setting.world.rank)
-    order = torch.randperm(50, generator=generator).tolist()
-    return steps(setting, batches_of(setting, Subset(Points(), order), shuffle=False))
 
 
 @refused_with_several(BATCH)
@@ -176,16 +152,6 @@ def loop_ends_early_on_rank_zero(setting: Setting) -> Any:
 
 
 @refused_with_several(DESYNC)
-def loop_ends_early_on_the_last_rank(setting: Setting) -> Any:
-    net = model()
-    engine = engine_of(setting, net)
-    for batch in batches_of(setting):
-        if engine.step(batch).loss < 10 and last(setting):
-            break
-    return net, engine.steps
-
-
-@refused_with_several(DESYNC)
 def rank_zero_makes_an_extra_step(setting: Setting) -> Any:
     net = model()
     engine = engine_of(setting, net)
@@ -214,15 +180,6 @@ def only_rank_zero_evaluates_between_epochs(setting: Setting) -> Any:
         if setting.world.is_main:
             values.append(engine.evaluate(batches_of(setting, Points(20), shuffle=False)))
     return net, values
-
-
-@refused_with_several(DESYNC)
-def only_rank_zero_evaluates_after_the_last_step(setting: Setting) -> Any:
-    net = model()
-    engine = engine_of(setting, net)
-    for batch in batches_of(setting):
-        engine.step(batch)
-    return net, engine.evaluate(batches_of(setting)) if setting.world.is_main else None
 
 
 @refused_with_several(DESYNC)
@@ -287,12 +244,6 @@ def initial_weights_are_seeded_by_rank(setting: Setting) -> Any:
 
 
 @refused_with_several(STATE)
-def initial_weights_are_not_seeded(setting: Setting) -> Any:
-    torch.seed()
-    return len(steps(setting, batches_of(setting), nn.Linear(6, 3)))
-
-
-@refused_with_several(STATE)
 def weights_are_loaded_on_rank_zero_only(setting: Setting) -> Any:
     net = model()
     if setting.world.is_main:
@@ -349,13 +300,6 @@ def only_rank_zero_steps_a_scheduler(setting: Setting) -> Any:
         if setting.world.is_main:
             scheduler.step()
     return net
-
-
-@refused_with_several(SETTINGS)
-def weight_decay_depends_on_the_rank(setting: Setting) -> Any:
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.01 * setting.world.rank)
-    return steps(setting, batches_of(setting), net, optimizer=optimizer)
 
 
 @refused_with_several(SETTINGS)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
 
 import samestep
-from own_loops.cases import Setting, refused, same
+from own_loops.cases import Setting, refused, same, within
 from own_loops.modes import Points
 
 STEPS, SAVED_AFTER = 11, 6  # an epoch has 4 steps
@@ -171,19 +171,16 @@ def resumes_with_extra_state(setting: Setting, extra: Any) -> Any:
     return resumes(setting, lambda seed: loop(setting, seed, model=remembering(extra)))
 
 
-@same
-def extra_state_with_integer_keys_and_tuples_is_restored(setting: Setting) -> Any:
-    return resumes_with_extra_state(setting, {1: (2, 3), "scale": 0.5, (4, 5): [None, True]})
+EXTRA_STATES = {
+    "keys and tuples": {1: (2, 3), "scale": 0.5, (4, 5): [None, True]},
+    "tensors": {"amax": [torch.ones(3), torch.tensor(2.5, dtype=torch.float64)]},
+    "tensor of another size": torch.arange(5),
+}
 
 
 @same
-def extra_state_with_tensors_is_restored(setting: Setting) -> Any:
-    return resumes_with_extra_state(setting, {"amax": [torch.ones(3), torch.tensor(2.5, dtype=torch.float64)]})
-
-
-@same
-def extra_state_that_is_a_tensor_of_another_size_is_restored(setting: Setting) -> Any:
-    return resumes_with_extra_state(setting, torch.arange(5))
+def extra_state_is_restored(setting: Setting) -> Any:
+    return [resumes_with_extra_state(within(setting, name), extra) for name, extra in EXTRA_STATES.items()]
 
 
 @refused("E_CHECKPOINT_WRITE")
@@ -366,27 +363,27 @@ def restored(setting: Setting, value: Any) -> Any:
 
 
 @same
-def keys_of_every_type_are_restored(setting: Setting) -> Any:
-    return restored(setting, {1: "a", "1": "b", 2.5: "c", None: "d", False: "e", (1, ("x",)): {"$type": 3}})
-
-
-@same
-def containers_of_every_type_are_restored(setting: Setting) -> Any:
-    value = [(), (1, [2]), {1, 2}, frozenset({"a"}), deque([1, 2], maxlen=3), OrderedDict(b=1, a=2), Counter({3: 4})]
-    return restored(setting, [*value, b"\x00\xff", 2 - 3j, {}, [], {"$type": "tuple", "items": [1]}])
-
-
-@same
-def numbers_without_an_equal_in_json_are_restored(setting: Setting) -> Any:
-    numbers = [float("inf"), float("nan"), -0.0, 5e-324, 2**200, True, 1, 1.0]
-    return restored(setting, [*numbers, numpy.float32(0.1), numpy.float64(0.1), numpy.arange(3, dtype=numpy.int16)])
-
-
-@same
-def tensors_in_containers_are_restored(setting: Setting) -> Any:
+def values_of_every_type_are_restored(setting: Setting) -> Any:
     shared = torch.arange(6.0)
     tensors = [shared, shared.view(2, 3).t(), torch.tensor(1), torch.empty(0, 3), torch.ones(2, dtype=torch.bfloat16)]
-    return restored(setting, {"a.b": tensors, "a": {"b": tuple(tensors)}, 3: torch.tensor([True])})
+    numbers = [float("inf"), float("nan"), -0.0, 5e-324, 2**200, True, 1, 1.0, 2 - 3j]
+    numpy_values = [numpy.float32(0.1), numpy.float64(0.1), numpy.arange(3, dtype=numpy.int16)]
+    containers = [
+        (),
+        (1, [2]),
+        {1, 2},
+        frozenset({"a"}),
+        deque([1, 2], maxlen=3),
+        OrderedDict(b=1, a=2),
+        Counter({3: 4}),
+    ]
+    value = {
+        "keys": {1: "a", "1": "b", 2.5: "c", None: "d", False: "e", (1, ("x",)): {"$type": 3}},
+        "containers": [*containers, b"\x00\xff", {}, [], {"$type": "tuple", "items": [1]}],
+        "numbers": [*numbers, *numpy_values],
+        "tensors": {"a.b": tensors, "a": {"b": tuple(tensors)}, 3: torch.tensor([True])},
+    }
+    return restored(setting, value)
 
 
 @same

@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR
 
-from own_loops.cases import Setting, same
+from own_loops.cases import Setting, same, within
 from own_loops.resume import STEPS, Loop, Optimizers, Schedulers, loop, resumes, sgd
 
 EPOCH = 4  # steps
@@ -39,61 +39,35 @@ def follows_plain_loop(
     return model, results
 
 
-@same
-def step_lr(setting: Setting) -> Any:
-    return follows_plain_loop(setting, lambda optimizer: lr_scheduler.StepLR(optimizer, 4))
+IN_STEPS: dict[str, Schedulers] = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 4),
+    "multi step": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [3, 8, 9, 9]),
+    "constant": lambda optimizer: lr_scheduler.ConstantLR(optimizer, 0.5, 8),
+    "linear": lambda optimizer: lr_scheduler.LinearLR(optimizer, 0.1, total_iters=8),
+    "exponential": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
+    "polynomial": lambda optimizer: lr_scheduler.PolynomialLR(optimizer, 9, power=2.0),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 20, 0.001),
+    "warm restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3, 2),
+    "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3, mode="triangular2"),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "multiplicative": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.9 if step % 2 else 0.8),
+    "swa": lambda optimizer: SWALR(optimizer, swa_lr=0.01, anneal_epochs=8),
+}
+IN_EPOCHS: dict[str, Schedulers] = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 1),
+    "multi step": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 2]),
+}
 
 
 @same
-def step_lr_in_epochs(setting: Setting) -> Any:
-    return follows_plain_loop(setting, lambda optimizer: lr_scheduler.StepLR(optimizer, 1), interval="epoch")
+def schedulers_of_torch(setting: Setting) -> Any:
+    return {name: follows_plain_loop(within(setting, name), make) for name, make in IN_STEPS.items()}
 
 
 @same
-def multi_step_lr(setting: Setting) -> Any:
-    return follows_plain_loop(setting, lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [3, 8, 9, 9]))
-
-
-@same
-def multi_step_lr_in_epochs(setting: Setting) -> Any:
-    return follows_plain_loop(setting, lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 2]), interval="epoch")
-
-
-@same
-def constant_lr(setting: Setting) -> Any:
-    return follows_plain_loop(setting, lambda optimizer: lr_scheduler.ConstantLR(optimizer, 0.5, 8))
-
-
-@same
-def linear_lr(setting: Setting) -> Any:
-    return follows_plain_loop(setting, lambda optimizer: lr_scheduler.LinearLR(optimizer, 0.1, total_iters=8))
-
-
-@same
-def exponential_lr(setting: Setting) -> Any:
-    return follows_plain_loop(setting, lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9))
-
-
-@same
-def polynomial_lr(setting: Setting) -> Any:
-    return follows_plain_loop(setting, lambda optimizer: lr_scheduler.PolynomialLR(optimizer, 9, power=2.0))
-
-
-@same
-def cosine_annealing_lr(setting: Setting) -> Any:
-    return follows_plain_loop(setting, lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 20, 0.001))
-
-
-@same
-def cosine_annealing_warm_restarts(setting: Setting) -> Any:
-    return follows_plain_loop(setting, lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3, 2))
-
-
-@same
-def cyclic_lr(setting: Setting) -> Any:
-    return follows_plain_loop(
-        setting, lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3, mode="triangular2")
-    )
+def schedulers_of_torch_in_epochs(setting: Setting) -> Any:
+    return {name: follows_plain_loop(within(setting, name), make, interval="epoch") for name, make in IN_EPOCHS.items()}
 
 
 class Falling:
@@ -114,11 +88,6 @@ def cyclic_lr_with_a_function_that_counts(setting: Setting) -> Any:
     )
 
 
-@same
-def one_cycle_lr(setting: Setting) -> Any:
-    return follows_plain_loop(setting, lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30))
-
-
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
@@ -128,11 +97,6 @@ def one_cycle_lr_with_betas(setting: Setting) -> Any:
     return follows_plain_loop(
         setting, lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30, three_phase=True), adamw
     )
-
-
-@same
-def lambda_lr(setting: Setting) -> Any:
-    return follows_plain_loop(setting, lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
 
 
 class Remembers:
@@ -154,13 +118,6 @@ def lambda_lr_with_an_object_that_remembers(setting: Setting) -> Any:
 
 
 @same
-def multiplicative_lr(setting: Setting) -> Any:
-    return follows_plain_loop(
-        setting, lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.9 if step % 2 else 0.8)
-    )
-
-
-@same
 def sequential_lr_of_warm_up_and_milestones(setting: Setting) -> Any:
     def make(optimizer: torch.optim.Optimizer) -> LRScheduler:
         warmup = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
@@ -177,20 +134,6 @@ def sequential_lr_within_chained_scheduler(setting: Setting) -> Any:
         return lr_scheduler.ChainedScheduler([inner, lr_scheduler.ExponentialLR(optimizer, 0.95)])
 
     return follows_plain_loop(setting, make)
-
-
-@same
-def chained_scheduler(setting: Setting) -> Any:
-    def make(optimizer: torch.optim.Optimizer) -> LRScheduler:
-        parts = [lr_scheduler.MultiStepLR(optimizer, [4, 8]), lr_scheduler.ExponentialLR(optimizer, 0.95)]
-        return lr_scheduler.ChainedScheduler(parts)
-
-    return follows_plain_loop(setting, make)
-
-
-@same
-def swa_lr(setting: Setting) -> Any:
-    return follows_plain_loop(setting, lambda optimizer: SWALR(optimizer, swa_lr=0.01, anneal_epochs=8))
 
 
 class ByTable(LRScheduler):
@@ -221,11 +164,6 @@ def tensor_rate(model: nn.Module) -> torch.optim.Optimizer:
 @same
 def step_lr_of_a_rate_that_is_a_tensor(setting: Setting) -> Any:
     return follows_plain_loop(setting, lambda optimizer: lr_scheduler.StepLR(optimizer, 4), tensor_rate)
-
-
-@same
-def multi_step_lr_of_a_rate_that_is_a_tensor(setting: Setting) -> Any:
-    return follows_plain_loop(setting, lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [3, 8]), tensor_rate)
 
 
 @same

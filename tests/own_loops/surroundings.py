@@ -1,7 +1,6 @@
 """Loops whose data, code or models depend on their surroundings: ranks, time, files, hash seeds, the environment."""
 
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ import samestep
 from own_loops.buffers import cleared_at_end
 from own_loops.cases import Setting, refused, refused_with_several, same
 from own_loops.modes import Points
-from own_loops.ranks import BATCH, SETTINGS, STATE, batches_of, engine_of, last, model, sgd, steps
+from own_loops.ranks import BATCH, SETTINGS, STATE, batches_of, engine_of, model, sgd, steps
 from samestep.microbatches import Cursor
 
 # Datasets of equal length with other contents on one rank.
@@ -25,14 +24,6 @@ from samestep.microbatches import Cursor
 def one_sample_in_the_middle_differs(setting: Setting) -> Any:
     points = Points()
     points._inputs[25] += setting.world.rank
-    return steps(setting, batches_of(setting, points))
-
-
-@refused_with_several(BATCH)
-def last_file_was_downloaded_again_on_one_rank(setting: Setting) -> Any:
-    points = Points()
-    if last(setting):
-        points._targets[-1] = (points._targets[-1] + 1) % 3
     return steps(setting, batches_of(setting, points))
 
 
@@ -119,11 +110,6 @@ def noise_of_weights_after_a_draw_on_rank_zero(setting: Setting) -> Any:
 def rate_drawn_at_random_on_each_rank(setting: Setting) -> Any:
     random.seed(setting.world.rank)
     return step_with(setting, lambda engine: engine.optimizer.param_groups[0].update(lr=random.uniform(0.01, 0.1)))[1]
-
-
-@refused_with_several(SETTINGS)
-def rate_by_the_clock(setting: Setting) -> Any:
-    return len(step_with(setting, lambda engine: engine.optimizer.param_groups[0].update(lr=time.time_ns() % 97 / 970)))
 
 
 @same
@@ -313,17 +299,6 @@ def float64_as_the_default_type(setting: Setting) -> Any:
         return steps(setting, batches_of(setting), nn.Linear(6, 3))
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-@same
-def functional_call_with_changed_weights(setting: Setting) -> Any:
-    def forward(model: nn.Module, data: Any) -> Any:
-        weights = {name: parameter * 1.01 for name, parameter in model.named_parameters()}
-        return cross_entropy(torch.func.functional_call(model, weights, (data[0],)), data[1])
-
-    net = model()
-    engine = engine_of(setting, net)
-    return net, [engine.step(batch, forward=forward).loss for batch in batches_of(setting)]
 
 
 @same

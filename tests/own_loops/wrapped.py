@@ -84,13 +84,6 @@ def model_compiled_in_place(setting: Setting) -> Any:
 
 
 @refused("E_WRAPPED_MODEL")
-def compiled_part_of_the_model(setting: Setting) -> Any:
-    model = network()
-    model[2] = torch.compile(model[2], backend="eager")
-    return losses_of(setting, model)
-
-
-@refused("E_WRAPPED_MODEL")
 def part_compiled_after_the_engine_was_made(setting: Setting) -> Any:
     model = network()
     engine = engine_of(setting, model)
@@ -146,11 +139,6 @@ def lazy_layer(setting: Setting) -> Any:
     return losses_of(setting, nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3)))
 
 
-@refused("E_PARAMETER")
-def lazy_batch_norm(setting: Setting) -> Any:
-    return losses_of(setting, nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.Linear(6, 3)))
-
-
 @same
 def lazy_layer_after_one_forward(setting: Setting) -> Any:
     def build() -> nn.Module:
@@ -176,11 +164,6 @@ class Embedded(nn.Module):
 @refused("E_PARAMETER")
 def sparse_gradients_of_an_embedding(setting: Setting) -> Any:
     return losses_of(setting, Embedded(sparse=True))
-
-
-@refused("E_PARAMETER")
-def sparse_gradients_of_an_embedding_bag(setting: Setting) -> Any:
-    return losses_of(setting, Embedded(sparse=True, bag=True))
 
 
 @refused("E_PARAMETER")
@@ -337,23 +320,8 @@ def reentrant_checkpoint_of_a_shared_layer(setting: Setting) -> Any:
 
 
 @same
-def reentrant_checkpoint_of_one_layer(setting: Setting) -> Any:
-    return train_twice(setting, lambda: Recomputed(1))
-
-
-@same
 def checkpoint_of_a_shared_layer(setting: Setting) -> Any:
     return train_twice(setting, lambda: Recomputed(reentrant=False))
-
-
-@same
-def parameter_with_a_hook(setting: Setting) -> Any:
-    def build() -> nn.Module:
-        model = network()
-        model[0].weight.register_hook(lambda gradient: 2 * gradient)
-        return model
-
-    return train_twice(setting, build)
 
 
 @same

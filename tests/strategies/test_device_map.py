@@ -320,11 +320,6 @@ def test_other_axes_are_errors(mesh: MeshConfig) -> None:
         resolve_mesh(StrategyConfig(name="device_map", devices=2, mesh=mesh), 2)
 
 
-def test_place_with_another_strategy_is_an_error() -> None:
-    with pytest.raises(InputError, match=r"strategy\.place with strategy\.name ddp"):
-        resolve_mesh(StrategyConfig(name="ddp", place={"*": 0}), 2)
-
-
 # --- GPUs --------------------------------------------------------------------------------
 
 

@@ -241,11 +241,6 @@ def test_dp_needs_one_process(mesh: MeshConfig) -> None:
         resolve_mesh(StrategyConfig(name="dp", mesh=mesh, devices=2), 2)
 
 
-def test_devices_with_another_strategy_are_an_error() -> None:
-    with pytest.raises(InputError, match=r"strategy\.devices with strategy\.name ddp"):
-        resolve_mesh(StrategyConfig(name="ddp", devices=2), 2)
-
-
 # --- comparison with nn.DataParallel ---------------------------------------------------------------------------
 
 
@@ -261,10 +256,6 @@ def test_the_example_shows_the_mean_of_means(monkeypatch: pytest.MonkeyPatch) ->
     wrong, right = results.values()
     assert wrong == pytest.approx((0.43, 0.43), abs=1e-12)
     assert right == pytest.approx((0.525, 0.525), abs=1e-12)
-
-
-def test_chunks_of_data_parallel() -> None:
-    assert [len(part) for part in torch.arange(10).chunk(4)] == [3, 3, 3, 1]
 
 
 # --- GPUs --------------------------------------------------------------------------------

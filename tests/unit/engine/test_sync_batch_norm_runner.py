@@ -159,13 +159,6 @@ def test_norm_layer_in_evaluation_mode_keeps_its_statistics(alone: World, frozen
     assert not torch.equal(model.other.running_mean, before["other.running_mean"])
 
 
-def test_model_with_norm_layers_in_evaluation_mode_uses_the_sequential_runner(alone: World) -> None:
-    model = seeded(0, Normed)
-    model[1].eval()
-    engine_of(alone, model).step(random_batch(alone, 19, 5))
-    assert microbatch_threads() == []
-
-
 def test_sync_batch_norm_of_torch_works_on_a_cpu(alone: World) -> None:
     model = nn.SyncBatchNorm.convert_sync_batchnorm(seeded(0, Deep))
     engine, plain = engine_of(alone, model), engine_of(alone, seeded(0, Deep))
@@ -301,15 +294,6 @@ def test_failure_leaves_the_state_unchanged(alone: World) -> None:
     assert all(torch.equal(tensor, twin.model.state_dict()[name]) for name, tensor in state_of(model).items())
 
 
-def test_failure_leaves_no_thread(alone: World) -> None:
-    inputs, targets = random_data(19)
-    inputs[9] = 2000
-    engine = engine_of(alone, seeded(0, Fragile))
-    with pytest.raises(ArithmeticError):
-        engine.step(batch_of(alone, inputs, targets, 5))
-    assert microbatch_threads() == []
-
-
 def test_skipped_norm_layer_is_reported_with_its_microbatches(alone: World) -> None:
     inputs, targets = random_data(16)
     inputs[:, 0] = 1
@@ -418,11 +402,6 @@ def test_bad_gradient_is_traced_to_the_same_microbatches(results: dict[int, ByRa
 def test_small_batches_give_the_same_bits_on_any_number_of_ranks(results: dict[int, ByRank]) -> None:
     states = [state for state, _ in all_ranks(results, "small batches")]
     assert all(state == states[0] for state in states)
-
-
-def test_strategy_has_the_name_of_its_mesh(results: dict[int, ByRank]) -> None:
-    for ranks in RANKS:
-        assert {name for _, name in results[ranks]["small batches"]} == {"single" if ranks == 1 else "ddp"}
 
 
 @pytest.mark.parametrize(("check", "other"), [("last microbatch", 7), ("second half", 4), ("last microbatch later", 7)])
