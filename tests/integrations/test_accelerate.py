@@ -235,6 +235,9 @@ def test_loops_with_other_results_are_refused(action: Any, alone: samestep.World
 
 
 def test_length_of_loaders_in_evaluation_mode(alone: samestep.World, accelerate_state: None) -> None:
+    script = training.Script(world=alone)
+    assert training.MICROBATCHES > 2  # samples of a batch of an evaluation
+    assert len(script.accelerator.prepare(DataLoader(training.dataset(5), batch_size=2))) == 3
     script = training.Script(world=alone, global_batch_size=2 * training.BATCH)
     script.model.eval()  # as of a pretrained model
     assert len(script.train) == -(-training.SAMPLES // (2 * training.BATCH))
@@ -242,15 +245,6 @@ def test_length_of_loaders_in_evaluation_mode(alone: samestep.World, accelerate_
     for _ in script.tests[0]:
         assert len(script.tests[0]) == batches
     assert len(script.tests[0]) == batches
-
-
-def test_batches_of_an_evaluation_can_be_smaller_than_microbatches(
-    alone: samestep.World, accelerate_state: None
-) -> None:
-    script = training.Script(world=alone)
-    small = script.accelerator.prepare(DataLoader(training.dataset(5), batch_size=2))
-    assert training.MICROBATCHES > 2
-    assert len(small) == 3
 
 
 def test_evaluation_that_changes_parameters_is_refused(alone: samestep.World, accelerate_state: None) -> None:
@@ -261,16 +255,6 @@ def test_evaluation_that_changes_parameters_is_refused(alone: samestep.World, ac
         for numbers in loader:
             model(numbers)
     assert error.value.code == "E_BUFFER"
-
-
-def test_collectives_are_possible_before_an_evaluation(alone: samestep.World, accelerate_state: None) -> None:
-    script = training.Script(world=alone)
-    for data in script.train:
-        script.step(data)
-        if script.accelerator.sync_gradients:
-            break
-    assert script.accelerator.gather(torch.ones(2)).tolist() == [1, 1]
-    assert script.accelerator.reduce(torch.ones(2)).tolist() == [1, 1]
 
 
 def test_evaluation_in_training_mode_is_refused(alone: samestep.World, accelerate_state: None) -> None:
@@ -284,11 +268,12 @@ def test_evaluation_in_training_mode_is_refused(alone: samestep.World, accelerat
 def test_counts_divide_the_sum_over_the_batch(alone: samestep.World, accelerate_state: None) -> None:
     script = training.Script(world=alone)
     total = count = 0.0
-    for inputs, targets in script.train:
-        outputs, counted = script.model(inputs), (targets != 0).sum()
-        loss = nn.functional.cross_entropy(outputs, targets, ignore_index=0)
+    for number, (inputs, targets) in enumerate(script.train):
+        labels = torch.zeros_like(targets) if number == 0 else targets  # a microbatch without items
+        outputs, counted = script.model(inputs), (labels != 0).sum()
+        loss = nn.functional.cross_entropy(outputs, labels, ignore_index=0)
         script.accelerator.backward(loss, count=counted)
-        total, count = total + float(loss.detach() * counted), count + int(counted)
+        total, count = total + (float(loss.detach() * counted) if counted else 0.0), count + int(counted)
         if script.accelerator.sync_gradients:
             break
     result = script.accelerator.step_result
@@ -296,20 +281,6 @@ def test_counts_divide_the_sum_over_the_batch(alone: samestep.World, accelerate_
     assert result.count == count < training.BATCH
     assert result.loss == pytest.approx(total / count)
     assert result.lr == pytest.approx(0.01)
-
-
-def test_microbatches_without_items_do_not_count(alone: samestep.World, accelerate_state: None) -> None:
-    script = training.Script(world=alone)
-    ignored = -100
-    for number, (inputs, targets) in enumerate(script.train):
-        labels = torch.full_like(targets, ignored) if number == 0 else targets
-        loss = nn.functional.cross_entropy(script.model(inputs), labels)
-        script.accelerator.backward(loss, count=(labels != ignored).sum())
-        if script.accelerator.sync_gradients:
-            break
-    result = script.accelerator.step_result
-    assert result is not None
-    assert result.count == training.BATCH * (training.MICROBATCHES - 1) / training.MICROBATCHES
     assert math.isfinite(result.grad_norm)
 
 
@@ -373,6 +344,10 @@ def test_first_state_resets_the_position(alone: samestep.World, accelerate_state
     script.accelerator.save_state(str(tmp_path))
     _batch(script)
     assert script.accelerator.cursor.samples == training.BATCH
+    for data in script.train:
+        script.accelerator.backward(training.cross_entropy(script.model, data))
+        if script.accelerator.sync_gradients:
+            break  # without an update
     script.accelerator.load_state(str(tmp_path))
     assert script.accelerator.cursor.samples == 0
     _batch(script)
@@ -381,24 +356,13 @@ def test_first_state_resets_the_position(alone: samestep.World, accelerate_state
     assert script.accelerator.step_result.step == 1
 
 
-def test_state_is_loaded_after_an_update_that_failed(
-    alone: samestep.World, accelerate_state: None, tmp_path: Path
-) -> None:
-    script = training.Script(world=alone)
-    script.accelerator.save_state(str(tmp_path))
-    for data in script.train:
-        script.accelerator.backward(training.cross_entropy(script.model, data))
-        if script.accelerator.sync_gradients:
-            break  # without an update
-    script.accelerator.load_state(str(tmp_path))
-    _batch(script)
-
-
 def test_objects_are_prepared_again_after_free_memory(
     alone: samestep.World, accelerate_state: None, tmp_path: Path
 ) -> None:
     script = training.Script(world=alone)
     _batch(script)
+    assert script.accelerator.gather(torch.ones(2)).tolist() == [1, 1]  # before an evaluation
+    assert script.accelerator.reduce(torch.ones(2)).tolist() == [1, 1]
     script.accelerator.save_state(str(tmp_path))
     script.accelerator.free_memory()
     prepared = script.model, script.optimizer, script.train, script.scheduler, *script.tests

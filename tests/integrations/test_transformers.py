@@ -64,11 +64,11 @@ def test_evaluation_counts_each_token_once(results: dict[str, Any]) -> None:
 def test_step_is_that_of_the_trainer_on_one_process(results: dict[str, Any]) -> None:
     stock = results["stock"]
     assert stock["samestep"] == pytest.approx(stock["stock"], rel=1e-6)
-
-
-@pytest.mark.slow
-def test_resumption_with_other_batches_is_refused(results: dict[str, Any]) -> None:
-    assert results["changed"] == "E_RESUME_CHANGED"
+    # Precision and context of the trainer.
+    step = results["options of a step"]
+    assert step["tf32"]
+    assert step["entries"] == 2
+    assert step["operations"] == step["sum"] > 0
 
 
 @pytest.mark.slow
@@ -82,7 +82,8 @@ def test_settings_of_data_are_saved_after_a_resumption(results: dict[str, Any]) 
     assert first["batch_size"] == 32
     # With the states of callbacks, and from a checkpoint of the trainer of Transformers.
     assert others == [first, first]
-    assert results["restored"]["changed"] == "E_RESUME_CHANGED"
+    assert results["restored"]["changed"] == results["changed"] == "E_RESUME_CHANGED"
+    assert results["missing names"] == []
 
 
 @pytest.mark.slow
@@ -92,31 +93,14 @@ def test_automatic_microbatches_do_not_depend_on_the_mode_of_the_model(results: 
 
 
 @pytest.mark.slow
-def test_step_follows_precision_and_context_of_the_trainer(results: dict[str, Any]) -> None:
-    step = results["options of a step"]
-    assert step["tf32"]
-    assert step["entries"] == 2
-    assert step["operations"] == step["sum"] > 0
-
-
-@pytest.mark.slow
 def test_microbatches_without_labels_and_groups_of_lengths_have_the_same_bits(results: dict[str, Any]) -> None:
     one, three = results["tagged on 1"], results["tagged on 3"]
     assert one["unlabelled"]
     # Also with another per_device_train_batch_size, which is not used.
     assert one["weights"] == three["weights"]
-
-
-@pytest.mark.slow
-def test_several_predictions_are_padded_separately(results: dict[str, Any]) -> None:
-    one, three = results["tagged on 1"], results["tagged on 3"]
+    # Several predictions are padded separately.
     assert one["shapes"] == three["shapes"] == [[57, 29, 40], [57, 40]]
     assert one["sums"] == three["sums"]
-
-
-@pytest.mark.slow
-def test_private_names_of_the_library_exist(results: dict[str, Any]) -> None:
-    assert results["missing names"] == []
 
 
 @pytest.mark.long
@@ -152,37 +136,20 @@ def test_predictions_have_the_same_bits_on_any_processes(evaluations: dict[tuple
     assert one == three
     assert one["loss"][0] == one["loss"][1]
     assert evaluations["counted_labels", 1] == evaluations["counted_labels", 3]
-
-
-@pytest.mark.slow
-def test_output_without_dimensions_is_one_value_per_microbatch(evaluations: dict[tuple[str, int], Any]) -> None:
-    tokens, second, labels, reduced, second_of_reduced = evaluations["predict", 1]["shapes"]
+    tokens, second, labels, reduced, second_of_reduced = one["shapes"]
     microbatches = 16  # a global batch of 8 of 5 samples, and one of 8 of the remaining 17
-    assert second == second_of_reduced == [microbatches]
-    assert len(set(evaluations["predict", 1]["seconds"])) == microbatches
+    assert second == second_of_reduced == [microbatches]  # an output without dimensions
+    assert len(set(one["seconds"])) == microbatches
     assert tokens[:2] == reduced[:2] == labels == [EVALUATED, 29]
+    assert (one["largest"], reduced[-1]) == (SIZE, 3)  # preprocessed for each microbatch
 
 
 @pytest.mark.slow
-def test_predictions_are_preprocessed_for_each_microbatch(evaluations: dict[tuple[str, int], Any]) -> None:
-    assert evaluations["predict", 1]["largest"] == SIZE
-    assert evaluations["predict", 1]["shapes"][3][-1] == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2])
-def test_output_without_rows_is_refused_with_the_option_that_leaves_it_out(
-    evaluations: dict[tuple[str, int], Any], size: int
-) -> None:
-    result = evaluations["outputs_without_rows", size]
-    assert "E_INTEGRATION" in result["text"]
-    assert "predictions[2] of the shape (40, 4)" in result["text"]
-    assert "ignore_keys" in result["text"]
-    assert result["ignored"] == "none"
-
-
-@pytest.mark.slow
-def test_ranks_with_other_weights_are_refused_in_an_evaluation_before_a_step(
-    evaluations: dict[tuple[str, int], Any],
-) -> None:
+def test_evaluations_that_differ_between_ranks_are_refused(evaluations: dict[tuple[str, int], Any]) -> None:
+    for size in (1, 2):
+        result = evaluations["outputs_without_rows", size]
+        assert "E_INTEGRATION" in result["text"]
+        assert "predictions[2] of the shape (40, 4)" in result["text"]
+        assert "ignore_keys" in result["text"]
+        assert result["ignored"] == "none"
     assert evaluations["other_weights", 2] == ["none", "E_RANK_MISMATCH", "E_RANK_MISMATCH"]

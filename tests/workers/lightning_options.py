@@ -9,7 +9,6 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     Callback,
     EarlyStopping,
-    GradientAccumulationScheduler,
     ModelCheckpoint,
     StochasticWeightAveraging,
     Timer,
@@ -18,8 +17,7 @@ from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
-from helpers.forked_ranks import refusal
-from workers.lightning_training import BATCH, Manual, Module, _trainer, dataset, digest
+from workers.lightning_training import BATCH, Module, _trainer, dataset, digest
 
 Options = dict[str, Any]
 
@@ -43,16 +41,6 @@ class ValueClipping(Module):
 class Skipping(Module):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if batch_idx == 3 else None
-
-
-class NoLoss(Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None
-
-
-class TwoOptimizers(Module):
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.net[0].parameters(), 0.1), torch.optim.SGD(self.net[4].parameters(), 0.1)]
 
 
 class TwoLoaders(Module):
@@ -105,31 +93,19 @@ WORKS: dict[str, Options] = {
 }
 if hasattr(callbacks, "EMAWeightAveraging"):  # since 2.6
     WORKS["EMAWeightAveraging"] = {"callbacks": lambda: [callbacks.EMAWeightAveraging(decay=0.5)]}
-# Refused by name: a part of the text of the error.
-REFUSED: dict[str, Options] = {
-    "automatic_optimization=False": {"module": Manual, "gradient_clip_val": None},
-    "accumulate_grad_batches=2": {"accumulate_grad_batches": 2},
-    "GradientAccumulationScheduler": {"callbacks": lambda: [GradientAccumulationScheduler({0: 4})]},
-    "StochasticWeightAveraging": {"callbacks": lambda: [StochasticWeightAveraging(0.01, 0.5)], "max_epochs": 3},
-    "CombinedLoader": {"train_loader": "max_size_cycle"},
-    "sync_batchnorm": {"sync_batchnorm": True},
-}
 
 
 def _loaders(options: Options) -> tuple[Any, Any]:
     train = DataLoader(dataset(212), batch_size=BATCH // 2, shuffle=True)
     sizes = [41, 23][: 2 if "val_loaders" in options else 1]
     tests = [DataLoader(dataset(size), batch_size=20) for size in sizes]
-    if "train_loader" in options:
-        other = DataLoader(dataset(100), batch_size=BATCH // 2)
-        return CombinedLoader({"a": train, "b": other}, options["train_loader"]), tests
     return train, CombinedLoader(tests, "sequential") if options.get("val_loaders") is CombinedLoader else tests
 
 
 def _fit(options: Options) -> Any:
     module = options.get("module", Module)()
     loaders = _loaders(options)
-    others = {key: value for key, value in options.items() if key not in ("module", "val_loaders", "train_loader")}
+    others = {key: value for key, value in options.items() if key not in ("module", "val_loaders")}
     if "callbacks" in others:
         others["callbacks"] = others["callbacks"]()
     trainer = _trainer(**{"max_epochs": 1, **others})
@@ -164,16 +140,3 @@ def best(folder: str) -> list[Any]:
     train, tests = _loaders({})
     trainer.fit(module, train, tests)
     return [Path(checkpoint.best_model_path).name, trainer.test(module, tests, ckpt_path="best", verbose=False)]
-
-
-def _refusal(options: Options) -> list[str]:
-    try:
-        return refusal(_fit, options)
-    except Exception as error:  # of Lightning
-        return [type(error).__name__, str(error)]
-
-
-def refusals(folder: str) -> dict[str, list[str]]:
-    """Return code and text of the error of each refused option."""
-    refused = {name: _refusal(options) for name, options in REFUSED.items()}
-    return refused | {"no loss": _refusal({"module": NoLoss}), "optimizers": _refusal({"module": TwoOptimizers})}

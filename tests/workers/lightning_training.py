@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.overrides import distributed
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.states import RunningStage
@@ -179,6 +179,11 @@ class Manual(Module):
         self.automatic_optimization = False
 
 
+class NoLoss(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
 class OwnBackward(Module):
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -213,11 +218,9 @@ class Gathering(Module):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._gather("validate")
-        super().validation_step(batch, batch_idx)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self._gather("test")
-        super().test_step(batch, batch_idx)
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self._gather("predict")
@@ -256,6 +259,8 @@ def refusals() -> dict[str, str]:
         "metric": _code(MetricOnStep(), loader),
         "dataloader_iter": _code(Iterator(), loader),
         "compile": _code(torch.compile(Module()), loader),  # type: ignore[arg-type]
+        "no loss": _code(NoLoss(), loader),
+        "averages": _code(Module(), loader, callbacks=[StochasticWeightAveraging(0.01, 0.5)], max_epochs=3),
         "accumulate": _code(Module(), loader, accumulate_grad_batches=2),
         "sync_batchnorm": _code(Module(), loader, sync_batchnorm=True),
         "loaders": _code(Module(), {"first": loader, "second": loader}),
