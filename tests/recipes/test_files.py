@@ -147,7 +147,7 @@ def test_typo_suggests_the_similar_key(typo: str, key: str) -> None:
     assert key.rpartition(".")[2] in str(error.value.expected)
 
 
-@pytest.mark.parametrize("override", ["schedule.name=cos", "metrics=accuracy", "ema=3", "schedule.step_epochs=.nan"])
+@pytest.mark.parametrize("override", ["schedule.name=cos", "metrics=accuracy", "schedule.step_epochs=.nan"])
 def test_invalid_value_has_an_expectation_and_a_fix(override: str) -> None:
     with pytest.raises(RecipeError) as error:
         made(override)

@@ -214,7 +214,10 @@ def _explained(errors: Sequence[ErrorDetails], origin: str) -> RecipeError:
     else:
         problem, code = f"{key} is {json.dumps(error['input'])}", "E_VALUE"
         expected = error["msg"].removeprefix("Input should be ")
+        meant = suggest(key, SYNONYMS.values(), least=1.0)  # such as a number for `learning_rate`
         fix = f"--set {key}=..., or correct the file"
+        if meant not in (None, key):
+            fix = f"did you mean {meant}?"
     return RecipeError(f"{origin}: {problem}", expected=expected, fix=fix, code=code)
 
 
