@@ -39,7 +39,7 @@ def test_more_processes_are_refused_with_ways_out(tmp_path: Path, capsys: pytest
     err = capsys.readouterr().err
     assert (code, run.exists()) == (EXIT_INPUT, False)
     assert "[E_TOO_MANY_RANKS]" in err
-    for way_out in ("microbatches=4 step.batch_norm=sync", "microbatches=4:", "--per-device-batch-size 16"):
+    for way_out in ("--processes 1;", "microbatches=3 or more", "step.batch_norm=sync"):
         assert way_out in err
 
 
