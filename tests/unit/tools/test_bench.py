@@ -60,7 +60,7 @@ def test_variant_changes_nothing_else(recipe: Recipe) -> None:
 def test_impossible_variants_have_a_reason(recipe: Recipe) -> None:
     _, absent = contenders(recipe, [3], [StrategyConfig(name="hsdp", mesh=MeshConfig(shard=2))], None)
     assert [variant.name for variant in absent] == ["hsdp (shard 2)"]
-    assert "there are 3" in absent[0].reason
+    assert "on 3 ranks" in absent[0].reason
     _, absent = contenders(replace(recipe, batch_size=8), [3], [], None)
     assert [variant.name for variant in absent] == ["ddp, 4 microbatches a rank"]
     variants, absent = contenders(recipe, [2, 8], [], available=2)
