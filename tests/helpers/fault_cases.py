@@ -253,21 +253,20 @@ CASES = [
         report="error: stopped ",
         is_variant=True,
     ),
-    Case(
-        "SIGTERM to the whole group",
-        prepare=paced("0.1"),
-        act=signalled(signal.SIGTERM, group=True),
-        code=130,
-        resume_on=4,
-        is_variant=True,
-    ),
-    Case("SIGUSR1 to the launcher", prepare=paced("0.1"), act=signalled(signal.SIGUSR1), code=130, is_variant=True),
-    Case(
-        "the terminal is closed (SIGHUP)",
-        prepare=paced("0.1"),
-        act=signalled(signal.SIGHUP, group=True),
-        code=130,
-        is_variant=True,
+    *(
+        Case(
+            fault,
+            prepare=paced("0.1"),
+            act=signalled(number, group=number != signal.SIGUSR1),
+            code=130,
+            resume_on=ranks,
+            is_variant=True,
+        )
+        for fault, number, ranks in (
+            ("SIGTERM to the whole group", signal.SIGTERM, 4),
+            ("SIGUSR1 to the launcher", signal.SIGUSR1, 3),
+            ("the terminal is closed (SIGHUP)", signal.SIGHUP, 3),
+        )
     ),
     Case(
         "SIGTERM, with a step longer than --grace",
@@ -278,21 +277,16 @@ CASES = [
         report="error: stopped before the end of a step within the grace time of 1 s",
         is_variant=True,
     ),
-    Case(
-        "rank 2 is stopped (SIGSTOP)",
-        in_step("stop"),
-        HANG,
-        code=1,
-        report="error: rank 2 hangs: no progress ",
-        is_variant=True,
-    ),
-    Case(
-        "rank 0 is stopped (SIGSTOP)",
-        in_step("stop", 0),
-        HANG,
-        code=1,
-        report="error: rank 0 hangs: no progress ",
-        is_variant=True,
+    *(
+        Case(
+            f"rank {rank} is stopped (SIGSTOP)",
+            in_step("stop", rank),
+            HANG,
+            code=1,
+            report=f"error: rank {rank} hangs: no progress ",
+            is_variant=True,
+        )
+        for rank in (2, 0)
     ),
     Case(
         "rank 2 is stopped, restarts allowed",
@@ -340,26 +334,15 @@ CASES = [
         is_variant=True,
     ),
     Case("SIGTERM in evaluation", {"kind": "wait in evaluation", "rank": 1}, act=stop_in_evaluation, code=130),
-    Case(
-        "rank 1 calls sys.exit(0)",
-        in_step("sys.exit(0)", 1),
-        code=1,
-        report="error: rank 1 ended with exit code 0 ",
-        is_variant=True,
-    ),
-    Case(
-        "rank 1 calls sys.exit(3)",
-        in_step("sys.exit(3)", 1),
-        code=1,
-        report="error: rank 1 ended with exit code 3 ",
-        is_variant=True,
-    ),
-    Case(
-        "rank 1 calls os._exit(5)",
-        in_step("os._exit(5)", 1),
-        code=1,
-        report="error: rank 1 ended with exit code 5 ",
-        is_variant=True,
+    *(
+        Case(
+            f"rank 1 calls {call}({code})",
+            in_step(f"{call}({code})", 1),
+            code=1,
+            report=f"error: rank 1 ended with exit code {code} ",
+            is_variant=True,
+        )
+        for call, code in (("sys.exit", 0), ("sys.exit", 3), ("os._exit", 5))
     ),
     Case(
         "rank 2: segmentation fault",
@@ -462,20 +445,19 @@ CASES = [
         resume_on=0,
         is_variant=True,
     ),
-    Case(
-        "a bit of the newest checkpoint flips, then a rank is killed",
-        options=RESTART,
-        act=damage_and_kill(flip),
-        prepare=paced("0.6"),  # leaves time to damage the checkpoint
-        output=("restart 1 of 2, on 4 processes: rank 1 was killed by SIGKILL in engine.step 10",),
-    ),
-    Case(
-        "the newest checkpoint is truncated, then a rank is killed",
-        options=RESTART,
-        act=damage_and_kill(truncate),
-        prepare=paced("0.6"),  # leaves time to damage the checkpoint
-        output=("restart 1 of 2, on 4 processes: rank 1 was killed by SIGKILL in engine.step 10",),
-        is_variant=True,
+    *(
+        Case(
+            f"{fault}, then a rank is killed",
+            options=RESTART,
+            act=damage_and_kill(damage),
+            prepare=paced("0.6"),  # leaves time to damage the checkpoint
+            output=("restart 1 of 2, on 4 processes: rank 1 was killed by SIGKILL in engine.step 10",),
+            is_variant=damage is truncate,
+        )
+        for fault, damage in (
+            ("a bit of the newest checkpoint flips", flip),
+            ("the newest checkpoint is truncated", truncate),
+        )
     ),
     Case("a second run in the same directory", act=start_second_run, prepare=paced("1.5"), is_variant=True),
     *(
