@@ -73,7 +73,7 @@ def test_hang_is_reported_once_and_all_ranks_end(tmp_path: Path, stopped: int | 
     hold, run = tmp_path / "hold", tmp_path / "runs/a"
     hold.write_text("1 7", encoding="utf-8")
     options = ("--name", "a", "--hang-after", "3s", "--checkpoint-every", 4)
-    with ranks(as_srun(f"7{stopped}"), 4, "train", RECIPE, *options, cwd=tmp_path) as started:
+    with ranks(as_srun("70"), 4, "train", RECIPE, *options, cwd=tmp_path) as started:
         until(lambda: len(events(run, "step")) >= 6, "6 steps", 60)
         until((run / "checkpoints" / "last").exists, "a checkpoint", 60)
         if stopped is not None:
