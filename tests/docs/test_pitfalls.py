@@ -4,7 +4,6 @@ import importlib
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
@@ -62,14 +61,6 @@ def test_evaluation_counts_each_sample_once(examples: Examples) -> None:
     assert ours == alone
     assert (alone[0], usual[0]) == (361, 364)
     assert usual[1] != alone[1]
-
-
-def test_imported_modules_have_distinct_names() -> None:
-    """Python caches modules by name, so a second module of the same name would not be imported."""
-    folders = ("examples", "examples/pitfalls")
-    times = Counter(path.stem for folder in folders for path in (ROOT / folder).glob("*.py"))
-    assert len(times) > 10
-    assert [name for name, number in times.items() if number > 1] == []
 
 
 def test_token_loss_is_not_a_mean_of_means(examples: Examples) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import prune
 
 import samestep
 from own_loops.buffers import Watched, train
@@ -99,37 +98,6 @@ def running_mean_that_begins_with_the_first_batch(setting: Setting) -> Any:
 
 
 @same
-def running_mean_without_a_first_value(setting: Setting) -> Any:
-    def change(module: Any, inputs: torch.Tensor) -> None:
-        module.mean = 0.9 * getattr(module, "mean", 1.0) + 0.1 * inputs.abs().mean(0)
-        module.scale = module.mean
-
-    model, losses = losses_of(setting, change)
-    return model, model.mean, losses
-
-
-@same
-def number_that_becomes_a_tensor(setting: Setting) -> Any:
-    def change(module: Any, inputs: torch.Tensor) -> None:
-        module.mean = 0.9 * module.mean + 0.1 * inputs.abs().mean()
-        module.scale = module.mean
-
-    model, losses = losses_of(setting, change, mean=0.5)
-    return model, model.mean, losses
-
-
-@same
-def memory_of_the_last_samples_written_in_place(setting: Setting) -> Any:
-    def change(module: Any, inputs: torch.Tensor) -> None:
-        module.memory[: len(inputs)] = inputs
-        module.scale = module.memory.mean(0)
-
-    model, losses = losses_of(setting, change, memory=torch.ones(8, 6))
-    assert not torch.equal(model.memory, torch.ones(8, 6))
-    return model, model.memory, losses
-
-
-@same
 def memory_that_grows_up_to_a_limit(setting: Setting) -> Any:
     def change(module: Any, inputs: torch.Tensor) -> None:
         module.memory = torch.cat([module.memory, inputs])[-10:]
@@ -170,15 +138,6 @@ def state_that_is_cleared_by_the_forward(setting: Setting) -> Any:
 
     model, losses = losses_of(setting, change, memory=None)
     return model, model.scale, model.memory, losses
-
-
-@same
-def large_features_that_no_step_uses(setting: Setting) -> Any:
-    def change(module: Any, inputs: torch.Tensor) -> None:
-        module.features = inputs.repeat(1, 2**16)  # a warning on several processes: sent to all after every step
-
-    model, losses = losses_of(setting, change, features=None)
-    return model, model.features, losses
 
 
 @same
@@ -256,13 +215,14 @@ def late(change: Callable[[Any, torch.Tensor], None]) -> Callable[[Any, torch.Te
 
 
 @same
-def running_mean_that_begins_later(setting: Setting) -> Any:
+def running_mean_that_replaces_none_later(setting: Setting) -> Any:
     def change(module: Any, inputs: torch.Tensor) -> None:
-        module.scale = 0.9 * module.scale + 0.1 * inputs.abs().mean(0)
+        now = inputs.abs().mean(0)
+        module.mean = now if module.mean is None else 0.9 * module.mean + 0.1 * now
+        module.scale = module.mean
 
-    model, losses = losses_of(setting, late(change), calls=0)
-    assert not torch.equal(model.scale, torch.ones(6))
-    return model, model.scale, losses
+    model, losses = losses_of(setting, late(change), calls=0, mean=None)
+    return model, model.mean, losses
 
 
 @same
@@ -274,17 +234,6 @@ def number_that_changes_later(setting: Setting) -> Any:
     model, losses = losses_of(setting, late(change), calls=0, largest=0.0)
     assert isinstance(model.largest, float) and model.largest > 0
     return model, model.largest, losses
-
-
-@same
-def number_that_few_microbatches_change(setting: Setting) -> Any:
-    def change(module: Any, inputs: torch.Tensor) -> None:
-        if float(inputs.max()) > 2.3:
-            module.rare += 1
-        module.scale = torch.full((6,), 1.0 / (1 + module.rare))
-
-    model, losses = losses_of(setting, change, rare=0)
-    return model, model.rare, losses
 
 
 @refused("E_BUFFER")
@@ -337,27 +286,6 @@ def mask_as_long_as_the_inputs(setting: Setting) -> Any:
 
 
 @same
-def table_computed_by_the_first_forward(setting: Setting) -> Any:
-    class Rotary(nn.Linear):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            if not hasattr(self, "table"):
-                self.table = torch.cos(torch.arange(6.0))
-            return super().forward(inputs * self.table)
-
-    model = Rotary(6, 3)
-    losses = train(setting, model)
-    assert torch.equal(model.table, torch.cos(torch.arange(6.0)))
-    return model, model.table, losses
-
-
-@same
 def spectral_and_weight_norm_of_earlier_versions(setting: Setting) -> Any:
     model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 8)), nn.Tanh(), nn.utils.weight_norm(nn.Linear(8, 3)))
-    return model, train(setting, model)
-
-
-@same
-def pruned_layer(setting: Setting) -> Any:
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    prune.l1_unstructured(model[0], "weight", amount=0.5)
     return model, train(setting, model)

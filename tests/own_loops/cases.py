@@ -8,7 +8,8 @@ import hashlib
 import random
 import shutil
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,6 @@ class Setting:
 
     world: samestep.World
     folder: Path
-
-
-def within(setting: Setting, name: str) -> Setting:
-    """Return the setting with a folder of its own below that of the case."""
-    return replace(setting, folder=setting.folder / name)
 
 
 Case = Callable[[Setting], Any]
@@ -73,10 +69,33 @@ def refused_with_several(code: str) -> Callable[[Case], Case]:
     return declare
 
 
+def each(values: Mapping[str, Any]) -> Callable[[Callable[[Setting, Any], Any]], Case]:
+    """Declare one case for each named value, which the function gets as its second argument."""
+
+    def declare(case: Callable[[Setting, Any], Any]) -> Case:
+        case.values = values  # type: ignore[attr-defined]
+        return case  # type: ignore[return-value]
+
+    return declare
+
+
 def cases_of(module: str) -> dict[str, Case]:
     """Return the cases of a module by name, in the order of the file."""
-    values = vars(import_module(module)).items()
-    return {name: value for name, value in values if hasattr(value, "expected") and value.__module__ == module}
+    cases: dict[str, Case] = {}
+    for name, case in vars(import_module(module)).items():
+        if not hasattr(case, "expected") or case.__module__ != module:
+            continue
+        if not hasattr(case, "values"):
+            cases[name] = case
+            continue
+        for variant, value in case.values.items():
+            cases[variant] = partial(_call, case, value)
+            cases[variant].expected = case.expected  # type: ignore[attr-defined]
+    return cases
+
+
+def _call(case: Callable[[Setting, Any], Any], value: Any, setting: Setting) -> Any:
+    return case(setting, value)
 
 
 def run_cases(module: str, names: Sequence[str], folder: Path) -> list[str]:

@@ -151,12 +151,6 @@ def info_nce_of_random_views_with_dropout(setting: Setting) -> Any:
 
 
 @same
-def info_nce_with_batch_norm_of_microbatches(setting: Setting) -> Any:
-    """The statistics of the last batch of 2 samples need 2 values."""
-    return train(setting, Encoder(norm=True), info_nce, Views(48))
-
-
-@same
 def info_nce_with_batch_norm_of_the_whole_batch(setting: Setting) -> Any:
     """As SimCLR. The last batch has samples on two ranks only."""
     return train(setting, Encoder(norm=True), info_nce, Views(), config={"batch_norm": "sync"})
@@ -175,22 +169,6 @@ def batch_norm_of_one_sample(setting: Setting) -> Any:
     engine = engine_of(setting, Encoder(norm=True), info_nce, config={"batch_norm": "sync"})
     *_, last = batches_of(setting, Views(49))
     return engine.step(last)
-
-
-@same
-def frozen_batch_norm_in_evaluation_mode(setting: Setting) -> Any:
-    model = Encoder(norm=True)
-    model.net[1].eval()
-    return train(setting, model, info_nce, Views())
-
-
-@same
-def bf16_with_clipping_and_metrics(setting: Setting) -> Any:
-    engine = engine_of(
-        setting, Encoder(), supervised_contrastive, config={"precision": "bf16", "clip_norm": 0.5}, metrics=["accuracy"]
-    )
-    losses = [engine.step(batch).loss for batch in batches_of(setting, Points())]
-    return engine.model, losses, engine.training_values()
 
 
 @same
@@ -234,17 +212,6 @@ def batches_of_two_loaders_with_equal_sizes(setting: Setting) -> Any:
     engine = engine_of(setting, Encoder(), info_nce)
     pairs = zip(batches_of(setting, Points()), batches_of(setting, Points(), seed=1), strict=True)
     return engine.model, [engine.step(batches, forward=forward).loss for batches in pairs]
-
-
-@refused("E_SHAPE")
-def batches_of_two_loaders_with_other_sizes(setting: Setting) -> Any:
-    def forward(model: nn.Module, data: Any) -> Any:
-        (first, targets), (second, _) = data
-        return {"outputs": (model(first), model(second)), "targets": targets}
-
-    engine = engine_of(setting, Encoder(), supervised_contrastive)
-    pairs = zip(batches_of(setting, Points()), batches_of(setting, Points(), batch_size=8), strict=False)
-    return [engine.step(batches, forward=forward).loss for batches in pairs]
 
 
 @same
@@ -336,16 +303,6 @@ def counter_in_a_global_variable_beside_a_global_loss(setting: Setting) -> Any:
 @refused("E_SHAPE")
 def views_of_a_batch_in_one_tensor(setting: Setting) -> Any:
     return first_step(setting, Stacked(), lambda o, t: info_nce(o.chunk(2), t), Views(), 16)
-
-
-@refused("E_SHAPE")
-def term_of_a_microbatch(setting: Setting) -> Any:
-    class Balanced(Encoder):
-        def forward(self, *views: torch.Tensor) -> Any:
-            features = super().forward(*views)
-            return *features, features[0].mean()
-
-    return first_step(setting, Balanced(), lambda o, t: info_nce(o[:2], t) + o[2], Views(), 16)
 
 
 @refused("E_SHAPE")

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
-    ConcatDataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -88,14 +87,6 @@ def a_curriculum_by_set_epoch_does_not_depend_on_workers(setting: Setting) -> An
 
 
 @same
-def a_curriculum_with_persistent_workers(setting: Setting) -> Any:
-    options = {"shuffle": True, "persistent_workers": True, "num_workers": 1}
-    persistent = fit(setting, Curriculum(), **options)
-    assert digest(persistent) == digest(fit(setting, Curriculum(), shuffle=True))
-    return persistent
-
-
-@same
 def set_epoch_can_change_the_length(setting: Setting) -> Any:
     state, seen = with_workers(
         setting, lambda setting, **options: fit(setting, Curriculum(grows=True), epochs=3, shuffle=True, **options)
@@ -118,19 +109,6 @@ def random_draws_in_set_epoch_are_equal_everywhere(setting: Setting) -> Any:
 
 
 @same
-def own_generator_seeded_in_set_epoch(setting: Setting) -> Any:
-    class Seeded(Points):
-        def set_epoch(self, epoch: int) -> None:
-            self.generator = torch.Generator().manual_seed(epoch)
-
-        def __getitem__(self, index: int) -> Pair:
-            inputs, target = super().__getitem__(index)
-            return inputs + torch.randn(6, generator=self.generator), target
-
-    return with_workers(setting, lambda setting, **options: fit(setting, Seeded(), shuffle=True, **options))
-
-
-@same
 def set_epoch_reaches_the_dataset_of_a_split(setting: Setting) -> Any:
     base = Curriculum()
     train, test = random_split(base, [40, 10], generator=torch.Generator().manual_seed(0))
@@ -148,14 +126,6 @@ def set_epoch_reaches_the_dataset_of_a_split(setting: Setting) -> Any:
                 values.append(engine.evaluate(tests))
     assert base.epoch == 1, "the last samples that were read are those of training"
     return model, values
-
-
-@same
-def set_epoch_reaches_concatenated_datasets(setting: Setting) -> Any:
-    def run(setting: Setting, **options: Any) -> Any:
-        return fit(setting, ConcatDataset([Curriculum(), Curriculum()]), shuffle=True, **options)
-
-    return with_workers(setting, run)
 
 
 class Changing(Points):
@@ -199,11 +169,6 @@ def a_dataset_that_grows_between_epochs_is_read_completely(setting: Setting) -> 
 
 
 @same
-def a_dataset_that_shrinks_between_epochs(setting: Setting) -> Any:
-    return with_workers(setting, fit_changing, sizes=(50, 21))
-
-
-@same
 def persistent_workers_are_replaced_when_the_dataset_grows(setting: Setting) -> Any:
     def run(setting: Setting, **options: Any) -> Any:
         dataset = Changing(30)
@@ -211,13 +176,6 @@ def persistent_workers_are_replaced_when_the_dataset_grows(setting: Setting) -> 
         return fit(setting, dataset, after=grow, shuffle=True, persistent_workers=True, **options)
 
     return with_workers(setting, run)
-
-
-@refused("E_LOADER")
-def lengths_of_a_dataset_that_grows(setting: Setting) -> Any:
-    dataset = Changing(50)
-    lengths = list(range(50))
-    return fit(setting, dataset, after=lambda epoch: setattr(dataset, "size", 60), lengths=lengths)
 
 
 @refused("E_EMPTY_DATASET")
@@ -278,13 +236,6 @@ def a_random_sampler_with_a_generator(setting: Setting) -> Any:
     assert all(sorted(epoch) == list(range(50)) for epoch in results[1])
     assert results[1][0] != results[1][1]
     return results
-
-
-@same
-def a_random_sampler_with_replacement(setting: Setting) -> Any:
-    return with_workers(
-        setting, fit_sampled, sampler=lambda data: RandomSampler(data, replacement=True, num_samples=37)
-    )
 
 
 @same
@@ -364,12 +315,6 @@ def a_distributed_sampler_by_habit(setting: Setting) -> Any:
 
 
 @refused("E_LOADER")
-def a_batch_sampler_over_a_distributed_sampler(setting: Setting) -> Any:
-    sampler = DistributedSampler(Points(), setting.world.size, setting.world.rank)
-    return fit(setting, Points(), batch_sampler=BatchSampler(sampler, 16, drop_last=False))
-
-
-@refused("E_LOADER")
 def a_sampler_that_counts_epochs_itself(setting: Setting) -> Any:
     class Counting(Sampler[int]):
         epoch = 0
@@ -387,24 +332,8 @@ def a_generator_function_as_a_sampler(setting: Setting) -> Any:
 
 
 @refused("E_LOADER")
-def a_sampler_of_another_dataset(setting: Setting) -> Any:
-    return fit_sampled(setting, lambda data: RandomSampler(range(60)))
-
-
-@refused("E_LOADER")
-def a_batch_sampler_as_the_sampler(setting: Setting) -> Any:
-    return fit_sampled(setting, lambda data: BatchSampler(RandomSampler(data), 16, drop_last=False))
-
-
-@refused("E_LOADER")
 def a_sampler_and_shuffle(setting: Setting) -> Any:
     return fit_sampled(setting, RandomSampler, shuffle=True)
-
-
-@refused("E_LOADER")
-def a_batch_sampler_and_a_batch_size(setting: Setting) -> Any:
-    sampler = BatchSampler(RandomSampler(Points()), 16, drop_last=False)
-    return samestep.loader(Points(), batch_size=16, batch_sampler=sampler, world=setting.world)
 
 
 # --- other words of DataLoader ---
@@ -428,31 +357,10 @@ def an_iterable_dataset_with_a_length(setting: Setting) -> Any:
 
 
 @same
-def a_list_as_the_dataset(setting: Setting) -> Any:
-    return fit(setting, [Points()[index] for index in range(50)], shuffle=True)
-
-
-@same
 def a_generator_gives_the_seed(setting: Setting) -> Any:
     result = fit(setting, Noisy(), shuffle=True, generator=torch.Generator().manual_seed(8))
     assert digest(result) == digest(fit(setting, Noisy(), shuffle=True, seed=8))
     assert digest(result) != digest(fit(setting, Noisy(), shuffle=True))
-    return result
-
-
-@refused("E_LOADER")
-def a_generator_and_a_seed(setting: Setting) -> Any:
-    return fit(setting, Points(), generator=torch.Generator(), seed=0)
-
-
-@same
-def seeds_of_worker_init_fn_have_no_effect(setting: Setting) -> Any:
-    def seed_worker(number: int) -> None:
-        random.seed(number)
-        numpy.random.seed(number)
-
-    result = fit(setting, Noisy(), shuffle=True, num_workers=2, worker_init_fn=seed_worker)
-    assert digest(result) == digest(fit(setting, Noisy(), shuffle=True))
     return result
 
 

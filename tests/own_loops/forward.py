@@ -125,17 +125,6 @@ def batch_of_a_named_tuple(setting: Setting) -> Any:
 
 
 @same
-def batch_that_is_one_tensor(setting: Setting) -> Any:
-    class Inputs(Points):
-        def __getitem__(self, index: int) -> Any:
-            return super().__getitem__(index)[0]
-
-    model = nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 6))
-    forward = lambda model, batch: ((model(batch) - batch) ** 2).mean()  # noqa: E731
-    return model, [result.loss for result in train(setting, model, Inputs(), forward)]
-
-
-@same
 def batch_of_lists_of_different_lengths(setting: Setting) -> Any:
     class Lengths(Points):
         def __getitem__(self, index: int) -> Any:
@@ -195,19 +184,6 @@ def mapping_with_a_loss_and_values_for_logging(setting: Setting) -> Any:
 
 
 @same
-def two_calls_of_the_model(setting: Setting) -> Any:
-    """Two passes with different dropout, which should agree (R-Drop, Liang et al., 2021)."""
-
-    def forward(model: nn.Module, batch: Any) -> Any:
-        inputs, targets = batch
-        first, second = model(inputs), model(inputs)
-        return nn.functional.cross_entropy(first, targets) + (first - second).square().mean()
-
-    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3))
-    return model, [result.loss for result in train(setting, model, Points(), forward)]
-
-
-@same
 def two_calls_of_the_model_under_sync_batch_norm(setting: Setting) -> Any:
     def forward(model: nn.Module, batch: Any) -> Any:
         first, second, targets = batch
@@ -242,17 +218,6 @@ def methods_of_the_model(setting: Setting) -> Any:
     return model, [result.loss for result in results]
 
 
-@same
-def model_of_the_enclosing_scope(setting: Setting) -> Any:
-    model = Parts()
-
-    def forward(_: nn.Module, batch: Any) -> Any:
-        inputs, targets = batch
-        return nn.functional.cross_entropy(model.head(model.encode(inputs)), targets)
-
-    return model, [result.loss for result in train(setting, model, Points(48), forward)]
-
-
 @refused("E_INCOMPATIBLE")
 def model_of_the_enclosing_scope_under_sync_batch_norm(setting: Setting) -> Any:
     model = Parts()
@@ -262,29 +227,6 @@ def model_of_the_enclosing_scope_under_sync_batch_norm(setting: Setting) -> Any:
         return nn.functional.cross_entropy(model.head(model.encode(inputs)), targets)
 
     train(setting, model, Points(48), forward, config={"batch_norm": "sync"})
-
-
-@same
-def forward_and_pairs_by_turns(setting: Setting) -> Any:
-    model = nn.Linear(6, 3)
-    initial = {name: value.clone() for name, value in model.state_dict().items()}
-    engine = engine_of(setting, model, nn.CrossEntropyLoss())
-
-    def forward(model: nn.Module, batch: Any) -> Any:
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    losses = []
-    for _ in range(2):
-        for number, batch in enumerate(batches_of(setting, Points()) if not _ else _again(setting)):
-            losses.append(engine.step(batch, **({"forward": forward} if number % 2 else {})).loss)
-    require_plain_weights(setting, model, initial)
-    return model, losses
-
-
-def _again(setting: Setting) -> Any:
-    batches = batches_of(setting, Points())
-    list(batches)
-    return batches
 
 
 @same
@@ -305,22 +247,12 @@ def forward_that_returns_the_outputs(setting: Setting) -> Any:
 
 
 @refused("E_LOSS")
-def mapping_without_a_loss(setting: Setting) -> Any:
-    train(setting, nn.Linear(6, 3), Points(), lambda model, batch: {"outputs": model(batch[0])})
-
-
-@refused("E_LOSS")
 def value_for_logging_that_is_a_vector(setting: Setting) -> Any:
     def forward(model: nn.Module, batch: Any) -> Any:
         outputs = model(batch[0])
         return {"loss": nn.functional.cross_entropy(outputs, batch[1]), "logits": outputs}
 
     train(setting, nn.Linear(6, 3), Points(), forward)
-
-
-@refused("E_NONFINITE")
-def loss_of_a_forward_that_is_not_finite(setting: Setting) -> Any:
-    train(setting, nn.Linear(6, 3), Points(), lambda model, batch: model(batch[0]).sum() * float("nan"))
 
 
 # Evaluation.
@@ -345,19 +277,6 @@ def evaluation_by_a_forward(setting: Setting) -> Any:
     return values
 
 
-@same
-def values_for_logging_in_evaluation(setting: Setting) -> Any:
-    def forward(model: nn.Module, batch: Any) -> Any:
-        output = model(**batch)
-        return {"loss": output.loss, "confidence": output.logits.softmax(1).amax(1).mean()}
-
-    engine = engine_of(setting, LabelModel())
-    evaluation = samestep.loader(Named(23), batch_size=8, microbatches=4, world=setting.world)
-    values = engine.evaluate(evaluation, forward=forward)
-    assert 1 / 3 < values["confidence"] < 1
-    return values
-
-
 @refused("E_METRIC")
 def metrics_without_outputs_of_the_forward(setting: Setting) -> Any:
     engine = engine_of(setting, LabelModel())
@@ -372,18 +291,6 @@ def metrics_without_outputs_of_the_forward(setting: Setting) -> Any:
 def gradient_hook_of_a_parameter(setting: Setting) -> Any:
     model = nn.Linear(6, 3)
     model.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-    engine = engine_of(setting, model, nn.CrossEntropyLoss())
-    return model, [engine.step(batch).loss for batch in batches_of(setting, Points())]
-
-
-@same
-def gradient_hook_after_accumulation(setting: Setting) -> Any:
-    def scale(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad.mul_(0.5)
-
-    model = nn.Linear(6, 3)
-    model.weight.register_post_accumulate_grad_hook(scale)
     engine = engine_of(setting, model, nn.CrossEntropyLoss())
     return model, [engine.step(batch).loss for batch in batches_of(setting, Points())]
 
@@ -415,12 +322,6 @@ def gradients_read_by_a_callback_after_reduction(setting: Setting) -> Any:
     losses = [engine.step(batch).loss for batch in batches_of(setting, Points())]
     assert torch.allclose(model.weight.sum(1), before, atol=1e-5)
     return model, losses
-
-
-@refused("E_OPTIMIZER")
-def optimizer_with_a_closure(setting: Setting) -> Any:
-    model = nn.Linear(6, 3)
-    engine_of(setting, model, nn.CrossEntropyLoss(), optimizer=torch.optim.LBFGS(model.parameters()))
 
 
 class SharpnessAware(torch.optim.SGD):

@@ -11,7 +11,6 @@ from torch.utils.data import RandomSampler, Subset
 import samestep
 from own_loops.cases import Setting, digest, refused, same
 from own_loops.data import Noisy
-from own_loops.modes import Points
 from samestep.microbatches import Cursor
 
 
@@ -74,26 +73,6 @@ def the_first_batch_before_training(setting: Setting) -> Any:
 
 
 @same
-def islice_of_a_loader_on_rank_0(setting: Setting) -> Any:
-    loop = Loop(setting)
-    if setting.world.is_main:
-        assert len(list(islice(loop.batches, 3))) == 3
-    loop.train()
-    assert digest(loop.result) == digest(plain(setting))
-    return loop.result
-
-
-@same
-def a_complete_pass_on_rank_0_only(setting: Setting) -> Any:
-    loop = Loop(setting)
-    if setting.world.is_main:
-        list(loop.batches)
-    loop.train()
-    assert digest(loop.result) == digest(plain(setting))
-    return loop.result
-
-
-@same
 def peeking_between_epochs(setting: Setting) -> Any:
     loop = Loop(setting)
     loop.train(epochs=1)
@@ -115,17 +94,6 @@ def peeking_on_rank_0_keeps_the_random_numbers_of_the_script(setting: Setting) -
 
 
 @same
-def an_iterator_that_is_kept_as_in_tutorials(setting: Setting) -> Any:
-    loop = Loop(setting)
-    iterator = iter(loop.batches)
-    first = next(iterator)
-    loop.train()
-    assert loop.seen[0] == first.indices.tolist()
-    assert digest(loop.result) == digest(plain(setting))
-    return loop.result
-
-
-@same
 def an_evaluation_that_ends_early_starts_again_at_the_beginning(setting: Setting) -> Any:
     loop, values = Loop(setting), []
     for _ in range(2):
@@ -139,14 +107,6 @@ def an_evaluation_that_ends_early_starts_again_at_the_beginning(setting: Setting
         values.append(loop.engine.evaluate(loop.tests))
         assert values[-1]["samples"] == 30
     return loop.result, values
-
-
-@same
-def evaluations_of_random_data_see_the_same_data(setting: Setting) -> Any:
-    loop = Loop(setting)
-    values = [loop.engine.evaluate(loop.tests) for _ in range(2)]
-    assert values[0] == values[1]
-    return values
 
 
 @same
@@ -173,43 +133,6 @@ def a_loop_over_the_training_data_within_the_training_loop(setting: Setting) -> 
 
 
 @same
-def nested_loops_that_both_step(setting: Setting) -> Any:
-    loop = Loop(setting)
-    for batch in loop.batches:
-        loop.step(batch)
-        for test in loop.tests:
-            loop.step(test)
-    assert len(loop.seen) == 4 + 4 * 4
-    return loop.result
-
-
-@same
-def zip_of_two_loaders_with_the_position_of_both(setting: Setting) -> Any:
-    loop, extra = Loop(setting), Loop(setting, Points(60), seed=1).batches
-    used = []
-    for _ in range(3):
-        for batch, other in zip(loop.batches, extra, strict=False):
-            loop.step(batch)
-            extra.cursor = other.end
-            used += other.indices.tolist()
-    assert sorted(used[:60]) == sorted(used[60:120]) == list(range(60))
-    assert used[:60] != used[60:120]
-    assert digest(loop.result) == digest(plain(setting, epochs=3))
-    return loop.result, used
-
-
-@same
-def zip_of_a_loader_with_itself(setting: Setting) -> Any:
-    loop = Loop(setting)
-    for batch, other in zip(loop.batches, loop.batches, strict=True):
-        assert batch.indices.tolist() == other.indices.tolist()
-        loop.step(batch)
-    loop.train(epochs=1)
-    assert digest(loop.result) == digest(plain(setting))
-    return loop.result
-
-
-@same
 def an_epoch_that_ends_early_continues(setting: Setting) -> Any:
     loop = Loop(setting)
     for number, batch in enumerate(loop.batches):
@@ -219,21 +142,6 @@ def an_epoch_that_ends_early_continues(setting: Setting) -> Any:
     for batch in islice(loop.batches, 2):
         loop.step(batch)
     loop.train(epochs=1)
-    assert digest(loop.result) == digest(plain(setting))
-    return loop.result
-
-
-@same
-def an_iterator_that_is_made_again_at_its_end(setting: Setting) -> Any:
-    loop = Loop(setting)
-    iterator = iter(loop.batches)
-    for _ in range(8):
-        try:
-            batch = next(iterator)
-        except StopIteration:
-            iterator = iter(loop.batches)
-            batch = next(iterator)
-        loop.step(batch)
     assert digest(loop.result) == digest(plain(setting))
     return loop.result
 
@@ -326,16 +234,6 @@ def a_checkpoint_before_a_step_in_the_body(setting: Setting) -> Any:
 
 
 @same
-def a_peek_between_resume_and_training(setting: Setting) -> Any:
-    loop = stop_and_resume(setting, 2)
-    if setting.world.is_main:
-        next(iter(loop.batches))
-    loop.train()
-    assert digest(loop.result) == digest(plain(setting))
-    return loop.result
-
-
-@same
 def epochs_resume_at_the_right_epoch(setting: Setting) -> Any:
     loop, numbers = stop_and_resume(setting, 6), []
     for epoch in samestep.epochs(loop.batches, 3):
@@ -343,15 +241,6 @@ def epochs_resume_at_the_right_epoch(setting: Setting) -> Any:
         for batch in loop.batches:
             loop.step(batch)
     assert numbers == [1, 2]
-    assert digest(loop.result) == digest(plain(setting, epochs=3))
-    return loop.result
-
-
-@same
-def epochs_resume_at_the_end_of_an_epoch(setting: Setting) -> Any:
-    loop = stop_and_resume(setting, 4)
-    assert [epoch for epoch in samestep.epochs(loop.batches, 3) if loop.train(1) is None] == [1, 2]
-    assert list(samestep.epochs(loop.batches, 3)) == []
     assert digest(loop.result) == digest(plain(setting, epochs=3))
     return loop.result
 
@@ -448,11 +337,3 @@ def a_resume_on_fewer_samples_than_the_position(setting: Setting) -> Any:
     other = Loop(setting, dataset=Subset(Noisy(), range(20)))
     with checkpoints_of(setting, other) as checkpoints:
         checkpoints.resume()
-
-
-@refused("E_RESUME_CHANGED")
-def an_accepted_resume_on_fewer_samples_than_the_position(setting: Setting) -> Any:
-    stop_and_resume(setting, 3)
-    other = Loop(setting, dataset=Subset(Noisy(), range(20)))
-    with checkpoints_of(setting, other) as checkpoints:
-        checkpoints.resume(accept_changes=True)

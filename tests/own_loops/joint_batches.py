@@ -114,17 +114,6 @@ def a_mapping_of_batches(setting: Setting) -> Any:
 
 
 @same
-def joint_and_single_batches_by_turns(setting: Setting) -> Any:
-    loop = Loop(setting)
-    forward = lambda model, data: nn.functional.cross_entropy(model(data[0]), data[1])  # noqa: E731
-    for _ in range(2):
-        for labelled, unlabelled in zip(loop.labelled, loop.unlabelled, strict=False):
-            loop.step(labelled, unlabelled)
-            loop.engine.step(unlabelled, forward=forward)
-    return loop.result
-
-
-@same
 def two_domains_with_two_engines(setting: Setting) -> Any:
     """Each generator maps a domain to the other, as in CycleGAN (Zhu et al., 2017)."""
     models = nn.ModuleDict({"one": nn.Linear(6, 6), "two": nn.Linear(6, 6)})

@@ -9,7 +9,7 @@ from torch import nn
 
 import samestep
 from own_loops.cases import Setting, refused, same
-from own_loops.modes import Points, model_with_batch_norm
+from own_loops.modes import Points
 
 
 def evaluation(setting: Setting, size: int = 23, **options: Any) -> Any:
@@ -110,20 +110,6 @@ def metric_of_torchmetrics_that_keeps_all_outputs(setting: Setting) -> Any:
     engine_of(setting, nn.Linear(6, 3)).evaluate(evaluation(setting), metrics={"auroc": metric})
 
 
-@same
-def curve_of_torchmetrics_by_thresholds(setting: Setting) -> Any:
-    metric = torchmetrics.classification.MulticlassAUROC(3, thresholds=50)
-    values = engine_of(setting, nn.Linear(6, 3)).evaluate(evaluation(setting), metrics={"auroc": metric})
-    assert 0 < values["auroc"] < 1
-    return values
-
-
-@refused("E_METRIC")
-def metric_of_torchmetrics_by_a_running_mean(setting: Setting) -> Any:
-    metric = torchmetrics.regression.PearsonCorrCoef()
-    engine_of(setting, nn.Linear(6, 3)).evaluate(evaluation(setting), metrics=[metric])
-
-
 @refused("E_METRIC")
 def metric_of_torchmetrics_with_one_value_per_class(setting: Setting) -> Any:
     metric = torchmetrics.classification.MulticlassAccuracy(3, average=None)
@@ -181,29 +167,6 @@ def evaluation_without_an_optimizer(setting: Setting) -> Any:
 
 
 @same
-def evaluation_with_a_loss(setting: Setting) -> Any:
-    model = nn.Linear(6, 3)
-    values = samestep.evaluate(
-        model, evaluation(setting), ["accuracy", "perplexity"], world=setting.world, loss=nn.CrossEntropyLoss()
-    )
-    loss = float(nn.functional.cross_entropy(*outputs_and_targets(model)))
-    assert abs(values["loss"] - loss) < 1e-6
-    return values
-
-
-@same
-def evaluation_leaves_model_and_modes_unchanged(setting: Setting) -> Any:
-    model = model_with_batch_norm()
-    model.train()
-    model[1].eval()
-    before = [tensor.clone() for tensor in model.state_dict().values()]
-    values = samestep.evaluate(model, evaluation(setting), ["accuracy"], world=setting.world)
-    assert [module.training for module in model] == [True, False, True, True]
-    assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
-    return values
-
-
-@same
 def evaluation_equals_that_of_an_engine(setting: Setting) -> Any:
     model = nn.Linear(6, 3)
     by_engine = engine_of(setting, model).evaluate(evaluation(setting), metrics=["accuracy", "f1"])
@@ -249,11 +212,6 @@ def evaluation_of_weights_that_differ_between_ranks_uses_those_of_rank_0(setting
 @refused("E_METRIC")
 def metric_of_the_loss_without_a_loss(setting: Setting) -> Any:
     samestep.evaluate(nn.Linear(6, 3), evaluation(setting), ["perplexity"], world=setting.world)
-
-
-@refused("E_METRIC")
-def evaluation_without_metrics_and_loss(setting: Setting) -> Any:
-    samestep.evaluate(nn.Linear(6, 3), evaluation(setting), [], world=setting.world)
 
 
 @refused("E_BUFFER")

@@ -24,14 +24,6 @@ class Points(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self._inputs[index], self._targets[index]
 
 
-def train(setting: Setting, model: nn.Module, epochs: int = 2) -> list[float]:
-    """Train a model and return the losses."""
-    optimizer = torch.optim.SGD(filter(lambda p: p.requires_grad, model.parameters()), lr=0.1)
-    engine = samestep.Engine(model, optimizer, nn.CrossEntropyLoss(), world=setting.world)
-    batches = samestep.loader(Points(), batch_size=16, microbatches=4, shuffle=True, world=setting.world)
-    return [engine.step(batch).loss for _ in range(epochs) for batch in batches]
-
-
 def engine_of(setting: Setting, model: nn.Module, **options: Any) -> samestep.Engine:
     """Return an engine with SGD of all parameters that are trained now."""
     optimizer = torch.optim.SGD(filter(lambda p: p.requires_grad, model.parameters()), lr=0.1)
@@ -93,16 +85,6 @@ def batch_norm_in_eval_mode_trains_like_a_plain_loop(setting: Setting) -> Any:
     for model in models:
         model[1].eval()
     return models[0], train_twice(setting, models)
-
-
-@same
-def batch_norm_in_eval_mode_after_the_engine_was_made(setting: Setting) -> Any:
-    model = model_with_batch_norm()
-    engine = engine_of(setting, model)
-    model[1].eval()
-    losses = [engine.step(batch).loss for batch in batches_of(setting)]
-    assert not model[1].running_mean.any()
-    return model, losses
 
 
 @same
@@ -211,30 +193,14 @@ def modes_that_change_between_epochs(setting: Setting) -> Any:
 
 
 @same
-def own_evaluation_between_eval_and_train(setting: Setting) -> Any:
-    models = twins(model_with_dropout)
-    for model in models:
-        model[1].p = 0.0
-    engine = engine_of(setting, models[0])
-    optimizer = torch.optim.SGD(models[1].parameters(), lr=0.1)
-    values = []
-    for _ in range(2):
-        models[0].train()
-        for batch in batches_of(setting):
-            values.append(engine.step(batch).loss)
-            plain_step(models[1], optimizer, batch)
-        models[0].eval()
-        with torch.no_grad():
-            values.append(float(models[0](torch.stack([inputs for inputs, _ in Points(48)])).sum()))
-    assert_trained_alike(*models)
-    return models[0], values
-
-
-@same
-def evaluation_of_a_model_in_eval_mode_leaves_it_there(setting: Setting) -> Any:
-    model = model_with_batch_norm().eval()
+def evaluation_restores_the_mode_of_each_module(setting: Setting) -> Any:
+    model = nn.Sequential(model_with_batch_norm(), nn.Dropout(), nn.Sequential(nn.Dropout(), nn.Dropout()))
+    model[0][1].eval()
+    model[2].eval()
+    model[2][1].train()
+    modes = [module.training for module in model.modules()]
     value = engine_of(setting, model).evaluate(batches_of(setting, shuffle=False))
-    assert not any(module.training for module in model.modules())
+    assert modes == [module.training for module in model.modules()]
     return value
 
 

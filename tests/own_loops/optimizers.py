@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from own_loops.cases import Setting, refused, same, within
+from own_loops.cases import Setting, each, refused, same
 from own_loops.modes import Points
 from own_loops.resume import Loop, Optimizers, Schedulers, loop, resumes, two_layers
 
@@ -59,73 +59,6 @@ def with_options(kind: Make, **options: Any) -> Optimizers:
     return lambda model: kind(model.parameters(), **deepcopy(options))
 
 
-OPTIMIZERS: dict[str, Optimizers] = {
-    "sgd": with_options(torch.optim.SGD, lr=0.1, weight_decay=0.01),
-    "momentum and dampening": with_options(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1),
-    "nesterov": with_options(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
-    "amsgrad": with_options(torch.optim.Adam, lr=0.01, amsgrad=True),
-    "maximize": with_options(torch.optim.Adam, lr=0.001, decoupled_weight_decay=True, weight_decay=0.1, maximize=True),
-    "adamw": with_options(torch.optim.AdamW, lr=0.01),
-    "fused": with_options(torch.optim.AdamW, lr=0.01, fused=True),
-    "adagrad": with_options(torch.optim.Adagrad, lr=0.05, lr_decay=0.01, initial_accumulator_value=0.1),
-    "adadelta": with_options(torch.optim.Adadelta, lr=1.0),
-    "adamax": with_options(torch.optim.Adamax, lr=0.01),
-    "nadam": with_options(torch.optim.NAdam, lr=0.01, momentum_decay=0.01),
-    "radam": with_options(torch.optim.RAdam, lr=0.01),
-    "rmsprop": with_options(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
-    "asgd": with_options(torch.optim.ASGD, lr=0.05, t0=3),
-    "named parameters": lambda model: torch.optim.Adam(model.named_parameters(), lr=0.01),
-    "rate as a tensor": with_options(torch.optim.AdamW, lr=torch.tensor(0.01)),
-    "rate of sgd as a tensor": with_options(torch.optim.SGD, lr=torch.tensor(0.1), momentum=0.9),
-    "betas as tensors": with_options(
-        torch.optim.Adam, lr=torch.tensor(0.01), betas=(torch.tensor(0.8), torch.tensor(0.95))
-    ),
-}
-
-
-@same
-def optimizers_of_torch(setting: Setting) -> Any:
-    return {name: follows_plain_loop(within(setting, name), make) for name, make in OPTIMIZERS.items()}
-
-
-@same
-def optimizers_of_torch_with_large_steps(setting: Setting) -> Any:
-    rprop = with_options(torch.optim.Rprop, lr=0.01)
-    adafactor = with_options(torch.optim.Adafactor, lr=0.05)
-    return (
-        follows_plain_loop(within(setting, "rprop"), rprop, tolerance=0.05),
-        follows_plain_loop(within(setting, "adafactor"), adafactor, tolerance=1e-3),
-    )
-
-
-def without_bias(seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False))
-
-
-@same
-def muon_with_a_rule_for_rates(setting: Setting) -> Any:
-    options = {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw"}
-    return follows_plain_loop(setting, with_options(torch.optim.Muon, **options), without_bias, tolerance=0.05)
-
-
-@refused("E_OPTIMIZER")
-def lbfgs_is_refused(setting: Setting) -> Any:
-    follows_plain_loop(setting, with_options(torch.optim.LBFGS, lr=0.1))
-
-
-@refused("E_OPTIMIZER")
-def sparse_adam_is_refused(setting: Setting) -> Any:
-    follows_plain_loop(setting, lambda model: torch.optim.SparseAdam(list(model.parameters()), lr=0.1))
-
-
-@same
-def a_rate_that_is_a_tensor_with_a_schedule(setting: Setting) -> Any:
-    optimizer = with_options(torch.optim.Adam, lr=torch.tensor(0.01))
-    return follows_plain_loop(setting, optimizer, scheduler=lambda made: StepLR(made, 3))
-
-
 def grouped(kind: Make, first: dict[str, Any], **options: Any) -> Optimizers:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         parameters = list(model.parameters())
@@ -133,23 +66,6 @@ def grouped(kind: Make, first: dict[str, Any], **options: Any) -> Optimizers:
         return kind(groups, **deepcopy(options))
 
     return make
-
-
-@same
-def several_groups(setting: Setting) -> Any:
-    return follows_plain_loop(setting, grouped(torch.optim.AdamW, {"lr": 0.02, "betas": (0.5, 0.7)}, lr=0.01))
-
-
-@same
-def several_groups_with_rates_that_are_tensors(setting: Setting) -> Any:
-    first = {"lr": torch.tensor(0.02), "name": "embedding"}
-    return follows_plain_loop(setting, grouped(torch.optim.AdamW, first, lr=torch.tensor(0.01)))
-
-
-@same
-def groups_with_values_of_the_user(setting: Setting) -> Any:
-    first = {"layers": {0: "first", (1, 2): None}, "tags": ("a", 1), "scale": torch.arange(3)}
-    return follows_plain_loop(setting, grouped(torch.optim.SGD, first, lr=0.1, momentum=0.9))
 
 
 class Own(torch.optim.Optimizer):
@@ -173,11 +89,6 @@ class Own(torch.optim.Optimizer):
                 parameter.sub_(sum(state["last"]), alpha=group["lr"] * factor)
 
 
-@same
-def an_optimizer_of_the_user_with_lists_and_integer_keys(setting: Setting) -> Any:
-    return follows_plain_loop(setting, with_options(Own, lr=0.1))
-
-
 class Global(torch.optim.SGD):
     """An optimizer with state that belongs to no parameter."""
 
@@ -188,6 +99,83 @@ class Global(torch.optim.SGD):
         super().step()
 
 
+OPTIMIZERS: dict[str, Optimizers] = {
+    "sgd_without_momentum": with_options(torch.optim.SGD, lr=0.1, weight_decay=0.01),
+    "sgd_with_momentum_and_dampening": with_options(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1),
+    "sgd_with_nesterov": with_options(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": with_options(torch.optim.Adam, lr=0.01),
+    "adam_with_amsgrad": with_options(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "adam_with_decoupled_decay_and_maximize": with_options(
+        torch.optim.Adam, lr=0.001, decoupled_weight_decay=True, weight_decay=0.1, maximize=True
+    ),
+    "adamw": with_options(torch.optim.AdamW, lr=0.01),
+    "adagrad": with_options(torch.optim.Adagrad, lr=0.05, lr_decay=0.01, initial_accumulator_value=0.1),
+    "adadelta": with_options(torch.optim.Adadelta, lr=1.0),
+    "adamax": with_options(torch.optim.Adamax, lr=0.01),
+    "nadam": with_options(torch.optim.NAdam, lr=0.01, momentum_decay=0.01),
+    "radam": with_options(torch.optim.RAdam, lr=0.01),
+    "rmsprop": with_options(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+    "asgd": with_options(torch.optim.ASGD, lr=0.05, t0=3),
+    "a_fused_optimizer": with_options(torch.optim.AdamW, lr=0.01, fused=True),
+    "a_rate_that_is_a_tensor": with_options(torch.optim.AdamW, lr=torch.tensor(0.01)),
+    "betas_that_are_tensors": with_options(
+        torch.optim.Adam, lr=torch.tensor(0.01), betas=(torch.tensor(0.8), torch.tensor(0.95))
+    ),
+    "named_parameters": lambda model: torch.optim.Adam(model.named_parameters(), lr=0.01),
+    "several_groups": grouped(torch.optim.AdamW, {"lr": 0.02, "betas": (0.5, 0.7)}, lr=0.01),
+    "several_groups_with_rates_that_are_tensors": grouped(
+        torch.optim.AdamW, {"lr": torch.tensor(0.02), "name": "embedding"}, lr=torch.tensor(0.01)
+    ),
+    "groups_with_values_of_the_user": grouped(
+        torch.optim.SGD,
+        {"layers": {0: "first", (1, 2): None}, "tags": ("a", 1), "scale": torch.arange(3)},
+        lr=0.1,
+        momentum=0.9,
+    ),
+    "an_optimizer_of_the_user_with_lists_and_integer_keys": with_options(Own, lr=0.1),
+    "an_optimizer_of_the_user_with_state_of_no_parameter": with_options(Global, lr=0.1, momentum=0.9),
+}
+
+
 @same
-def an_optimizer_of_the_user_with_state_of_no_parameter(setting: Setting) -> Any:
-    return follows_plain_loop(setting, with_options(Global, lr=0.1, momentum=0.9))
+@each(OPTIMIZERS)
+def optimizer_of_two_layers(setting: Setting, optimizer: Optimizers) -> Any:
+    return follows_plain_loop(setting, optimizer)
+
+
+@same
+def rprop(setting: Setting) -> Any:
+    return follows_plain_loop(setting, with_options(torch.optim.Rprop, lr=0.01), tolerance=0.05)
+
+
+@same
+def adafactor(setting: Setting) -> Any:
+    return follows_plain_loop(setting, with_options(torch.optim.Adafactor, lr=0.05), tolerance=1e-3)
+
+
+def without_bias(seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False))
+
+
+@same
+@each({"muon": {}, "muon_with_a_rule_for_rates": {"adjust_lr_fn": "match_rms_adamw"}})
+def muon_of_two_matrices(setting: Setting, options: dict[str, Any]) -> Any:
+    return follows_plain_loop(setting, with_options(torch.optim.Muon, lr=0.02, **options), without_bias, tolerance=0.05)
+
+
+@refused("E_OPTIMIZER")
+def lbfgs_is_refused(setting: Setting) -> Any:
+    follows_plain_loop(setting, with_options(torch.optim.LBFGS, lr=0.1))
+
+
+@refused("E_OPTIMIZER")
+def sparse_adam_is_refused(setting: Setting) -> Any:
+    follows_plain_loop(setting, lambda model: torch.optim.SparseAdam(list(model.parameters()), lr=0.1))
+
+
+@same
+def a_rate_that_is_a_tensor_with_a_schedule(setting: Setting) -> Any:
+    optimizer = with_options(torch.optim.Adam, lr=torch.tensor(0.01))
+    return follows_plain_loop(setting, optimizer, scheduler=lambda made: StepLR(made, 3))

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import prune
 
 import samestep
 from own_loops.cases import Setting, refused, same
@@ -32,10 +32,6 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 def sgd_of_all(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-
-
-def sgd_of_trained(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(trained(model), lr=0.1, momentum=0.9)
 
 
 def adam_of_trained(model: nn.Module) -> torch.optim.Optimizer:
@@ -66,6 +62,14 @@ def change_twice(
 
 
 @same
+def gradual_unfreezing(setting: Setting) -> Any:
+    def change(model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
+        model[4 - 2 * epoch].requires_grad_(True)
+
+    return change_twice(setting, frozen_network, change, sgd_of_all)
+
+
+@same
 def gradual_unfreezing_with_new_parameter_groups(setting: Setting) -> Any:
     def change(model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
         if epoch:
@@ -73,14 +77,6 @@ def gradual_unfreezing_with_new_parameter_groups(setting: Setting) -> Any:
             optimizer.add_param_group({"params": list(model[4 - 2 * epoch].parameters()), "lr": 0.01})
 
     return change_twice(setting, frozen_network, change, adam_of_trained)
-
-
-@same
-def unfreezing_with_a_moving_average(setting: Setting) -> Any:
-    def change(model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
-        model[4 - 2 * epoch].requires_grad_(True)
-
-    return change_twice(setting, frozen_network, change, sgd_of_all, ema=0.9)
 
 
 @same
@@ -158,15 +154,6 @@ def head_replaced_without_the_optimizer(setting: Setting) -> Any:
 
 
 @refused("E_OPTIMIZER")
-def parameter_replaced_by_another_of_the_same_name(setting: Setting) -> Any:
-    model = network()
-    engine = engine_of(setting, model)
-    losses = [engine.step(batch).loss for batch in batches_of(setting)]
-    model[4].weight = nn.Parameter(model[4].weight.detach() * 0.5)
-    return losses, [engine.step(batch).loss for batch in batches_of(setting)]
-
-
-@refused("E_OPTIMIZER")
 def weights_loaded_by_assignment(setting: Setting) -> Any:
     model, other = network(), network()
     engine = engine_of(setting, model)
@@ -194,15 +181,6 @@ def parameter_group_of_a_tensor_outside_the_model(setting: Setting) -> Any:
 
 
 @refused("E_OPTIMIZER")
-def parameters_taken_out_of_the_optimizer(setting: Setting) -> Any:
-    model = network()
-    optimizer = sgd_of_all(model)
-    engine = samestep.Engine(model, optimizer, nn.CrossEntropyLoss(), world=setting.world)
-    optimizer.param_groups[0]["params"] = list(model[4].parameters())
-    return [engine.step(batch).loss for batch in batches_of(setting)]
-
-
-@refused("E_OPTIMIZER")
 def everything_frozen_later(setting: Setting) -> Any:
     model = network()
     engine = engine_of(setting, model)
@@ -224,22 +202,6 @@ def new_layer_that_the_forward_does_not_use(setting: Setting) -> Any:
 
 
 @same
-def second_engine_after_unfreezing(setting: Setting) -> Any:
-    models = twins(frozen_network)
-    losses = []
-    for _ in range(2):
-        engine = engine_of(setting, models[0])
-        optimizer = torch.optim.SGD(trained(models[1]), lr=0.1)
-        for batch in batches_of(setting):
-            losses.append(engine.step(batch).loss)
-            plain_step(models[1], optimizer, batch)
-        for model in models:
-            model.requires_grad_(True)
-    assert_trained_alike(*models)
-    return models[0], losses
-
-
-@same
 def weight_normalization_added_later(setting: Setting) -> Any:
     def change(model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
         if epoch == 1:
@@ -247,19 +209,6 @@ def weight_normalization_added_later(setting: Setting) -> Any:
             optimizer.param_groups[0]["params"] = list(model.parameters())
 
     return change_twice(setting, network, change, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-@same
-def parametrization_added_later(setting: Setting) -> Any:
-    class Doubled(nn.Module):
-        def forward(self, weight: torch.Tensor) -> torch.Tensor:
-            return 2 * weight
-
-    def change(model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
-        if epoch == 1:
-            parametrize.register_parametrization(model[2], "weight", Doubled())
-
-    return change_twice(setting, network, change, lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
 
 
 @same

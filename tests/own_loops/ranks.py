@@ -11,7 +11,6 @@ from torch.utils.data import Subset
 import samestep
 from own_loops.cases import Setting, refused_with_several, same
 from own_loops.modes import Points
-from samestep.microbatches import Cursor
 
 BATCH, DESYNC, STATE, SETTINGS = "E_RANK_BATCH", "E_RANK_DESYNC", "E_RANK_MISMATCH", "E_RANK_SETTINGS"
 
@@ -63,19 +62,6 @@ def rank_zero_repeats_the_third_batch_instead_of_a_short_one(setting: Setting) -
 
 
 @refused_with_several(BATCH)
-def last_rank_skips_the_first_batch(setting: Setting) -> Any:
-    return steps(setting, islice(batches_of(setting), int(last(setting)), None))
-
-
-@refused_with_several(BATCH)
-def rank_zero_begins_in_another_epoch(setting: Setting) -> Any:
-    batches = batches_of(setting)
-    if setting.world.is_main and setting.world.size > 1:
-        batches.cursor = Cursor(1, 0)
-    return steps(setting, batches)
-
-
-@refused_with_several(BATCH)
 def dataset_is_longer_on_higher_ranks(setting: Setting) -> Any:
     return steps(setting, batches_of(setting, Points(50 + setting.world.rank)))
 
@@ -94,27 +80,8 @@ def samples_differ_between_ranks(setting: Setting) -> Any:
 
 
 @refused_with_several(BATCH)
-def targets_differ_between_ranks(setting: Setting) -> Any:
-    points = Points()
-    points._targets = (points._targets + setting.world.rank) % 3
-    return steps(setting, batches_of(setting, points))
-
-
-@refused_with_several(BATCH)
-def files_are_listed_in_another_order_on_each_rank(setting: Setting) -> Any:
-    names = [f"image-{number}" for number in range(50)]
-    listed = names[setting.world.rank :] + names[: setting.world.rank]
-    return steps(setting, batches_of(setting, Subset(Points(), [names.index(name) for name in listed])))
-
-
-@refused_with_several(BATCH)
 def seed_of_the_order_is_the_rank(setting: Setting) -> Any:
     return steps(setting, batches_of(setting, seed=setting.world.rank))
-
-
-@refused_with_several(BATCH)
-def only_rank_zero_shuffles(setting: Setting) -> Any:
-    return steps(setting, batches_of(setting, shuffle=setting.world.is_main))
 
 
 @refused_with_several(BATCH)
@@ -128,44 +95,14 @@ def number_of_microbatches_depends_on_the_rank(setting: Setting) -> Any:
 
 
 @refused_with_several(BATCH)
-def only_rank_zero_groups_by_length(setting: Setting) -> Any:
-    lengths = [number % 7 for number in range(50)] if setting.world.is_main else None
-    return steps(setting, batches_of(setting, lengths=lengths))
-
-
-@refused_with_several(BATCH)
 def evaluation_data_differ_between_ranks(setting: Setting) -> Any:
     engine = engine_of(setting, model())
     return engine.evaluate(batches_of(setting, Points(20 + setting.world.rank), shuffle=False))
 
 
-@refused_with_several(BATCH)
-def rank_zero_evaluates_another_batch(setting: Setting) -> Any:
-    engine = engine_of(setting, model())
-    batches = list(batches_of(setting, shuffle=False))[:3]
-    return engine.evaluate(batches[:2] if setting.world.is_main else batches[1:])
-
-
 @refused_with_several(DESYNC)
 def loop_ends_early_on_rank_zero(setting: Setting) -> Any:
     return steps(setting, islice(batches_of(setting), 2 if setting.world.is_main else None))
-
-
-@refused_with_several(DESYNC)
-def rank_zero_makes_an_extra_step(setting: Setting) -> Any:
-    net = model()
-    engine = engine_of(setting, net)
-    for batch in batches_of(setting):
-        engine.step(batch)
-    if setting.world.is_main:
-        engine.step(batch)
-    return net, engine.steps
-
-
-@refused_with_several(DESYNC)
-def number_of_epochs_depends_on_the_rank(setting: Setting) -> Any:
-    batches = batches_of(setting)
-    return steps(setting, (batch for _ in range(2 + setting.world.rank) for batch in batches))
 
 
 @refused_with_several(DESYNC)
@@ -226,29 +163,10 @@ def only_rank_zero_waits_at_a_barrier(setting: Setting) -> Any:
     return net
 
 
-@refused_with_several(DESYNC)
-def only_the_last_rank_gathers(setting: Setting) -> Any:
-    net = model()
-    engine = engine_of(setting, net)
-    for batch in batches_of(setting):
-        loss = engine.step(batch).loss
-        if last(setting):
-            samestep.all_gather(loss, setting.world)
-    return net
-
-
 @refused_with_several(STATE)
 def initial_weights_are_seeded_by_rank(setting: Setting) -> Any:
     torch.manual_seed(setting.world.rank)
     return steps(setting, batches_of(setting), nn.Linear(6, 3))
-
-
-@refused_with_several(STATE)
-def weights_are_loaded_on_rank_zero_only(setting: Setting) -> Any:
-    net = model()
-    if setting.world.is_main:
-        net.load_state_dict({name: value * 2 for name, value in net.state_dict().items()})
-    return steps(setting, batches_of(setting), net)
 
 
 @refused_with_several(STATE)
@@ -271,12 +189,6 @@ def initial_statistics_of_batch_norm_differ(setting: Setting) -> Any:
 def width_of_the_model_depends_on_the_rank(setting: Setting) -> Any:
     width = 8 + setting.world.rank
     return steps(setting, batches_of(setting), nn.Sequential(nn.Linear(6, width), nn.Linear(width, 3)))
-
-
-@refused_with_several(SETTINGS)
-def learning_rate_is_scaled_by_rank(setting: Setting) -> Any:
-    net = model()
-    return steps(setting, batches_of(setting), net, optimizer=sgd(net, lr=0.1 * (1 + setting.world.rank)))
 
 
 @refused_with_several(SETTINGS)
@@ -362,14 +274,6 @@ def weights_are_changed_on_rank_zero_after_the_last_step(setting: Setting) -> An
     if setting.world.is_main:
         net[0].bias.data.zero_()
     return net, losses
-
-
-@same
-def rank_zero_reads_a_batch_before_the_first_step(setting: Setting) -> Any:
-    batches = batches_of(setting)
-    if setting.world.is_main:
-        next(iter(batches))
-    return steps(setting, batches)
 
 
 @same

@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR
 
-from own_loops.cases import Setting, same, within
+from own_loops.cases import Setting, each, same
 from own_loops.resume import STEPS, Loop, Optimizers, Schedulers, loop, resumes, sgd
 
 EPOCH = 4  # steps
@@ -39,37 +39,6 @@ def follows_plain_loop(
     return model, results
 
 
-IN_STEPS: dict[str, Schedulers] = {
-    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 4),
-    "multi step": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [3, 8, 9, 9]),
-    "constant": lambda optimizer: lr_scheduler.ConstantLR(optimizer, 0.5, 8),
-    "linear": lambda optimizer: lr_scheduler.LinearLR(optimizer, 0.1, total_iters=8),
-    "exponential": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
-    "polynomial": lambda optimizer: lr_scheduler.PolynomialLR(optimizer, 9, power=2.0),
-    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 20, 0.001),
-    "warm restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3, 2),
-    "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3, mode="triangular2"),
-    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30),
-    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-    "multiplicative": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.9 if step % 2 else 0.8),
-    "swa": lambda optimizer: SWALR(optimizer, swa_lr=0.01, anneal_epochs=8),
-}
-IN_EPOCHS: dict[str, Schedulers] = {
-    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 1),
-    "multi step": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 2]),
-}
-
-
-@same
-def schedulers_of_torch(setting: Setting) -> Any:
-    return {name: follows_plain_loop(within(setting, name), make) for name, make in IN_STEPS.items()}
-
-
-@same
-def schedulers_of_torch_in_epochs(setting: Setting) -> Any:
-    return {name: follows_plain_loop(within(setting, name), make, interval="epoch") for name, make in IN_EPOCHS.items()}
-
-
 class Falling:
     """A scale function of `CyclicLR` that is an object."""
 
@@ -79,24 +48,6 @@ class Falling:
     def __call__(self, cycle: float) -> float:
         self.called[int(cycle)] = self.called.get(int(cycle), 0) + 1
         return 0.5 ** self.called[int(cycle)]
-
-
-@same
-def cyclic_lr_with_a_function_that_counts(setting: Setting) -> Any:
-    return follows_plain_loop(
-        setting, lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3, scale_fn=Falling())
-    )
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-@same
-def one_cycle_lr_with_betas(setting: Setting) -> Any:
-    return follows_plain_loop(
-        setting, lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30, three_phase=True), adamw
-    )
 
 
 class Remembers:
@@ -112,9 +63,66 @@ class Remembers:
         return sum(self.by_step.values()) / len(self.by_step)
 
 
+class ByTable(LRScheduler):
+    """A scheduler of a user, with integer keys, tuples and a growing history."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.table = {(0, 5): 1.0, (5, 9): 0.5, (9, 99): 0.1}
+        self.factors = {0: 1.0}
+        self.history: list[torch.Tensor] = []
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        factor = next(value for (begin, end), value in self.table.items() if begin <= self.last_epoch < end)
+        self.factors[self.last_epoch] = factor * self.factors.get(self.last_epoch - 3, 1.0)
+        self.history.append(torch.tensor(factor))
+        return [base * self.factors[self.last_epoch] for base in self.base_lrs]
+
+
+SCHEDULERS: dict[str, Schedulers] = {
+    "step_lr": lambda optimizer: lr_scheduler.StepLR(optimizer, 4),
+    "multi_step_lr": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [3, 8, 9, 9]),
+    "constant_lr": lambda optimizer: lr_scheduler.ConstantLR(optimizer, 0.5, 8),
+    "linear_lr": lambda optimizer: lr_scheduler.LinearLR(optimizer, 0.1, total_iters=8),
+    "exponential_lr": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
+    "polynomial_lr": lambda optimizer: lr_scheduler.PolynomialLR(optimizer, 9, power=2.0),
+    "cosine_annealing_lr": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 20, 0.001),
+    "cosine_annealing_warm_restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3, 2),
+    "cyclic_lr": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3, mode="triangular2"),
+    "cyclic_lr_with_a_function_that_counts": lambda optimizer: lr_scheduler.CyclicLR(
+        optimizer, 0.01, 0.1, step_size_up=3, scale_fn=Falling()
+    ),
+    "one_cycle_lr": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30),
+    "lambda_lr": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "lambda_lr_with_an_object_that_remembers": lambda optimizer: lr_scheduler.LambdaLR(optimizer, Remembers()),
+    "multiplicative_lr": lambda optimizer: lr_scheduler.MultiplicativeLR(
+        optimizer, lambda step: 0.9 if step % 2 else 0.8
+    ),
+    "swa_lr": lambda optimizer: SWALR(optimizer, swa_lr=0.01, anneal_epochs=8),
+    "a_scheduler_of_the_user": ByTable,
+}
+
+
 @same
-def lambda_lr_with_an_object_that_remembers(setting: Setting) -> Any:
-    return follows_plain_loop(setting, lambda optimizer: lr_scheduler.LambdaLR(optimizer, Remembers()))
+@each(SCHEDULERS)
+def scheduler_of_one_group(setting: Setting, scheduler: Schedulers) -> Any:
+    return follows_plain_loop(setting, scheduler)
+
+
+@same
+def step_lr_in_epochs(setting: Setting) -> Any:
+    return follows_plain_loop(setting, lambda optimizer: lr_scheduler.StepLR(optimizer, 1), interval="epoch")
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+@same
+def one_cycle_lr_with_betas(setting: Setting) -> Any:
+    return follows_plain_loop(
+        setting, lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30, three_phase=True), adamw
+    )
 
 
 @same
@@ -134,27 +142,6 @@ def sequential_lr_within_chained_scheduler(setting: Setting) -> Any:
         return lr_scheduler.ChainedScheduler([inner, lr_scheduler.ExponentialLR(optimizer, 0.95)])
 
     return follows_plain_loop(setting, make)
-
-
-class ByTable(LRScheduler):
-    """A scheduler of a user, with integer keys, tuples and a growing history."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.table = {(0, 5): 1.0, (5, 9): 0.5, (9, 99): 0.1}
-        self.factors = {0: 1.0}
-        self.history: list[torch.Tensor] = []
-        super().__init__(optimizer)
-
-    def get_lr(self) -> list[float]:
-        factor = next(value for (begin, end), value in self.table.items() if begin <= self.last_epoch < end)
-        self.factors[self.last_epoch] = factor * self.factors.get(self.last_epoch - 3, 1.0)
-        self.history.append(torch.tensor(factor))
-        return [base * self.factors[self.last_epoch] for base in self.base_lrs]
-
-
-@same
-def a_scheduler_of_the_user(setting: Setting) -> Any:
-    return follows_plain_loop(setting, ByTable)
 
 
 def tensor_rate(model: nn.Module) -> torch.optim.Optimizer:
@@ -190,6 +177,8 @@ def plateau(mode: Any) -> Schedulers:
     return make
 
 
+@same
+@each({"reduce_lr_on_plateau": "min", "reduce_lr_on_plateau_of_a_maximum": "max"})
 def plateau_resumes(setting: Setting, mode: str) -> Any:
     def after(one: Loop) -> None:
         if one.batches.cursor.samples == 0 or one.engine.steps % 3 == 0:
@@ -210,13 +199,3 @@ def plateau_resumes(setting: Setting, mode: str) -> Any:
     assert [lr for _, lr in results] == expected
     assert len(set(expected)) > 1
     return model, results
-
-
-@same
-def reduce_lr_on_plateau(setting: Setting) -> Any:
-    return plateau_resumes(setting, "min")
-
-
-@same
-def reduce_lr_on_plateau_of_a_maximum(setting: Setting) -> Any:
-    return plateau_resumes(setting, "max")

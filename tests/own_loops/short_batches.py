@@ -53,16 +53,6 @@ def last_batch_of_one_sample(setting: Setting) -> Any:
 
 
 @refused("E_BATCH_NORM")
-def last_batch_of_six_samples(setting: Setting) -> Any:
-    train(setting, points(), Points(22))
-
-
-@refused("E_BATCH_NORM")
-def first_batch_of_one_sample(setting: Setting) -> Any:
-    train(setting, points(), Points(1))
-
-
-@refused("E_BATCH_NORM")
 def one_sample_in_a_forward_function(setting: Setting) -> Any:
     forward = lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
     train(setting, points(), Points(17), forward)
@@ -74,23 +64,8 @@ def one_sample_with_statistics_of_the_global_batch(setting: Setting) -> Any:
 
 
 @same
-def three_samples_with_statistics_of_the_global_batch(setting: Setting) -> Any:
-    return train(setting, points(), Points(19), batch_norm="sync")
-
-
-@same
 def one_sample_of_several_pixels(setting: Setting) -> Any:
     return train(setting, convolutions(), Images(17))
-
-
-@same
-def several_microbatches_of_one_sample_of_several_pixels(setting: Setting) -> Any:
-    return train(setting, convolutions(), Images(22))
-
-
-@same
-def one_sample_of_several_pixels_with_statistics_of_the_global_batch(setting: Setting) -> Any:
-    return train(setting, convolutions(), Images(17), batch_norm="sync")
 
 
 @same

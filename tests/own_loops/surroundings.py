@@ -8,7 +8,6 @@ import numpy
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Subset
 
 import samestep
 from own_loops.buffers import cleared_at_end
@@ -25,13 +24,6 @@ def one_sample_in_the_middle_differs(setting: Setting) -> Any:
     points = Points()
     points._inputs[25] += setting.world.rank
     return steps(setting, batches_of(setting, points))
-
-
-@refused_with_several(BATCH)
-def first_half_is_of_another_version_on_one_rank(setting: Setting) -> Any:
-    order = [*range(1, 26), 0, *range(26, 50)] if setting.world.is_main else list(range(50))
-    order[0], order[order.index(0)] = 0, order[0]
-    return steps(setting, batches_of(setting, Subset(Points(), order)))
 
 
 class Scaled(Points):
@@ -179,19 +171,6 @@ def noise_of_generators_that_the_model_holds(setting: Setting) -> Any:
         steps(setting, batches_of(setting), net)
 
 
-@refused("E_BUFFER")
-def noise_of_a_generator_of_the_forward_function(setting: Setting) -> Any:
-    generator, net = torch.Generator().manual_seed(1), model()
-    engine = engine_of(setting, net)
-
-    def forward(model: nn.Module, data: Any) -> Any:
-        return cross_entropy(model(data[0] + torch.randn(data[0].shape, generator=generator)), data[1])
-
-    with cleared_at_end(net):
-        for batch in batches_of(setting):
-            engine.step(batch, forward=forward)
-
-
 @refused("E_UNUSED_PARAMETER")
 def layers_dropped_at_random(setting: Setting) -> Any:
     class Dropped(nn.Module):
@@ -223,22 +202,6 @@ def counter_in_the_forward_function(setting: Setting) -> Any:
     with cleared_at_end(net):
         for batch in batches_of(setting):
             engine.step(batch, forward=forward)
-
-
-_calls = 0
-
-
-@refused("E_BUFFER")
-def counter_in_a_global_variable(setting: Setting) -> Any:
-    class Annealed(nn.Linear):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            global _calls  # noqa: PLW0603
-            _calls += 1
-            return super().forward(inputs) / (1 + _calls)
-
-    net = Annealed(6, 3)
-    with cleared_at_end(net):
-        steps(setting, batches_of(setting), net)
 
 
 @refused("E_BUFFER")
@@ -282,14 +245,6 @@ def autocast_by_hand_in_the_forward_function(setting: Setting) -> Any:
     net = model()
     engine = engine_of(setting, net)
     return net, [engine.step(batch, forward=forward).loss for batch in batches_of(setting)]
-
-
-@same
-def autocast_around_the_step(setting: Setting) -> Any:
-    net = model()
-    engine = engine_of(setting, net)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return net, [engine.step(batch).loss for batch in batches_of(setting)]
 
 
 @same

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import samestep
@@ -43,21 +43,11 @@ def model_in_distributed_data_parallel(setting: Setting) -> Any:
     return losses_of(setting, DistributedDataParallel(network()))
 
 
-@refused("E_WRAPPED_MODEL")
-def part_of_the_model_in_distributed_data_parallel(setting: Setting) -> Any:
-    return losses_of(setting, nn.Sequential(DistributedDataParallel(network()), nn.Linear(3, 3)))
-
-
 @same
 def model_taken_out_of_distributed_data_parallel(setting: Setting) -> Any:
     wrapped = DistributedDataParallel(network())
     losses = losses_of(setting, wrapped.module)
     return losses, wrapped.module
-
-
-@refused("E_WRAPPED_MODEL")
-def model_in_data_parallel(setting: Setting) -> Any:
-    return losses_of(setting, DataParallel(network()))
 
 
 @refused("E_WRAPPED_MODEL")
@@ -109,21 +99,6 @@ def torch_sync_batch_norm_with_statistics_of_microbatches(setting: Setting) -> A
     return losses_of(setting, with_synchronized_batch_norm())
 
 
-@refused("E_BATCH_NORM")
-def torch_sync_batch_norm_in_eval_mode(setting: Setting) -> Any:
-    return losses_of(setting, with_synchronized_batch_norm().eval())
-
-
-@same
-def torch_sync_batch_norm_in_eval_mode_with_statistics_of_the_batch(setting: Setting) -> Any:
-    def build() -> nn.Module:
-        model = with_synchronized_batch_norm()
-        model[1].eval()
-        return model
-
-    return train_twice(setting, build, config=samestep.StepConfig(batch_norm="sync"))
-
-
 @same
 def torch_sync_batch_norm_with_statistics_of_the_batch(setting: Setting) -> Any:
     torch.manual_seed(0)
@@ -139,31 +114,20 @@ def lazy_layer(setting: Setting) -> Any:
     return losses_of(setting, nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3)))
 
 
-@same
-def lazy_layer_after_one_forward(setting: Setting) -> Any:
-    def build() -> nn.Module:
-        model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
-        model(torch.zeros(1, 6))
-        return model
-
-    return train_twice(setting, build)
-
-
 class Embedded(nn.Module):
     """Embeddings of the signs of the inputs."""
 
-    def __init__(self, *, sparse: bool = False, bag: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.table = (nn.EmbeddingBag if bag else nn.Embedding)(12, 3, sparse=sparse)
+        self.table = nn.Embedding(12, 3, sparse=True)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs = self.table((inputs > 0).long() + 2 * torch.arange(6))
-        return outputs if outputs.dim() == 2 else outputs.sum(1)
+        return self.table((inputs > 0).long() + 2 * torch.arange(6)).sum(1)
 
 
 @refused("E_PARAMETER")
 def sparse_gradients_of_an_embedding(setting: Setting) -> Any:
-    return losses_of(setting, Embedded(sparse=True))
+    return losses_of(setting, Embedded())
 
 
 @refused("E_PARAMETER")
@@ -174,21 +138,6 @@ def sparse_gradients_of_a_function(setting: Setting) -> Any:
             return functional.embedding(indices, self.table.weight, sparse=True).sum(1)
 
     return losses_of(setting, Functional())
-
-
-@same
-def frozen_embedding_with_sparse_gradients(setting: Setting) -> Any:
-    def build() -> nn.Module:
-        model = nn.Sequential(Embedded(sparse=True), nn.Linear(3, 3))
-        model[0].requires_grad_(False)
-        return model
-
-    return train_twice(setting, build)
-
-
-@same
-def dense_embedding_with_rare_rows(setting: Setting) -> Any:
-    return train_twice(setting, Embedded)
 
 
 class Filtered(nn.Module):
@@ -208,13 +157,6 @@ class Filtered(nn.Module):
 @refused("E_PARAMETER")
 def complex_parameter(setting: Setting) -> Any:
     return losses_of(setting, Filtered())
-
-
-@refused("E_PARAMETER")
-def frozen_complex_parameter(setting: Setting) -> Any:
-    model = Filtered()
-    model.filter.requires_grad_(False)
-    return losses_of(setting, model)
 
 
 @same
@@ -238,16 +180,6 @@ class Scaled(nn.Module):
 @same
 def scalar_empty_and_integer_parameters(setting: Setting) -> Any:
     return train_twice(setting, Scaled)
-
-
-@same
-def parameters_in_half_precision(setting: Setting) -> Any:
-    class Half(nn.Sequential):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return super().forward(inputs.bfloat16()).float()
-
-    model = Half(*network()).bfloat16()
-    return losses_of(setting, model), model
 
 
 @same
@@ -277,19 +209,6 @@ class Tied(nn.Module):
 @same
 def tied_weights(setting: Setting) -> Any:
     return train_twice(setting, Tied)
-
-
-@same
-def weights_tied_after_the_engine_was_made(setting: Setting) -> Any:
-    model = Tied()
-    model.second.weight = nn.Parameter(model.first.weight.detach().clone())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = samestep.Engine(model, optimizer, nn.CrossEntropyLoss(), world=setting.world)
-    model.second.weight = model.first.weight
-    optimizer.param_groups[0]["params"] = list(model.parameters())
-    losses = [engine.step(batch).loss for batch in batches_of(setting)]
-    assert model.second.weight is model.first.weight
-    return model, losses
 
 
 @refused("E_UNUSED_PARAMETER")

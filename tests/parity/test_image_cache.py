@@ -57,15 +57,6 @@ def test_all_numbers_of_processes_and_workers(processes: int, workers: int, root
 
 
 @pytest.mark.long
-def test_crops_without_a_resize(root: Path) -> None:
-    options = ("data.options.shorter_side=40", "data.options.augment={scale: null}")
-    plain = outcome(root, "plain", "none", 1, 0, *options)
-    assert outcome(root, "built", "decoded", 3, 1, *options) == plain
-    make_unreadable(root / "photos")
-    assert outcome(root, "used", "decoded", 2, 0, *options) == plain
-
-
-@pytest.mark.long
 def test_segmentation(root: Path) -> None:
     shutil.copytree(root / "photos/a", root / "pairs/images")
     (root / "pairs/masks").mkdir()

@@ -67,9 +67,3 @@ def test_killed_and_resumed_run_continues_the_series(alone: dict[int, str], tmp_
     assert here("resume", run, *options, cwd=tmp_path) == 0
     assert [event["step"] for event in events(run, "checksum")][17:] == list(range(17, STEPS + 1))
     assert checksums(run) == alone
-
-
-def test_default_and_zero(tmp_path: Path) -> None:
-    for name, options, steps in (("default", (), [10, 20]), ("none", ("--checksum-every", 0), [])):
-        assert here("train", RECIPE, "--name", name, *options, *SET, cwd=tmp_path) == 0
-        assert list(checksums(tmp_path / "runs" / name)) == steps

@@ -54,12 +54,6 @@ def test_sync_has_as_many_microbatches_as_a_model_without_batch_norm(
     assert notes(run) == ""
 
 
-def test_few_samples_of_an_explicit_number_are_warned_of(tmp_path: Path) -> None:
-    code, run = train(tmp_path, "a", "microbatches=4", "data.options.samples=16")
-    assert code == EXIT_DONE
-    assert notes(run).startswith("warning: batch norm computes its statistics from 4 samples")
-
-
 @pytest.mark.parametrize(
     ("settings", "steps", "note"),
     [
@@ -74,8 +68,3 @@ def test_last_batch(tmp_path: Path, settings: tuple[str, ...], steps: int, note:
     assert len(events(run, "step")) == steps
     assert notes(run).startswith(note)
     assert bool(notes(run)) == bool(note)
-
-
-def test_invalid_number_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(tmp_path, "a", "microbatches=all")[0] == EXIT_INPUT
-    assert 'microbatches is "all" [E_VALUE]' in capsys.readouterr().err

@@ -20,9 +20,7 @@ from samestep.recipes.parameter_groups import freeze
 from samestep.recipes.recipe_files import load_recipe
 from samestep.recipes.weights import load_matching
 from samestep.zoo.digits import DigitsNet, load_digits
-from samestep.zoo.images.datasets import load_images
-from samestep.zoo.options import call, takes
-from samestep.zoo.text.texts import load_texts
+from samestep.zoo.options import call
 
 # --- weights ---------------------------------------------------------------------------------------------
 
@@ -56,13 +54,6 @@ def test_weights_are_taken_where_name_and_shape_match(tmp_path: Path, name: str)
         is_taken = not key.startswith("3.")
         assert (key in matched.taken) == is_taken
         assert torch.equal(tensor, given.state_dict()[key] if is_taken else before[key])
-
-
-def test_weights_that_are_missing_in_the_file_are_listed(tmp_path: Path) -> None:
-    state = net(3).state_dict()
-    del state["1.running_mean"]
-    matched = load_matching(net(3), saved(tmp_path / "a.pth", dict(state)))
-    assert matched.left_out == ("1.running_mean: (2,) here, not in the file",)
 
 
 def test_names_in_the_file_are_those_of_a_part_of_the_model(tmp_path: Path) -> None:
@@ -131,19 +122,6 @@ def test_digits_are_split_once_and_for_all() -> None:
     assert min(labels.count(digit) for digit in range(10)) >= 20
 
 
-def test_digits_are_moved_by_no_more_than_asked_for() -> None:
-    plain, moved = load_digits(shift=0).train, load_digits(shift=1).train
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        seen = {tuple(moved[0][0].flatten().tolist()) for _ in range(100)}
-    allowed = set()
-    padded = nn.functional.pad(plain[0][0], (1, 1, 1, 1))
-    for top in range(3):
-        for left in range(3):
-            allowed.add(tuple(padded[:, top : top + 8, left : left + 8].flatten().tolist()))
-    assert seen == allowed
-
-
 def test_metrics_count_each_sample_once_whatever_the_microbatches(alone: World) -> None:
     outputs = torch.tensor([[3.0, 1, 2, 0, 0, 0, -1], [0, 1, 2, 3, 4, 5, 6], [5, 9, 4, 3, 2, 1, 0]])
     targets = torch.tensor([0, 1, 6])
@@ -155,12 +133,6 @@ def test_metrics_count_each_sample_once_whatever_the_microbatches(alone: World) 
     assert (top5.name, top5.compute(alone)) == ("top5", pytest.approx(1 / 3))
     accuracy.update(outputs[:1], targets[:1])
     assert accuracy.compute(alone) == 1.0, "counts start at zero"
-
-
-def test_top5_of_fewer_than_five_classes_is_all_of_them(alone: World) -> None:
-    (top5,) = build_metrics(("top5",), 3)
-    top5.update(torch.eye(3), torch.tensor([1, 2, 0]))
-    assert top5.compute(alone) == 1.0
 
 
 @pytest.mark.parametrize("ignored", [-100, 2, 99])
@@ -187,18 +159,6 @@ def test_metrics_leave_out_ignored_targets(alone: World, shape: tuple[int, ...],
     assert torch.equal(targets, before[1])
 
 
-def test_metric_that_counted_nothing_is_zero(alone: World) -> None:
-    for metric in build_metrics(("accuracy", "top5"), 6):
-        metric.update(torch.randn(2, 6, 3), torch.full((2, 3), -100))
-        assert metric.compute(alone) == 0.0
-
-
-def test_unknown_metric_is_refused_before_anything_is_imported() -> None:
-    with pytest.raises(RecipeError, match="metric 'f2' is not known") as error:
-        build_metrics(("accuracy", "f2"), 3)
-    assert error.value.expected == "one of accuracy, dice, f1, iou, perplexity, top5"
-
-
 # --- short names, import paths and calls with options ---
 
 
@@ -221,18 +181,6 @@ def test_names_refer_to_objects(name: str, known: dict[str, str], expected: obje
 def test_every_short_name_exists(known: dict[str, str]) -> None:
     for name in known:
         assert callable(find(name, known, "thing"))
-
-
-def test_torchvision_models_are_found_by_name() -> None:
-    model = find("torchvision:squeezenet1_1", MODELS, "model")(num_classes=2)
-    assert isinstance(model, torch.nn.Module)
-
-
-def test_modules_of_the_current_folder_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "only_here.py").write_text("def build():\n    return 7\n", encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [*__import__("sys").path])
-    assert find("only_here:build", MODELS, "model")() == 7
 
 
 @pytest.mark.parametrize(
@@ -265,16 +213,6 @@ def plain(first: int, *, second: int, third: int = 3) -> tuple[int, int, int]:
     return first, second, third
 
 
-def any_option(first: int, **more: int) -> dict[str, int]:
-    return {"first": first, **more}
-
-
-def test_call_passes_options() -> None:
-    assert call(plain, {"second": 2}, 1, where="x.options") == (1, 2, 3)
-    assert call(plain, {"first": 1, "second": 2, "third": 4}, where="x.options") == (1, 2, 4)
-    assert call(any_option, {"other": 2}, 1, where="x.options") == {"first": 1, "other": 2}
-
-
 @pytest.mark.parametrize(
     ("options", "value", "fix"),
     [
@@ -289,11 +227,6 @@ def test_call_refuses_unknown_and_missing_options(options: dict[str, Any], value
         call(plain, options, 1, where="x.options")
     assert value in error.value.value
     assert fix is None or error.value.fix == fix
-
-
-def test_takes_reports_parameters() -> None:
-    assert takes(plain, "third")
-    assert not takes(plain, "fourth")
 
 
 def refuses(width: int, depth: int = 2) -> None:
@@ -333,20 +266,6 @@ def test_errors_of_user_code_and_of_memory_are_not_those_of_options() -> None:
 
 def exhausts(width: int) -> None:
     raise RuntimeError("CUDA out of memory")
-
-
-@pytest.mark.parametrize("option", [{"path": 123}, {"path": "a", "evaluation_path": False}, {"path": [1]}])
-def test_a_number_in_place_of_text_is_to_be_quoted(option: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError, match="which is not text") as error:
-        call(load_images, option, where="data.options")
-    name = list(option)[-1]
-    assert str(error.value.value).startswith(f"data.options.{name} is ")
-    assert error.value.fix == f"""quote the value: --set 'data.options.{name}="..."'"""
-
-
-def test_text_in_place_of_a_boolean_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r'data\.options\.group_by_length is "false"'):
-        call(load_texts, {"path": "a.csv", "group_by_length": "false"}, where="data.options")
 
 
 @pytest.mark.parametrize(

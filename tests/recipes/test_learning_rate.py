@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, StepLR
 
 from samestep import World
-from samestep.config import LearningRateConfig, RunOptions, ScheduleConfig
+from samestep.config import RunOptions, ScheduleConfig
 from samestep.errors import RecipeError
 from samestep.recipes.builder import Built, build
-from samestep.recipes.recipe_files import load_recipe, recipe_data
+from samestep.recipes.recipe_files import load_recipe
 from samestep.recipes.schedules import schedule_factor
 
 SMALL = ("data.options.lines=50", "model.options.width=16", "batch_size=16", "microbatches=4", "schedule.name=constant")
@@ -29,13 +29,6 @@ def rate_of_steps(made: Built, steps: int) -> list[float]:
     return [made.engine.step(next(batches)).lr for _ in range(steps)]
 
 
-def test_the_default_is_fixed_and_says_nothing(alone: World) -> None:
-    made = built(alone, "optimizer.options.lr=0.01", "schedule.warmup_epochs=0")
-    assert made.notes == ()
-    assert rate_of_steps(made, 2) == [0.01, 0.01]
-    assert recipe_data(load_recipe("tokens"))["learning_rate"] == {"rule": "fixed", "base_batch_size": None}
-
-
 def test_the_rate_is_scaled_before_the_schedule_and_told(alone: World) -> None:
     made = built(alone, "optimizer.options.lr=0.01", "schedule.warmup_epochs=1", *LINEAR)
     assert made.notes == ("learning rate 0.02 = 0.01 x 16/8 (linear)",)
@@ -47,11 +40,6 @@ def test_an_optimizers_own_rate_is_scaled_too(alone: World) -> None:
     made = built(alone, "optimizer.options={}", "schedule.warmup_epochs=0", *LINEAR)
     assert made.notes == ("learning rate 0.002 = 0.001 x 16/8 (linear)",)
     assert rate_of_steps(made, 1) == [0.002]
-
-
-def test_the_rule_is_part_of_the_recipe() -> None:
-    recipe = load_recipe("digits", ["learning_rate={rule: sqrt, base_batch_size: 256}"])
-    assert recipe.learning_rate == LearningRateConfig(rule="sqrt", base_batch_size=256)
 
 
 @pytest.mark.parametrize(
@@ -71,12 +59,6 @@ def test_invalid_values_are_refused(override: str, message: str) -> None:
     assert message in str(error.value)
     assert error.value.expected
     assert error.value.fix
-
-
-def test_a_number_for_a_rule_is_shown_where_it_belongs() -> None:
-    with pytest.raises(RecipeError) as error:
-        load_recipe("digits", ["learning_rate=0.1"])
-    assert error.value.fix == "did you mean optimizer.options.lr?"
 
 
 # --- factor of a schedule ---
@@ -118,18 +100,6 @@ def test_cosine_is_torchs(final: float) -> None:
 def test_step_is_torchs(epochs: float, gamma: float) -> None:
     theirs = by_torch(StepLR, step_size=round(epochs * STEPS), gamma=gamma)
     assert factors(ScheduleConfig(name="step", step_epochs=epochs, gamma=gamma)) == pytest.approx(theirs)
-
-
-def test_drops_come_at_the_same_epochs_whatever_the_warm_up() -> None:
-    plain = factors(ScheduleConfig(name="step", step_epochs=2, gamma=0.1))
-    warmed = factors(ScheduleConfig(name="step", step_epochs=2, gamma=0.1, warmup_epochs=1))
-    assert warmed[STEPS:] == plain[STEPS:]
-    assert warmed[:STEPS] == pytest.approx([(step + 1) / STEPS for step in range(STEPS)])
-
-
-def test_constant_is_constant() -> None:
-    factor = schedule_factor(ScheduleConfig(), steps_per_epoch=10, epochs=3)
-    assert {factor(step) for step in range(31)} == {1.0}
 
 
 def test_warm_up_rises_in_equal_parts_to_one() -> None:

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from helpers.system import events, here, weights
-from samestep import MultiLoss, World
+from samestep import World
 from samestep.config import Recipe, RunOptions
-from samestep.engine.multi_loss import LossTerm
 from samestep.errors import InputError, RecipeError
 from samestep.recipes.builder import Built, build
 from samestep.recipes.recipe_files import load_recipe
@@ -74,12 +73,6 @@ def test_class_weights_of_another_number_of_classes_are_refused(alone: World) ->
         made.engine.step(next(iter(made.train)))
 
 
-@pytest.mark.parametrize("name", ["parts_beside:parts", "parts_beside:Parts"])
-def test_losses_of_parts_are_named_like_others(place: Path, alone: World, name: str) -> None:
-    made = built(alone, f"loss.name={name}")
-    assert {"loss", "loss_tokens", "loss_size", "samples"} == made.engine.evaluate(made.evaluation).keys()
-
-
 def test_options_go_to_a_class_of_losses_and_nowhere_else(place: Path, alone: World) -> None:
     built(alone, "loss.name=parts_beside:Parts", "loss.options.sharpness=0.2")
     with pytest.raises(RecipeError, match=r"loss\.options\.sharp is not an option"):
@@ -105,12 +98,6 @@ def test_a_recipe_with_parts_gives_the_same_bits_and_shows_losses_as_losses(
     assert f"loss_tokens  {last['loss_tokens']:.4f}" in f"{printed.out} {printed.err}"
     assert here("eval", runs[0], cwd=place) == 0
     assert f"loss_size    {last['loss_size']:.4f}" in capsys.readouterr().out
-
-
-def test_public_names_are_the_ones_of_the_engine() -> None:
-    import samestep
-
-    assert (samestep.LossTerm, samestep.MultiLoss) == (LossTerm, MultiLoss)
 
 
 def test_losses_of_torch_have_the_count_of_the_shipped_one(alone: World) -> None:

@@ -59,23 +59,6 @@ def test_groups_equal_those_of_timm(name: str, decay_norms: bool) -> None:
     assert len({scale for scale, _ in ours.values()}) >= 3
 
 
-def test_groups_without_layer_decay_equal_those_of_timm() -> None:
-    model = timm_model("test_vit")
-    from timm.optim import param_groups_weight_decay
-
-    groups = parameter_groups(model, OptimizerConfig(name="adamw", decay_norms=False))
-    theirs = param_groups_weight_decay(model, 0.3, no_weight_decay_list=model.no_weight_decay())  # type: ignore[operator]
-    assert described(model, groups, 0.3) == described(model, theirs, 0.3)
-    assert described(model, groups, 0.3)["pos_embed"] == (1.0, 0.0)
-
-
-def test_one_group_without_differences() -> None:
-    model = TokensNet(width=8, heads=2)
-    (group,) = parameter_groups(model, OptimizerConfig(name="adamw"))
-    assert list(group) == ["params"]
-    assert [id(parameter) for parameter in group["params"]] == [id(parameter) for parameter in model.parameters()]
-
-
 def test_trained_parameters_are_in_one_group_each_with_the_full_rate_first() -> None:
     model = TokensNet(width=8, heads=2, blocks=3)
     model.tokens.weight.requires_grad_(False)
@@ -85,16 +68,6 @@ def test_trained_parameters_are_in_one_group_each_with_the_full_rate_first() -> 
     scales = [group["lr_scale"] for group in groups]
     assert scales == sorted(scales, reverse=True)
     assert set(scales) == {1.0, 0.5, 0.25, 0.125, 0.0625}, "frozen parameters do not move the others' layers"
-
-
-def expected_of_tokens(name: str) -> int:
-    first, second = name.split(".")[:2]
-    return int(second) + 1 if first == "blocks" else {"tokens": 0, "positions": 0, "norm": 4, "head": 4}[first]
-
-
-def test_layers_of_a_plain_transformer() -> None:
-    model = TokensNet(width=8, heads=2, blocks=3)
-    assert layer_numbers(model) == {name: expected_of_tokens(name) for name, _ in model.named_parameters()}
 
 
 def test_layers_of_torchvisions_models() -> None:

@@ -3,14 +3,12 @@
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import save_file
 
 from helpers.system import events, here, tree, weights
 from samestep.errors import EXIT_DONE, EXIT_FAILED, EXIT_INPUT, InputError
 from samestep.metrics.metrics import BestRule
-from samestep.recipes.recipe_files import DatasetInfo, load_recipe
-from samestep.recipes.run import _picture_paths, build_task
+from samestep.recipes.run import _picture_paths
 from samestep.tools.top import read_status
 from samestep.zoo.digits import DigitsNet
 
@@ -41,16 +39,6 @@ def test_failure_of_user_code_in_the_build_is_logged(
     (failure,) = events(tmp_path / "runs" / "a", "failure")
     assert (failure["code"], failure["text"]) == ("E_RANK_FAILED", "RuntimeError: not yet")
     assert read_status(tmp_path / "runs" / "a").state == "failed"
-
-
-@pytest.mark.parametrize(("warmup", "is_noted"), [("1.5", True), pytest.param("1", False, marks=pytest.mark.slow)])
-def test_warmup_longer_than_the_run_is_noted(tmp_path: Path, warmup: str, is_noted: bool) -> None:
-    settings = (f"schedule.warmup_epochs={warmup}", "epochs=1")
-    assert here("train", RECIPE, "--name", "a", "--set", *settings, cwd=tmp_path) == EXIT_DONE
-    notes = [event["text"] for event in events(tmp_path / "runs" / "a", "note")]
-    text = "warning: schedule.warmup_epochs is 1.5 and epochs is 1: the learning rate does not reach its full value"
-    assert (text in notes) == is_noted
-    assert any("schedule.warmup_epochs" in note for note in notes) == is_noted
 
 
 # --- best checkpoint ---
@@ -108,14 +96,6 @@ def test_pretrained_file_is_not_needed_after_a_checkpoint(tmp_path: Path) -> Non
     assert here("train", "digits", "--name", "b", *overrides, cwd=tmp_path) == 2, "a new run needs the file"
 
 
-@pytest.mark.parametrize("name", ["image_list", "stream_images"])
-def test_task_of_data_with_the_option_classes(name: str) -> None:
-    options = "{path: a, evaluation_path: b, classes: [x, y], image_size: 32, decoder: pillow}"
-    recipe = load_recipe("images", ("data.name=" + name, "data.options=" + options))
-    answer = build_task(recipe, DatasetInfo(("cat", "dog"))).describe(torch.tensor([0.0, 9.0]))
-    assert [row["class"] for row in answer["classes"]] == ["dog", "cat"]
-
-
 def test_pictures_replace_neither_each_other_nor_inputs(tmp_path: Path) -> None:
     left, right, other = (tmp_path / name for name in ("left/7.png", "right/7.png", "left/8.jpg"))
     assert _picture_paths([left, other], tmp_path) == [tmp_path / "7.png", tmp_path / "8.png"]
@@ -123,8 +103,3 @@ def test_pictures_replace_neither_each_other_nor_inputs(tmp_path: Path) -> None:
         with pytest.raises(InputError) as error:
             _picture_paths(files, out)
         assert error.value.code == "E_OUTPUT"
-
-
-@pytest.mark.timeout(20)  # quadratic time exceeds it
-def test_pictures_of_many_files(tmp_path: Path) -> None:
-    assert len(_picture_paths([Path(f"images/{number}.jpg") for number in range(8_000)], tmp_path)) == 8_000

@@ -8,12 +8,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from helpers.system import here
 from samestep import launch
 from samestep.config import MeshConfig, StrategyConfig, resolve_mesh
 from samestep.data.batch import move_next_to
 from samestep.engine.build import _checkpointed_forward
-from samestep.errors import EXIT_INPUT, InputError
+from samestep.errors import InputError
 from samestep.strategies.device_map import DeviceMap, apply_device_map
 from samestep.strategies.reduction import _buckets
 from workers import devices as ranks_devices
@@ -93,17 +92,6 @@ def test_four_ranks_give_the_bits_of_one_device(tmp_path: Path) -> None:
     for saved, config in (("device_map", None), ("one", CONFIGS["Normed"]), ("ddp", CONFIGS["Normed"])):
         with single_process(config) as world:
             require_same_bits(resume(world, "Normed", tmp_path / saved), expected, HALF)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-@pytest.mark.parametrize("model", ["Toy", "Chain"])
-def test_any_number_of_ranks_gives_the_bits_of_one_device(model: str, ranks: int) -> None:
-    with single_process() as world:
-        expected = train(world, model)
-    results = launch(ranks_devices.train_on_ranks, {"device_map": CONFIGS[model]}, model, None, processes=ranks)
-    for result in results["device_map"]:
-        require_same_bits(result, expected)
 
 
 # --- assignment of modules ------------------------------------------------------------------------------------------
@@ -197,10 +185,6 @@ def test_a_sequential_model_is_partitioned_by_size() -> None:
     assert numbers == {"0": 0, "1.0": 0, "1.1": 0, "1.2": 1, "2": 1, "3": 1, "4": 1, "5": 1}
 
 
-def test_one_device_has_the_whole_model() -> None:
-    assert device_map_of(nn.Linear(2, 2), at({"*": 0}, devices=1)).numbers == {"": 0}
-
-
 class TransferRecorder(TorchFunctionMode):
     """Records the tensors of calls of `Tensor.to`."""
 
@@ -290,28 +274,6 @@ def test_invalid_device_maps_are_errors(config: StrategyConfig, model: nn.Module
     assert value in error.value
     assert fix in str(error.fix)
     assert error.expected
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_command_reports_the_error_once(processes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = ("strategy.devices=2", "strategy.place={'*': 0, 'tail': 1}")
-    options = ("--device", "cpu", "--strategy", "device_map", "--processes", processes, "--set", *place)
-    assert here("train", "digits", *options, cwd=tmp_path) == EXIT_INPUT
-    output = capsys.readouterr().err
-    assert output.count("strategy.place: 'tail' matches no module") == 1
-
-
-class OutOfOrder(nn.Sequential):
-    """Sequential module with another order of calls."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self[0](self[1](inputs))
-        return outputs
-
-
-def test_a_sequential_module_with_another_forward_is_not_partitioned() -> None:
-    model = OutOfOrder(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert "of a OutOfOrder" in engine_error(at({}), model).value
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(tensor=2), MeshConfig(shard=2), MeshConfig(pipeline=2)])

@@ -17,8 +17,6 @@ from workers.pipeline import LAYOUTS, pipeline
 Outcomes = dict[str, dict[str, dict[str, Any]]]
 # Only the text model has a plan for a tensor axis.
 QUICK = {"deep": ["1f1b", "zero_bubble", "ddp x pp"], "text": ["1f1b", "zero_bubble", "ddp x pp", "pp x tp"]}
-DEEP = [name for name in LAYOUTS if "tp" not in name.split() and name not in ("single", *QUICK["deep"])]
-REST = {"deep": DEEP, "text": [*DEEP, "pp x tp zero_bubble"]}
 SAVED = {task: ["single", "1f1b", names[-1]] for task, names in QUICK.items()}
 
 
@@ -44,11 +42,6 @@ def outcomes(folder: Path) -> Outcomes:
     return {task: train(["single", *names], task, folder / task) for task, names in QUICK.items()}
 
 
-@pytest.fixture(scope="module")
-def more(folder: Path) -> Outcomes:
-    return {task: train(names, task, folder / task) for task, names in REST.items()}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "name"), [(task, name) for task, names in QUICK.items() for name in names])
 def test_results_are_those_of_one_process(outcomes: Outcomes, name: str, task: str) -> None:
@@ -56,13 +49,6 @@ def test_results_are_those_of_one_process(outcomes: Outcomes, name: str, task: s
     require(name, result, outcomes[task]["single"])
     assert result["metrics"] == pytest.approx(outcomes[task]["single"]["metrics"], rel=TOLERANCE)
     assert all(values == result["of ranks"][0] for values in result["of ranks"])
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.parametrize(("task", "name"), [(task, name) for task, names in REST.items() for name in names])
-def test_results_of_other_schedules(outcomes: Outcomes, more: Outcomes, name: str, task: str) -> None:
-    require(name, more[task][name], outcomes[task]["single"])
 
 
 @pytest.mark.slow

@@ -101,15 +101,6 @@ def test_objects_of_one_process_share_the_lock(tmp_path: Path) -> None:
     assert is_free(tmp_path)
 
 
-def test_deletion_of_one_object_keeps_the_lock_of_another(tmp_path: Path) -> None:
-    first, second = FolderLock(tmp_path, timeout=0), FolderLock(tmp_path, timeout=0)
-    del first
-    gc.collect()
-    assert not is_free(tmp_path)
-    second.release()
-    assert is_free(tmp_path)
-
-
 def test_release_frees_the_lock_despite_a_living_fork(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
     process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
@@ -141,12 +132,6 @@ def test_file_system_without_locks_warns(
         assert "without locks" in caplog.text
 
 
-def test_folder_that_cannot_be_created_raises(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="cannot be locked: Not a directory"):
-        FolderLock(tmp_path / "file" / "folder")
-
-
 def test_failure_after_locking_frees_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, data: bytes, offset: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -166,9 +151,3 @@ def test_is_locked(tmp_path: Path) -> None:
     assert is_locked(tmp_path) is False
     with FolderLock(tmp_path, timeout=0):
         pass
-
-
-def test_is_locked_is_unknown_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    FolderLock(tmp_path).release()
-    failing_flock(errno.ENOLCK, monkeypatch)
-    assert is_locked(tmp_path) is None

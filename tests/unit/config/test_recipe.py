@@ -17,7 +17,6 @@ from samestep.config import (
     RunOptions,
     ScheduleConfig,
     StepConfig,
-    default_workers,
 )
 from samestep.config.validation import match_patterns
 from samestep.errors import InputError, RecipeError
@@ -139,26 +138,6 @@ def test_best_checkpoint_is_selected_by_a_result_of_the_evaluation(name: str) ->
         assert recipe(metrics=("accuracy", "top5"), best_by=valid).best_by == valid
 
 
-@pytest.mark.parametrize("values", [{"rule": "linear"}, {"base_batch_size": 256}])
-def test_learning_rate_rule_and_base_batch_size_belong_together(values: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError) as caught:
-        LearningRateConfig(**values)
-    assert caught.value.code == "E_VALUE"
-    assert LearningRateConfig(rule="sqrt", base_batch_size=256).base_batch_size == 256
-
-
-@pytest.mark.parametrize("config", [StepConfig(), recipe(), NamedConfig(name="digits"), ScheduleConfig(), RunOptions()])
-def test_configuration_is_immutable(config: Any) -> None:
-    field = dataclasses.fields(config)[0].name
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(config, field, None)
-
-
-@pytest.mark.parametrize(("cores", "processes", "workers"), [(1, 1, 0), (2, 2, 0), (8, 2, 3), (64, 1, 8), (4, 8, 0)])
-def test_default_workers_depend_on_cores_per_process(cores: int, processes: int, workers: int) -> None:
-    assert default_workers(cores, processes) == workers
-
-
 # --- shell patterns ---
 
 
@@ -167,10 +146,6 @@ NAMES = ["stem.weight", "blocks.0.weight", "blocks.1.weight", "head.bias"]
 
 def match(patterns: list[str]) -> list[str]:
     return match_patterns(NAMES, patterns, key="model.freeze", kind="parameter", example="layer1.*")
-
-
-def test_matches_keep_the_order_of_names_without_duplicates() -> None:
-    assert match(["head.*", "blocks.?.weight", "*.bias"]) == ["blocks.0.weight", "blocks.1.weight", "head.bias"]
 
 
 def test_pattern_without_a_match_is_an_error_with_similar_names() -> None:

@@ -85,23 +85,6 @@ def test_coordinates_are_unique_and_neighbours_share_a_tensor_group(sizes: tuple
     assert all(0 <= rank[axis] < getattr(shape, axis) for rank in coordinates for axis in AXES)
 
 
-def test_description_lists_the_coordinates_of_each_rank() -> None:
-    assert resolved("hsdp", 4, shard=2).describe().splitlines() == [
-        "mesh hsdp: replicate 2 x shard 2",
-        "  rank 0: data 1 of 4, shard 1 of 2",
-        "  rank 1: data 2 of 4, shard 2 of 2",
-        "  rank 2: data 3 of 4, shard 1 of 2",
-        "  rank 3: data 4 of 4, shard 2 of 2",
-    ]
-    assert resolved("ddp", 4, tensor=2).describe().splitlines()[1:] == [
-        "  rank 0: data 1 of 2, tensor slice 1 of 2",
-        "  rank 1: data 1 of 2, tensor slice 2 of 2",
-        "  rank 2: data 2 of 2, tensor slice 1 of 2",
-        "  rank 3: data 2 of 2, tensor slice 2 of 2",
-    ]
-    assert "complete model" in resolved("ddp", 2).describe()
-
-
 def test_more_data_ranks_than_microbatches_is_an_error() -> None:
     strategy = StrategyConfig(name="ddp", mesh=MeshConfig(tensor=2))
     assert resolve_mesh(strategy, 8, microbatches=4).data_size == 4
@@ -154,8 +137,3 @@ def test_option_without_an_effect_is_an_error(strategy: StrategyConfig, processe
 def test_invalid_value_is_an_error_with_the_key(values: dict[str, object]) -> None:
     with pytest.raises(RecipeError, match=rf"strategy\.{next(iter(values))} is"):
         StrategyConfig(**values)  # type: ignore[arg-type]
-
-
-def test_axis_of_size_0_is_an_error() -> None:
-    with pytest.raises(RecipeError, match=r"strategy\.mesh\.tensor is 0"):
-        MeshConfig(tensor=0)

@@ -8,7 +8,7 @@ from samestep.data.order import global_order
 from samestep.errors import DataError
 from samestep.launcher.launch import launch
 from samestep.metrics.metrics import build_metrics
-from workers.bad_samples import BATCH, MICROBATCHES, SIZE, Faulty, stopped, trained
+from workers.bad_samples import BATCH, MICROBATCHES, SIZE, Faulty, trained
 
 SINGLE = frozenset({3, 8, 20})
 # Both samples of the third microbatch of the first batch, and the last two microbatches of the epoch.
@@ -49,13 +49,6 @@ def test_evaluation_without_unusable_samples(alone: samestep.World) -> None:
     assert values["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     microbatches = [microbatch for batch in skipping.complete_epoch() for microbatch in batch.local_microbatches]
     assert {index for microbatch in microbatches for index in microbatch.left_out} == WHOLE_MICROBATCHES
-
-
-def test_the_first_unusable_sample_raises_by_default() -> None:
-    assert (
-        launch(stopped, SINGLE, processes=1)
-        == "row 3 is damaged [E_DATA]\n  expected: intact rows\n  fix:      remove the row"
-    )
 
 
 def test_a_dataset_without_usable_samples_raises(alone: samestep.World) -> None:

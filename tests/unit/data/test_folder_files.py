@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.data.folder_files import by_suffix, files_below, left_out_notes
+from samestep.data.folder_files import files_below
 
 
 def touch(root: Path, *names: str) -> Path:
@@ -18,11 +18,6 @@ def touch(root: Path, *names: str) -> Path:
 
 def found(root: Path) -> list[str]:
     return [path.relative_to(root).as_posix() for path in files_below(root)]
-
-
-def test_order_is_that_of_paths(tmp_path: Path) -> None:
-    root = touch(tmp_path, "b/2.txt", "b.txt", "b-/1.txt", "a/c/3.txt", "10.txt", "9.txt", "B/0.txt")
-    assert files_below(root) == sorted(path for path in root.rglob("*") if path.is_file())
 
 
 def test_hidden_files_are_left_out_below_the_folder_alone(tmp_path: Path) -> None:
@@ -53,11 +48,3 @@ def test_disk_that_fails_is_no_empty_folder(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "scandir", fail)
     with pytest.raises(OSError, match="Input/output error"):
         files_below(tmp_path)
-
-
-def test_suffixes_have_any_case(tmp_path: Path) -> None:
-    files = [tmp_path / name for name in ("a.TXT", "b.txt", "c.nii.gz", "txt", "d.md")]
-    assert by_suffix(files, [".txt", ".NII.gz"]) == (files[:3], files[3:])
-    [note] = left_out_notes(tmp_path, files[3:], [".txt"])
-    assert note == f"left out 2 files of {tmp_path}, such as {tmp_path}/txt: their names do not end in .txt"
-    assert left_out_notes(tmp_path, [], [".txt"]) == ()

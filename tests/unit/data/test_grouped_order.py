@@ -11,7 +11,7 @@ from helpers.drawing_datasets import Draws, jittered
 from samestep.data.loader import Loader
 from samestep.data.order import Indices, global_order, grouped_order
 from samestep.errors import InputError
-from samestep.microbatches import Cursor, microbatch_bounds
+from samestep.microbatches import Cursor
 from unit.data.test_loader import arguments_and_cursor, epoch_of, start_world, used
 
 seeds, epochs, batch_sizes = st.integers(0, 2**63), st.integers(0, 10**6), st.integers(1, 40)
@@ -48,15 +48,6 @@ def test_batches_are_sorted_and_the_last_one_is_drawn_from_all(
     assert set(order[len(order) - rest :].tolist()) == set(plain[len(order) - rest :].tolist())
 
 
-@given(st.integers(1, 300), batch_sizes, seeds, epochs)
-def test_equal_lengths_give_the_batches_of_the_global_order(size: int, batch: int, seed: int, epoch: int) -> None:
-    lengths = numpy.zeros(size, dtype=numpy.int64)
-    order = grouped_order(lengths, batch, seed=seed, epoch=epoch, shuffle=True)
-    plain = global_order(size, seed=seed, epoch=epoch, shuffle=True)
-    batches = {tuple(plain[start : start + batch].tolist()) for start in range(0, size, batch)}
-    assert {tuple(order[start : start + batch].tolist()) for start in range(0, size, batch)} == batches
-
-
 def test_without_shuffle_samples_are_sorted_stably_by_length() -> None:
     lengths = numpy.array([3, 1, 2, 1, 3])
     assert grouped_order(lengths, 2, seed=0, epoch=5, shuffle=False).tolist() == [1, 3, 2, 0, 4]
@@ -69,33 +60,6 @@ def test_order_is_stable_between_versions() -> None:
         grouped_order(lengths, 2, seed=seed, epoch=epoch, shuffle=True) for seed, epoch in [(0, 0), (0, 1), (1, 0)]
     ]
     assert len({tuple(order.tolist()) for order in orders}) == 3
-
-
-def padded_share(order: Indices, lengths: Indices, batch: int, microbatches: int) -> float:
-    """Return the share of padding if each microbatch is padded to the longest sample."""
-    positions = 0
-    for start in range(0, len(order), batch):
-        inside = order[start : start + batch]
-        for first, last in microbatch_bounds(len(inside), microbatches):
-            positions += (last - first) * int(lengths[inside[first:last]].max(initial=0))
-    return 1 - int(lengths.sum()) / positions
-
-
-def test_grouping_reduces_padding() -> None:
-    lengths = numpy.random.Generator(numpy.random.Philox(3)).integers(1, 500, 20_011)
-    plain = padded_share(global_order(len(lengths), seed=1, epoch=0, shuffle=True), lengths, 32, 8)
-    grouped = padded_share(grouped_order(lengths, 32, seed=1, epoch=0, shuffle=True), lengths, 32, 8)
-    assert plain > 0.3
-    assert grouped < 0.01
-
-
-def test_positions_do_not_depend_on_length() -> None:
-    lengths = numpy.arange(100)
-    positions = numpy.zeros(100)
-    for epoch in range(2000):
-        positions[grouped_order(lengths, 5, seed=1, epoch=epoch, shuffle=True)] += numpy.arange(100) / 2000
-    # The mean position of a sample is 49.5 with deviation 28.9; the mean of 2000 positions deviates by 0.65.
-    assert abs(positions - 49.5).max() < 3.3
 
 
 @settings(max_examples=100)

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -13,7 +12,6 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -151,23 +149,6 @@ def test_each_iteration_with_steps_is_the_next_epoch() -> None:
     assert loader.cursor == Cursor(3, 0)
 
 
-def test_an_iteration_without_steps_keeps_the_cursor() -> None:
-    loader = loader_of(size=20)
-    loader.cursor = Cursor(1, 8)
-    assert used([list(loader)]) == used([list(loader)]) == used([stepped(loader)])
-    assert loader.cursor == Cursor(2, 0)
-
-
-def test_cursor_advances_with_each_step() -> None:
-    loader = loader_of(size=20)
-    cursors = []
-    for batch in loader:
-        cursors.append(loader.cursor)
-        loader.end_step(batch)
-        cursors.append(loader.cursor)
-    assert cursors == [Cursor(0, 0), *[Cursor(0, 8)] * 2, *[Cursor(0, 16)] * 2, Cursor(1, 0)]
-
-
 def test_a_stop_request_ends_epochs() -> None:
     loader = loader_of(size=20)
     epochs = []
@@ -193,15 +174,6 @@ def test_a_cursor_without_a_batch_raises(samples: int) -> None:
         next(iter(loader))
 
 
-def test_augmentation_differs_by_epoch_and_by_seed() -> None:
-    drawn = [
-        draws_of_all({"ranks": 1, "cursor": Cursor(epoch), "seed": seed})
-        for epoch, seed in [(0, SEED), (1, SEED), (0, SEED + 1)]
-    ]
-    for generator in range(3):
-        assert len({values[generator] for seen in drawn for values in seen.values()}) == 3 * 20
-
-
 def test_draws_in_collate_differ_by_microbatch_epoch_and_seed() -> None:
     drawn = {
         values[3]
@@ -218,13 +190,6 @@ def test_loading_preserves_the_generators() -> None:
         next(batches)
         next(batches)
         assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize(("size", "batches"), [(1, 1), (8, 1), (9, 2), (16, 2), (17, 3)])
-def test_length_is_the_number_of_batches(size: int, batches: int) -> None:
-    loader = loader_of(size=size)
-    assert len(loader) == batches == len(list(loader))
-    assert loader.samples == size
 
 
 def test_more_ranks_than_microbatches_raise() -> None:
@@ -257,14 +222,6 @@ def test_invalid_numbers_raise(name: str, value: Any) -> None:
         loader_of(**{name: value})
     assert caught.value.code == "E_VALUE"
     assert str(caught.value.fix).startswith(f"{name}=")
-
-
-def test_integers_of_numpy_are_numbers() -> None:
-    names = ("batch_size", "microbatches", "num_workers", "prefetch_factor", "seed")
-    plain = {name: 8 if name == "batch_size" else 1 for name in names}
-    loader = loader_of(**{name: numpy.int64(value) for name, value in plain.items()})
-    assert list(map(as_lists, loader)) == list(map(as_lists, loader_of(**plain)))
-    assert loader_of(seed=numpy.uint64(2**64 - 1)).settings_of(0)["seed"] == 2**64 - 1
 
 
 def test_empty_dataset_raises() -> None:
@@ -374,14 +331,6 @@ def test_samples_do_not_depend_on_ranks_or_workers() -> None:
         assert [merged(seen) for seen in zip(*together, strict=True)] == alone
 
 
-@pytest.mark.timeout(40)
-def test_interrupted_epoch_continues_and_cursor_can_be_reset() -> None:
-    first, second, begun, rest, again = launch(ranks_loader.passes, 2, processes=1)[0]
-    assert sorted(first) == sorted(second) == list(range(37))
-    assert list(begun) + list(rest) == global_order(37, seed=3, epoch=2, shuffle=True).tolist()
-    assert again == second != first
-
-
 def merged(seen: tuple[Seen, ...]) -> Seen:
     together: Seen = {}
     for samples in seen:
@@ -399,26 +348,10 @@ def test_data_error_of_a_sample_is_unchanged(workers: int) -> None:
 
 
 @pytest.mark.timeout(40)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_other_error_of_a_dataset_keeps_type_and_message(workers: int) -> None:
-    kind, text = launch(ranks_loader.failure, workers, "ValueError", processes=1)
-    assert kind == "ValueError"
-    assert "sample 11 is odd" in text
-
-
-@pytest.mark.timeout(40)
 def test_a_rank_with_a_referenced_loader_ends_without_output(tmp_path: Path) -> None:
     for _ in range(8):
         assert launch(ranks_loader.end_with_workers_alive, processes=2, log_dir=tmp_path) == 8
     assert (tmp_path / "rank-1.log").read_text() == ""
-
-
-@pytest.mark.long
-@pytest.mark.timeout(40)
-def test_a_script_with_a_referenced_loader_ends() -> None:
-    code = f"import sys\nsys.path[:] = {sys.path!r}\nfrom workers import loader\nprint(loader.end_with_workers_alive())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
-    assert (done.stdout, done.returncode) == ("8\n", 0), done.stderr
 
 
 @pytest.mark.timeout(40)
@@ -490,24 +423,6 @@ def test_workers_end_with_the_iteration_unless_they_persist(persistent: bool) ->
     loader.close()
 
 
-def test_two_iterations_at_the_same_time_are_independent() -> None:
-    loader = loader_of(num_workers=1, persistent_workers=True)
-    for batch, same in zip(loader, loader, strict=True):
-        assert as_lists(batch) == as_lists(same)
-    loader.close()
-
-
-def test_prefetch_sets_the_microbatches_ahead_per_worker() -> None:
-    counts = []
-    for prefetch in (1, 3):
-        loader = loader_of(num_workers=1, prefetch_factor=prefetch)
-        batches = iter(loader)
-        next(batches)
-        counts.append(loader._used[0]._iterator._tasks_outstanding)  # type: ignore[union-attr]
-        loader.close()
-    assert counts == [1, 3]
-
-
 class BrokenTransfer:
     """Object whose transfer breaks the connection; the worker is then killed or continues."""
 
@@ -540,13 +455,6 @@ def test_a_worker_killed_during_a_transfer_is_named(signal_after: float | None) 
 def test_auto_follows_the_batch_size_alone(batch_size: int, number: int) -> None:
     (batch, *_) = loader_of(size=512, batch_size=batch_size, microbatches="auto")
     assert batch.microbatches == number
-
-
-def test_auto_divides_a_short_batch_into_microbatches_of_two_or_more() -> None:
-    *_, last = loader_of(size=67, batch_size=64, microbatches="auto")
-    assert (last.size, last.microbatches) == (3, 1)
-    *_, last = loader_of(size=67, batch_size=64, microbatches=2)
-    assert (last.size, last.microbatches) == (3, 2), "an explicit number stays"
 
 
 @pytest.mark.parametrize(("size", "batches"), [(20, 2), (16, 2), (8, 1)])

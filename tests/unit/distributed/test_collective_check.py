@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from samestep.distributed.collective_check import Entry, OperationMonitor, PendingOperation
+from samestep.distributed.collective_check import OperationMonitor, PendingOperation
 
 Monitors = list[OperationMonitor]
 
@@ -54,7 +54,3 @@ def test_ranks_in_one_operation_or_in_none_do_not_differ(monitors: Monitors) -> 
     monitors[2].begin("engine.evaluate", {})
     monitors[2].finish()
     assert differences(monitors, seconds=2.5) == [None, None, None]
-
-
-def test_path_of_a_stored_operation_may_have_a_line_break() -> None:
-    assert Entry.from_bytes(b"3\nbarrier\na\nb.py:7") == Entry("barrier", "a\nb.py:7", 3)

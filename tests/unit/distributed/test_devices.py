@@ -16,19 +16,13 @@ from samestep.distributed.devices import (
     ACCELERATOR,
     first_gpu_index,
     gpu_range,
-    gpu_stats,
     rehearse_graph,
     require_own_gpus,
     select_devices,
     set_tf32,
-    visible_devices,
 )
 from samestep.distributed.env import read_environment
 from samestep.errors import InputError
-
-
-def test_positions_among_all_devices() -> None:
-    assert select_devices("0,2", None, 4) == ("0", "2")
 
 
 @pytest.mark.parametrize(
@@ -42,13 +36,6 @@ def test_positions_among_all_devices() -> None:
 )
 def test_positions_among_visible_devices(setting: str, text: str, names: str) -> None:
     assert ",".join(select_devices(text, setting, len(setting.split(",")))) == names
-
-
-def test_entries_that_cuda_ignores_do_not_exist() -> None:
-    assert visible_devices("3,-1,4", 1) == ("3",)
-    assert visible_devices("", 0) == ()
-    with pytest.raises(InputError, match="no device 1: torch sees 1"):
-        select_devices("0,1", "3,-1,4", 1)
 
 
 @pytest.mark.parametrize("text", ["", "0,", "a", "-1", "0 1", "GPU-8932f937", "0,1,", "\uff11"])
@@ -75,10 +62,6 @@ def test_gpus_are_divided_without_overlap(ranks: int, per_rank: int, more: int) 
     assert [index for indices in ranges for index in indices] == list(range(ranks * per_rank))
 
 
-def test_without_a_number_one_rank_has_all_gpus() -> None:
-    assert list(gpu_range(first_gpu_index(0, 1, 4), None, 4)) == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize(
     ("rank", "per_rank", "available", "fix"),
     [
@@ -93,14 +76,6 @@ def test_rank_without_gpus_is_rejected(rank: int, per_rank: int, available: int,
     owners = f"rank {rank} of" if available == 0 else f"ranks 0 and {rank} of"
     assert error.value.value.startswith(owners)
     assert (error.value.code, error.value.fix) == ("E_DEVICES", fix)
-
-
-def test_shared_gpus_are_filled_by_turns() -> None:
-    assert [first_gpu_index(rank, 1, 2, share=True) for rank in range(5)] == [0, 1, 0, 1, 0]
-    assert [first_gpu_index(rank, 2, 5, share=True) for rank in range(4)] == [0, 2, 0, 2]
-    with pytest.raises(InputError, match="has no GPU") as error:
-        first_gpu_index(0, 2, 1, share=True)
-    assert error.value.code == "E_DEVICES"
 
 
 def own_gpus_error(uuids: list[list[str]]) -> list[str]:
@@ -137,16 +112,6 @@ def shares_gpu() -> list[bool]:
 def test_launch_lets_every_rank_share(share_gpu: bool) -> None:
     """On a GPU: tests/gpu/test_shared_gpu.py."""
     assert samestep.launch(shares_gpu, processes=2, share_gpu=share_gpu) == [share_gpu] * 2
-
-
-def test_too_many_devices_are_rejected() -> None:
-    with pytest.raises(InputError, match=r"strategy\.devices is 3, but torch sees 1 GPU here"):
-        gpu_range(1, 3, 2)
-
-
-def test_cpu_has_no_gpu_stats() -> None:
-    """On a GPU: tests/gpu/test_gpu_numbers.py."""
-    assert gpu_stats(torch.device("cpu")) is None
 
 
 def test_tf32_is_that_of_the_configuration() -> None:

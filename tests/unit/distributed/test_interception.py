@@ -48,11 +48,6 @@ def test_descriptions_have_the_common_properties(calls: Calls) -> None:
     ]
 
 
-def test_asynchronous_collectives_are_not_blocking(calls: Calls) -> None:
-    dist.all_reduce(torch.ones(1), async_op=True).wait()
-    assert calls == [("all_reduce (sum) of 1 float32", False)]
-
-
 def test_subgroups_are_ignored_but_not_their_creation(calls: Calls) -> None:
     group = dist.new_group([0])
     dist.all_reduce(torch.ones(1), group=group)
@@ -63,12 +58,6 @@ def test_subgroups_are_ignored_but_not_their_creation(calls: Calls) -> None:
 def test_collectives_of_a_world_are_intercepted(calls: Calls, alone: samestep.World) -> None:
     alone.barrier()
     assert calls == [("barrier", True)]
-
-
-def test_invalid_call_raises_the_original_error(calls: Calls) -> None:
-    with pytest.raises(TypeError, match="tensor"):
-        dist.all_reduce()
-    assert calls == []
 
 
 def test_functions_are_restored(alone: samestep.World) -> None:
@@ -87,13 +76,6 @@ def test_call_site_is_a_line_of_this_file() -> None:
     file, _, line = call_site().rpartition(":")
     assert file.endswith("test_interception.py")
     assert int(line) > 1
-
-
-def test_call_site_skips_frames_of_the_package() -> None:
-    source = "def call():\n    return call_site()\n"
-    namespace: dict[str, object] = {"call_site": call_site}
-    exec(compile(source, samestep.__file__.replace("__init__", "trainer"), "exec"), namespace)
-    assert "test_interception.py:" in str(namespace["call"]())  # type: ignore[operator]
 
 
 def test_returned_function_is_called_at_the_end(alone: samestep.World) -> None:

@@ -8,7 +8,6 @@ from samestep.distributed.launcher_detection import (
     Rendezvous,
     find_rendezvous,
     first_host,
-    is_loopback,
 )
 from samestep.errors import InputError
 
@@ -182,12 +181,6 @@ def test_mpirun_in_a_slurm_job() -> None:
     assert [other.partition(":")[0] for other in rendezvous.also] == ["Slurm"]
 
 
-def test_loopback() -> None:
-    assert [is_loopback(a) for a in ("127.0.0.1", "127.3.2.1", "::1", "localhost", "10.0.0.1", "vm")] == [True] * 4 + [
-        False
-    ] * 2
-
-
 @pytest.mark.parametrize(
     ("hosts", "first"),
     [
@@ -203,10 +196,3 @@ def test_loopback() -> None:
 )
 def test_first_host(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
-
-
-@pytest.mark.parametrize("hosts", ["", ",n1", "gpu[003-006", "gpu]3", "[]", "gpu[a-b]", "gpu[1-]", "tux[0-8:2]", "a b"])
-def test_invalid_list_has_no_first_host(hosts: str) -> None:
-    with pytest.raises(InputError, match="is invalid") as caught:
-        first_host(hosts)
-    assert "MASTER_ADDR" in str(caught.value)

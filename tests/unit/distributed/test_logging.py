@@ -24,10 +24,6 @@ def stderr_lines(setup: str = "", level: str | None = None) -> list[str]:
     return done.stderr.splitlines()
 
 
-def test_default_is_plain_text_from_level_info() -> None:
-    assert stderr_lines() == ["info 5%", "warning"] * 2
-
-
 def test_environment_variable_sets_the_level_and_adds_level_and_rank() -> None:
     lines = stderr_lines(level="debug")
     assert [line.split(" ", 2)[2] for line in lines] == [
@@ -35,11 +31,3 @@ def test_environment_variable_sets_the_level_and_adds_level_and_rank() -> None:
         *("DEBUG rank 3: debug", "INFO rank 3: info 5%", "WARNING rank 3: warning"),
     ]
     assert stderr_lines(level="ERROR") == []
-
-
-def test_configuration_of_the_program_is_used() -> None:
-    setup = "configure_logging = lambda rank, call=configure_logging: call(rank or 0)\n"
-    setup += 'logging.basicConfig(format="%(name)s of rank %(rank)s: %(message)s")'
-    assert stderr_lines(setup) == [
-        f"samestep of rank {rank}: {message}" for rank in (0, 3) for message in ("info 5%", "warning")
-    ]

@@ -26,25 +26,12 @@ def run_all(joiners: list[Callable[[], Joined]]) -> list[Future[Joined]]:
         return [pool.submit(join) for join in joiners]
 
 
-def test_single_rank() -> None:
-    _, restarts = joiner(dist.HashStore(), 0, 1, restarts=2)()
-    assert restarts == 2
-
-
 def test_all_ranks_get_the_same_store_and_the_largest_count() -> None:
     store = dist.HashStore()
     results = [future.result() for future in run_all([joiner(store, r, 4, restarts=r % 3) for r in range(4)])]
     results[0][0].set("key", "value")
     assert [part.get("key") for part, _ in results] == [b"value"] * 4
     assert [count for _, count in results] == [2] * 4
-
-
-def test_second_attempt_does_not_see_the_first() -> None:
-    store = dist.HashStore()
-    first = [future.result()[0] for future in run_all([joiner(store, r, 3) for r in range(3)])]
-    first[0].set("key", "old")
-    second = [future.result()[0] for future in run_all([joiner(store, r, 3) for r in range(3)])]
-    assert not any(part.check(["key"]) for part in second)
 
 
 def test_keys_of_a_rank_of_an_earlier_attempt_do_not_count() -> None:
@@ -76,8 +63,3 @@ def test_another_token_or_number_of_ranks_is_invisible() -> None:
     for other in others:
         with pytest.raises(RunError, match="rank 1 of"):
             other.result()
-
-
-def test_prefix_does_not_contain_the_token() -> None:
-    assert "secret" not in Environment("secret").job_prefix
-    assert len({Environment(token).job_prefix for token in ("secret", "another", None, "no-token")}) == 4

@@ -1,14 +1,13 @@
 """Processors, limits of control groups from files as Linux writes them, and memory that the allocator keeps."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from samestep.distributed.resources import CgroupLimits, Processors, read_cgroup_limits, read_processors
+from samestep.distributed.resources import CgroupLimits, read_cgroup_limits
 
 GIB = 1 << 30
 
@@ -38,11 +37,6 @@ def test_limits_on_every_level(tmp_path: Path) -> None:
     assert read_cgroup_limits(root) == CgroupLimits(5 * GIB, 1.5)
 
 
-def test_container_whose_group_is_the_root(tmp_path: Path) -> None:
-    files = {"proc/self/cgroup": "0::/docker/0123\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"}
-    assert read_cgroup_limits(write_files(tmp_path, files)) == CgroupLimits(cpus=4.0)
-
-
 def test_no_limits(tmp_path: Path) -> None:
     files = {
         "proc/self/cgroup": "0::/\n",
@@ -52,21 +46,6 @@ def test_no_limits(tmp_path: Path) -> None:
     }
     assert read_cgroup_limits(write_files(tmp_path, files)) == CgroupLimits()
     assert read_cgroup_limits(tmp_path / "nothing") == CgroupLimits()
-
-
-def test_affinity_limits_processors() -> None:
-    before = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, [min(before)])
-        assert read_processors().allowed == 1
-    finally:
-        os.sched_setaffinity(0, before)
-    assert read_processors().allowed == len(before)
-
-
-@pytest.mark.parametrize(("quota", "usable"), [(None, 8), (64.0, 8), (2.5, 2), (0.5, 1)])
-def test_quota_limits_processors(quota: float | None, usable: int) -> None:
-    assert Processors(online=16, allowed=8, quota=quota).usable == usable
 
 
 # Blocks of 20 MiB are in the heap under the thresholds that glibc adapts to them as well.

@@ -3,13 +3,13 @@
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from helpers.shared_memory import abandoned, require_none_left
 from helpers.system import until
-from samestep.distributed.status import StatusBoard, StatusSnapshot, local_rank_status, odd_ranks, ranks_text
+from samestep.distributed.status import StatusBoard, local_rank_status, odd_ranks
 
 
 @pytest.fixture
@@ -17,10 +17,6 @@ def board() -> Iterator[StatusBoard]:
     board = StatusBoard.create(3)
     yield board
     board.close()
-
-
-def test_unwritten_slot_is_empty(board: StatusBoard) -> None:
-    assert board.read(1) == StatusSnapshot()
 
 
 def test_every_rank_has_its_own_slot(board: StatusBoard) -> None:
@@ -47,13 +43,6 @@ def test_snapshot_has_activity_counts_and_waits(board: StatusBoard) -> None:
     assert inside.last_change <= after.last_change <= time.monotonic()
 
 
-def test_activity_of_a_failure_remains() -> None:
-    status = local_rank_status()
-    with pytest.raises(ValueError), status.operation("engine.step 7"), status.waiting("a barrier"):
-        raise ValueError
-    assert status.activity == "in engine.step 7"
-
-
 def test_checkpoints_and_the_end_are_recorded(board: StatusBoard) -> None:
     status = board.rank_status(0)
     status.checkpoint_saved()
@@ -65,12 +54,6 @@ def test_checkpoints_and_the_end_are_recorded(board: StatusBoard) -> None:
     assert board.read(0).is_script
     with status.operation("samestep.start()"):
         assert not board.read(0).is_finished, "the rank has entered a second world"
-
-
-def test_long_text_is_truncated(board: StatusBoard) -> None:
-    with board.rank_status(0).operation("é" * 1000):
-        assert board.read(0).activity.startswith("in éé")
-    assert board.read(1) == StatusSnapshot()
 
 
 def write(board: StatusBoard) -> None:
@@ -128,27 +111,6 @@ def test_simultaneous_waits_count_once() -> None:
     assert inside + 0.1 <= waited <= time.monotonic() - began
     time.sleep(0.05)
     assert status.waited_seconds == waited
-
-
-def test_on_wait_is_called_at_begin_and_end() -> None:
-    status, calls = local_rank_status(), []
-
-    def on_wait(name: str) -> Callable[[], None]:
-        calls.append(f"begin {name}")
-        return lambda: calls.append(f"end {name}")
-
-    with status.waiting("a barrier"):
-        pass
-    status.on_wait = on_wait
-    with pytest.raises(KeyError), status.waiting("an all-reduce"):
-        raise KeyError
-    assert calls == ["begin an all-reduce", "end an all-reduce"]
-
-
-def test_text_of_ranks() -> None:
-    assert ranks_text([2]) == "rank 2"
-    assert ranks_text([0, 3]) == "ranks 0 and 3"
-    assert ranks_text([0, 1, 3]) == "ranks 0, 1 and 3"
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,6 @@ def fill(write: int) -> int:
     return size
 
 
-def test_text_is_written_by_line(pipe: tuple[int, int]) -> None:
-    read, write = pipe
-    print("first", "second", file=stream(write))
-    assert os.read(read, 100) == b"first second\n"
-
-
 def test_closed_pipe_is_no_error_and_later_output_goes_to_the_null_device() -> None:
     read, write = os.pipe()
     os.close(read)
@@ -88,13 +82,6 @@ def test_text_longer_than_a_pipe_is_complete(is_blocking: bool, tmp_path: Path) 
         os.close(write)
         assert reader.wait(30) == 0
     assert (tmp_path / "text").read_bytes() == b"y" * 200_000 + b"\n"
-
-
-def test_characters_that_the_encoding_lacks_are_escaped(pipe: tuple[int, int]) -> None:
-    read, write = pipe
-    ascii_stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    print("\u00fc", file=streams._protected(ascii_stream, write, None))
-    assert os.read(read, 100) == b"\\xfc\n"
 
 
 def test_closed_descriptors_are_opened() -> None:

@@ -5,7 +5,6 @@ every rank.
 """
 
 import json
-import math
 import threading
 from typing import Any
 
@@ -102,11 +101,6 @@ def test_means_are_over_all_counted_items(results: dict[str, list[Any]]) -> None
     assert sum(COUNTS) == 8
 
 
-def test_means_without_counts_are_plain(results: dict[str, list[Any]]) -> None:
-    assert results["plain means"] == [{"rank": 1.0}] * RANKS
-    assert results["no values"] == [{}] * RANKS
-
-
 def test_different_keys_and_zero_counts_are_rejected_on_every_rank(results: dict[str, list[Any]]) -> None:
     keys, counts, shapes = results["rejected"][0]
     assert keys == "reduce_dict: rank 1 has the keys rank 1, rank 0 has rank 0"
@@ -136,13 +130,6 @@ def test_values_other_than_json_are_rejected(alone: World, value: Any) -> None:
         samestep.all_gather(value, alone)
 
 
-def test_cycle_is_rejected(alone: World) -> None:
-    cyclic: list[Any] = []
-    cyclic.append(cyclic)
-    with pytest.raises(InputError, match="E_NOT_PICKLABLE"):
-        samestep.all_gather(cyclic, alone)
-
-
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 plain = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
 
@@ -152,10 +139,3 @@ plain = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.
 def test_json_values_arrive_unchanged(alone: World, value: Any) -> None:
     (received,) = samestep.all_gather(value, alone)
     assert json.dumps(received) == json.dumps(value)
-
-
-def test_infinities_and_nan_arrive_unchanged(alone: World) -> None:
-    (received,) = samestep.all_gather([math.inf, -math.inf, math.nan], alone)
-    assert received[:2] == [math.inf, -math.inf]
-    assert math.isnan(received[2])
-    assert math.isnan(samestep.reduce_dict({"a": math.nan}, alone)["a"])

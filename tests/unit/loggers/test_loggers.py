@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,15 @@ from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import RunOptions
 from samestep.distributed.status import WaitClock
 from samestep.errors import EXIT_INPUT, InputError, RunError
-from samestep.launcher.job import process_state
 from samestep.loggers.logger import (
     Event,
     JsonlLogger,
-    Logger,
     RunLogger,
     parse_json_line,
     require_package,
-    to_json,
-    to_json_line,
 )
 from samestep.loggers.progress import ProgressLogger, evaluation_line
-from samestep.loggers.trackers import MLflowLogger, TensorBoardLogger, WandbLogger
+from samestep.loggers.trackers import TensorBoardLogger
 from samestep.metrics.metrics import BestRule
 from samestep.recipes.builder import build, start_world
 from samestep.recipes.recipe_files import load_recipe, recipe_data
@@ -104,24 +100,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 # --- all loggers ------------------------------------------------------------------------------------------
 
 
-LOGGERS: dict[str, Callable[[Path], Logger]] = {
-    "jsonl": lambda run: JsonlLogger(run / "events.jsonl"),
-    "tensorboard": lambda run: TensorBoardLogger(run / "tensorboard"),
-    "progress": lambda run: ProgressLogger(Console(file=io.StringIO())),
-    "wandb": WandbLogger,
-    "mlflow": MLflowLogger,
-}
-
-
 # The import of MLflow takes several seconds.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "mlflow")) for name in LOGGERS]
-)
-def test_unused_logger_writes_no_file(name: str, tmp_path: Path) -> None:
-    for package in {"wandb": ["wandb"], "mlflow": ["mlflow", "sqlalchemy"]}.get(name, []):
-        pytest.importorskip(package)
-    LOGGERS[name](tmp_path).close()
-    assert not list(tmp_path.iterdir())
 
 
 def test_run_logger_passes_everything_to_every_logger() -> None:
@@ -154,12 +133,6 @@ def test_failure_is_the_last_event() -> None:
     assert logger.is_closed
 
 
-def test_write_error_does_not_hide_the_first_error() -> None:
-    with pytest.raises(ZeroDivisionError) as failure, RunLogger([FullDisk()]):
-        1 / 0  # noqa: B018
-    assert "No space left" in failure.value.__notes__[0]
-
-
 def test_missing_package_is_an_input_error() -> None:
     with pytest.raises(InputError, match="no_such_package") as failure:
         require_package("wandb", "no_such_package")
@@ -180,15 +153,6 @@ def test_world_logs_on_rank_0_only_and_closes_the_loggers(tmp_path: Path) -> Non
     assert (calls, metrics, is_closed) == ([1, 0], [(3, {"rank": 0})], True)
     (line,) = read_lines(path)
     assert (line["event"], line["step"], line["values"]) == ("metrics", 3, {"rank": 0})
-
-
-def log_in_trial(path: Path) -> tuple[list[int], list[tuple[int, Mapping[str, float]]], bool]:
-    process_state.is_experiment = True
-    return log_in_world(path)
-
-
-def test_trial_of_a_tool_logs_nothing(tmp_path: Path) -> None:
-    assert samestep.launch(log_in_trial, tmp_path / "metrics.jsonl", processes=1) == ([0], [], True)
 
 
 # --- JSON lines -------------------------------------------------------------------------------------------
@@ -214,12 +178,6 @@ def test_jsonl_writes_non_finite_numbers_as_strings(tmp_path: Path, value: float
     logger.close()
     line = (tmp_path / "events.jsonl").read_text(encoding="utf-8")
     assert json.loads(line, parse_constant=pytest.fail)["loss"] == text
-
-
-@pytest.mark.parametrize("encode", [to_json_line, to_json])
-def test_nested_non_finite_numbers_are_strings(encode: Callable[[dict[str, Any]], str]) -> None:
-    text = encode({"rows": [{"loss": float("nan")}, (1.5, float("inf"))]})
-    assert json.loads(text, parse_constant=pytest.fail) == {"rows": [{"loss": "nan"}, [1.5, "inf"]]}
 
 
 def test_parse_json_line_returns_objects_only() -> None:
@@ -254,25 +212,6 @@ def test_tensorboard_drops_lost_steps_of_a_resumed_run(tmp_path: Path) -> None:
     assert scalars(tmp_path, "train/loss") == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0)]
     assert scalars(tmp_path, "evaluation/accuracy") == [(6, pytest.approx(0.9125))]
     assert scalars(tmp_path, "my/metric") == [(6, 4.0)]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside TensorBoard
-def test_tensorboard_hides_steps_that_an_event_repeats(tmp_path: Path) -> None:
-    path = tmp_path / "tensorboard"
-    for start in (1, 3):
-        logger = TensorBoardLogger(path, 0)
-        logger.log_event({"event": "resume", "step": start - 1})
-        for step in range(start, start + 4):
-            logger.log_event({**STEP, "step": step, "loss": float(start)})
-        logger.close()
-    assert scalars(path, "train/loss") == [(1, 1.0), (2, 1.0), (3, 3.0), (4, 3.0), (5, 3.0), (6, 3.0)]
-
-
-def test_tensorboard_writes_no_file_without_metrics(tmp_path: Path) -> None:
-    logger = TensorBoardLogger(tmp_path / "tensorboard")
-    logger.log_event({"event": "note", "text": "a"})
-    logger.close()
-    assert not (tmp_path / "tensorboard").exists()
 
 
 # --- Weights & Biases, MLflow -----------------------------------------------------------------------------
@@ -342,14 +281,6 @@ print(json.dumps([run.info.run_name, run.info.status, run.data.params, history])
 # --- terminal ---------------------------------------------------------------------------------------------
 
 
-def test_evaluation_line() -> None:
-    assert evaluation_line(EVALUATION) == (
-        "epoch  1/12  train loss 0.7500  loss 0.5000  accuracy 91.25%  1,234 samples/s  best"
-    )
-    assert not evaluation_line({**EVALUATION, "is_best": False}).endswith("best")
-    assert evaluation_line({**EVALUATION, "skipped_steps": 2}).endswith("samples/s  skipped 2 steps  best")
-
-
 def test_progress_without_a_terminal_prints_evaluations_notes_and_metrics() -> None:
     out = io.StringIO()
     logger = ProgressLogger(Console(file=out))
@@ -367,22 +298,6 @@ def test_progress_without_a_terminal_prints_evaluations_notes_and_metrics() -> N
         evaluation_line(EVALUATION),
         "step 5  accuracy 0.5",
     ]
-
-
-def test_progress_without_a_terminal_prints_lines_within_long_epochs_and_evaluations(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, out = 0.0, io.StringIO()
-    monkeypatch.setattr("samestep.loggers.progress.time.monotonic", lambda: now)
-    logger = ProgressLogger(Console(file=out), line_seconds=0.2)
-    run = RunLogger([logger, MemoryLogger()])
-    for step in (1, 2):
-        logger.log_event({**STEP, "step_in_epoch": step})
-        now += 0.25 * (step == 1)
-    run.log_progress("evaluation", 1, 40)
-    now += 0.25
-    run.log_progress("evaluation", 2, 40)
-    assert out.getvalue().splitlines() == ["epoch 1  2/4  loss 0.5000  1,234 samples/s", "evaluation  2/40"]
 
 
 def test_progress_bar_shows_evaluations() -> None:
@@ -408,25 +323,6 @@ def test_environment_has_an_entry_for_each_start(tmp_path: Path) -> None:
     entries = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
     assert [entry["processes"] for entry in entries] == [1, 3]
     assert all(entry["started"] and entry["samestep"] for entry in entries)
-
-
-def test_timer_separates_data_and_steps() -> None:
-    timer = StepTimer(waits := WaitClock())
-    assert (timer.speed, timer.last_wait, timer.last_speed) == (0.0, 0.0, 0.0)
-    with waits.wait():
-        pass
-    with timer.step(10):
-        pass
-    assert timer.last_wait > 0
-    assert timer.speed == timer.last_speed > 0
-    assert timer.elapsed > timer.last_wait
-
-
-def test_timer_does_not_count_a_failed_step() -> None:
-    timer = StepTimer(WaitClock())
-    with pytest.raises(ZeroDivisionError), timer.step(10):
-        1 / 0  # noqa: B018
-    assert timer.speed == 0.0
 
 
 def test_timer_counts_the_current_wait_and_local_samples() -> None:
@@ -456,12 +352,6 @@ def test_loggers_option_selects_the_loggers(tmp_path: Path, capfd: pytest.Captur
     files = {path.name for path in (tmp_path / "runs" / "a").iterdir()}
     assert ("events.jsonl" in files) == ("jsonl" in loggers)
     assert ("tensorboard" in files) == ("tensorboard --logdir" in out) == ("tensorboard" in loggers)
-
-
-def test_unknown_logger_is_refused_before_a_run_is_created(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert here("train", "digits", "--loggers", "jsonl,paper", cwd=tmp_path) == EXIT_INPUT
-    assert "'paper' [E_UNKNOWN_NAME]" in capfd.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 def test_trainer_logs_config_and_events_and_closes_the_loggers(tmp_path: Path) -> None:

@@ -8,13 +8,9 @@ import torch
 from PIL import Image
 
 from samestep.metrics.overlays import (
-    areas,
-    blended,
-    class_colors,
     class_map,
     is_segmentation,
     overlay,
-    side_by_side,
     write_overlays,
 )
 
@@ -23,32 +19,6 @@ def test_class_map_of_one_channel_and_of_several() -> None:
     one = torch.tensor([[[-1.0, 0.0, 0.5]]])
     assert class_map(one).tolist() == [[0, 0, 1]]
     assert class_map(torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.5, 1.0]])).tolist() == [0, 1]
-
-
-def test_areas_are_shares_of_classes() -> None:
-    numbers = numpy.array([[0, 1], [1, 2]])
-    assert areas(numbers, ("sky", "road", "car")) == [
-        {"class": "sky", "share": 0.25},
-        {"class": "road", "share": 0.5},
-        {"class": "car", "share": 0.25},
-    ]
-    assert areas(numpy.array([[0, 1], [0, 0]]), ("foreground",)) == [{"class": "foreground", "share": 0.25}]
-
-
-def test_background_and_ignored_pixels_are_unchanged() -> None:
-    image = Image.new("RGB", (4, 4), (40, 80, 120))
-    numbers = numpy.array([[0, 1], [-100, 2]])
-    pixels = numpy.asarray(blended(image, numbers, is_binary=False)).astype(int)
-    assert pixels[0, 0].tolist() == pixels[3, 0].tolist() == [40, 80, 120]
-    red, other = (numpy.array(color) for color in class_colors(2))
-    background = numpy.array([40, 80, 120])
-    assert abs(pixels[0, 3] - (red + background) / 2).max() <= 1
-    assert abs(pixels[3, 3] - (other + background) / 2).max() <= 1
-
-
-def test_class_colors_are_distinct_and_independent_of_the_count() -> None:
-    assert len(set(class_colors(30))) == 30
-    assert class_colors(30)[:5] == class_colors(5)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -75,10 +45,6 @@ def test_overlay_of_classes(tmp_path: Path) -> None:
     for path in paths:
         with Image.open(path) as image:
             assert image.size == (5 * 3 + 8, 6)
-
-
-def test_side_by_side_has_the_largest_height() -> None:
-    assert side_by_side([Image.new("RGB", (3, 5)), Image.new("RGB", (4, 2))]).size == (11, 5)
 
 
 def test_is_segmentation_needs_one_class_per_pixel() -> None:

@@ -4,7 +4,7 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
@@ -12,12 +12,9 @@ from torch.nn import functional
 from samestep.config import StrategyConfig
 from samestep.errors import InputError
 from samestep.strategies.pipeline.partition import (
-    assign_parts,
     balance,
-    balanced_starts,
     bind_inputs,
     partition_model,
-    trace,
 )
 from samestep.strategies.pipeline.schedule import stage_count
 from samestep.strategies.pipeline.stages import GraphExecutor
@@ -114,17 +111,6 @@ def test_every_stage_that_uses_an_input_receives_it() -> None:
     assert partition.parameter_stages["scale"] == (0, 3)
 
 
-def test_forward_is_traced_in_both_training_modes() -> None:
-    model, inputs, lengths = Masked(), torch.randn(3, 6), torch.tensor([6, 2, 4])
-    outputs = []
-    for run in (lambda: model(inputs, lengths), lambda: run_stages(model, (), 2, inputs, lengths, training=True)):
-        model.train()
-        torch.manual_seed(0)
-        outputs.append(run())
-    assert torch.equal(*outputs)
-    assert model.training, "the partition restores the training mode"
-
-
 def test_named_stages_can_begin_at_nested_modules() -> None:
     model, images = DigitsNet(dropout=0.0), torch.randn(4, 1, 8, 8)
     names = ("blocks.1.second", "head")
@@ -155,26 +141,6 @@ def test_the_largest_part_is_minimal(weights: list[int], count: int) -> None:
     assert len(starts) == count - 1
     assert all(a < b for a, b in pairwise(edges))
     assert max(sum(weights[a:b]) for a, b in pairwise(edges)) == smallest_maximum(weights, count)
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 4))
-def test_every_part_has_an_element_with_a_size(sizes: list[int], count: int) -> None:
-    weights = [size for size in sizes if size > 0]
-    assume(len(weights) >= count)
-    parts = assign_parts(sizes, count)
-    assert parts == sorted(parts)
-    assert {part for part, size in zip(parts, sizes, strict=True) if size > 0} == set(range(count))
-    totals = [sum(size for size, other in zip(sizes, parts, strict=True) if other == part) for part in range(count)]
-    assert max(totals) == smallest_maximum(weights, count)
-
-
-def test_elements_without_size_belong_to_the_part_of_their_predecessor() -> None:
-    assert assign_parts([0, 5, 0, 5, 0], 2) == [0, 0, 0, 1, 1]
-
-
-def test_stages_are_balanced_by_parameters() -> None:
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 100), nn.ReLU(), nn.Linear(100, 4))
-    assert balanced_starts(model, trace(model, training=True), 3) == ["3", "5"]
 
 
 class SharedNorm(nn.Module):
@@ -219,11 +185,3 @@ def test_an_impossible_partition_is_an_error(model: nn.Module, names: tuple[str,
 def test_number_of_stages_of_a_schedule(schedule: str, named: int, ranks: int, count: int) -> None:
     config = StrategyConfig(name="pp", schedule=schedule, stages=("x",) * named)  # type: ignore[arg-type]
     assert stage_count(config, ranks) == count
-
-
-@pytest.mark.parametrize(("schedule", "named"), [("1f1b", 2), ("gpipe", 3), ("interleaved", 1), ("zero_bubble", 2)])
-def test_named_stages_that_do_not_fit_the_ranks_are_an_error(schedule: str, named: int) -> None:
-    config = StrategyConfig(name="pp", schedule=schedule, stages=("x",) * named)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=f"{named + 1} stages for 2 ranks") as error:
-        stage_count(config, 2)
-    assert error.value.code == "E_PIPELINE"

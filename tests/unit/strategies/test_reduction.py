@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, arange, channels_last, equal, float32, randn
+from torch import Tensor, channels_last, equal, randn
 
 from samestep.microbatches import Shares, microbatch_bounds, owned_microbatches, rank_count
-from samestep.strategies.reduction import MicrobatchTree, Node, children, flatten, unflatten
+from samestep.strategies.reduction import MicrobatchTree, Node, flatten, unflatten
 
 Sum = Any  # a microbatch's number, or a pair of sums
 
@@ -54,21 +54,9 @@ def test_the_tree_over_eight_microbatches() -> None:
     assert reference(MicrobatchTree(8, 8)) == add(add(add(0, 1), add(2, 3)), add(add(4, 5), add(6, 7)))
 
 
-def test_the_tree_over_five_microbatches() -> None:
-    assert reference(MicrobatchTree(5, 5)) == add(add(0, 1), add(2, add(3, 4)))
-
-
 def test_microbatches_without_samples_are_omitted() -> None:
     assert present(MicrobatchTree(8, 3)) == [2, 5, 7]
     assert reference(MicrobatchTree(8, 3)) == add(2, add(5, 7))
-
-
-@given(trees())
-def test_a_node_has_samples_if_a_microbatch_below_has(tree: MicrobatchTree) -> None:
-    filled = present(tree)
-    for lo in range(tree.microbatches):
-        for hi in range(lo + 1, tree.microbatches + 1):
-            assert tree.has_samples((lo, hi)) == any(lo <= microbatch < hi for microbatch in filled)
 
 
 @given(worlds())
@@ -81,26 +69,6 @@ def test_covers_partition_the_microbatches_with_samples(world: tuple[MicrobatchT
             assert owned.start <= lo < hi <= owned.stop
             covered += [microbatch for microbatch in range(lo, hi) if microbatch in present(tree)]
     assert covered == present(tree)
-
-
-@given(worlds())
-def test_covers_are_the_largest_subtrees(world: tuple[MicrobatchTree, Shares]) -> None:
-    tree, shares = world
-    parents = {
-        half: node for node in nodes_below((0, tree.microbatches)) if node[1] - node[0] > 1 for half in children(node)
-    }
-    for rank in range(rank_count(shares)):
-        owned = owned_microbatches(tree.microbatches, shares, rank)
-        for node in tree.cover(rank, shares):
-            lo, hi = parents.get(node, (-1, tree.microbatches + 1))
-            assert not owned.start <= lo < hi <= owned.stop
-            assert tree.has_samples(node)
-
-
-def nodes_below(node: Node) -> list[Node]:
-    if node[1] - node[0] == 1:
-        return [node]
-    return [node, *(below for half in children(node) for below in nodes_below(half))]
 
 
 @given(worlds())
@@ -123,17 +91,6 @@ def test_early_addition_gives_the_same_sum(world: tuple[MicrobatchTree, Shares])
     for rank in range(rank_count(shares)):
         sums |= add_early(tree, rank, shares, lambda sums: None)
     assert tree.sum(sums, add) == reference(tree)
-
-
-@given(worlds())
-def test_early_addition_stores_one_sum_per_level(world: tuple[MicrobatchTree, Shares]) -> None:
-    tree, shares = world
-    levels = tree.microbatches.bit_length() + 1
-    for rank in range(rank_count(shares)):
-        cover = len(tree.cover(rank, shares))
-        counts: list[int] = []
-        add_early(tree, rank, shares, lambda sums, counts=counts: counts.append(len(sums)))
-        assert max(counts, default=0) <= cover + levels
 
 
 def add_early(
@@ -193,15 +150,6 @@ def test_a_batch_is_shared_by_all_if_each_rank_has_samples(world: tuple[Microbat
     assert tree.is_shared_by_all(shares) == all(leaves(tree, microbatches) for microbatches in owned)
 
 
-def test_a_node_without_values_has_no_sum() -> None:
-    assert MicrobatchTree(8, 3).merge((0, 2), {}, add) == {}
-
-
-def test_values_of_subtrees_are_used() -> None:
-    tree = MicrobatchTree(4, 4)
-    assert tree.sum({(0, 2): "low", (2, 4): "high"}, add) == add("low", "high")
-
-
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 8, 13])
 def test_the_left_operand_is_the_left_half(microbatches: int) -> None:
     """The in-place addition into the right-hand operand relies on this order."""
@@ -251,11 +199,3 @@ def test_round_trip(cases: list[tuple[list[int], str, str]]) -> None:
     for tensor, view, p in zip(tensors, unflatten(flat, parameters), parameters, strict=True):
         assert equal(view, tensor)
         assert view.shape == p.shape
-
-
-def test_elements_are_in_memory_order() -> None:
-    weights = arange(8, dtype=float32).reshape(1, 2, 2, 2).contiguous(memory_format=channels_last)
-    assert flatten([weights], [weights]).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
-    (view,) = unflatten(weights.permute(0, 2, 3, 1).reshape(-1), [weights])
-    assert equal(view, weights)
-    assert view.stride() == weights.stride()

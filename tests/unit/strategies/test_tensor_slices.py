@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._pytree import tree_map
 
 from samestep.config import StepConfig, StrategyConfig
 from samestep.config.strategy import StrategyName
@@ -18,7 +17,7 @@ from samestep.engine.build import transform_model
 from samestep.engine.compatible_options import require_compatible
 from samestep.errors import InputError
 from samestep.strategies.tensor_parallel import slice_model
-from samestep.strategies.tensor_slices import SlicedTensor, Slicing, add, aligned, checked_forward, divide, join, spread
+from samestep.strategies.tensor_slices import SlicedTensor, Slicing, add, checked_forward, divide, join, spread
 
 SLICES = 3
 
@@ -55,14 +54,6 @@ def test_the_four_functions_have_exact_gradients(slicing: Slicing) -> None:
     assert all(part is full.detach() or not part.requires_grad for part in spread(full.detach(), slicing))
 
 
-def test_unaligned_tensors_are_copied() -> None:
-    memory = torch.randn(100)
-    assert aligned(memory).data_ptr() == memory.data_ptr()
-    assert aligned(memory[1:]).data_ptr() % 64 == 0
-    assert torch.equal(aligned(memory[1:]), memory[1:])
-    assert aligned(memory.view(10, 10).t()).is_contiguous()
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -89,18 +80,6 @@ def test_elementwise_functions_are_those_of_the_full_tensor(
     assert isinstance(result, SlicedTensor)
     assert result.dtype == expected.dtype
     torch.testing.assert_close(result.join(), expected)
-
-
-def test_properties_are_those_of_the_full_tensor(divided: SlicedTensor) -> None:
-    assert tuple(divided.shape) == (4, 6)
-    assert (divided.dim(), divided.size(1), len(divided), divided.dtype) == (2, 6, 4, torch.float32)
-    assert "1 of" not in repr(divided)
-    assert "(4, 6)" in repr(divided)
-
-
-def test_hooks_of_wrappers_receive_the_slices(divided: SlicedTensor) -> None:
-    doubled = tree_map(lambda part: part * 2, {"a": divided})["a"]
-    assert torch.equal(doubled.join(), divided.join() * 2)
 
 
 @pytest.mark.parametrize(
@@ -132,24 +111,8 @@ def test_other_functions_are_errors(divided: SlicedTensor, function: Callable[[A
 # --- models -------------------------------------------------------------------------------------------------
 
 
-class Attention(nn.Module):
-    """Attention with a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = 3
-        self.query, self.scale = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
-
-
 def sliced(model: nn.Module, world: World, plan: dict[str, str], **options: Any) -> dict[str, int]:
     return slice_model(model, world, StepConfig(tensor_plan=plan, **options))
-
-
-def test_one_slice_leaves_a_model_unchanged(world: World) -> None:
-    model = nn.Sequential(nn.Linear(6, 6))
-    assert sliced(model, world, {"0": "row"}) == {}
-    assert "forward" not in vars(model[0])
-    assert "forward" not in vars(model)
 
 
 @pytest.mark.parametrize(
@@ -174,13 +137,6 @@ def test_slices_are_equal_to_rounding(world: World, kinds: tuple[str, str], colu
     torch.testing.assert_close(inputs.grad, expected)
     for parameter, reference in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, reference.grad)
-
-
-def test_an_attention_with_other_parameters_is_an_error(world: World) -> None:
-    model = nn.ModuleDict({"attention": Attention()})
-    with pytest.raises(InputError, match=r"attention\.scale") as error:
-        sliced(model, world, {"attention": "heads", "attention.query": "column"}, tensor_slices=SLICES)
-    assert error.value.code == "E_TENSOR_PLAN"
 
 
 def test_a_checkpointed_product_is_an_error(world: World) -> None:

@@ -68,11 +68,6 @@ def test_impossible_variants_have_a_reason(recipe: Recipe) -> None:
     assert {variant.devices for variant in variants} == {1, 2}
 
 
-def test_recipe_with_fewer_microbatches_than_ranks_cannot_run_unchanged(recipe: Recipe) -> None:
-    _, absent = contenders(replace(recipe, microbatches=2), [4], [], None)
-    assert [variant.name for variant in absent] == ["ddp, 2 microbatches as in the recipe"]
-
-
 def test_ways_and_accumulate_select_variants(recipe: Recipe) -> None:
     layout = StrategyConfig(name="fsdp")
     variants, _ = contenders(recipe, [2], [layout], None, ways=["bf16"])
@@ -115,10 +110,6 @@ def test_interrupted_round_is_left_out() -> None:
     assert [way["samples_per_second"]["median"] for way in ways] == [10.0, 10.0], "the speed of the training"
 
 
-def test_single_round_has_no_spread() -> None:
-    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0)
-
-
 def test_comparison_is_printed_drawn_and_plain_data(tmp_path: Path) -> None:
     data = comparison()
     assert data["not_run"] == [{"name": "dp", "devices": 2, "reason": "no reason"}]
@@ -129,16 +120,6 @@ def test_comparison_is_printed_drawn_and_plain_data(tmp_path: Path) -> None:
     assert "waits for data" not in headers
     draw(data["ways"], "digits on a processor", tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_metrics_have_their_own_format() -> None:
-    ways = comparison()["ways"]
-    for way in ways:
-        way["evaluation"] = {"loss": 2.5, "loss_pixel": 1.5, "perplexity": 12.18, "samples": 10}
-    assert first_metric(ways) == "perplexity"
-    cell = str(next(iter(table(ways).columns[-1].cells)))
-    assert cell.startswith("12.18")
-    assert "%" not in cell
 
 
 def test_fewest_workers_of_the_fastest_are_chosen(monkeypatch: pytest.MonkeyPatch, recipe: Recipe) -> None:

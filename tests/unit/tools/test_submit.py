@@ -1,7 +1,6 @@
 """Files of `samestep submit` as a function of recipe and resources."""
 
 import subprocess
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -62,14 +61,6 @@ def test_slurm_script() -> None:
     assert "export SAMESTEP_TOKEN" in submission.text
 
 
-def test_slurm_script_of_an_elastic_job_and_of_a_script() -> None:
-    assert "--nodes=2-4" in directives(slurm_submission(ELASTIC).text)
-    text = slurm_submission(SCRIPT).text
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    assert text.splitlines()[-1] == "    /opt/python 'my train.py' --epochs 2"
-    assert not any(line.startswith(("--gpus", "--time")) for line in directives(text))
-
-
 def test_shared_folder_check_ends_a_job(tmp_path) -> None:  # type: ignore[no-untyped-def]
     script = slurm_submission(replace(JOB, runs=str(tmp_path / "runs"))).text
     programs = tmp_path / "bin"
@@ -97,14 +88,6 @@ def test_job_set() -> None:
     assert list(config_map["data"]) == ["train.py"]
     (container,) = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
     assert container["command"][-3:] == ["/samestep/train.py", "--epochs", "2"]
-
-
-def test_keys_of_a_job_set_are_known() -> None:
-    """Kubeflow's models read the document and write it again: they drop unknown keys."""
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs kubeflow-trainer-api")
-    for job in (JOB, ELASTIC, SCRIPT):
-        document = documents(job)[-1]
-        assert models.JobsetV1alpha2JobSet.from_dict(deepcopy(document)).to_dict() == document
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from rich.console import Console
 from helpers.run_folders import START, events_of, make_run, step_event
 from samestep.checkpoint.lock import LOCK
 from samestep.cli.top import render
-from samestep.tools.top import SILENT_SECONDS, RunStatus, last_lines, read_status
+from samestep.tools.top import SILENT_SECONDS, RunStatus, read_status
 
 OLD = 1  # number of a process older than any test
 
@@ -72,30 +72,6 @@ def test_last_event_decides_the_state(event: dict[str, Any], state: str, tmp_pat
     assert status.failure.get("code") == ("E_NONFINITE" if state == "failed" else None)
 
 
-def test_states_before_the_first_step(tmp_path: Path) -> None:
-    assert read_status(tmp_path) is None
-    make_run(tmp_path, [])
-    (tmp_path / "environment.json").unlink()
-    status = read_status(tmp_path)
-    assert status is not None
-    assert (status.state, status.epoch, status.step) == ("starting", 0, 0)
-    write_rank(tmp_path, 0)
-    status = read_status(tmp_path)
-    assert status is not None
-    assert status.state == "running"
-
-
-def test_damaged_lines_are_skipped(tmp_path: Path) -> None:
-    folder = make_run(tmp_path, events_of(10)[:5])
-    with (folder / "events.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"time": 1, "event": "step", "step": "7"}\n[]\nnull\n\n{"time": 17953')
-    status = read_status(folder)
-    assert status is not None
-    assert status.step == 5
-    assert last_lines(folder / "none", 100) == []
-    assert last_lines(folder / "events.jsonl", 26) == [b"[]", b"null", b""]
-
-
 def test_signs_of_ranks(tmp_path: Path) -> None:
     """The start has two ranks; without their number, each file counts."""
     folder = make_run(tmp_path, events_of(10)[:5])
@@ -109,12 +85,6 @@ def test_signs_of_ranks(tmp_path: Path) -> None:
     write_rank(folder, 1, pid=OLD, host="elsewhere")
     (folder / "environment.json").unlink()
     assert signs(read_status(folder)) == {0: "silent", 1: "active", 2: "active"}
-
-
-def test_ended_run_has_no_silent_ranks(tmp_path: Path) -> None:
-    folder = make_run(tmp_path, events_of(10))
-    write_rank(folder, 0, age=100, pid=2**40)
-    assert signs(read_status(folder)) == {0: "active", 1: "missing"}
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

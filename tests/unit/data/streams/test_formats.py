@@ -164,20 +164,6 @@ def test_tokens_with_the_header_of_llm_c(tmp_path: Path) -> None:
         TokenFiles(str(tmp_path), length=4, dtype="uint16", header="llm.c")
 
 
-@pytest.mark.parametrize(("header", "size"), [("none", 3), ("llm.c", 1000), ("llm.c", 1025)])
-def test_short_token_file_that_is_damaged(header: Any, size: int, tmp_path: Path) -> None:
-    """The file has no whole window, so no sample would open it."""
-    (tmp_path / "a.bin").write_bytes(bytes(size))
-    with refused("E_UNREADABLE", "a.bin"):
-        TokenFiles(str(tmp_path), length=4, header=header)
-
-
-@pytest.mark.parametrize("length", [0, "4", 4.0, True])
-def test_length_of_tokens_is_a_positive_integer(length: Any, tmp_path: Path) -> None:
-    with refused("E_VALUE"):
-        TokenFiles(str(tmp_path), length)
-
-
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_columns_of_tables(kind: str, tmp_path: Path) -> None:
     tables(tmp_path / kind, kind)
@@ -187,14 +173,6 @@ def test_columns_of_tables(kind: str, tmp_path: Path) -> None:
     source.close()
     with refused("E_UNKNOWN_NAME", "part-0", "numbre"):
         files(str(tmp_path / kind), columns=["number", "numbre"])
-
-
-def test_nested_columns_of_parquet(tmp_path: Path) -> None:
-    table = pyarrow.Table.from_pylist([{"a": {"b": 1, "c": {"d": 2}}, "e": 3}])
-    pyarrow.parquet.write_table(table, str(tmp_path / "part.parquet"))
-    source = ParquetFiles(str(tmp_path), columns=["a.c", "e"])
-    assert source.read(0, 0) == {"a": {"c": {"d": 2}}, "e": 3}
-    source.close()
 
 
 def test_tables_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,20 +197,6 @@ def test_files_of_hugging_face_datasets(tmp_path: Path, memory: Any, monkeypatch
         source = ArrowFiles(address)
         assert [source.read(file, i) for file in range(2) for i in range(5)] == [row(i) for i in range(COUNT)]
         source.close()
-
-
-def test_hidden_files_and_linked_folders(tmp_path: Path) -> None:
-    for name in ("part-0.tar", "._part-0.tar", ".old/part-1.tar", "cache-2.tar"):
-        (tmp_path / "tars" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "tars" / name).write_bytes(INTACT)
-    (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "part-2.tar").write_bytes(INTACT)
-    (tmp_path / "tars" / "link").symlink_to(tmp_path / "more")
-    for address in (str(tmp_path / "tars"), f"file://{tmp_path}/tars"):
-        assert TarFiles(address).names == ["cache-2.tar", "link/part-2.tar", "part-0.tar"]
-    (tmp_path / "tars" / "part-3.tar").symlink_to(tmp_path / "none")
-    with refused("E_FILE_MISSING", "part-3.tar"):
-        TarFiles(str(tmp_path / "tars"))
 
 
 # --- faults ------------------------------------------------------------------------------------------------
@@ -267,19 +231,6 @@ def test_file_with_another_number_of_samples_is_named(name: str, tmp_path: Path)
     last.write_bytes(first.read_bytes())
     with refused("E_FILE_CHANGED", source.names[-1]):
         source.read(len(source.names) - 1, 0)
-    source.close()
-
-
-@pytest.mark.parametrize("kind", ["webdataset", "tokens"])
-def test_file_that_is_truncated_while_it_is_open(kind: str, tmp_path: Path) -> None:
-    """The last sample is far behind the first one, which is in the buffer of the file."""
-    path = tmp_path / f"a.{'bin' if kind == 'tokens' else 'tar'}"
-    path.write_bytes(bytes(200_000) if kind == "tokens" else tar_of("a.x", "b.x", "c.x", sizes=[100, 100_000, 100]))
-    source = OPEN[kind](str(tmp_path))
-    source.read(0, 0)
-    os.truncate(path, 16)
-    with refused("E_UNREADABLE", path.name, "ends at byte"):
-        source.read(0, source.sizes[0] - 1)
     source.close()
 
 
@@ -367,12 +318,6 @@ def test_folder_without_files_of_the_format(name: str, tmp_path: Path) -> None:
     for address in (str(tmp_path / "empty"), str(tmp_path / "missing"), str(tmp_path / "file.bin"), "memory://missing"):
         with refused("E_FILE_MISSING", address):
             OPEN[name](address)
-
-
-@pytest.mark.parametrize("address", ["nothing://bucket/web", "filecache::nothing://bucket/web"])
-def test_protocol_that_is_not_installed(address: str) -> None:
-    with refused("E_NOT_INSTALLED", address):
-        TarFiles(address)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """Dataset of a stream in a loader: samples, order on any ranks, settings of checkpoints, and refusals."""
 
-import pickle
 from typing import Any
 
 import pytest
-import torch
 
 from helpers.number_files import NumberFiles
 from samestep.data.loader import Loader
@@ -57,23 +55,6 @@ def test_a_rank_reads_files_of_its_slots_alone() -> None:
         by_rank.append(set(source.reads))
     assert [len(files) for files in by_rank] == [30, 30]
     assert len(set.union(*by_rank)) == 60
-
-
-def test_evaluation_has_the_order_of_the_files() -> None:
-    samples = [sample[2:] for sample in used(loader_of(shuffle=False))]
-    assert samples == [(file, index) for file, size in enumerate(FILES) for index in range(size)]
-
-
-def test_sample_has_a_transform() -> None:
-    dataset = StreamDataset(NumberFiles(FILES), transform=lambda sample: sample * 10)
-    assert dataset[10].tolist() == [20, 0]
-    with pytest.raises(IndexError):
-        dataset[69]
-
-
-def test_dataset_can_be_pickled() -> None:
-    dataset = pickle.loads(pickle.dumps(StreamDataset(NumberFiles(FILES))))
-    assert torch.equal(dataset[10], torch.tensor([2, 0]))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,20 +49,9 @@ def test_slices_are_those_of_the_whole_order(
         assert order[positions].tolist() == order[:][positions].tolist()
 
 
-def test_order_without_shuffle_is_that_of_the_files() -> None:
-    order = order_of(NumberFiles([3, 0, 4]), BatchSizes(2, 2, 1), shuffle=False)
-    assert order[:].tolist() == list(range(7))
-
-
 def test_order_is_stable_between_versions() -> None:
     order = order_of(NumberFiles([5, 7, 6, 2]), BatchSizes(8, 2, 2), window=6)
     assert order[:].tolist() == [9, 5, 10, 8, 19, 17, 18, 0, 7, 6, 12, 11, 15, 16, 4, 3, 14, 13, 2, 1]
-
-
-@pytest.mark.parametrize("change", [{"seed": 4}, {"epoch": 2}, {"window": 31}])
-def test_seeds_epochs_and_windows_have_other_orders(change: dict[str, int]) -> None:
-    files, sizes = NumberFiles([40] * 30), BatchSizes(32, 4, 4)
-    assert order_of(files, sizes)[:100].tolist() != order_of(files, sizes, **change)[:100].tolist()
 
 
 def test_a_slot_has_its_own_range_and_few_files_per_window() -> None:

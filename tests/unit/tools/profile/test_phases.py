@@ -1,10 +1,8 @@
 """Tests of interval arithmetic, of the phases of a step, and of the slowest rank."""
 
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from samestep.tools.profile.phases import (
     PHASES,
@@ -14,33 +12,12 @@ from samestep.tools.profile.phases import (
     Phase,
     PhaseSeconds,
     SlowestRank,
-    length,
-    overlap,
     phase_seconds,
-    union,
 )
-
-interval_lists = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: (min(pair), max(pair))))
 
 
 def units(intervals: list[Interval]) -> set[int]:
     return {unit for begin, end in intervals for unit in range(int(begin), int(end))}
-
-
-@given(interval_lists)
-def test_union_is_disjoint_and_ordered(intervals: list[Interval]) -> None:
-    result = union(intervals)
-    assert units(result) == units(intervals)
-    assert length(intervals) == len(units(intervals)) == sum(end - begin for begin, end in result)
-    assert all(before[1] < after[0] for before, after in pairwise(result))
-
-
-@given(interval_lists, interval_lists)
-def test_overlap_is_the_intersection(some: list[Interval], others: list[Interval]) -> None:
-    result = overlap(some, others)
-    assert units(result) == units(some) & units(others)
-    assert length(result) == len(units(some) & units(others))
-    assert all(before[1] <= after[0] for before, after in pairwise(result))
 
 
 def phases_of(*phases: tuple[Phase, float], collectives: tuple[Collective, ...] = ()) -> PhaseSeconds:
@@ -85,12 +62,3 @@ def measured(*forwards: float, is_known_inside: bool = True) -> Measurements:
 def test_slowest_rank_is_busy_for_longest() -> None:
     assert measured(2, 6, 2).slowest == SlowestRank(1, pytest.approx(4), "forward")
     assert measured(2, 6).step_seconds == 10
-
-
-@pytest.mark.parametrize("forwards", [(6,), (2, 2.1), (2, 2, 2)])
-def test_one_or_equal_ranks_have_no_slowest(forwards: tuple[float, ...]) -> None:
-    assert measured(*forwards).slowest is None
-
-
-def test_slowest_rank_is_unknown_with_communication_inside_of_phases() -> None:
-    assert measured(2, 6, is_known_inside=False).slowest is None

@@ -68,14 +68,6 @@ def test_records_do_not_wait_for_an_accelerator(alone: samestep.World, recorder:
         assert recorder.phases()["optimizer"] > 0
 
 
-def test_recorder_that_is_off_records_nothing(alone: samestep.World, recorder: StepRecorder) -> None:
-    engine = make_engine(alone, recorder, loss=loss_with_collective)
-    record(alone, engine, recorder)
-    recorder.is_on = True
-    record(alone, engine, recorder)
-    assert len(recorder._finished) == 1
-
-
 def test_collectives_of_user_code_are_communication(alone: samestep.World, recorder: StepRecorder) -> None:
     engine = make_engine(alone, recorder, loss=loss_with_collective)
     recorder.is_on = True

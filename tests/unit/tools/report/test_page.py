@@ -3,7 +3,7 @@
 import numpy
 import pytest
 
-from samestep.tools.report.page import Chart, Series, draw, format_number, reduced, ticks
+from samestep.tools.report.page import Chart, Series, draw, reduced, ticks
 
 
 def series(values: list[float] | numpy.ndarray) -> Series:
@@ -32,19 +32,6 @@ def test_points_are_inside_the_plot() -> None:
     assert [row[2:] for row in drawn["rows"]] == [(["1", "1", "3"], 1), (["2", "2", "2"], 0)]
 
 
-@pytest.mark.parametrize("values", [[5.0], [0.0, 0.0], [float("nan")]])
-def test_constant_curve_has_axes(values: list[float]) -> None:
-    drawn = draw(Chart("a", "loss", [series(values)]))
-    assert drawn["x_ticks"]
-    assert drawn["y_ticks"]
-
-
 def test_ticks_are_round() -> None:
     assert ticks(0.0, 1.0) == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert ticks(13.0, 987.0) == [200.0, 400.0, 600.0, 800.0]
-
-
-def test_formats() -> None:
-    assert format_number("accuracy", 0.98) == "98.00%"
-    assert format_number("train_loss", 0.5) == "0.5"
-    assert format_number("lr", 0.1, is_metric=False) == "0.1"

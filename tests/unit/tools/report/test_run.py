@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from helpers.rank_files import line, write_ranks
-from helpers.run_folders import START, events_of, make_run, step_event
-from samestep.errors import InputError
-from samestep.tools.report.run import EventLog, JsonLines, Run, read_ranks, read_run, read_runs
-from samestep.tools.run_lines import parse_count, parse_finite, parse_number
+from helpers.run_folders import START, step_event
+from samestep.tools.report.run import EventLog, JsonLines, read_ranks
 
 
 def log_of(path: Path, events: list[dict[str, Any]]) -> EventLog:
@@ -27,10 +25,6 @@ def step(number: int, **changes: Any) -> dict[str, Any]:
 def curve(log: EventLog, name: str) -> dict[float, float]:
     steps, values = log.curves[name].points()
     return dict(zip(steps.tolist(), values.tolist(), strict=True))
-
-
-def run_of(folder: Path, events: list[dict[str, Any]]) -> Run:
-    return read_run(make_run(folder, events), "a")
 
 
 def test_curves_of_steps_and_logged_values(tmp_path: Path) -> None:
@@ -67,17 +61,6 @@ def test_resume_drops_the_values_of_later_steps(tmp_path: Path) -> None:
     assert [text for _, text in log.notes] == ["stopped at step 4", "resume at step 2"]
 
 
-def test_evaluations_of_one_step_are_merged(tmp_path: Path) -> None:
-    evaluation = {"event": "evaluation", "step": 1, "loss": 0.5, "accuracy": 0.5}
-    marked = {"event": "checkpoint", "step": 1, "is_best": True}
-    failure = {"event": "failure", "code": "E_NONFINITE", "text": "the loss is nan"}
-    log = log_of(tmp_path / "e", [step(1), evaluation, {**evaluation, "accuracy_2": 0.25}, marked, failure])
-    (values,) = log.evaluations.values()
-    assert (values["accuracy"], values["accuracy_2"], values["is_best"]) == (0.5, 0.25, True)
-    assert (log.end or {})["code"] == "E_NONFINITE"
-    assert log.notes[-1][1] == "failure at step 1: the loss is nan"
-
-
 def test_invalid_events_are_counted(tmp_path: Path) -> None:
     events: list[dict[str, Any]] = [
         {"event": "step"},
@@ -111,31 +94,6 @@ def test_json_lines(content: bytes, objects: list[int], unreadable: int, tmp_pat
     assert list(JsonLines(tmp_path / "none")) == []
 
 
-def test_numbers_of_events() -> None:
-    assert [parse_number(value) for value in (1, 2.5, "inf", "7", None, True, [1], 10**400)] == [
-        *(1.0, 2.5, math.inf),
-        *[None] * 5,
-    ]
-    assert math.isnan(parse_number("nan") or 0.0)
-    assert [parse_finite(value) for value in (1, "nan", "inf", None)] == [1.0, None, None, None]
-    assert [parse_count(value) for value in (0, 7, -1, 2.0, True, "7", 2**60)] == [0, 7, *[None] * 5]
-
-
-def test_states(tmp_path: Path) -> None:
-    end = {"time": START + 1, "event": "end", "stopped": False, "step": 1}
-    events: list[list[dict[str, Any]]] = [[step(1)], [step(1), end], [{**end, "stopped": True}]]
-    states = [run_of(tmp_path / str(number), log).state for number, log in enumerate(events)]
-    assert states == ["not ended", "finished", "stopped"]
-
-
-def test_runs_of_the_same_name_are_named_by_their_paths(tmp_path: Path) -> None:
-    folders = [make_run(tmp_path / parent / "first", []) for parent in ("a", "b")]
-    assert [run.name for run in read_runs(folders)] == [str(folder) for folder in folders]
-    assert [run.name for run in read_runs(folders[:1])] == ["first"]
-    with pytest.raises(InputError, match="listed twice"):
-        read_runs([folders[0], folders[1], folders[0]])
-
-
 def test_means_of_ranks_are_weighted_by_time(tmp_path: Path) -> None:
     """The first line of a process, and a pause between two processes, have no duration."""
     lines = [
@@ -152,12 +110,6 @@ def test_means_of_ranks_are_weighted_by_time(tmp_path: Path) -> None:
     assert (log.host, log.memory, log.gpu_memory) == ("node-a", 2**40, 9)
 
 
-def test_unknown_shares(tmp_path: Path) -> None:
-    write_ranks(tmp_path, [line(0, 100.0 + 2 * number, 3, wait_share=None, data_share="nan") for number in range(3)])
-    (log,) = read_ranks(tmp_path / "ranks")
-    assert (log.mean("wait_share"), log.mean("data_share")) == (None, None)
-
-
 def test_ranks_are_ordered_and_other_files_ignored(tmp_path: Path) -> None:
     write_ranks(tmp_path, [line(rank, 100.0, 1) for rank in (10, 2, 0)])
     (tmp_path / "ranks" / "rank-x.jsonl").write_text("{}\n")
@@ -166,10 +118,3 @@ def test_ranks_are_ordered_and_other_files_ignored(tmp_path: Path) -> None:
     logs = read_ranks(tmp_path / "ranks")
     assert [(log.rank, log.unreadable) for log in logs] == [(0, 0), (2, 1), (10, 0)]
     assert read_ranks(tmp_path / "none") == []
-
-
-def test_values_of_an_evaluation(tmp_path: Path) -> None:
-    run = run_of(tmp_path, events_of(10))
-    (event,) = run.events.evaluations.values()
-    assert list(run.evaluation_values({**event, "text": "a"})) == ["loss", "accuracy"]
-    assert run.evaluation_values(None) == {}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.tools.verify.tensor_comparison import StepTensors, digest, digest_any, digest_rows, distance, leaves
+from samestep.tools.verify.tensor_comparison import StepTensors, digest, digest_rows, distance
 from samestep.tools.verify.trials import Trial
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -32,19 +32,6 @@ def test_dtype_and_shape_change_the_digest(dtype: torch.dtype) -> None:
     assert digest(tensor) != digest(tensor.view(2, 2))
     assert len({digest(torch.zeros(4, dtype=dtype)) for dtype in DTYPES}) == len(DTYPES)
     assert digest(torch.zeros(0, dtype=dtype)) != digest(torch.zeros(0, 2, dtype=dtype))
-
-
-def test_strides_do_not_change_the_digest() -> None:
-    tensor = torch.arange(6.0).view(2, 3)
-    assert digest(tensor.t().contiguous().t()) == digest(tensor)
-    assert digest(torch.tensor(1.5)) == digest(torch.tensor([1.5, 2.0])[0])
-
-
-def test_leaves_have_paths() -> None:
-    tree = {"ids": torch.zeros(2), "more": [1, (torch.ones(1), "word")]}
-    assert [path for path, _ in leaves(tree)] == ["ids", "more.0", "more.1.0", "more.1.1"]
-    assert digest_any(tree) != digest_any({**tree, "more": [1, (torch.ones(1), "world")]})
-    assert digest_any([torch.zeros(1), torch.ones(1)]) != digest_any([torch.ones(1), torch.zeros(1)])
 
 
 def test_rows_are_those_of_the_first_tensor_with_one_row_per_sample() -> None:
@@ -107,11 +94,6 @@ def test_state_that_differs_after_equal_gradients_is_a_difference(tmp_path: Path
     state[element] += 0.01
     result = distances(tmp_path, torch.tensor([-2e-9, 0.5, -0.5]), state)
     assert result["state"]["blocks.1.mixed.bias"] > TOLERANCE
-
-
-def test_elements_of_rounding_do_not_hide_others(tmp_path: Path) -> None:
-    result = distances(tmp_path, torch.tensor([-2e-9, 0.5, -0.5]), torch.tensor([-0.010, 0.250, 0.300]))
-    assert result["state"]["blocks.1.mixed.bias"] == pytest.approx(0.05 / 0.3, rel=0.5)
 
 
 def test_every_difference_counts_without_a_tolerance(tmp_path: Path) -> None:
