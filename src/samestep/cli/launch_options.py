@@ -47,6 +47,7 @@ class LaunchOptions(DeviceOption):
         "let several ranks use one GPU; they communicate through host memory (not with pp)", default=False
     )
 
+    # Options of the class `FaultOptions`; constants of commands without them.
     max_restarts: int = 0
     hang_after: float = HANG_AFTER
     grace: float | None = None

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from samestep.checkpoint.files import replacing
 from samestep.config import DeviceKind
 from samestep.errors import InputError
 from samestep.loggers.logger import to_json_line
@@ -196,23 +195,6 @@ def output_errors(value: str, expected: str, fix: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(f"{value}: {error.strerror}", expected, fix, code="E_OUTPUT") from error
-
-
-def write_output(text: str, out: Path, option: str, mark: str, kind: str) -> None:
-    """Write a file atomically; only an earlier file of the kind, which begins with `mark`, is overwritten."""
-    with output_errors(f"{out} cannot be written", "a file in a writable folder", f"{option} with another path"):
-        if out.exists():
-            with out.open("rb") as file:
-                is_earlier = file.read(len(mark)) == mark.encode()
-            if not is_earlier:
-                raise InputError(
-                    f"{out} is not a {kind}",
-                    expected=f"a new file, or an earlier {kind}",
-                    fix=f"{option} with another name, or remove the file",
-                    code="E_OUTPUT",
-                )
-        with replacing(out) as temporary:
-            temporary.write_text(text, encoding="utf-8")
 
 
 def timed_name(runs: Path, stem: str) -> str:

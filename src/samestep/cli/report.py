@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from samestep.cli.options import JsonOption, argument, option, print_json, write_output
-from samestep.errors import EXIT_DONE
+from samestep.checkpoint.files import replacing
+from samestep.cli.options import JsonOption, argument, option, output_errors, print_json
+from samestep.errors import EXIT_DONE, InputError
 from samestep.report_limits import printable
 
 _REPORT = "report.html"
@@ -40,7 +41,7 @@ def run(options: Options) -> int:
     out = options.out
     if out is None:
         out = options.folders[0] / _REPORT if len(runs) == 1 else Path(_REPORT)
-    write_output(render(runs), out, "--out", MARK, "report")
+    _write(render(runs), out, MARK)
     if options.json:
         print_json({"report": str(out), "bytes": out.stat().st_size, "runs": list(map(summary, runs))})
         return EXIT_DONE
@@ -49,3 +50,16 @@ def run(options: Options) -> int:
             print(f"{'note':<12}{printable(f'{each.name}: {remark}')}")
     print(f"{'report':<12}{out}")
     return EXIT_DONE
+
+
+def _write(text: str, out: Path, mark: str) -> None:
+    """Write the page atomically; only an earlier page, which begins with `mark`, is overwritten."""
+    with output_errors(f"{out} cannot be written", "a file in a writable folder", "--out with another path"):
+        if out.exists():
+            with out.open("rb") as file:
+                is_earlier = file.read(len(mark)) == mark.encode()
+            if not is_earlier:
+                expected = "a new file, or an earlier report"
+                raise InputError(f"{out} is not a report", expected, "--out with another name", code="E_OUTPUT")
+        with replacing(out) as temporary:
+            temporary.write_text(text, encoding="utf-8")
