@@ -98,17 +98,6 @@ def running_mean_that_begins_with_the_first_batch(setting: Setting) -> Any:
 
 
 @same
-def memory_that_grows_up_to_a_limit(setting: Setting) -> Any:
-    def change(module: Any, inputs: torch.Tensor) -> None:
-        module.memory = torch.cat([module.memory, inputs])[-10:]
-        module.scale = module.memory.mean(0)
-
-    model, losses = losses_of(setting, change, memory=torch.ones(1, 6))
-    assert len(model.memory) == 10
-    return model, model.memory, losses
-
-
-@same
 def counters_of_any_type_in_attributes(setting: Setting) -> Any:
     def change(module: Any, inputs: torch.Tensor) -> None:
         module.flags = module.flags | (inputs.amax(0) > 1)
@@ -282,10 +271,4 @@ def mask_as_long_as_the_inputs(setting: Setting) -> Any:
             return super().forward(inputs * self.mask)
 
     model = Masked(6, 3)
-    return model, train(setting, model)
-
-
-@same
-def spectral_and_weight_norm_of_earlier_versions(setting: Setting) -> Any:
-    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 8)), nn.Tanh(), nn.utils.weight_norm(nn.Linear(8, 3)))
     return model, train(setting, model)

@@ -168,15 +168,6 @@ def constants_keep_their_bits(setting: Setting) -> Any:
 
 
 @same
-def constants_next_to_running_means_keep_their_bits(setting: Setting) -> Any:
-    table = torch.full((7,), 1 / 3, dtype=torch.float64)
-    model = Watched(_track_mean, mean=torch.zeros(6, dtype=torch.float64), table=table.clone())
-    losses = train(setting, model)
-    assert torch.equal(model.table, table)
-    return state(model), losses
-
-
-@same
 def running_mean_that_pauses_keeps_its_bits(setting: Setting) -> Any:
     def change(module: nn.Module, inputs: torch.Tensor) -> None:
         if module.is_open:
@@ -226,20 +217,6 @@ def initialisation_by_the_first_batch_with_a_bool_flag(setting: Setting) -> Any:
     losses = train(setting, model)
     assert model.is_initialised
     assert model.bias.any()
-    return state(model), losses
-
-
-@same
-def initialisation_by_the_first_batch_with_an_attribute(setting: Setting) -> Any:
-    def change(module: nn.Module, inputs: torch.Tensor) -> None:
-        if not module.is_initialised:
-            module.bias.copy_(inputs.mean(0))
-            module.is_initialised = True
-
-    model = Watched(change, bias=torch.zeros(6))
-    model.is_initialised = False
-    losses = train(setting, model)
-    assert model.is_initialised
     return state(model), losses
 
 
@@ -493,24 +470,6 @@ def running_mean_in_an_attribute_is_of_the_last_microbatch(setting: Setting) -> 
     losses = train(setting, model)
     assert model.mean != 0.0
     return state(model), model.mean, losses
-
-
-@same
-def temperature_annealed_in_an_attribute_under_sync_batch_norm(setting: Setting) -> Any:
-    class Annealed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.linear, self.temperature = nn.BatchNorm1d(6), nn.Linear(6, 3), 2.0
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            if self.training:
-                self.temperature *= 0.9
-            return self.linear(self.norm(inputs)) / self.temperature
-
-    model = Annealed()
-    losses = train(setting, model, batch_norm="sync")
-    assert abs(model.temperature - 2.0 * 0.9**STEPS) < 1e-9
-    return state(model), model.temperature, losses
 
 
 # Fake quantization.

@@ -11,7 +11,6 @@ from torch.nn import functional
 import samestep
 from own_loops.cases import Setting, digest, refused, same
 from own_loops.modes import Points
-from own_loops.resume import Loop
 
 
 class Views(Points):
@@ -235,26 +234,6 @@ def number_of_microbatches_changes_only_rounding(setting: Setting) -> Any:
         losses.append([engine.step(batch).loss for batch in batches])
     assert all(abs(one - other) < 1e-10 for one, other in zip(*losses, strict=True))
     return losses
-
-
-@same
-def resumed_in_the_middle_of_an_epoch(setting: Setting) -> Any:
-    def loop() -> Loop:
-        torch.manual_seed(0)
-        return Loop(engine_of(setting, Clip(), clip_loss), batches_of(setting, Views()))
-
-    whole = loop()
-    whole.train(11)
-    first = loop()
-    with first.manager(setting) as manager:
-        first.train(6)
-        manager.save()
-    second = loop()
-    with second.manager(setting) as manager:
-        assert manager.resume()
-        second.train(5)
-    assert digest(second.model, second.results) == digest(whole.model, whole.results[6:])
-    return second.model, second.results
 
 
 @same

@@ -288,13 +288,6 @@ def a_sampler_with_set_epoch(setting: Setting) -> Any:
 
 
 @same
-def a_list_as_a_sampler(setting: Setting) -> Any:
-    state, seen = fit_sampled(setting, lambda data: [3, 1, 4, 1, 5, 9, 2, 6] * 4)
-    assert seen[0] == seen[1] == [3, 1, 4, 1, 5, 9, 2, 6] * 4
-    return state, seen
-
-
-@same
 def a_batch_sampler_of_one_size(setting: Setting) -> Any:
     dataset = Noisy()
     state, seen = fit(setting, dataset, batch_sampler=BatchSampler(RandomSampler(dataset), 12, drop_last=False))
@@ -329,11 +322,6 @@ def a_sampler_that_counts_epochs_itself(setting: Setting) -> Any:
 @refused("E_LOADER")
 def a_generator_function_as_a_sampler(setting: Setting) -> Any:
     return fit_sampled(setting, lambda data: (index for index in range(50)))
-
-
-@refused("E_LOADER")
-def a_sampler_and_shuffle(setting: Setting) -> Any:
-    return fit_sampled(setting, RandomSampler, shuffle=True)
 
 
 # --- other words of DataLoader ---

@@ -1,6 +1,6 @@
 """Batches of any structure, forward functions, and parts of a step that a plain loop writes by hand."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -73,26 +73,13 @@ def require_plain_weights(setting: Setting, model: nn.Module, initial: Mapping[s
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     points = Points()
     for _ in range(2):
-        for batch in _epoch(setting):
-            inputs, targets = zip(*(points[index] for index in batch), strict=True)
+        for batch in batches_of(setting, Points()):
+            inputs, targets = zip(*(points[int(index)] for index in batch.indices), strict=True)
             optimizer.zero_grad()
             nn.functional.cross_entropy(plain(torch.stack(inputs)), torch.stack(targets)).backward()
             optimizer.step()
-        _epochs.append(None)
-    _epochs.clear()
     trained = model.linear if hasattr(model, "linear") else model
     assert torch.allclose(trained.weight, plain.weight, rtol=1e-4, atol=1e-6)
-
-
-_epochs: list[None] = []
-
-
-def _epoch(setting: Setting) -> Iterator[list[int]]:
-    batches = batches_of(setting, Points())
-    for _ in _epochs:
-        list(batches)
-    for batch in batches:
-        yield [int(index) for index in batch.indices]
 
 
 def by_labels(model: nn.Module, batch: Any) -> Any:

@@ -122,17 +122,6 @@ def evaluating_the_training_data_keeps_the_position(setting: Setting) -> Any:
 
 
 @same
-def a_loop_over_the_training_data_within_the_training_loop(setting: Setting) -> Any:
-    loop = Loop(setting, num_workers=1)
-    for _ in range(2):
-        for batch in loop.batches:
-            loop.step(batch)
-            assert sum(inner.size for inner in loop.batches) == 50
-    assert digest(loop.result) == digest(plain(setting))
-    return loop.result
-
-
-@same
 def an_epoch_that_ends_early_continues(setting: Setting) -> Any:
     loop = Loop(setting)
     for number, batch in enumerate(loop.batches):
@@ -143,16 +132,6 @@ def an_epoch_that_ends_early_continues(setting: Setting) -> Any:
         loop.step(batch)
     loop.train(epochs=1)
     assert digest(loop.result) == digest(plain(setting))
-    return loop.result
-
-
-@same
-def one_batch_for_all_steps(setting: Setting) -> Any:
-    loop = Loop(setting)
-    batch = next(iter(loop.batches))
-    for _ in range(5):
-        loop.step(batch)
-    assert loop.batches.cursor == Cursor(0, 16)
     return loop.result
 
 

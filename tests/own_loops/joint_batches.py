@@ -99,21 +99,6 @@ def iterators_that_are_made_again_at_their_ends(setting: Setting) -> Any:
 
 
 @same
-def a_mapping_of_batches(setting: Setting) -> Any:
-    def forward(model: nn.Module, data: Any) -> Any:
-        return supervised_and_consistent(model, (data["labelled"], data["unlabelled"]))
-
-    loop = Loop(setting)
-    for labelled, unlabelled in zip(loop.labelled, loop.unlabelled, strict=False):
-        loop.engine.step({"labelled": labelled, "unlabelled": unlabelled}, forward=forward)
-    other = Loop(setting)
-    for pair in zip(other.labelled, other.unlabelled, strict=False):
-        other.step(*pair)
-    assert digest(loop.model) == digest(other.model)
-    return loop.model
-
-
-@same
 def two_domains_with_two_engines(setting: Setting) -> Any:
     """Each generator maps a domain to the other, as in CycleGAN (Zhu et al., 2017)."""
     models = nn.ModuleDict({"one": nn.Linear(6, 6), "two": nn.Linear(6, 6)})

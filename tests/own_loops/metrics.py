@@ -110,12 +110,6 @@ def metric_of_torchmetrics_that_keeps_all_outputs(setting: Setting) -> Any:
     engine_of(setting, nn.Linear(6, 3)).evaluate(evaluation(setting), metrics={"auroc": metric})
 
 
-@refused("E_METRIC")
-def metric_of_torchmetrics_with_one_value_per_class(setting: Setting) -> Any:
-    metric = torchmetrics.classification.MulticlassAccuracy(3, average=None)
-    engine_of(setting, nn.Linear(6, 3)).evaluate(evaluation(setting), metrics=[metric])
-
-
 @same
 def built_in_metrics_as_objects(setting: Setting) -> Any:
     model = nn.Linear(6, 3)
@@ -181,24 +175,6 @@ def evaluation_equals_that_of_an_engine(setting: Setting) -> Any:
 def evaluation_of_fewer_samples_than_ranks(setting: Setting) -> Any:
     model = nn.Linear(6, 3)
     return samestep.evaluate(model, evaluation(setting, 2), ["accuracy", errors], world=setting.world)
-
-
-@same
-def evaluation_by_a_forward_without_an_optimizer(setting: Setting) -> Any:
-    def forward(model: nn.Module, batch: Any) -> Any:
-        return {"outputs": model(batch["x"]), "targets": batch["y"]}
-
-    class Mappings(Points):
-        def __getitem__(self, index: int) -> Any:
-            inputs, target = super().__getitem__(index)
-            return {"x": inputs, "y": target}
-
-    model = nn.Linear(6, 3)
-    batches = samestep.loader(Mappings(23), batch_size=8, microbatches=4, world=setting.world)
-    values = samestep.evaluate(model, batches, ["accuracy"], world=setting.world, forward=forward)
-    outputs, targets = outputs_and_targets(model)
-    assert values["accuracy"] == float((outputs.argmax(1) == targets).float().mean())
-    return values
 
 
 @same

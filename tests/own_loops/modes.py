@@ -237,18 +237,3 @@ def synchronized_batch_norm_that_starts_in_eval_mode(setting: Setting) -> Any:
         plain_step(plain, optimizer, batch)
     assert_trained_alike(model, plain)  # statistics of the whole batch
     return model, losses
-
-
-@same
-def synchronized_batch_norm_with_one_layer_in_eval_mode(setting: Setting) -> Any:
-    models = twins(lambda: nn.Sequential(model_with_batch_norm(), nn.BatchNorm1d(3)))
-    engine = engine_of(setting, models[0], config=samestep.StepConfig(batch_norm="sync"))
-    optimizer = torch.optim.SGD(models[1].parameters(), lr=0.1)
-    losses = []
-    for model in models:
-        model[1].eval()
-    for batch in batches_of(setting):
-        losses.append(engine.step(batch).loss)
-        plain_step(models[1], optimizer, batch)
-    assert_trained_alike(*models)
-    return models[0], losses

@@ -90,11 +90,6 @@ def batch_size_depends_on_the_rank(setting: Setting) -> Any:
 
 
 @refused_with_several(BATCH)
-def number_of_microbatches_depends_on_the_rank(setting: Setting) -> Any:
-    return steps(setting, batches_of(setting, microbatches=4 + setting.world.rank))
-
-
-@refused_with_several(BATCH)
 def evaluation_data_differ_between_ranks(setting: Setting) -> Any:
     engine = engine_of(setting, model())
     return engine.evaluate(batches_of(setting, Points(20 + setting.world.rank), shuffle=False))
@@ -138,18 +133,6 @@ def only_rank_zero_makes_a_second_engine(setting: Setting) -> Any:
     if setting.world.is_main:
         engine_of(setting, model())
     return net, [engine.step(batch).loss for batch in batches_of(setting)]
-
-
-@refused_with_several(DESYNC)
-def only_rank_zero_reads_training_values(setting: Setting) -> Any:
-    net = model()
-    engine = engine_of(setting, net, metrics=["accuracy"])
-    values = []
-    for batch in batches_of(setting):
-        engine.step(batch)
-        if setting.world.is_main:
-            values.append(engine.training_values())
-    return net, values
 
 
 @refused_with_several(DESYNC)
@@ -199,18 +182,6 @@ def learning_rate_is_halved_on_rank_zero(setting: Setting) -> Any:
         if number == 2 and setting.world.is_main:
             engine.optimizer.param_groups[0]["lr"] /= 2
         engine.step(batch)
-    return net
-
-
-@refused_with_several(SETTINGS)
-def only_rank_zero_steps_a_scheduler(setting: Setting) -> Any:
-    net = model()
-    engine = engine_of(setting, net)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.9)
-    for batch in batches_of(setting):
-        engine.step(batch)
-        if setting.world.is_main:
-            scheduler.step()
     return net
 
 
@@ -285,15 +256,6 @@ def rank_zero_reads_the_result_and_writes_a_file(setting: Setting) -> Any:
         if setting.world.is_main:
             (setting.folder / "loss").write_text(str(loss))
     return net
-
-
-@same
-def two_engines_take_turns(setting: Setting) -> Any:
-    nets = [model(), model()]
-    engines = [engine_of(setting, net) for net in nets]
-    losses = [engine.step(batch).loss for batch in batches_of(setting) for engine in engines]
-    assert losses[0] == losses[1]
-    return nets, losses
 
 
 @same

@@ -13,7 +13,7 @@ import samestep
 from own_loops.buffers import cleared_at_end
 from own_loops.cases import Setting, refused, refused_with_several, same
 from own_loops.modes import Points
-from own_loops.ranks import BATCH, SETTINGS, STATE, batches_of, engine_of, model, sgd, steps
+from own_loops.ranks import BATCH, SETTINGS, STATE, batches_of, engine_of, model, steps
 from samestep.microbatches import Cursor
 
 # Datasets of equal length with other contents on one rank.
@@ -105,19 +105,6 @@ def rate_drawn_at_random_on_each_rank(setting: Setting) -> Any:
 
 
 @same
-def langevin_noise_in_a_hook_of_the_optimizer(setting: Setting) -> Any:
-    def noise(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad.add_(torch.randn_like(parameter), alpha=0.01)
-
-    net = model()
-    optimizer = sgd(net)
-    optimizer.register_step_pre_hook(noise)
-    return steps(setting, batches_of(setting), net, optimizer=optimizer)
-
-
-@same
 def mixup_with_a_number_drawn_in_the_loop(setting: Setting) -> Any:
     net = model()
     engine = engine_of(setting, net)
@@ -204,20 +191,6 @@ def counter_in_the_forward_function(setting: Setting) -> Any:
             engine.step(batch, forward=forward)
 
 
-@refused("E_BUFFER")
-def counter_in_the_class_of_a_module(setting: Setting) -> Any:
-    class Annealed(nn.Linear):
-        calls = 0
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            type(self).calls += 1
-            return super().forward(inputs) / (1 + self.calls)
-
-    net = Annealed(6, 3)
-    with cleared_at_end(net):
-        steps(setting, batches_of(setting), net)
-
-
 @same
 def results_appended_to_a_list_for_a_plot(setting: Setting) -> Any:
     seen: list[float] = []
@@ -254,21 +227,6 @@ def float64_as_the_default_type(setting: Setting) -> Any:
         return steps(setting, batches_of(setting), nn.Linear(6, 3))
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-@same
-def gradients_of_each_sample_by_vmap(setting: Setting) -> Any:
-    def forward(model: nn.Module, data: Any) -> Any:
-        def output(weights: Any, row: torch.Tensor) -> torch.Tensor:
-            return torch.func.functional_call(model, weights, (row[None],)).logsumexp(1).sum()
-
-        weights = dict(model.named_parameters())
-        slopes = torch.func.vmap(torch.func.grad(output, argnums=1), in_dims=(None, 0))(weights, data[0])
-        return cross_entropy(model(data[0]), data[1]) + slopes.square().sum(1).mean()
-
-    net = model()
-    engine = engine_of(setting, net)
-    return net, [engine.step(batch, forward=forward).loss for batch in batches_of(setting)]
 
 
 @same

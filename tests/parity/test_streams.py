@@ -32,22 +32,6 @@ def test_processes_and_workers_change_no_bit(processes: int, workers: int) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("killed", "resumed", "workers"),
-    [(2, 3, 3), *(pytest.param(*case, marks=pytest.mark.long) for case in [(4, 1, 0), (1, 4, 3), (3, 2, 0)])],
-)
-@pytest.mark.parametrize("step", [8, pytest.param(20, marks=pytest.mark.long)])
-def test_killed_run_resumes_on_another_number_with_the_same_bits(
-    tmp_path: Path, killed: int, resumed: int, workers: int, step: int
-) -> None:
-    with pytest.raises(SamestepError) as failed:
-        launch(streams.train, workers, tmp_path, step, processes=killed)
-    assert failed.value.code == "E_RANK_KILLED"
-    assert list(tmp_path.glob("step-*"))
-    assert launch(streams.train, 3 - workers, tmp_path, processes=resumed) == alone()
-
-
-@pytest.mark.slow
 def test_resumption_with_another_window_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SamestepError):
         launch(streams.train, 0, tmp_path, 4, processes=1)

@@ -14,7 +14,6 @@ from samestep.config import RunOptions
 from samestep.distributed.world import World
 from samestep.engine.loss import cross_entropy
 from samestep.errors import DataError, RecipeError
-from samestep.metrics.metrics import build_metrics
 from samestep.recipes.builder import DATA, LOSSES, MODELS, OPTIMIZERS, build, find
 from samestep.recipes.parameter_groups import freeze
 from samestep.recipes.recipe_files import load_recipe
@@ -120,43 +119,6 @@ def test_digits_are_split_once_and_for_all() -> None:
         assert torch.equal(first.evaluation[index][0], second.evaluation[index][0])
     labels = [first.evaluation[index][1] for index in range(360)]
     assert min(labels.count(digit) for digit in range(10)) >= 20
-
-
-def test_metrics_count_each_sample_once_whatever_the_microbatches(alone: World) -> None:
-    outputs = torch.tensor([[3.0, 1, 2, 0, 0, 0, -1], [0, 1, 2, 3, 4, 5, 6], [5, 9, 4, 3, 2, 1, 0]])
-    targets = torch.tensor([0, 1, 6])
-    accuracy, top5 = build_metrics(("accuracy", "top5"), 7)
-    for metric in (accuracy, top5):
-        for part in (slice(0, 1), slice(1, 3)):
-            metric.update(outputs[part], targets[part])
-    assert (accuracy.name, accuracy.compute(alone)) == ("accuracy", pytest.approx(1 / 3))
-    assert (top5.name, top5.compute(alone)) == ("top5", pytest.approx(1 / 3))
-    accuracy.update(outputs[:1], targets[:1])
-    assert accuracy.compute(alone) == 1.0, "counts start at zero"
-
-
-@pytest.mark.parametrize("ignored", [-100, 2, 99])
-@pytest.mark.parametrize("shape", [(60,), (60, 9), (60, 3, 5)])
-def test_metrics_leave_out_ignored_targets(alone: World, shape: tuple[int, ...], ignored: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    outputs = torch.randn(shape[0], 8, *shape[1:], generator=generator)
-    targets = torch.randint(0, 8, shape, generator=generator)
-    targets[torch.rand(shape, generator=generator) < 0.3] = ignored
-    targets[-1] = ignored
-    before = (outputs.clone(), targets.clone())
-    accuracy, top5 = build_metrics(("accuracy", "top5"), 8, ignore_index=ignored)
-    for metric in (accuracy, top5):
-        for start, stop in ((0, 20), (20, 59), (59, 60)):  # of the last one nothing counts
-            metric.update(outputs[start:stop], targets[start:stop])
-    rows, wanted = outputs.movedim(1, -1).reshape(-1, 8), targets.reshape(-1)
-    counting = [number for number, target in enumerate(wanted.tolist()) if target != ignored]
-    guesses = [rows[number].argsort(descending=True).tolist() for number in counting]
-    for metric, most in ((accuracy, 1), (top5, 5)):
-        hits = [int(wanted[number]) in guess[:most] for number, guess in zip(counting, guesses, strict=True)]
-        assert 0 < sum(hits) < len(hits)
-        assert metric.compute(alone) == pytest.approx(sum(hits) / len(hits), rel=1e-6)
-    assert torch.equal(outputs, before[0])
-    assert torch.equal(targets, before[1])
 
 
 # --- short names, import paths and calls with options ---

@@ -31,16 +31,10 @@ def pipeline(ranks: int, schedule: str = "1f1b", replicas: int = 1, stages: tupl
 
 LAYOUTS: dict[str, tuple[int, StrategyConfig | None]] = {
     "single": (1, None),
-    "gpipe": (2, pipeline(2, "gpipe")),
     "1f1b": (2, pipeline(2)),
-    "interleaved": (2, pipeline(2, "interleaved")),
     "zero_bubble": (2, pipeline(2, "zero_bubble")),
-    "pp of 4": (4, pipeline(4)),
-    "zero_bubble of 4": (4, pipeline(4, "zero_bubble")),
     "ddp x pp": (4, pipeline(2, "interleaved", replicas=2)),
     "pp x tp": (4, replace(pipeline(2), mesh=MeshConfig(pipeline=2, tensor=2))),
-    "pp x tp zero_bubble": (4, replace(pipeline(2, "zero_bubble"), mesh=MeshConfig(pipeline=2, tensor=2))),
-    "ddp x pp zero_bubble": (4, pipeline(2, "zero_bubble", replicas=2)),
 }
 
 

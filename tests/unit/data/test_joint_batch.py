@@ -61,13 +61,6 @@ def test_sizes_without_one_proportion_are_refused(
     assert caught.value.code == "E_BATCH"
 
 
-def test_a_forward_function_is_required(alone: samestep.World) -> None:
-    (batch,) = loader(alone, 8, 8)
-    with pytest.raises(InputError) as caught:
-        joint_batch((batch, batch), has_forward=False)
-    assert caught.value.code == "E_BATCH"
-
-
 @pytest.mark.parametrize("value", [torch.ones(3), [torch.ones(3), torch.ones(3)], (), {}, {"inputs": torch.ones(2)}])
 def test_other_batches_are_refused(value: object) -> None:
     with pytest.raises(InputError) as caught:

@@ -192,23 +192,6 @@ def plain(score: str, outputs: torch.Tensor, targets: torch.Tensor) -> float:
     return float(numpy.mean(values)) if values else 1.0
 
 
-@pytest.mark.parametrize("classes", [1, 4])
-def test_scores_match_scikit_learn(classes: int) -> None:
-    from sklearn.metrics import f1_score, jaccard_score  # slow to import
-
-    outputs, targets = drawn(2, 6, classes, shape=(9, 8))
-    predictions = (outputs > 0).long() if classes == 1 else outputs.argmax(dim=1)
-    counted = (targets != IGNORED).flatten()
-    a, b = predictions.flatten()[counted].numpy(), targets.long().flatten()[counted].numpy()
-    average = "binary" if classes == 1 else "macro"
-    assert score_of("dice", classes, [[(outputs, targets)]]) == pytest.approx(
-        f1_score(b, a, average=average), rel=1e-12
-    )
-    assert score_of("iou", classes, [[(outputs, targets)]]) == pytest.approx(
-        jaccard_score(b, a, average=average), rel=1e-12
-    )
-
-
 @pytest.mark.parametrize("shape", [(2, 4, 4), (2, 3, 4, 4), (2, 1, 4, 5)])
 def test_targets_of_another_shape_raise(shape: tuple[int, ...]) -> None:
     with pytest.raises(InputError, match="outputs of shape") as raised:
