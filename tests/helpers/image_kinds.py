@@ -60,7 +60,6 @@ READ: dict[str, tuple[str, Callable[[], bytes], tuple[int, int, int]]] = {
     "cmyk": ("jpg", lambda: encoded(Image.new("CMYK", (40, 20), (55, 225, 215, 0)), "JPEG", quality=100), RED),
     "gray-16-png": ("png", lambda: encoded(gray([HALF] * 64, numpy.uint16), "PNG"), MIDDLE),
     "gray-16-tiff": ("tiff", lambda: encoded(gray([HALF] * 64, numpy.uint16), "TIFF"), MIDDLE),
-    "gray-float": ("tif", lambda: encoded(gray([128 / 255] * 64, numpy.float32), "TIFF"), MIDDLE),
     "gray-8": ("png", lambda: encoded(Image.new("L", (8, 8), 128), "PNG"), MIDDLE),
     "one-bit": ("png", lambda: encoded(Image.new("1", (8, 8), 1), "PNG"), (255, 255, 255)),
     "palette": ("gif", lambda: encoded(plain().quantize(4), "GIF"), RED),
@@ -86,8 +85,7 @@ REFUSED: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "cut-png": ("png", lambda: cut(encoded(noise(), "PNG")), "truncated"),
     "empty": ("jpg", bytes, "cannot identify"),
     "text": ("jpg", lambda: b"<html>404 Not Found</html>", "cannot identify"),
-    "float-nan": ("tif", lambda: encoded(gray([0.5, float("nan")] * 32, numpy.float32), "TIFF"), "floating-point"),
-    "float-range": ("tif", lambda: encoded(gray([0.5, 300.0] * 32, numpy.float32), "TIFF"), "floating-point"),
+    "float": ("tif", lambda: encoded(gray([0.5] * 64, numpy.float32), "TIFF"), "32-bit values"),
     "gray-32": ("tif", lambda: encoded(gray(range(64), numpy.int32), "TIFF"), "32-bit values"),
 }
 

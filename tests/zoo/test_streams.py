@@ -60,7 +60,7 @@ NUMBERS, NOT_FINITE = ["1", "2", "3"], ["nan", "inf", "-3e"]
     ("classes", "label", "number"),
     [
         *[(NUMBERS, 0, 0), (NUMBERS, 1, 1), (NUMBERS, "1", 0), (NUMBERS, b"3", 2)],
-        *[(10, 7, 7), (10, "07", 7), (10, b"7\n", 7)],
+        *[(10, 7, 7), (10, b"7\n", 7)],
         *[(NOT_FINITE, "inf", 1), (NOT_FINITE, "02", 2)],
     ],
 )
@@ -78,7 +78,6 @@ def test_integers_are_class_numbers_and_texts_are_names(
         (NUMBERS, 3),
         (NUMBERS, "0"),
         (NUMBERS, "01"),
-        (["1.5", "b"], "0"),
         (3, "03"),
         (CLASSES, -1),
         (CLASSES, "-1"),
@@ -119,7 +118,7 @@ def test_other_columns_and_formats(tmp_path: Path) -> None:
     assert torch.equal(by_table[0], by_tar[0])
     assert by_table[1] == by_tar[1] == 1
     for path, format in (("table", "parquet"), ("tars", "webdataset")):
-        with pytest.raises(DataError, match="no column") as missing:
+        with pytest.raises(DataError, match="no label in") as missing:
             load(str(tmp_path / path), format=format, label_column="kind").evaluation[0]
         assert missing.value.code == "E_UNKNOWN_NAME"
 
@@ -193,4 +192,4 @@ def test_invalid_options_are_refused(tokens: Path, options: dict[str, Any], code
 def test_classes_are_names_or_their_number(classes: Any) -> None:
     with pytest.raises(InputError) as failed:
         load_stream_images("photos", evaluation_path="photos", classes=classes)
-    assert failed.value.code == "E_VALUE"
+    assert failed.value.code == "E_CLASSES"

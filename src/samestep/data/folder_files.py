@@ -6,8 +6,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from samestep.units import plural
-
 
 def files_below(root: Path) -> list[Path]:
     """Return the files of a folder and its subfolders, sorted by path.
@@ -37,18 +35,7 @@ def _require_readable(error: OSError) -> None:
         raise error
 
 
-def by_suffix(files: Sequence[Path], suffixes: Sequence[str]) -> tuple[list[Path], list[Path]]:
-    """Return the files whose names end in one of the suffixes, in upper or lower case, and the other files."""
+def by_suffix(files: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
+    """Return the files whose names end in one of the suffixes, in upper or lower case."""
     endings = tuple(suffix.lower() for suffix in suffixes)
-    parts: tuple[list[Path], list[Path]] = ([], [])
-    for file in files:
-        parts[not file.name.lower().endswith(endings)].append(file)
-    return parts
-
-
-def left_out_notes(root: Path, files: Sequence[Path], suffixes: Sequence[str]) -> tuple[str, ...]:
-    """Return a note about the files of a folder that are left out because of their suffixes, if there are any."""
-    if not files:
-        return ()
-    count, endings = plural(len(files), "file"), ", ".join(suffixes)
-    return (f"left out {count} of {root}, such as {files[0]}: their names do not end in {endings}",)
+    return [file for file in files if file.name.lower().endswith(endings)]

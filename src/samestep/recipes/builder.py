@@ -53,7 +53,7 @@ DATA = {
     "digits": "samestep.zoo.digits:load_digits",
     "images": "samestep.zoo.images.datasets:load_images",
     "image_list": "samestep.zoo.images.datasets:load_image_list",
-    "hub_images": "samestep.zoo.images.hub:load_hub_images",
+    "hub_images": "samestep.zoo.images.datasets:load_hub_images",
     "language": "samestep.zoo.text.language:load_language",
     "segmentation": "samestep.zoo.segmentation.images:load_segmentation",
     "stream_images": "samestep.zoo.images.streams:load_stream_images",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from importlib import import_module
@@ -165,11 +164,6 @@ def require_option(name: str, value: object, is_valid: bool, expected: str, exam
 def is_count(value: object, least: int = 1) -> bool:
     """Return whether a value is an integer of at least `least`; `true` of YAML is none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def is_number(value: object) -> bool:
-    """Return whether a value is a number, which can be infinite; NaN and `true` of YAML are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def require_count(name: str, value: object, least: int, example: int) -> None:

@@ -25,7 +25,7 @@ Answer = dict[str, Any]
 _MAX_LISTED = 20  # labels in an error
 _MAX_LISTED_CLASSES = 10  # in a description of the data
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)")
-_CLASS_NUMBER = re.compile(r"0*[0-9]{1,9}")
+_MAX_DIGITS = 9  # of a class number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,6 @@ class Splits:
         notes: messages for the user, one line each.
         count_foreground: function from the index of a training sample to the numbers of background and foreground
             pixels of its mask, for losses that weight foreground.
-        ignored_target: value of the targets that loss and metrics must ignore, or None if there are none.
         open_cache: function of `samestep.zoo.images.source` with source and files already given, or None for data
             without a cache.
         fingerprint: hash of the names or contents of the training samples, which a resumption compares; empty for data
@@ -70,7 +69,6 @@ class Splits:
     count_tokens: Callable[[Any], tuple[int, int]] | None = None
     notes: tuple[str, ...] = ()
     count_foreground: Callable[[int], tuple[int, int]] | None = None
-    ignored_target: int | None = None
     open_cache: Callable[[Any], SampleCache] | None = None
     fingerprint: str = ""
 
@@ -172,9 +170,7 @@ def require_fraction(fraction: float) -> None:
     Raises:
         DataError: `fraction` is 0 or less, or 1 or more.
     """
-    if not 0 < fraction < 1:
-        name = "data.options.evaluation_fraction"
-        raise DataError(f"{name} is {fraction}", "0 < evaluation_fraction < 1", f"--set {name}=0.2", code="E_VALUE")
+    require_option("evaluation_fraction", fraction, 0 < fraction < 1, "between 0 and 1", 0.2)
 
 
 def hash_fraction(key: str) -> float:
@@ -190,15 +186,23 @@ def label_text(value: object) -> str:
     return "" if is_missing else str(value).strip()
 
 
-def require_no_booleans(classes: Sequence[object]) -> None:
-    """Require class names that are not `yes` or `no` without quotation marks.
+def class_names(classes: object) -> tuple[str, ...]:
+    """Return class names of `data.options.classes`, or of the data.
 
     Raises:
-        DataError: `data.options.classes` contains booleans.
+        DataError: they are not at least two different names; YAML reads `yes` and `no` as booleans.
     """
-    has_booleans = any(isinstance(name, bool) for name in classes)
-    rule = "text; YAML reads yes and no as booleans"
-    require_option("classes", list(classes), not has_booleans, rule, "['no', 'yes']")
+    values = classes if isinstance(classes, list | tuple | range) else ()
+    names = tuple(map(str, values))
+    is_valid = len(names) >= 2 and len({label_text(name) for name in names}) == len(names)
+    if not is_valid or any(isinstance(value, bool) for value in values):
+        raise DataError(
+            f"the classes are {classes!r}",
+            expected="at least two different names; in YAML, yes and no are booleans without quotation marks",
+            fix="correct the labels, or set data.options.classes, such as ['no', 'yes']",
+            code="E_CLASSES",
+        )
+    return names
 
 
 class ClassLabels:
@@ -208,21 +212,26 @@ class ClassLabels:
     """
 
     def __init__(self, classes: Sequence[str]) -> None:
-        self._numbers = {name: number for number, name in enumerate(classes)}
+        self._numbers = {label_text(name): number for number, name in enumerate(classes)}
         are_numbers = all(name == str(number) for name, number in self._numbers.items())
-        self._reads_numbers = are_numbers or not any(_NUMBER.fullmatch(name.strip()) for name in classes)
+        self._reads_numbers = are_numbers or not any(_NUMBER.fullmatch(name) for name in self._numbers)
 
-    def number(self, label: str | int) -> int | None:
-        """Return the class number of a label, or None if it is not a class."""
+    def number(self, label: str | int, place: str) -> int:
+        """Return the class number of a label at `place`.
+
+        Raises:
+            DataError: the label is not a class.
+        """
+        number = label
         if isinstance(label, str):
-            name = label if label in self._numbers else label.strip()
-            if name in self._numbers:
-                return self._numbers[name]
-            label = int(name) if self._reads_numbers and _CLASS_NUMBER.fullmatch(name) else -1
-        return label if 0 <= label < len(self._numbers) else None
-
-    @property
-    def expected(self) -> str:
-        """Valid labels, for errors."""
-        names = f"a class, such as {', '.join(list(self._numbers)[:_MAX_LISTED])}"
-        return f"{names}, or a class number, 0 to {len(self._numbers) - 1}"
+            name = label.strip()
+            is_number = self._reads_numbers and name.isdecimal() and len(name) <= _MAX_DIGITS
+            number = self._numbers.get(name, int(name) if is_number else -1)
+        if not isinstance(number, int) or not 0 <= number < len(self._numbers):
+            raise DataError(
+                f"{place}: the label {label!r} is not a class",
+                expected=f"a class, such as {', '.join(list(self._numbers)[:_MAX_LISTED])}, or its number from 0",
+                fix="correct the label or data.options.classes, or skip such samples: data.bad_samples: skip",
+                code="E_CLASSES",
+            )
+        return number

@@ -1,16 +1,16 @@
-"""Rows of CSV, TSV, JSONL, Parquet and text files."""
+"""Rows of tables with a label: CSV, Parquet and lists of a path and a class number."""
 
 from __future__ import annotations
 
 import csv
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from samestep.errors import DataError
 from samestep.zoo.options import import_optional, require_path
+from samestep.zoo.splits import label_text
 
 # The csv module refuses cells above 128 KiB by default.
 _MAX_CELL = 2**31 - 1
@@ -18,121 +18,84 @@ _MAX_CELL = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a table."""
+    """One row of a table. A row that cannot be used has an empty text or label, and a problem."""
 
     where: str  # file and line, for errors
-    values: Mapping[str, Any]  # cells by column
-    problem: str = ""  # reason why the row cannot be used; empty for valid rows
+    text: str  # a text, or the path of an image
+    label: str  # empty if missing
+    problem: str = ""
 
 
-def read_table(path: Path) -> list[Row]:
-    """Return the rows of a `.csv` or `.tsv` with a header, a `.jsonl`, a `.parquet` or a `.txt`.
+def read_table(path: str, text_column: str, label_column: str, option: str) -> list[Row]:
+    """Return the rows of a `.csv` with a header, a `.parquet`, or a `.txt`.
 
     Lines of a `.txt` are those of PaddleViT's lists: a path and a class number, separated by white space.
 
-    Invalid rows of a valid file are included, with a problem.
+    Args:
+        path: path of the table.
+        text_column: name of the column of texts or paths.
+        label_column: name of the column of labels.
+        option: option of `data.options` that names the first column, for errors.
 
     Raises:
-        DataError: the file is missing, empty, damaged or of another format.
+        DataError: the file is missing, empty, damaged or of another format, or lacks a column.
     """
-    readers: dict[str, Callable[[Path], Iterable[Row]]] = {
-        ".csv": _csv_rows,
-        ".tsv": _csv_rows,
-        ".jsonl": _jsonl_rows,
-        ".parquet": _parquet_rows,
-        ".txt": _txt_rows,
-    }
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        raise DataError(
-            f"{path} ends in {path.suffix or 'no suffix'}",
-            expected=f"a table that ends in {', '.join(readers)}",
-            fix="convert the file, or correct the path",
-            code="E_UNREADABLE",
-        )
-    require_path(path, "file", "data.options.path is a table")
+    readers = {".csv": _csv_rows, ".parquet": _parquet_rows, ".txt": _txt_rows}
+    file = Path(path)
+    require_path(file, "file", "data.options.path is a table")
+    reader = readers.get(file.suffix.lower())
     try:
-        rows = list(reader(path))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise _damaged(path, error) from error
-    if not rows:
-        raise DataError(f"{path} has no rows", expected="at least one row", fix="add rows", code="E_UNREADABLE")
-    return rows
+        if reader is None:
+            raise ValueError("the suffix is another one")
+        rows = list(reader(file))
+        if not rows:
+            raise ValueError("there are no rows")
+    except (OSError, ValueError, csv.Error) as error:  # exceptions of Arrow are among them
+        raise DataError(
+            f"{path} cannot be read as a table: {error}",
+            expected=f"an intact table in UTF-8 that ends in {', '.join(readers)}",
+            fix="correct the file, or write it again as .csv",
+            code="E_UNREADABLE",
+        ) from error
+    names = dict.fromkeys(name for _, values in rows for name in values)
+    columns = {option: text_column, "label_column": label_column}
+    missing = {key: name for key, name in columns.items() if name not in names}
+    if missing and file.suffix.lower() != ".txt":
+        raise DataError(
+            f"{path} has no column {', '.join(missing.values())}",
+            expected=f"columns among {', '.join(map(str, names))}",
+            fix=f"set {', '.join(f'data.options.{key}' for key in missing)}",
+            code="E_UNKNOWN_NAME",
+        )
+    return [_row(where, values.get(text_column), values.get(label_column), values) for where, values in rows]
 
 
-def require_columns(rows: Iterable[Row], path: str | Path, columns: Mapping[str, str]) -> None:
-    """Require columns, given as a mapping from the option of `data.options` to the column name.
-
-    Raises:
-        DataError: no row has a column of this name.
-    """
-    names = dict.fromkeys(str(name) for row in rows for name in row.values)
-    for option, column in columns.items():
-        if names and column not in names:
-            raise DataError(
-                f"{path} has no column {column!r}",
-                expected=f"one of the columns {', '.join(names)}",
-                fix=f"--set data.options.{option}=NAME; cells of .csv are separated by commas, those of .tsv by tabs",
-                code="E_UNKNOWN_NAME",
-            )
+def _row(where: str, text: object, label: object, values: Mapping[Any, Any]) -> Row:
+    name = label_text(label)
+    if None in values:  # as the csv module names cells without a column
+        return Row(where, "", "", f"{len(values[None])} values without a column")
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        return Row(where, "", name, f"no text or path, but {text!r}")
+    return Row(where, text, name, "" if name else "no label")
 
 
-def _csv_rows(path: Path) -> Iterator[Row]:
+def _csv_rows(path: Path) -> Iterator[tuple[str, Mapping[Any, Any]]]:
     csv.field_size_limit(_MAX_CELL)
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+        reader = csv.DictReader(file, strict=True)
         for values in reader:
-            extra = values.pop(None, None)
-            columns = len(reader.fieldnames or ())
-            problem = f"{columns + len(extra)} values in {columns} columns" if extra else ""
-            yield Row(f"{path}, line {reader.line_num}", values, problem)
+            yield f"{path}, line {reader.line_num}", values
 
 
-def _txt_rows(path: Path) -> Iterator[Row]:
+def _txt_rows(path: Path) -> Iterator[tuple[str, Mapping[Any, Any]]]:
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             cells = line.strip().rsplit(maxsplit=1)
             if cells:
-                problem = "" if len(cells) == 2 else "no path and class number, separated by white space"
-                yield Row(f"{path}, line {number}", dict(zip(("path", "label"), cells, strict=False)), problem)
+                yield f"{path}, line {number}", dict(zip(("path", "label"), cells, strict=False))
 
 
-def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield _json_row(f"{path}, line {number}", line)
-
-
-def _json_row(where: str, line: str) -> Row:
-    try:
-        value = json.loads(line)
-        json.dumps(value, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        return Row(where, {}, f"not JSON: {error}")
-    except UnicodeEncodeError:
-        return Row(where, {}, "text with half of a surrogate pair")
-    if not isinstance(value, Mapping):
-        return Row(where, {}, f"a {type(value).__name__} instead of a mapping")
-    return Row(where, value)
-
-
-def _parquet_rows(path: Path) -> Iterator[Row]:
-    parquet = import_optional("pyarrow.parquet", str(path))
-    arrow = import_optional("pyarrow", str(path))
-    try:
-        rows = parquet.read_table(path).to_pylist()
-    except arrow.ArrowException as error:
-        raise _damaged(path, error) from error
-    for number, values in enumerate(rows, start=1):
-        yield Row(f"{path}, row {number}", values)
-
-
-def _damaged(path: Path, error: Exception) -> DataError:
-    return DataError(
-        f"{path} cannot be read: {error}",
-        expected="an intact table; text in UTF-8; quotation marks in pairs around a cell of .csv and .tsv",
-        fix="correct the file, or write it again as .csv or .jsonl",
-        code="E_UNREADABLE",
-    )
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    table = import_optional("pyarrow.parquet", str(path)).read_table(path)
+    for number, values in enumerate(table.to_pylist(), start=1):
+        yield f"{path}, row {number}", values

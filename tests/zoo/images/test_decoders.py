@@ -14,7 +14,7 @@ from helpers.image_kinds import encoded, noise
 from samestep.errors import RecipeError
 from samestep.zoo.images.datasets import load_images
 from samestep.zoo.images.decoders import SCALES, EncodedImage, image_reader
-from samestep.zoo.images.files import decode
+from samestep.zoo.images.files import read_image
 from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms, image_transforms
 
 ORIENTATION = 0x0112
@@ -41,7 +41,7 @@ def oriented(image: Image.Image, orientation: int) -> bytes:
 
 def rgb(data: bytes) -> torch.Tensor:
     """Return the image of Pillow as `(3, height, width)`."""
-    return torch.from_numpy(numpy.array(decode(BytesIO(data), "image"))).permute(2, 0, 1)
+    return torch.from_numpy(numpy.array(read_image(BytesIO(data), "image"))).permute(2, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def crop_of(transforms: ImageTransforms, data: bytes, seed: int) -> tuple[torch.
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-@pytest.mark.parametrize("augment", [{}, {"randaugment": 9, "random_erasing": 1.0}, {"color_jitter": 0.3}], ids=str)
+@pytest.mark.parametrize("augment", [{}, {"randaugment": 9, "random_erasing": 1.0}], ids=str)
 def test_training_images_of_both_decoders_have_the_same_random_numbers(
     augment: dict[str, Any], interpolation: str
 ) -> None:

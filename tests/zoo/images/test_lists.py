@@ -1,7 +1,6 @@
 """Images of lists and of saved datasets."""
 
 import csv
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,7 @@ import torch
 
 from helpers.image_kinds import encoded, plain
 from samestep.errors import DataError, InputError
-from samestep.zoo.images.datasets import LabeledImages, load_image_list
-from samestep.zoo.images.hub import load_hub_images
-from samestep.zoo.images.streams import load_stream_images
+from samestep.zoo.images.datasets import LabeledImages, load_hub_images, load_image_list
 
 ROWS = [(f"{number}.png", ("dog", "cat", "owl")[number % 3]) for number in range(12)]
 SMALL: dict[str, Any] = {"image_size": 8}
@@ -28,14 +25,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def write_list(path: Path, rows: Sequence[Sequence[Any]], columns: Sequence[str] = ("path", "label")) -> str:
-    """Write a list in the format of the suffix."""
-    mappings = [dict(zip(columns, row, strict=True)) for row in rows]
     with path.open("w", encoding="utf-8", newline="") as file:
-        if path.suffix == ".jsonl":
-            file.writelines(json.dumps(mapping) + "\n\n" for mapping in mappings)
-        else:
-            writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
-            writer.writerows([columns, *rows])
+        csv.writer(file).writerows([columns, *rows])
     return str(path)
 
 
@@ -61,13 +52,12 @@ def test_lists_of_paddlevit(folder: Path) -> None:
     assert splits.classes == tuple(map(str, range(12)))
     assert entries(splits) == sorted([*rows, ("1.png", 11)])
     assert [target for _, target in map(splits.train.__getitem__, (0, 10))] == [0, 10]
-    with pytest.raises(DataError, match=r"val_list\.txt, line 2: no path and class number"):
+    with pytest.raises(DataError, match=r"val_list\.txt, line 2: no label"):
         splits.evaluation[1]
 
 
-@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl"])
-def test_list_formats_give_equal_entries(folder: Path, ending: str) -> None:
-    splits = load_image_list(write_list(folder / f"list.{ending}", ROWS), **SMALL)
+def test_entries_of_a_list(folder: Path) -> None:
+    splits = load_image_list(write_list(folder / "list.csv", ROWS), **SMALL)
     assert splits.classes == ("cat", "dog", "owl")
     assert entries(splits) == sorted((name, splits.classes.index(label)) for name, label in ROWS)
     assert 3 <= len(splits.evaluation) <= 5
@@ -80,12 +70,12 @@ def test_columns_root_and_validation_list(folder: Path, tmp_path: Path) -> None:
     lists.mkdir()
     columns = ("file", "what")
     first = write_list(lists / "a.csv", ROWS, columns)
-    second = write_list(lists / "b.jsonl", [*ROWS[:2], ("0.png", "cow")], columns)
+    second = write_list(lists / "b.csv", [*ROWS[:2], ("0.png", "cow")], columns)
     options: dict[str, Any] = {"path_column": "file", "label_column": "what", "image_root": str(folder), **SMALL}
     splits = load_image_list(first, evaluation_path=second, **options)
     assert (len(splits.train), len(splits.evaluation)) == (12, 3)
     assert splits.evaluation[1][1] == splits.classes.index("cat")
-    with pytest.raises(DataError, match=r"b\.jsonl, line 5: the label 'cow' is not a class"):
+    with pytest.raises(DataError, match=r"b\.csv, line 4: the label 'cow' is not a class"):
         splits.evaluation[2]
 
 
@@ -99,72 +89,41 @@ def test_classes_option_defines_the_classes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "name"), [(1, "1"), (1.0, "1"), (" 1 ", "1"), ("a ", "a"), (True, "True"), (0.5, "0.5")]
-)
-def test_label_has_one_form(folder: Path, label: object, name: str) -> None:
-    rows = [(file, label if number % 2 else "other") for number, (file, _) in enumerate(ROWS)]
-    path = write_list(folder / "list.jsonl", rows)
-    assert load_image_list(path, **SMALL).classes == tuple(sorted([name, "other"]))
-    assert load_image_list(path, classes=["other", f"{name} "], evaluation_path=path, **SMALL).train[1][1] == 1
-
-
-def test_paths_of_one_image_are_on_one_side_of_the_split(folder: Path) -> None:
-    plain = [(name, number % 2) for number, (name, _) in enumerate(ROWS)]
-    others = [(f"./{name}", label) for name, label in plain] + [(str(folder / name), label) for name, label in plain]
-    one, all_paths = (
-        load_image_list(write_list(folder / "list.csv", rows), **SMALL) for rows in (plain, plain + others)
-    )
-    assert (
-        one.evaluation and isinstance(one.evaluation, LabeledImages) and isinstance(all_paths.evaluation, LabeledImages)
-    )
-    names = [sample.source.name for sample in one.evaluation.samples]
-    assert sorted(sample.source.name for sample in all_paths.evaluation.samples) == sorted(3 * names)
-
-
-def test_classes_that_yaml_reads_as_booleans_are_refused(folder: Path) -> None:
-    path = write_list(folder / "list.csv", ROWS)
-    with pytest.raises(DataError, match="YAML reads yes and no as booleans"):
-        load_image_list(path, classes=[True, False], **SMALL)  # type: ignore[list-item]
-    with pytest.raises(DataError, match="YAML reads yes and no as booleans"):
-        load_stream_images(str(folder), evaluation_path=str(folder), classes=[True, False])  # type: ignore[list-item]
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "text", "code"),
     [
-        ("a.csv", "file,label\n0.png,cat\n", "no column 'path'"),
-        ("a.csv", "path,label\n0.png,cat\n1.png,cat\n", "1 classes"),
-        ("a.csv", "path,label\n", "no rows"),
-        ("a.csv", 'path,label\n"0.png,cat\n', "cannot be read"),
-        ("a.csv", b"path,label\n\xff\xfe,cat\n", "cannot be read"),
-        ("a.xlsx", "", r"ends in \.xlsx"),
-        ("missing.csv", None, "no file"),
+        ("a.csv", "file,label\n0.png,cat\n", "E_UNKNOWN_NAME"),
+        ("a.csv", "path,label\n0.png,cat\n1.png,cat\n", "E_CLASSES"),
+        ("a.csv", "path,label\n", "E_UNREADABLE"),
+        ("a.csv", 'path,label\n"0.png,cat\n', "E_UNREADABLE"),
+        ("a.csv", b"path,label\n\xff\xfe,cat\n", "E_UNREADABLE"),
+        ("a.parquet", "nothing", "E_UNREADABLE"),
+        ("a.xlsx", "", "E_UNREADABLE"),
+        ("missing.csv", None, "E_FILE_MISSING"),
     ],
 )
-def test_invalid_list_is_refused(name: str, text: str | bytes | None, message: str, tmp_path: Path) -> None:
+def test_invalid_list_is_refused(name: str, text: str | bytes | None, code: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(DataError, match=message) as error:
+    with pytest.raises(DataError) as error:
         load_image_list(str(tmp_path / name))
-    assert name in error.value.value
+    assert error.value.code == code
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "code"),
     [
-        ({"classes": ["a"]}, r"data.options.classes is \['a'\]"),
-        ({"classes": "ab"}, "data.options.classes is 'ab'"),
-        ({"classes": ["a", "a"]}, "data.options.classes"),
-        ({"image_size": 0}, "image_size is 0"),
-        ({"crop_fraction": 2}, "crop_fraction is 2"),
-        ({"interpolation": "cubic"}, "interpolation is 'cubic'"),
-        ({"std": [1, 0, 1]}, "std is 0"),
-        ({"mean": 0.5}, "mean is 0.5"),
+        ({"classes": ["a"]}, "E_CLASSES"),
+        ({"classes": [True, False]}, "E_CLASSES"),
+        ({"classes": ["a", "a "]}, "E_CLASSES"),
+        ({"image_size": 0}, "E_VALUE"),
+        ({"interpolation": "cubic"}, "E_VALUE"),
+        ({"std": [1, 0, 1]}, "E_VALUE"),
     ],
 )
-def test_invalid_options_are_refused(options: dict[str, Any], message: str, folder: Path) -> None:
-    with pytest.raises(InputError, match=message):
+def test_invalid_options_are_refused(options: dict[str, Any], code: str, folder: Path) -> None:
+    with pytest.raises(InputError) as error:
         load_image_list(write_list(folder / "list.csv", ROWS), **options)
+    assert error.value.code == code
 
 
 # --- saved datasets --------------------------------------------------------------------------------------
@@ -207,11 +166,12 @@ def test_saved_splits_are_used(tmp_path: Path) -> None:
     assert splits.reads_files
 
 
-def test_missing_split_is_refused(tmp_path: Path) -> None:
+def test_missing_split_or_column_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "a", ["train", "test"])
-    with pytest.raises(DataError, match="no split 'validation'") as error:
-        load_hub_images(path, **SMALL)
-    assert error.value.expected == "one of the splits train, test"
+    for options in ({}, {"evaluation_split": "test", "image_column": "label"}, {"train_split": "other"}):
+        with pytest.raises(DataError) as error:
+            load_hub_images(path, **options, **SMALL)
+        assert error.value.code == "E_UNREADABLE"
     assert len(load_hub_images(path, evaluation_split="test", **SMALL).evaluation) == 10
     assert len(load_hub_images(path, evaluation_split=None, **SMALL).train) < 10
 
@@ -220,32 +180,11 @@ def test_bad_rows_are_reported(tmp_path: Path) -> None:
     bad = {1: {"image": None}, 2: {"image": {"bytes": b"no image", "path": "x.jpg"}}, 3: {"label": -1}}
     path = save(tmp_path / "a", ["train"], bad=bad)
     train = load_hub_images(path, evaluation_split="train", **SMALL).train
-    message = {1: "row 1: no image", 2: r"row 2 \(x\.jpg\) cannot be read", 3: "row 3: the label -1"}
+    message = {1: "row 1: no image", 2: r"row 2 \(x\.jpg\) cannot be read", 3: "row 3: its label is not a class"}
     for place, text in message.items():
         with pytest.raises(DataError, match=text):
             train[place]
     assert isinstance(train[0][0], torch.Tensor)
-
-
-@pytest.mark.parametrize(
-    ("options", "label", "message"),
-    [
-        ({"image_column": "picture"}, "classes", "expected: a column 'picture' of type datasets.Image"),
-        ({"image_column": "label"}, "classes", "expected: a column 'label' of type datasets.Image"),
-        ({}, "number", "expected: a column of type datasets.ClassLabel, or of text"),
-    ],
-)
-def test_invalid_columns_are_refused(options: dict[str, str], label: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError) as error:
-        load_hub_images(save(tmp_path / "a", ["train", "validation"], label=label), **options)
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize("is_there", [False, True])
-def test_folder_without_dataset_is_refused(is_there: bool, tmp_path: Path) -> None:
-    folder = tmp_path if is_there else tmp_path / "nowhere"
-    with pytest.raises(DataError, match="cannot be read as a dataset" if is_there else "there is no folder"):
-        load_hub_images(str(folder))
 
 
 def test_numbers_of_splits_are_those_of_their_own_names(tmp_path: Path) -> None:

@@ -140,9 +140,3 @@ def test_mismatched_shapes_are_refused() -> None:
 def test_from_masks_is_refused_outside_of_recipes() -> None:
     with pytest.raises(InputError, match="foreground_weight is 'from_masks'"):
         bce_with_logits(torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2), foreground_weight="from_masks")  # type: ignore[arg-type]
-
-
-def test_weight_of_the_foreground_is_refused_for_class_numbers() -> None:
-    loss = DicePlus(foreground_weight=5.0)
-    with pytest.raises(InputError, match=r"foreground_weight is 5\.0 and the targets are class numbers"):
-        loss.term_losses(torch.zeros(1, 3, 2, 2), torch.zeros(1, 2, 2, dtype=torch.int64), 1)

@@ -44,7 +44,7 @@ def test_files_without_a_partner_are_listed(cells: Path, tmp_path: Path) -> None
     root = shutil.copytree(cells, tmp_path / "cells")
     (root / "masks" / "003.png").unlink()
     (root / "images" / "007.jpg").unlink()
-    with pytest.raises(DataError, match="2 of the files have no partner") as error:
+    with pytest.raises(DataError, match="2 without a partner") as error:
         load_segmentation(str(root))
     assert error.value.code == "E_MASK"
     assert f"{root / 'images' / '003.jpg'}, {root / 'masks' / '007.png'}" in error.value.value
@@ -58,17 +58,8 @@ def test_names_with_subfolders_and_suffixes(tmp_path: Path) -> None:
             path.rename(root / folder / ("left" if number % 2 else "") / f"{path.stem}{suffix}{path.suffix.upper()}")
     (root / "images" / ".DS_Store").touch()
     (root / "masks" / "notes.txt").touch()
-    options = {"images": str(root / "images"), "masks": str(root / "masks"), "mask_suffix": "_mask"}
-    splits = load_segmentation(**options)
+    splits = load_segmentation(str(root), mask_suffix="_mask")
     assert names(splits.train) | names(splits.evaluation) == {"000", "002", "004", "left/001", "left/003", "left/005"}
-    [note] = splits.notes
-    assert note.startswith(f"left out 1 file of {root}/masks, such as {root}/masks/notes.txt: ")
-
-    for image in (root / "images").rglob("*.JPG"):  # one folder for images and masks
-        image.rename(root / "masks" / image.relative_to(root / "images"))
-    both = load_segmentation(**{**options, "images": f"{root}/images/../masks"})
-    assert (names(both.train), names(both.evaluation)) == (names(splits.train), names(splits.evaluation))
-    assert len(both.notes) == 1
 
 
 def test_two_files_of_one_name_are_refused(cells: Path, tmp_path: Path) -> None:
@@ -81,25 +72,20 @@ def test_two_files_of_one_name_are_refused(cells: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "path is None"),
-        ({"path": "a", "images": "b", "masks": "c"}, "path is a, images is b"),
-        ({"images": "b"}, "masks is None"),
         ({"path": "nowhere"}, "there is no folder"),
         ({"path": ".", "evaluation_fraction": 1.0}, "evaluation_fraction is 1.0"),
         ({"path": ".", "fit": "squeeze"}, "fit is 'squeeze'"),
         ({"path": ".", "flips": "vertical"}, "flips is 'vertical'"),
         ({"path": ".", "scale": [0.5]}, "options.scale"),
-        ({"path": ".", "jitter": 2}, "jitter is 2"),
         ({"path": ".", "image_size": 0}, "image_size is 0"),
         ({"path": ".", "image_size": [32]}, "options.image_size"),
         ({"path": ".", "classes": ["one"]}, "at least two different names"),
         ({"path": ".", "classes": ["a", "a"]}, "at least two different names"),
         ({"path": ".", "classes": ["a", "b"], "mask_values": [0]}, "one value for each of 2 classes"),
-        ({"path": ".", "classes": ["a", "b"], "threshold": 128}, "threshold is 128"),
-        ({"path": ".", "threshold": "128"}, "threshold is '128'"),
-        ({"path": ".", "mask_values": [0, 10**30]}, "mask_values is 10000"),
-        ({"path": ".", "ignore_values": [-(2**63)]}, "mask_values is -9"),
-        ({"path": ".", "mask_values": [[0, 0, 0], 255]}, "mask_values is 255"),
+        ({"path": ".", "mask_values": [0, 10**30]}, "mask_values"),
+        ({"path": ".", "mask_values": [0, 0]}, "twice"),
+        ({"path": ".", "mask_values": [0, 1], "ignore_values": [[0, 0, 0]]}, "both numbers and colors"),
+        ({"path": ".", "mask_values": [[0, 0, 0], 255]}, "mask_values"),
     ],
 )
 def test_invalid_options_are_refused(
@@ -132,7 +118,6 @@ HALF = numpy.array([[0, 0, 1, 1]] * 3, numpy.uint8)
         (HALF.astype(numpy.uint16), None),
         (HALF * 255, "RGB"),
         (HALF * 255, "RGBA"),
-        (HALF * 255, "LA"),
     ],
 )
 def test_binary_mask_formats(tmp_path: Path, values: Any, mode: str | None) -> None:
@@ -153,25 +138,14 @@ def test_palettes_are_indices_or_colors(tmp_path: Path) -> None:
 
 def test_ignored_values_are_mapped(tmp_path: Path) -> None:
     path = saved(tmp_path / "mask.png", numpy.array([[0, 1, 255]], numpy.uint8))
-    assert read_mask(path, MaskCode(["a", "b"], ignored=[255])).tolist() == [[0, 1, IGNORED]]
-    assert read_mask(path, MaskCode(values=[0, 1], ignored=[255])).tolist() == [[0, 1, IGNORED]]
-
-
-def test_blurred_masks_need_a_threshold(tmp_path: Path) -> None:
-    big = numpy.kron(HALF * 255, numpy.ones((7, 7))).astype(numpy.uint8)
-    Image.fromarray(big).save(tmp_path / "mask.jpg", quality=40)
-    with pytest.raises(DataError, match=r"mask\.jpg has the unknown value") as error:
-        read_mask(tmp_path / "mask.jpg", MaskCode())
-    assert "threshold=128" in str(error.value)
-    results = read_mask(tmp_path / "mask.jpg", MaskCode(threshold=128))
-    assert (results == numpy.kron(HALF, numpy.ones((7, 7)))).mean() > 0.98
+    assert read_mask(path, MaskCode(["a", "b"], ignore_values=[255])).tolist() == [[0, 1, IGNORED]]
+    assert read_mask(path, MaskCode(mask_values=[0, 1], ignore_values=[255])).tolist() == [[0, 1, IGNORED]]
 
 
 @pytest.mark.parametrize(
     ("values", "code", "message"),
     [
         ([[0, 7]], MaskCode(), "has the unknown value 7 (1 such pixels"),
-        ([[0, 1, 255]], MaskCode(), "both of the values 1 and 255"),
         ([[0, 3]], MaskCode(["a", "b", "c"]), "has the unknown value 3"),
         ([[0, 3]], MaskCode(["a", "b"], [0, 255]), "mask values 0, 255"),
     ],
@@ -186,7 +160,7 @@ def test_unknown_values_are_refused(tmp_path: Path, values: list[list[int]], cod
 
 @given(st.data())
 def test_code_maps_values_to_classes(data: st.DataObject) -> None:
-    values = data.draw(st.lists(st.integers(0, 2**31), min_size=2, max_size=9, unique=True))
+    values = data.draw(st.lists(st.integers(0, 2**31 - 1), min_size=2, max_size=9, unique=True))
     code = MaskCode([f"class {number}" for number in range(len(values))], values)
     expected = data.draw(st.lists(st.integers(0, len(values) - 1), min_size=1, max_size=30))
     pixels = numpy.array([values[number] for number in expected])
@@ -209,7 +183,7 @@ def striped(width: int, height: int) -> tuple[Image.Image, Any]:
     width=st.integers(1, 90),
     height=st.integers(1, 90),
     fit=st.sampled_from(["resize", "crop"]),
-    augment=st.sampled_from([None, ("both", (1.0, 1.0)), ("horizontal", (0.4, 0.9)), ("both", (1.0, 1.0), 0.1)]),
+    augment=st.sampled_from([None, ("both", (1.0, 1.0)), ("horizontal", (0.4, 0.9))]),
     seed=st.integers(0, 50),
 )
 def test_image_and_mask_move_together(width: int, height: int, fit: Any, augment: Any, seed: int) -> None:

@@ -111,7 +111,7 @@ def test_tiles_count_every_voxel_once(
     numpy.save(pair.image, numbers.astype(numpy.float32))
     numpy.save(pair.mask, numbers)
     code = MaskCode([f"class {number}" for number in range(max(2, numbers.size))])
-    tiles = Tiles(Volumes([pair], code, None, 1), size)
+    tiles = Tiles(Volumes([pair], code, None), size)
     results = []
     for index in range(len(tiles)):
         patch, target = tiles[index]
@@ -131,7 +131,7 @@ def test_share_of_patches_with_foreground(tmp_path: Path, share: float, least: i
     pair = Pair("v", tmp_path / "v.npy", tmp_path / "m.npy")
     numpy.save(pair.image, mask.astype(numpy.float32))
     numpy.save(pair.mask, mask)
-    patches = RandomPatches(Volumes([pair], MaskCode(), None, 1), PatchOptions(4, 100, share))
+    patches = RandomPatches(Volumes([pair], MaskCode(), None), PatchOptions(4, 100, share))
     with torch.random.fork_rng():
         torch.manual_seed(0)
         hits = sum(bool((patches[index][1] == 1).any()) for index in range(100))
@@ -141,7 +141,7 @@ def test_share_of_patches_with_foreground(tmp_path: Path, share: float, least: i
 # --- files -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ending", [".npy", ".npz", ".nii", ".nii.gz"])
+@pytest.mark.parametrize("ending", [".npy", ".nii", ".nii.gz"])
 def test_file_formats_give_equal_values(tmp_path: Path, ending: str) -> None:
     values = numpy.random.default_rng(0).normal(size=(4, 5, 6)).astype(numpy.float32)
     mask = (values > 0.5).astype(numpy.float64 if "nii" in ending else numpy.int16)
@@ -157,8 +157,6 @@ def test_file_formats_give_equal_values(tmp_path: Path, ending: str) -> None:
 def save(path: Path, array: Any) -> None:
     if path.suffix == ".npy":
         numpy.save(path, array)
-    elif path.suffix == ".npz":
-        numpy.savez(path, array)
     else:
         nibabel.save(nibabel.Nifti1Image(array, numpy.eye(4)), path)  # type: ignore[no-untyped-call]
 
@@ -230,8 +228,6 @@ def test_truncated_nifti_is_reported(tmp_path: Path) -> None:
         ({"window": ["a", "b"]}, "window is 'a'"),
         ({"window": 5}, "window is 5"),
         ({"patch_size": [4, 4]}, "options.patch_size"),
-        ({"kept_volumes": -1}, "kept_volumes is -1"),
-        ({"kept_volumes": 1.5}, "kept_volumes is 1.5"),
         ({"patches": 2.5}, "patches is 2.5"),
         ({"patch_size": True}, "patch_size is True"),
         ({"flips": "none"}, "flips is 'none'"),

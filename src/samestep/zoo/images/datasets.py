@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -13,23 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from samestep.data.folder_files import by_suffix, files_below, left_out_notes
+from samestep.data.folder_files import by_suffix, files_below
 from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError
 from samestep.zoo.images.decoders import ReadImage
 from samestep.zoo.images.files import IMAGE_SUFFIXES
 from samestep.zoo.images.source import open_cache
 from samestep.zoo.images.transforms import ImageTransforms, Transform, image_transforms
-from samestep.zoo.options import require_option, require_path
-from samestep.zoo.splits import (
-    Splits,
-    Task,
-    label_text,
-    require_no_booleans,
-    top_classes,
-    train_validation_split,
-)
-from samestep.zoo.tables import Row, read_table, require_columns
+from samestep.zoo.options import import_optional, require_path
+from samestep.zoo.splits import ClassLabels, Splits, Task, class_names, label_text, top_classes, train_validation_split
+from samestep.zoo.tables import Row, read_table
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
@@ -39,7 +31,7 @@ class Sample(NamedTuple):
 
     source: Path | BytesIO
     label: int | None  # class number; None for an unusable row
-    problem: str = ""  # list, line, and reason why the row cannot be used; empty for other rows
+    error: DataError | None = None  # of an unusable row
     name: str = ""  # of the image in errors; empty for its path
 
 
@@ -55,14 +47,9 @@ class LabeledImages:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        source, label, problem, name = self.samples[index]
-        if label is None:
-            raise DataError(
-                problem,
-                expected="an image and a label that is one of the classes",
-                fix="correct the row, or skip such rows: data.bad_samples: skip",
-                code="E_CLASSES",
-            )
+        source, label, error, name = self.samples[index]
+        if error is not None or label is None:
+            raise error or _unusable("no label")
         return self._transform(self._read(source, name or str(source))), label
 
 
@@ -78,21 +65,17 @@ def load_images(
         InputError: a folder, its classes or their images are missing, or an option is invalid.
     """
     transforms = image_transforms(options, load_images)
-    classes, train, notes = _scan(Path(path))
+    classes, train = _scan(Path(path))
     if evaluation_path is None:
         names = [Path(str(sample.source)).relative_to(path).as_posix() for sample in train]
         train, validation = _split(train, names, evaluation_fraction, classes)
     else:
-        validation_classes, validation, validation_notes = _scan(Path(evaluation_path))
-        notes += validation_notes
+        validation_classes, validation = _scan(Path(evaluation_path))
         if validation_classes != classes:
-            raise DataError(
-                f"{evaluation_path} has the classes {', '.join(validation_classes)}, {path} has {', '.join(classes)}",
-                expected="equal class folders in both",
-                fix="rename the class folders, or correct data.options.evaluation_path",
-                code="E_CLASSES",
-            )
-    return replace(_splits(train, validation, classes, transforms), notes=notes)
+            names = sorted({*validation_classes} ^ {*classes})
+            problem = f"the class folders {', '.join(names)} are only in one of {path} and {evaluation_path}"
+            raise _invalid_classes(problem, "rename the class folders, or correct data.options.evaluation_path")
+    return _splits(train, validation, classes, transforms)
 
 
 def image_task(classes: Sequence[str], **options: Any) -> Task:
@@ -129,24 +112,44 @@ def load_image_list(
         InputError: a table is missing or damaged, or an option is invalid.
     """
     transforms = image_transforms(options, load_image_list)
-    columns = (path_column, label_column)
-    rows = read_table(Path(path))
-    is_numbered = Path(path).suffix.lower() == ".txt"
-    names = _named_classes(classes) if classes is not None else _classes_of(path, rows, columns, is_numbered)
-    keys = map(str, range(len(names))) if is_numbered else map(label_text, names)
-    numbers = {key: number for number, key in enumerate(keys)}
+    read = partial(read_table, text_column=path_column, label_column=label_column, option="path_column")
+    rows = read(path)
+    found = sorted({row.label for row in rows} - {""})
+    if Path(path).suffix.lower() == ".txt":
+        largest = max((int(label) for label in found if label.isdecimal()), default=-1)
+        found = [str(number) for number in range(largest + 1)]
+    names = class_names(found if classes is None else classes)
+    labels = ClassLabels(names)
 
     def samples(rows: list[Row], table: str) -> list[Sample]:
-        _require_columns(rows, table, columns)
         folder = Path(table).parent if image_root is None else Path(image_root)
-        return [_sample(row, folder, columns, numbers) for row in rows]
+        return [_sample(row, folder, labels) for row in rows]
 
     train = samples(rows, path)
     if evaluation_path is not None:
-        validation = samples(read_table(Path(evaluation_path)), evaluation_path)
+        validation = samples(read(evaluation_path), evaluation_path)
     else:
-        train, validation = _split(train, _keys(train, rows, path_column), evaluation_fraction, names)
+        train, validation = _split(train, _keys(train, rows), evaluation_fraction, names)
     return _splits(train, validation, names, transforms)
+
+
+def _sample(row: Row, root: Path, labels: ClassLabels) -> Sample:
+    source = root / row.text
+    if row.problem:
+        return Sample(source, None, _unusable(f"{row.where}: {row.problem}"))
+    try:
+        return Sample(source, labels.number(row.label, row.where))
+    except DataError as error:
+        return Sample(source, None, error)
+
+
+def _keys(samples: list[Sample], rows: list[Row]) -> list[str]:
+    """Return the path of each row as in the list; rows of one image have the first of its paths."""
+    first: dict[str, str] = {}
+    for sample, row in zip(samples, rows, strict=True):
+        if row.text:
+            first.setdefault(os.path.abspath(str(sample.source)), row.text)
+    return [first.get(os.path.abspath(str(sample.source)), row.text) for sample, row in zip(samples, rows, strict=True)]
 
 
 def _split(
@@ -173,8 +176,8 @@ def _splits(
     )
 
 
-def _scan(root: Path) -> tuple[list[str], list[Sample], tuple[str, ...]]:
-    """Return the class names and the images of a folder of class folders, and notes about other files."""
+def _scan(root: Path) -> tuple[list[str], list[Sample]]:
+    """Return the class names and the images of a folder of class folders."""
     require_path(root, "folder", "data.options.path is a folder of class folders")
     classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if len(classes) < 2:
@@ -186,70 +189,120 @@ def _scan(root: Path) -> tuple[list[str], list[Sample], tuple[str, ...]]:
             f"data.options.path={root / first} data.options.evaluation_path={root / others[-1]}",
         )
     samples: list[Sample] = []
-    no_images: list[Path] = []
     for number, name in enumerate(classes):
-        files, left_out = by_suffix(files_below(root / name), IMAGE_SUFFIXES)
+        files = by_suffix(files_below(root / name), IMAGE_SUFFIXES)
         if not files:
-            raise _invalid_classes(
-                f"class {name!r} has no images that end in {', '.join(IMAGE_SUFFIXES)}",
-                f"remove the folder {root / name}, or add images",
-            )
+            problem = f"class {name!r} has no images that end in {', '.join(IMAGE_SUFFIXES)}"
+            raise _invalid_classes(problem, f"remove the folder {root / name}, or add images")
         samples += [Sample(file, number) for file in files]
-        no_images += left_out
-    return classes, samples, left_out_notes(root, no_images, IMAGE_SUFFIXES)
-
-
-def _named_classes(classes: object) -> list[str]:
-    values = classes if isinstance(classes, list | tuple) else ()
-    require_no_booleans(values)
-    names = [str(name) for name in values]
-    is_valid = len(names) >= 2 and len({label_text(name) for name in names}) == len(names)
-    require_option("classes", classes, is_valid, "a list of at least two different names", "[cat, dog]")
-    return names
-
-
-def _classes_of(path: str, rows: list[Row], columns: tuple[str, str], is_numbered: bool) -> list[str]:
-    """Return the sorted labels of a list, or the numbers from 0 to its largest one."""
-    _require_columns(rows, path, columns)
-    names = sorted({label_text(row.values.get(columns[1])) for row in rows if not row.problem} - {""})
-    if is_numbered:
-        numbers = [int(text) for text in names if re.fullmatch("[0-9]{1,6}", text)]
-        names = [str(number) for number in range(max(numbers, default=-1) + 1)]
-    if len(names) < 2:
-        raise _invalid_classes(
-            f"{path} has {len(names)} classes in column {columns[1]!r}",
-            "correct data.options.label_column, or set data.options.classes",
-        )
-    return names
+    return classes, samples
 
 
 def _invalid_classes(problem: str, fix: str) -> DataError:
     return DataError(problem, expected="at least two classes with images", fix=fix, code="E_CLASSES")
 
 
-def _keys(samples: list[Sample], rows: list[Row], column: str) -> list[str]:
-    """Return the path of each row as in the list; rows of one image have the first of its paths."""
-    keys = [str(row.values.get(column)) for row in rows]
-    first: dict[str, str] = {}
-    for number, sample in enumerate(samples):
-        if isinstance(sample.source, Path) and sample.source.name:  # the row has a path
-            keys[number] = first.setdefault(os.path.abspath(sample.source), keys[number])
-    return keys
+def _unusable(problem: str) -> DataError:
+    return DataError(
+        problem,
+        expected="an image and a label that is one of the classes",
+        fix="correct the row, or skip such rows: data.bad_samples: skip",
+        code="E_CLASSES",
+    )
 
 
-def _sample(row: Row, root: Path, columns: tuple[str, str], numbers: Mapping[str, int]) -> Sample:
-    path = row.values.get(columns[0])
-    text = label_text(row.values.get(columns[1]))
-    if row.problem:
-        return Sample(Path(), None, f"{row.where}: {row.problem}")
-    if not isinstance(path, str) or not path or "\0" in path:
-        return Sample(Path(), None, f"{row.where}: no path in {columns[0]!r}")
-    if not text:
-        return Sample(root / path, None, f"{row.where}: no label in {columns[1]!r}")
-    label = numbers.get(text)
-    problem = f"{row.where}: the label {text!r} is not a class" if label is None else ""
-    return Sample(root / path, label, problem)
+# --- datasets saved by Hugging Face's `datasets` ---
 
 
-def _require_columns(rows: list[Row], path: str, columns: tuple[str, str]) -> None:
-    require_columns(rows, path, {"path_column": columns[0], "label_column": columns[1]})
+@dataclass(frozen=True)
+class HubSamples(Sequence[Sample]):
+    """Rows of a table with an encoded image and a label, read on access."""
+
+    table: Any  # table of `datasets`, without decoding of the image column
+    labels: Sequence[int | None]  # class number of each row of the table, or None for an invalid label
+    rows: Sequence[int]  # numbers of the rows to use
+    name: str  # name of the table, for errors
+    column: str  # name of the image column
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        number = self.rows[index]
+        where = f"{self.name}, row {number}"
+        image = self.table[number][self.column] or {"bytes": None, "path": None}
+        if self.labels[number] is None:
+            return Sample(Path(), None, _unusable(f"{where}: its label is not a class"))
+        if image["bytes"] is None and image["path"] is None:
+            return Sample(Path(), None, _unusable(f"{where}: no image"))
+        source = Path(image["path"]) if image["bytes"] is None else BytesIO(image["bytes"])
+        return Sample(source, self.labels[number], name=f"{where} ({image['path']})")
+
+
+def load_hub_images(
+    path: str,
+    *,
+    train_split: str = "train",
+    evaluation_split: str | None = "validation",
+    evaluation_fraction: float = 0.2,
+    image_column: str = "image",
+    label_column: str = "label",
+    **options: Any,
+) -> Splits:
+    """Return the images of a dataset written by `save_to_disk`.
+
+    For a dataset without splits, or if `evaluation_split` is None, the fraction `evaluation_fraction` of the rows is
+    split off by their numbers. The image column has the type `datasets.Image`, the label column
+    `datasets.ClassLabel` or text. The other options are fields of `ImageTransforms`.
+
+    Raises:
+        InputError: the dataset, a split or a column is missing, or an option is invalid.
+    """
+    transforms = image_transforms(options, load_hub_images)
+    table, names, labels = _hub_table(path, train_split, image_column, label_column)
+    classes = class_names(names)
+    numbers = {name: number for number, name in enumerate(classes)}
+    class_numbers = [numbers.get(label) for label in labels]
+    samples = partial(HubSamples, table, class_numbers, name=f"{path}/{train_split}", column=image_column)
+    if evaluation_split is None or not (Path(path) / "dataset_dict.json").exists():
+        keys = [str(number) for number in range(len(labels))]
+        parts = train_validation_split(keys, evaluation_fraction, unit="image", labels=class_numbers, classes=classes)
+        train, validation = map(samples, parts)
+    else:
+        train = samples(range(len(labels)))
+        table, _, labels = _hub_table(path, evaluation_split, image_column, label_column)
+        name = f"{path}/{evaluation_split}"
+        validation = HubSamples(table, [numbers.get(label) for label in labels], range(len(labels)), name, image_column)
+    return transforms.splits(
+        LabeledImages(train, transforms.reader(), transforms.train()),
+        LabeledImages(validation, transforms.reader(), transforms.validation()),
+        classes,
+        fingerprint=fingerprint_of([str(class_numbers[row]) for row in train.rows], []),
+    )
+
+
+def _hub_table(path: str, split: str, image_column: str, label_column: str) -> tuple[Any, list[str], list[str]]:
+    """Return a split, its class names and the label of each row. Images are decoded on access, for better errors."""
+    datasets = import_optional("datasets", "data.name hub_images")
+    require_path(Path(path), "folder", "data.options.path is a folder written by save_to_disk")
+    try:
+        table = datasets.load_from_disk(path)
+        if isinstance(table, Mapping):
+            table = table[split]
+        feature = table.features[label_column]
+        if not isinstance(table.features[image_column], datasets.Image):
+            raise TypeError(f"the column {image_column} is {table.features[image_column]}")
+        table = table.cast_column(image_column, datasets.Image(decode=False))
+        values = table[label_column]
+    except Exception as error:  # damaged files raise exceptions of many types
+        raise DataError(
+            f"{path} cannot be read as a dataset: {type(error).__name__}: {error}",
+            expected=f"the split {split} with images in the column {image_column} and labels in {label_column}",
+            fix="set data.options.train_split, evaluation_split, image_column and label_column, or save the data again",
+            code="E_UNREADABLE",
+        ) from error
+    names = list(getattr(feature, "names", ()))
+    if names:
+        return table, names, [names[value] if value in range(len(names)) else "" for value in values]
+    labels = [label_text(value) for value in values]
+    return table, sorted({*labels} - {""}), labels

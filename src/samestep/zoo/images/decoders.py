@@ -15,7 +15,7 @@ import numpy
 import torch
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from samestep.zoo.images.files import decode, file_errors, open_header
+from samestep.zoo.images.files import file_errors, open_header, read_image
 from samestep.zoo.options import import_optional
 
 Decoder = Literal["pillow", "simplejpeg"]
@@ -99,7 +99,7 @@ def image_reader(decoder: Decoder) -> ReadImage:
         RecipeError: the library of the decoder is not installed.
     """
     if decoder == "pillow":
-        return decode
+        return read_image
     library = import_optional(decoder, f"data.options.decoder {decoder}", extra="recipes")
     return partial(EncodedImage, library.decode_jpeg)
 
@@ -128,7 +128,7 @@ class EncodedImage:
                 is_transposed = _UPRIGHT.get(self._orientation, (False,))[0]
                 self.width, self.height = self._size[::-1] if is_transposed else self._size
             else:
-                self._image = decode(source, name)
+                self._image = read_image(source, name)
                 self.width, self.height = self._image.size
 
     def _reads_header(self) -> bool:
@@ -139,7 +139,7 @@ class EncodedImage:
                 if is_supported:
                     self._size, self._orientation = header.size, header.getexif().get(ExifTags.Base.Orientation, 1)
                 return is_supported
-        except UnidentifiedImageError:  # raised by `decode` with the name of the file
+        except UnidentifiedImageError:  # raised by `read_image` with the name of the file
             return False
 
     def pixels(self, scale: int = 1) -> torch.Tensor:
@@ -155,7 +155,7 @@ class EncodedImage:
                 array = self._decode_jpeg(self._data, "RGB", min_height=height, min_width=width, min_factor=scale)
                 return _upright(torch.from_numpy(array).permute(2, 0, 1), self._orientation)
             except ValueError:  # Pillow reads some damaged files, and has the errors of the others
-                self._image = decode(self._source, self._name)
+                self._image = read_image(self._source, self._name)
         return as_pixels(self._image)
 
 

@@ -1,4 +1,4 @@
-"""Reading of image files, and errors of damaged files."""
+"""Reading of image files as RGB with 8 bits per channel, and errors of damaged files."""
 
 from __future__ import annotations
 
@@ -9,33 +9,45 @@ from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 
+import numpy
 from PIL import Image, ImageOps
 
 from samestep.errors import DataError, RunError, SamestepError
-from samestep.zoo.images.rgb_conversion import to_rgb
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".jfif", ".ppm", ".pgm")
 # Formats by content: Pillow starts another program for some others, whatever the name of the file.
+_BITS_PER_SAMPLE = 258  # TIFF tag
 _FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "GIF", "TIFF", "PPM")
 
 # Errors of the operating system with these numbers concern the file; all others concern the machine.
 _FILE_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG)
 
 
-def read_image(path: Path) -> Image.Image:
-    """Return the first image of a file as RGB.
+def read_image(source: Path | BytesIO, name: str = "") -> Image.Image:
+    """Return the first image of a file as RGB; `name` is that of the file in errors, by default its path.
 
     Raises:
-        DataError: the file is missing, damaged or no image, or the brightness of its values is undefined.
+        DataError: the file is missing, damaged or no image, or has more than 16 bits per channel.
         RunError: the disk or the network failed.
     """
-    return decode(path, str(path))
+    with file_errors(name or str(source), "an image"), open_image(source) as image:
+        return _to_rgb(image)
 
 
-def decode(source: Path | BytesIO, name: str) -> Image.Image:
-    """Return the first image of `source`, called `name` in errors; see `read_image`."""
-    with file_errors(name, "an image"), open_image(source) as image:
-        return to_rgb(image)
+def _to_rgb(image: Image.Image) -> Image.Image:
+    # Pillow scales a 16-bit PGM to the full range, but other images with this mode have 32 bits.
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
+        bits = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, (16,))[0]  # Pillow opens 12 bits as 16 bits
+        values = numpy.asarray(image).astype(numpy.float64)
+        gray = numpy.rint(values * (255 / (2**bits - 1))).clip(0, 255).astype(numpy.uint8)
+        return Image.fromarray(gray).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError("32-bit values have no defined white")
+    if image.has_transparency_data:
+        # The colour of transparent pixels, mostly black, is not visible; viewers show the background.
+        rgba = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+    return image.convert("RGB")
 
 
 @contextmanager
@@ -79,7 +91,6 @@ def file_errors(name: str | Path, kind: str) -> Iterator[None]:
         raise DataError(
             f"{name} cannot be read as {kind}: {error}",
             expected="intact files of a supported format (images: 8 or 16 bits per channel)",
-            fix="replace the file; then resume a training; or remove the file and resume with --accept-changes; or "
-            "skip such samples: data.bad_samples: skip",
+            fix="replace the file and resume, or skip such samples: data.bad_samples: skip",
             code="E_UNREADABLE",
         ) from error

@@ -77,7 +77,7 @@ class ImageSource:
         if sample is not None:
             return StoredImage(_tensor(sample))
         image = self.prepared(self._decode(source, name))
-        _add_pixels(self._cache, key, as_pixels(image), source, status)
+        _add_pixels(self._cache, key, as_pixels(image))
         return image
 
     def use_cache(self, cache: SampleCache) -> None:
@@ -130,7 +130,7 @@ class _CachedScales:
             return _tensor(sample)
         self._image = self._image or self._decode(path, self._name)
         pixels = self._image.pixels(scale)
-        _add_pixels(self._cache, key, pixels, path, status)
+        _add_pixels(self._cache, key, pixels)
         return pixels
 
 
@@ -139,19 +139,9 @@ def _tensor(sample: CachedSample) -> torch.Tensor:
     return pixels.view(sample.height, sample.width, _CHANNELS).permute(2, 0, 1)
 
 
-def _add_pixels(cache: SampleCache, key: Key, pixels: torch.Tensor, path: Path, status: os.stat_result) -> None:
-    if _is_unchanged(path, status):
-        array = pixels.permute(1, 2, 0).contiguous().numpy()
-        cache.add(key, array.data.cast("B"), *array.shape[:2])
-
-
-def _is_unchanged(path: Path, status: os.stat_result) -> bool:
-    """Return whether a file is the one of `status`: it may have been replaced while it was read."""
-    try:
-        now = os.stat(path)
-    except FileNotFoundError:
-        return False
-    return (now.st_size, now.st_mtime_ns, now.st_ino) == (status.st_size, status.st_mtime_ns, status.st_ino)
+def _add_pixels(cache: SampleCache, key: Key, pixels: torch.Tensor) -> None:
+    array = pixels.permute(1, 2, 0).contiguous().numpy()
+    cache.add(key, array.data.cast("B"), *array.shape[:2])
 
 
 def limit_aspect_ratio(height: int, width: int) -> Box:

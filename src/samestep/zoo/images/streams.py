@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from io import BytesIO
-from operator import index
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,11 +14,10 @@ from samestep.data.streams.source import SampleFiles
 from samestep.data.streams.tables import ArrowFiles, ParquetFiles
 from samestep.data.streams.tar import TarFiles
 from samestep.errors import DataError
-from samestep.zoo.images.decoders import DecodedImage
 from samestep.zoo.images.source import ImageSource
 from samestep.zoo.images.transforms import Transform, image_transforms
 from samestep.zoo.options import require_count, require_option
-from samestep.zoo.splits import ClassLabels, Splits, require_no_booleans
+from samestep.zoo.splits import ClassLabels, Splits, class_names
 from samestep.zoo.streams import ConvertedSource
 
 Format = Literal["webdataset", "parquet", "arrow"]
@@ -49,7 +46,7 @@ def load_stream_images(
     require_count("window", window, 1, DEFAULT_WINDOW)
     require_option("format", format, format in get_args(Format), "webdataset, parquet or arrow", "parquet")
     reader = transforms.reader()
-    names = _class_names(classes)
+    names = class_names(range(classes) if isinstance(classes, int) else classes)
     labels = ClassLabels(names)
     columns = (image_column, label_column)
     convert = partial(_convert, columns=columns, reader=reader, labels=labels)
@@ -66,15 +63,6 @@ def _open_files(path: str, format: Format, columns: Sequence[str]) -> SampleFile
     return ParquetFiles(path, columns) if format == "parquet" else ArrowFiles(path, columns)
 
 
-def _class_names(classes: int | Sequence[str]) -> tuple[str, ...]:
-    values = range(classes) if isinstance(classes, int) else classes if isinstance(classes, list | tuple) else ()
-    names = tuple(map(str, values))
-    require_no_booleans(values)
-    is_valid = len(set(names)) == len(names) >= 2
-    require_option("classes", classes, is_valid, "at least two different names, or their number", "[cat, dog]")
-    return names
-
-
 def _convert(
     sample: Mapping[str, Any],
     place: str,
@@ -85,41 +73,14 @@ def _convert(
     transform: Transform,
 ) -> tuple[torch.Tensor, int]:
     """Return the transformed image and the class number of a sample."""
-    for name, option in zip(columns, ("image_column", "label_column"), strict=True):
-        if name not in sample:
-            raise DataError(
-                f"{place} has no column {name!r}",
-                expected=f"one of its columns: {', '.join(sample)}",
-                fix=f"set data.options.{option}",
-                code="E_UNKNOWN_NAME",
-            )
-    image, label = (sample[name] for name in columns)
-    return transform(_image(image, place, reader)), _class_number(label, place, labels)
-
-
-def _image(value: Any, place: str, reader: ImageSource) -> DecodedImage:
-    if isinstance(value, Mapping):
-        value = value.get("bytes")
-    if not isinstance(value, bytes):
+    image, label = (sample.get(name) for name in columns)
+    data = image.get("bytes") if isinstance(image, Mapping) else image
+    if not isinstance(data, bytes) or label is None:
         raise DataError(
-            f"the image of {place} is a {type(value).__name__}",
-            expected="an encoded image, such as the bytes of a JPEG file",
-            fix="set data.options.image_column, or write the files again",
+            f"{place} has no encoded image in {columns[0]!r} or no label in {columns[1]!r}",
+            expected=f"the bytes of an image file, and a label, in its columns: {', '.join(sample)}",
+            fix="set data.options.image_column and data.options.label_column, or write the files again",
             code="E_UNKNOWN_NAME",
         )
-    return reader(BytesIO(value), place)
-
-
-def _class_number(value: Any, place: str, labels: ClassLabels) -> int:
-    text = value.decode(errors="replace") if isinstance(value, bytes) else value
-    number = None
-    with suppress(TypeError):  # no integer
-        number = labels.number(text if isinstance(text, str) else index(text))
-    if number is None:
-        raise DataError(
-            f"the label {value!r} of {place} is not a class",
-            expected=labels.expected,
-            fix="correct data.options.classes or the files, or skip such samples: data.bad_samples: skip",
-            code="E_CLASSES",
-        )
-    return number
+    number = labels.number(label.decode(errors="replace") if isinstance(label, bytes) else label, place)
+    return transform(reader(BytesIO(data), place)), number

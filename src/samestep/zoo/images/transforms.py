@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
 import torch
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch.utils.data import default_collate
 
@@ -34,20 +34,9 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Fraction = Annotated[float, Field(gt=0, le=1)]
 _Probability = Annotated[float, Field(ge=0, le=1)]
-_Hue = Annotated[float, Field(ge=0, le=0.5)]
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1)]
 _FORBID = ConfigDict(extra="forbid")
-
-
-def _as_jitter(value: Any) -> Any:
-    """Return brightness, contrast, saturation and hue; one number is that of the first three."""
-    if isinstance(value, int | float):
-        return value, value, value, 0.0
-    return tuple(value) if isinstance(value, list) else value
-
-
-_Jitter = Annotated[tuple[_NotNegative, _NotNegative, _NotNegative, _Hue], BeforeValidator(_as_jitter)]
 
 
 @dataclass(frozen=True, kw_only=True, config=_FORBID)
@@ -60,10 +49,7 @@ class Augment:
             without a resize, from images whose shorter side has a fixed length (Krizhevsky et al., "ImageNet
             classification with deep convolutional neural networks", 2012).
         flip: probability of a horizontal flip.
-        auto_augment: AutoAugment policy (Cubuk et al., 2019), or None.
-        randaugment: magnitude of RandAugment (Cubuk et al., 2020), or None.
-        randaugment_ops: number of operations of RandAugment.
-        color_jitter: strength for brightness, contrast and saturation, or four numbers with the hue last.
+        randaugment: magnitude of the two operations of RandAugment (Cubuk et al., 2020), or None.
         random_erasing: probability of random erasing (Zhong et al., 2020).
         mixup_alpha: parameter of the Beta distribution of mixup (Zhang et al., "mixup", 2018); 0 for none. Images and
             targets are mixed within a microbatch.
@@ -72,10 +58,7 @@ class Augment:
 
     scale: tuple[_Fraction, _Fraction] | None = (0.08, 1.0)
     flip: _Probability = 0.5
-    auto_augment: Literal["imagenet", "cifar10", "svhn"] | None = None
     randaugment: Annotated[int, Field(ge=0, le=_MAX_MAGNITUDE)] | None = None
-    randaugment_ops: _Count = 2
-    color_jitter: _Jitter = (0.0, 0.0, 0.0, 0.0)
     random_erasing: _Probability = 0.0
     mixup_alpha: _NotNegative = 0.0
     cutmix_alpha: _NotNegative = 0.0
@@ -83,25 +66,11 @@ class Augment:
     def __post_init__(self) -> None:
         if self.scale is not None and self.scale[0] > self.scale[1]:
             raise ValueError("scale is not a minimum and a maximum")
-        if self.auto_augment is not None and self.randaugment is not None:
-            raise ValueError("both auto_augment and randaugment are set")
 
     @property
     def changes_floats(self) -> bool:
         """Whether normalized images are changed: erased, or mixed in a microbatch."""
         return bool(self.random_erasing or self.mixup_alpha or self.cutmix_alpha)
-
-    def color_transforms(self) -> list[Callable[..., Any]]:
-        """Return the transforms of an image of Pillow after its crop and flip."""
-        transforms: list[Callable[..., Any]] = []
-        if self.auto_augment is not None:
-            transforms.append(v2.AutoAugment(v2.AutoAugmentPolicy(self.auto_augment)))
-        if self.randaugment is not None:
-            bins = _MAX_MAGNITUDE + 1
-            transforms.append(v2.RandAugment(self.randaugment_ops, self.randaugment, num_magnitude_bins=bins))
-        if any(self.color_jitter):
-            transforms.append(v2.ColorJitter(*self.color_jitter))
-        return transforms
 
     def collate(self, classes: int) -> Collate | None:
         """Return a collate function for mixup and CutMix, or None if both are off."""
@@ -251,10 +220,10 @@ class ImageTransforms:
         else:
             crop = RandomCrop(self.image_size, scale=augment.scale, interpolation=interpolation)
             steps = [crop, v2.RandomHorizontalFlip(augment.flip)]
-        colors = augment.color_transforms()
-        if colors and not is_pillow:  # they change images of Pillow, for equal results with each decoder
-            colors = [v2.ToPILImage(), *colors, v2.PILToTensor()]
-        steps += colors
+        if augment.randaugment is not None:
+            colors = v2.RandAugment(2, augment.randaugment, num_magnitude_bins=_MAX_MAGNITUDE + 1)
+            # Images of Pillow are changed, for equal results with each decoder.
+            steps += [colors] if is_pillow else [v2.ToPILImage(), colors, v2.PILToTensor()]
         if is_pillow or augment.changes_floats:
             steps += self._normalized()
         if augment.random_erasing:

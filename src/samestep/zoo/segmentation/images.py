@@ -22,16 +22,7 @@ from samestep.zoo.images.files import IMAGE_SUFFIXES, read_image
 from samestep.zoo.images.source import ImageSource, open_cache
 from samestep.zoo.images.transforms import MEAN, STD
 from samestep.zoo.options import validated
-from samestep.zoo.segmentation.masks import (
-    IGNORED,
-    ClassNumbers,
-    MaskCode,
-    Pair,
-    Value,
-    as_target,
-    read_mask,
-    split_pairs,
-)
+from samestep.zoo.segmentation.masks import IGNORED, ClassNumbers, MaskCode, Pair, as_target, read_mask, split_pairs
 from samestep.zoo.splits import Splits, Task
 
 make_torchvision_importable()
@@ -54,14 +45,12 @@ class MaskTransforms:
             the center; smaller images are padded with zeros, and their masks with `IGNORED`.
         flips: axes that are flipped with probability 0.5.
         scale: minimum and maximum area of a random crop with `fit: resize`, as fractions of the image.
-        jitter: maximum relative change of brightness and contrast.
     """
 
     image_size: _Side | tuple[_Side, _Side] = 256
     fit: Literal["resize", "crop"] = "resize"
     flips: Literal["none", "horizontal", "both"] = "horizontal"
     scale: tuple[_Fraction, _Fraction] = (0.5, 1.0)
-    jitter: Annotated[float, Field(ge=0, le=1)] = 0.0
 
     def train(self) -> JointTransform:
         """Return the transform of training images, with augmentation by torch's generator."""
@@ -75,8 +64,6 @@ class MaskTransforms:
             steps.append(v2.RandomHorizontalFlip())
         if self.flips == "both":
             steps.append(v2.RandomVerticalFlip())
-        if self.jitter > 0:
-            steps.append(v2.ColorJitter(brightness=self.jitter, contrast=self.jitter))
         return JointTransform(v2.Compose(steps))
 
     def validation(self) -> JointTransform:
@@ -160,39 +147,33 @@ class MaskedImages:
 
 
 def load_segmentation(
-    path: str | None = None,
+    path: str,
     *,
-    images: str | None = None,
-    masks: str | None = None,
     evaluation_path: str | None = None,
     evaluation_fraction: float = 0.2,
     mask_suffix: str = "",
     classes: Sequence[str] | None = None,
-    mask_values: Sequence[Value] | None = None,
-    ignore_values: Sequence[Value] = (),
-    threshold: float | None = None,
+    mask_values: Sequence[Any] | None = None,
+    ignore_values: Sequence[Any] = (),
     **options: Any,
 ) -> Splits:
     """Return images and masks, with the options of `docs/guides/segmentation.md`.
 
     Raises:
-        DataError: a folder is missing, files have no partner, or options contradict each other.
+        InputError: a folder is missing, files have no partner, or an option is invalid.
     """
-    code = MaskCode(classes, mask_values, ignore_values, threshold)
+    values = {"classes": classes, "mask_values": mask_values, "ignore_values": ignore_values}
+    code = validated(MaskCode, values, "data.options")
     transforms = validated(MaskTransforms, options, "data.options", loader=load_segmentation)
-    pairs, evaluation_pairs, notes = split_pairs(
-        IMAGE_SUFFIXES, path, images, masks, evaluation_path, evaluation_fraction, mask_suffix
-    )
+    pairs, evaluation_pairs = split_pairs(IMAGE_SUFFIXES, path, evaluation_path, evaluation_fraction, mask_suffix)
     source = ImageSource()
     train = MaskedImages(pairs, source, code, transforms.train())
     return Splits(
         train=train,
         evaluation=MaskedImages(evaluation_pairs, source, code, transforms.validation()),
-        classes=code.classes,
+        classes=code.names,
         reads_files=True,
-        notes=notes,
         count_foreground=train.count_foreground if code.is_binary else None,
-        ignored_target=IGNORED if ignore_values else None,
         open_cache=partial(open_cache, source, [pair.image for pair in (*pairs, *evaluation_pairs)]),
         fingerprint=fingerprint_of([pair.name for pair in pairs], []),
     )

@@ -16,31 +16,25 @@ from samestep.zoo.segmentation.masks import IGNORED
 from samestep.zoo.splits import Splits
 
 
-def bce_with_logits(
-    outputs: torch.Tensor, targets: torch.Tensor, *, foreground_weight: float = 1.0, ignore_index: int = IGNORED
-) -> Loss:
+def bce_with_logits(outputs: torch.Tensor, targets: torch.Tensor, *, foreground_weight: float = 1.0) -> Loss:
     """Return the summed binary cross entropy of pixels and the number of pixels.
 
     Args:
         outputs: logits `(N, 1, ...)`.
-        targets: zeros and ones of the same shape.
+        targets: zeros and ones of the same shape; -100 is neither summed nor counted.
         foreground_weight: factor for pixels of value 1; torch's `pos_weight`.
-        ignore_index: target value that is neither summed nor counted.
 
     Raises:
         InputError: shapes do not match, or the weight is not a number of at least 0.
     """
-    logits, labels, is_counted = _binary(outputs, targets, ignore_index)
-    note = "; `from_masks` is valid in recipes whose data has binary masks"
-    _require_number("foreground_weight", foreground_weight, note)
+    logits, labels, is_counted = _binary(outputs, targets)
+    _require_number("foreground_weight", foreground_weight)
     weight = torch.tensor(foreground_weight, dtype=logits.dtype, device=logits.device)
     losses = functional.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight, reduction="none")
     return Loss((losses * is_counted).sum(), is_counted.sum())
 
 
-def dice_loss(
-    outputs: torch.Tensor, targets: torch.Tensor, *, smooth: float = 1.0, ignore_index: int = IGNORED
-) -> Loss:
+def dice_loss(outputs: torch.Tensor, targets: torch.Tensor, *, smooth: float = 1.0) -> Loss:
     """Return one minus the Dice coefficient (Milletari et al., "V-Net", 2016, without squares), and the sample count.
 
     The coefficient is computed per sample and averaged over classes, so it does not depend on the other samples of a
@@ -48,19 +42,18 @@ def dice_loss(
 
     Args:
         outputs: logits `(N, 1, ...)` or `(N, C, ...)`.
-        targets: zeros and ones of the shape of `outputs`, or class numbers `(N, ...)`.
+        targets: zeros and ones of the shape of `outputs`, or class numbers `(N, ...)`; -100 is ignored.
         smooth: addition to numerator and denominator, for samples without foreground.
-        ignore_index: ignored target value.
 
     Raises:
         InputError: shapes do not match, or `smooth` is not a number of at least 0.
     """
     _require_number("smooth", smooth)
     if targets.is_floating_point():
-        logits, labels, is_counted = _binary(outputs, targets, ignore_index)
+        logits, labels, is_counted = _binary(outputs, targets)
         probabilities = logits.sigmoid()
     else:
-        logits, labels, is_counted = _one_hot(outputs, targets, ignore_index)
+        logits, labels, is_counted = _one_hot(outputs, targets)
         probabilities = logits.softmax(dim=1)
     dims = tuple(range(2, probabilities.ndim))
     probabilities, labels = probabilities * is_counted, labels * is_counted
@@ -79,64 +72,54 @@ class DicePlus(MultiLoss):
         dice_weight: factor of the Dice loss.
         smooth: as in `dice_loss`.
         foreground_weight: as in `bce_with_logits`; for binary masks.
-        ignore_index: ignored target value.
 
     Raises:
-        InputError: `dice_weight` is not a number of at least 0; from a step, shapes do not match, or
-            `foreground_weight` is set and the targets are class numbers.
+        InputError: `dice_weight` is not a number of at least 0; from a step, shapes do not match.
     """
 
-    def __init__(
-        self, dice_weight: float = 1.0, smooth: float = 1.0, foreground_weight: float = 1.0, ignore_index: int = IGNORED
-    ) -> None:
+    def __init__(self, dice_weight: float = 1.0, smooth: float = 1.0, foreground_weight: float = 1.0) -> None:
         _require_number("dice_weight", dice_weight)
 
         def entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             if targets.is_floating_point():
-                loss = bce_with_logits(outputs, targets, foreground_weight=foreground_weight, ignore_index=ignore_index)
-            elif foreground_weight != 1:
-                raise InputError(
-                    f"foreground_weight is {foreground_weight!r} and the targets are class numbers",
-                    expected="binary masks, which have a foreground",
-                    fix="leave foreground_weight out; for weights of classes: loss={name: cross_entropy, options: "
-                    "{weight: [...]}}",
-                    code="E_INCOMPATIBLE",
-                )
-            else:
-                loss = cross_entropy(outputs, targets, ignore_index=ignore_index)
-            return loss.sum
+                return bce_with_logits(outputs, targets, foreground_weight=foreground_weight).sum
+            if foreground_weight != 1:
+                problem, fix = f"foreground_weight is {foreground_weight}, without binary masks", "remove the option"
+                raise InputError(problem, "binary masks, which have a foreground", fix, code="E_INCOMPATIBLE")
+            return cross_entropy(outputs, targets, ignore_index=IGNORED).sum
 
         def dice(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            return dice_loss(outputs, targets, smooth=smooth, ignore_index=ignore_index).sum
+            return dice_loss(outputs, targets, smooth=smooth).sum
 
         def count_samples(targets: torch.Tensor) -> torch.Tensor:
-            return (targets != ignore_index).flatten(1).any(dim=1).sum()
+            return (targets != IGNORED).flatten(1).any(dim=1).sum()
 
-        pixel_term = LossTerm("pixel", entropy, lambda targets: (targets != ignore_index).sum())
+        pixel_term = LossTerm("pixel", entropy, lambda targets: (targets != IGNORED).sum())
         super().__init__([pixel_term, LossTerm("dice", dice, count_samples, dice_weight)])
 
 
-def _require_number(name: str, value: float, note: str = "") -> None:
+def _require_number(name: str, value: float) -> None:
     if isinstance(value, str) or not value >= 0:
-        fix = f"set {name}: 1.0"
-        raise InputError(f"{name} is {value!r}", expected=f"a number of at least 0{note}", fix=fix, code="E_VALUE")
+        raise InputError(
+            f"{name} is {value!r}", expected="a number of at least 0", fix=f"set {name}: 1", code="E_VALUE"
+        )
 
 
-def _binary(outputs: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, ...]:
+def _binary(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return logits of at least 32 bits, targets with 0 for ignored values, and the mask of counted values."""
     if outputs.shape != targets.shape or outputs.shape[1] != 1:
         raise _other_shapes(outputs, targets, "(N, 1, ...) for both, with binary masks")
     dtype = torch.promote_types(outputs.dtype, torch.float32)  # sums of thousands of terms need 32 bits
-    is_counted = targets != ignore_index
+    is_counted = targets != IGNORED
     return outputs.to(dtype), targets.to(dtype).where(is_counted, 0), is_counted
 
 
-def _one_hot(outputs: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, ...]:
+def _one_hot(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the same for class numbers, as one channel of zeros and ones per class."""
     if targets.shape != outputs.shape[:1] + outputs.shape[2:]:
         raise _other_shapes(outputs, targets, "logits (N, C, ...) and class numbers (N, ...)")
     dtype = torch.promote_types(outputs.dtype, torch.float32)
-    is_counted = (targets != ignore_index).unsqueeze(1)
+    is_counted = (targets != IGNORED).unsqueeze(1)
     numbers = torch.arange(outputs.shape[1], device=targets.device).view(-1, *([1] * (targets.ndim - 1)))
     return outputs.to(dtype), (targets.unsqueeze(1) == numbers).to(dtype), is_counted
 
@@ -159,34 +142,18 @@ def resolve_foreground_weight(
     the masks; counts are integers, so their sums do not depend on the number of ranks.
 
     Raises:
-        RecipeError: the dataset has no binary masks, or its ignored targets have another value than those of the loss.
-        DataError: a mask cannot be used and `bad_samples` is `stop`, or there is no foreground.
+        RecipeError: the dataset has no binary masks, or they have no foreground.
+        DataError: a mask cannot be used and `bad_samples` is `stop`.
     """
-    ignored, ignore_index = splits.ignored_target, loss.options.get("ignore_index")
-    if ignored is not None and ignore_index not in (None, ignored):
-        raise RecipeError(
-            f"loss.options.ignore_index is {ignore_index}, but ignored targets of the data are {ignored}",
-            expected=f"{ignored}, the default; data.options.ignore_values has the values in the masks",
-            fix="remove loss.options.ignore_index",
-            code="E_INCOMPATIBLE",
-        )
     if loss.options.get("foreground_weight") != "from_masks":
         return loss, ()
-    if splits.count_foreground is None:
-        raise RecipeError(
-            "loss.options.foreground_weight is from_masks, but the data has no binary masks",
-            expected="a number, or from_masks for data with binary masks",
-            fix="for several classes: --set 'loss={name: cross_entropy}'; otherwise: "
-            "--set loss.options.foreground_weight=5.0",
-            code="E_INCOMPATIBLE",
-        )
     background, foreground, unusable = _count_pixels(splits, bad_samples, world)
     if not foreground:
-        raise DataError(
-            f"the training masks have {background} background pixels and no foreground",
-            expected="some foreground; from_masks divides background by foreground",
-            fix="correct the masks or data.options.mask_values, or set loss.options.foreground_weight to a number",
-            code="E_VALUE",
+        raise RecipeError(
+            f"loss.options.foreground_weight is from_masks: {background} background pixels, no foreground",
+            expected="binary masks with some foreground",
+            fix="for several classes: --set 'loss={name: cross_entropy}'; otherwise correct data.options.mask_values",
+            code="E_INCOMPATIBLE",
         )
     weight = background / foreground
     share = 100 * foreground / (background + foreground)
@@ -196,24 +163,22 @@ def resolve_foreground_weight(
 
 
 def _count_pixels(splits: Splits, bad_samples: BadSamples, world: World) -> tuple[int, int, int]:
-    """Return background pixels, foreground pixels and unusable masks over all ranks.
-
-    The error of the first unusable mask is raised after the exchange, so it is the same for every number of ranks.
-    """
-    assert splits.count_foreground is not None
-    counts: list[tuple[int, int]] = []
-    errors: dict[int, DataError] = {}
+    """Return background pixels, foreground pixels and unusable masks over all ranks."""
+    if splits.count_foreground is None:
+        return 0, 0, 0
+    background = foreground = 0
+    errors: list[int] = []
     for index in range(world.rank, len(splits.train), world.size):
         world.context.status.heartbeat()
         try:
-            counts.append(splits.count_foreground(index))
-        except DataError as error:
-            errors[index] = error
-    background, foreground = (sum(column) for column in zip((0, 0), *counts, strict=True))
-    gathered = all_gather([background, foreground, sorted(errors)], world)
+            counts = splits.count_foreground(index)
+        except DataError:
+            errors.append(index)
+        else:
+            background += counts[0]
+            foreground += counts[1]
+    gathered = all_gather([background, foreground, errors], world)
     unusable = sorted(index for _, _, indices in gathered for index in indices)
     if unusable and bad_samples == "stop":
-        if unusable[0] in errors:
-            raise errors[unusable[0]]
-        world.barrier()  # ends with the error of the rank that raises
+        splits.count_foreground(unusable[0])  # raises the same error on every rank
     return sum(counts[0] for counts in gathered), sum(counts[1] for counts in gathered), len(unusable)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,86 +20,50 @@ from samestep.errors import DataError
 from samestep.metrics.overlays import areas, blended, class_map, scaled_image
 from samestep.zoo.images.files import file_errors
 from samestep.zoo.options import import_optional, validated
-from samestep.zoo.segmentation.masks import (
-    IGNORED,
-    ClassNumbers,
-    MaskCode,
-    Pair,
-    as_target,
-    split_pairs,
-)
+from samestep.zoo.segmentation.masks import IGNORED, ClassNumbers, MaskCode, Pair, as_target, split_pairs
 from samestep.zoo.splits import Splits, Task
 
-VOLUME_SUFFIXES = (".nii.gz", ".nii", ".npy", ".npz")
+VOLUME_SUFFIXES = (".nii.gz", ".nii", ".npy")
+_KEPT_VOLUMES = 4  # in the memory of a process
 
 Voxels = NDArray[numpy.float32]
 _Count = Annotated[int, Field(ge=1)]
 Sample = tuple[torch.Tensor, torch.Tensor]
 # Start of a patch along one axis, and the first voxel that earlier patches do not cover.
 Interval = tuple[int, int]
-_FIX = "correct or remove the files and resume, or skip such samples: data.bad_samples: skip"
-
-
-def read_array(path: Path) -> NDArray[Any]:
-    """Return the values of a volume; exceptions for damaged files are of many types."""
-    values = _load(path)
-    if values.dtype.kind not in "buif":
-        raise ValueError(f"the values are of type {values.dtype} instead of numbers")
-    _require_volume(values.shape)
-    return values
-
-
-def _load(path: Path) -> NDArray[Any]:
-    if _is_nifti(path):
-        return numpy.asarray(_open_nifti(path).dataobj)
-    values: Any = numpy.load(path, allow_pickle=False)
-    if isinstance(values, numpy.ndarray):
-        return values
-    with values as arrays:
-        if len(arrays.files) != 1:
-            raise ValueError(f"the file contains {len(arrays.files)} arrays instead of one")
-        return arrays[arrays.files[0]]  # type: ignore[no-any-return]
 
 
 def read_shape(path: Path) -> tuple[int, ...]:
-    """Return the shape of a volume; of NIfTI files, only the header is read."""
+    """Return the shape of a volume; only the header is read."""
     with file_errors(path, "a volume"):
-        if not _is_nifti(path):
-            return read_array(path).shape
-        shape: tuple[int, ...] = _open_nifti(path).shape
-        _require_volume(shape)
+        shape: tuple[int, ...] = _open(path).shape
         return shape
 
 
-def _require_volume(shape: tuple[int, ...]) -> None:
-    if len(shape) != 3 or 0 in shape:
-        raise ValueError(f"the shape is {shape}; volumes have three dimensions")
-
-
-def _is_nifti(path: Path) -> bool:
-    return path.name.lower().endswith((".nii", ".nii.gz"))
-
-
-def _open_nifti(path: Path) -> Any:
-    return import_optional("nibabel", str(path)).load(path)
+def _open(path: Path) -> Any:
+    """Return an array whose values are read on access; exceptions for damaged files are of many types."""
+    if path.name.lower().endswith(".npy"):
+        array: Any = numpy.load(path, mmap_mode="r", allow_pickle=False)
+    else:
+        array = import_optional("nibabel", str(path)).load(path).dataobj
+    if len(array.shape) != 3 or 0 in array.shape:
+        raise ValueError(f"the shape is {array.shape}; volumes have three dimensions")
+    return array
 
 
 def read_volume(path: Path) -> Voxels:
     """Return the finite values `(D, H, W)` of a volume in the axis order of the file."""
     with file_errors(path, "a volume"):
-        values = read_array(path).astype(numpy.float32)
-    count = values.size - int(numpy.isfinite(values).sum())
-    if count:
-        raise DataError(
-            f"{path} has {count} values that are not finite", expected="finite values", fix=_FIX, code="E_UNREADABLE"
-        )
+        values = numpy.asarray(_open(path)).astype(numpy.float32)
+        if count := values.size - int(numpy.isfinite(values).sum()):
+            raise ValueError(f"{count} values that are not finite")
     return values
 
 
 def read_volume_mask(path: Path, code: MaskCode) -> ClassNumbers:
     """Return the class numbers `(D, H, W)` of a mask."""
     with file_errors(path, "a mask"):
-        values = read_array(path)
+        values = numpy.asarray(_open(path))
         integers = values.astype(numpy.int64)
         if not numpy.array_equal(integers, values):
             raise ValueError("some values are not integers")
@@ -113,7 +77,7 @@ def read_pair(pair: Pair, code: MaskCode) -> tuple[Voxels, ClassNumbers]:
         raise DataError(
             f"{pair.mask} has the shape {mask.shape}, {pair.image} has {volume.shape}",
             expected="masks of the shape of their volumes",
-            fix=_FIX,
+            fix="correct the pair and resume, or skip such samples: data.bad_samples: skip",
             code="E_MASK",
         )
     return volume, mask
@@ -124,12 +88,11 @@ class Volumes:
 
     Args:
         window: minimum and maximum; values outside are clipped.
-        cache_size: number of cached volumes; changes time and memory but not the results.
     """
 
-    def __init__(self, pairs: Sequence[Pair], code: MaskCode, window: Sequence[float] | None, cache_size: int) -> None:
+    def __init__(self, pairs: Sequence[Pair], code: MaskCode, window: Sequence[float] | None) -> None:
         self.pairs, self.code, self._window = pairs, code, window
-        self.read = lru_cache(maxsize=cache_size)(self._read)
+        self.read = lru_cache(maxsize=_KEPT_VOLUMES)(self._read)
 
     def _read(self, index: int) -> Sample:
         """Return values `(1, D, H, W)` and class numbers `(D, H, W)`."""
@@ -156,7 +119,6 @@ class PatchOptions:
         foreground_share: probability that a patch is centered on a foreground voxel, if the volume has any.
         flips: flip each axis with probability 0.5.
         window: minimum and maximum; values outside are clipped.
-        kept_volumes: number of cached volumes; changes time and memory but not the results.
     """
 
     patch_size: _Count | tuple[_Count, _Count, _Count] = 64
@@ -164,7 +126,6 @@ class PatchOptions:
     foreground_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     flips: bool = True
     window: tuple[float, float] | None = None
-    kept_volumes: Annotated[int, Field(ge=0)] = 4
 
     def __post_init__(self) -> None:
         if self.window is not None and not self.window[0] < self.window[1]:
@@ -256,10 +217,8 @@ def crop(values: torch.Tensor, start: Sequence[int], size: tuple[int, ...], fill
 
 
 def load_volumes(
-    path: str | None = None,
+    path: str,
     *,
-    images: str | None = None,
-    masks: str | None = None,
     evaluation_path: str | None = None,
     evaluation_fraction: float = 0.2,
     mask_suffix: str = "",
@@ -271,21 +230,17 @@ def load_volumes(
     """Return volumes and masks, with the options of `docs/guides/segmentation.md`.
 
     Raises:
-        DataError: a folder is missing, files have no partner, or options contradict each other.
+        InputError: a folder is missing, files have no partner, or an option is invalid.
     """
     chosen = validated(PatchOptions, options, "data.options", loader=load_volumes)
-    code = MaskCode(classes, mask_values, ignore_values)
-    pairs, evaluation_pairs, notes = split_pairs(
-        VOLUME_SUFFIXES, path, images, masks, evaluation_path, evaluation_fraction, mask_suffix
-    )
-    volumes = partial(Volumes, code=code, window=chosen.window, cache_size=chosen.kept_volumes)
+    values = {"classes": classes, "mask_values": mask_values, "ignore_values": ignore_values}
+    code = validated(MaskCode, values, "data.options")
+    pairs, evaluation_pairs = split_pairs(VOLUME_SUFFIXES, path, evaluation_path, evaluation_fraction, mask_suffix)
     return Splits(
-        train=RandomPatches(volumes(pairs), chosen),
-        evaluation=Tiles(volumes(evaluation_pairs), chosen.sides),
-        classes=code.classes,
+        train=RandomPatches(Volumes(pairs, code, chosen.window), chosen),
+        evaluation=Tiles(Volumes(evaluation_pairs, code, chosen.window), chosen.sides),
+        classes=code.names,
         reads_files=True,
-        notes=notes,
-        ignored_target=IGNORED,
         fingerprint=fingerprint_of([pair.name for pair in pairs], []),
     )
 

@@ -40,6 +40,7 @@ from samestep.zoo.text.tokenizer import Tokenizer, as_tokens, read_tokenizer
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 CACHE = ".samestep-cache"
 _MAX_2_BYTES = 2**16
+_TEMPERATURE, _TOP_K = 0.8, 50  # of generated text
 _CACHE_FORMAT = 1  # part of the file name; a change makes existing files unused
 Tokens = NDArray[Any]
 
@@ -86,8 +87,7 @@ def load_language(
     """
     require_fraction(evaluation_fraction)
     require_count("block_size", block_size, 1, 64)
-    is_list = isinstance(suffixes, list | tuple)
-    require_option("suffixes", suffixes, is_list, "a list of suffixes that start with a dot", "[.md]")
+    require_option("suffixes", suffixes, not isinstance(suffixes, str), "a list of suffixes", "[.md]")
     encoder = read_tokenizer(tokenizer)
     documents = _documents(path, suffixes)
     validation_documents: list[Document] = []
@@ -122,10 +122,7 @@ def language_task(classes: tuple[str, ...], *, tokenizer: str | None = None, blo
     encoder = read_tokenizer(tokenizer)
 
     def read(path: Path) -> torch.Tensor:
-        content = path.read_bytes()
-        if not content:
-            raise DataError(f"{path} is empty", expected="a text", fix="choose another file", code="E_UNREADABLE")
-        return as_tokens(_tokens_of(content, path, encoder)[-block_size:], path, "choose another file")
+        return as_tokens(_tokens_of(path.read_bytes(), path, encoder)[-block_size:], path)
 
     return Task(
         reads="a text file",
@@ -150,7 +147,7 @@ def _documents(source: str | None, suffixes: Sequence[str]) -> list[Document]:
         files = [file for file in root.rglob("*.py") if not _NOT_LIBRARY.intersection(file.relative_to(root).parts)]
     else:
         require_path(root, "folder", "data.options.path is a file or folder of text")
-        files, _ = by_suffix(files_below(root), suffixes)
+        files = by_suffix(files_below(root), suffixes)
     if not files:
         raise DataError(
             f"{root} has no files that end in {', '.join(suffixes)}",
@@ -164,16 +161,9 @@ def _documents(source: str | None, suffixes: Sequence[str]) -> list[Document]:
 
 def _first(tokens: Tokens, limit: int | None, option: str) -> Tokens:
     """Return the first tokens with `limit` targets; the first token is not a target."""
-    is_valid = limit is None or is_count(limit)
-    require_option(option, limit, is_valid, "an integer >= 1, or null", "null")
     first = tokens if limit is None else tokens[: limit + 1]
-    if len(first) < 2:
-        raise DataError(
-            f"data.options.{option} is {limit} and there are {len(first)} tokens",
-            expected="at least two tokens, an input and a target",
-            fix=f"--set data.options.{option}=null, and add text",
-            code="E_VALUE",
-        )
+    is_valid = (limit is None or is_count(limit)) and len(first) >= 2
+    require_option(option, limit, is_valid, f"null or at least 1, of {len(tokens)} tokens; at least two", "null")
     return first
 
 
@@ -194,36 +184,27 @@ def complete(model: torch.nn.Module, prompt: str, count: int, *, tokenizer: Toke
 
 @torch.no_grad()
 def generate(
-    model: torch.nn.Module,
-    tokens: list[int],
-    count: int,
-    *,
-    block_size: int,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    seed: int = 0,
-    end: int | None = None,
+    model: torch.nn.Module, tokens: list[int], count: int, *, block_size: int, end: int | None = None
 ) -> list[int]:
-    """Return at most `count` tokens that follow `tokens`.
+    """Return at most `count` tokens that follow `tokens`, drawn from the most probable ones with a fixed seed.
 
     Args:
         model: function from tokens `(N, T)` to logits `(N, vocabulary, T)`.
         tokens: the beginning.
         count: maximum number of tokens.
         block_size: maximum number of tokens of the model's input.
-        temperature: divisor of the logits; 0 takes the most probable token without sampling.
-        top_k: number of most probable tokens to sample from; None for all tokens.
-        seed: seed of the random draws.
         end: token that ends the generation.
     """
-    generator = torch.Generator().manual_seed(seed)  # of the CPU: the same numbers for every device of the model
+    generator = torch.Generator().manual_seed(0)  # of the CPU: the same numbers for every device of the model
     device = next(model.parameters()).device
     model.eval()
     result: list[int] = []
     while len(result) < count:
         window = [*tokens, *result][-block_size:]
         logits = model(torch.tensor([window], device=device))[0, :, -1].double().cpu()
-        token = _sample(logits, temperature, top_k, generator)
+        values, order = logits.sort(descending=True, stable=True)
+        probabilities = (values[:_TOP_K] / _TEMPERATURE).softmax(dim=0)
+        token = int(order[torch.multinomial(probabilities, 1, generator=generator)])
         if token == end:
             break
         result.append(token)
@@ -234,15 +215,6 @@ def next_tokens(tokenizer: Tokenizer, outputs: torch.Tensor) -> Answer:
     """Return the five most probable tokens after the last position of outputs `(1, C, T)` or `(C, T)`."""
     pairs = most_probable(outputs.reshape(outputs.shape[-2:])[:, -1], count=5)
     return {"next": [{"token": tokenizer.name(token), "probability": value} for token, value in pairs]}
-
-
-def _sample(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    if not temperature:
-        return int(logits.argmax())
-    values, tokens = logits.sort(descending=True, stable=True)
-    values, tokens = values[:top_k], tokens[:top_k]
-    choice = torch.multinomial((values / temperature).softmax(dim=0), 1, generator=generator)
-    return int(tokens[choice])
 
 
 class Document(NamedTuple):
@@ -284,17 +256,14 @@ def cached_tokens(documents: Sequence[Document], tokenizer: Tokenizer, folder: P
 
 def _encoded(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[list[int]]:
     """Yield the tokens of each document that is not empty."""
-    if tokenizer.end is None:
-        raise DataError(
-            "the tokenizer has no end-of-text token",
-            expected="a token that separates documents, such as <|endoftext|>",
-            fix="add the token to the special tokens of the tokenizer",
-            code="E_VALUE",
-        )
+    end = tokenizer.end
+    if end is None:
+        rule = "a tokenizer with an end token such as <|endoftext|>, which separates documents"
+        raise DataError("data.options.tokenizer has no end token", rule, "add a special token", code="E_VALUE")
     for document in documents:
         tokens = _tokens_of(document.path.read_bytes(), document.path, tokenizer)
         if tokens:
-            yield [*tokens, tokenizer.end]
+            yield [*tokens, end]
 
 
 def _tokens_of(text: bytes, place: str | Path, tokenizer: Tokenizer) -> list[int]:

@@ -132,17 +132,17 @@ def read_tokenizer(path: str | None, max_tokens: int | None = None) -> Tokenizer
     return FileTokenizer(backend, max_tokens)
 
 
-def as_tokens(tokens: list[int], place: str | Path, fix: str) -> torch.Tensor:
+def as_tokens(tokens: list[int], place: str | Path) -> torch.Tensor:
     """Return the tokens of a text at `place` as a tensor.
 
     Raises:
-        DataError: there are none, because the tokenizer drops all characters of the text.
+        DataError: there are none, because the text is empty or the tokenizer drops all of its characters.
     """
     if not tokens:
         raise DataError(
             f"{place}: the tokenizer gives no tokens for the text",
-            expected="a text with characters of the tokenizer, or a tokenizer with an unknown token",
-            fix=fix,
+            expected="a text with characters of the tokenizer",
+            fix="choose another text, or skip such samples: data.bad_samples: skip",
             code="E_UNREADABLE",
         )
     return torch.tensor(tokens, dtype=torch.long)
