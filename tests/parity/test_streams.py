@@ -1,4 +1,4 @@
-"""A stream gives one SHA-256 of the weights on any number of processes and workers, also killed and resumed."""
+"""A stream gives one SHA-256 of the weights on any number of processes and workers."""
 
 import sys
 from functools import cache

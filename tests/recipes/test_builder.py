@@ -1,4 +1,4 @@
-"""Weights, data and metrics of a recipe; short names and import paths, and calls with options."""
+"""Weights and data of a recipe; short names and import paths, and calls with options."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -107,7 +107,7 @@ def test_freeze_refuses_what_makes_no_sense_and_changes_nothing(patterns: list[s
     assert all(tensor.requires_grad for tensor in model.parameters())
 
 
-# --- data and metrics ------------------------------------------------------------------------------------
+# --- data -------------------------------------------------------------------------------------------------
 
 
 def test_digits_are_split_once_and_for_all() -> None:

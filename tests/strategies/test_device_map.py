@@ -278,8 +278,9 @@ def test_invalid_device_maps_are_errors(config: StrategyConfig, model: nn.Module
 
 @pytest.mark.parametrize("mesh", [MeshConfig(tensor=2), MeshConfig(shard=2), MeshConfig(pipeline=2)])
 def test_other_axes_are_errors(mesh: MeshConfig) -> None:
-    with pytest.raises(InputError, match="strategy device_map with a"):
+    with pytest.raises(InputError) as error:
         resolve_mesh(StrategyConfig(name="device_map", devices=2, mesh=mesh), 2)
+    assert error.value.code == "E_MESH"
 
 
 # --- GPUs --------------------------------------------------------------------------------

@@ -217,8 +217,9 @@ def test_a_replica_that_uses_the_original_parameters_is_an_error() -> None:
 
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(replicate=2)])
 def test_dp_needs_one_process(mesh: MeshConfig) -> None:
-    with pytest.raises(InputError, match="dp"):
+    with pytest.raises(InputError) as error:
         resolve_mesh(StrategyConfig(name="dp", mesh=mesh, devices=2), 2)
+    assert error.value.code == "E_MESH"
 
 
 # --- comparison with nn.DataParallel ---------------------------------------------------------------------------
