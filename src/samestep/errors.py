@@ -42,7 +42,6 @@ CODES = {
     "E_LAUNCH": "A launch is invalid, nested in another, or does not fit the launcher that started the process.",
     "E_MACHINE": "A limit of the machine or the session is too low for the ranks.",
     "E_LOOPBACK": "The loopback interface of the machine does not work.",
-    "E_NO_FOLDER": "The current folder was removed.",
     "E_NOT_PICKLABLE": "A function, an argument or a result cannot be sent between processes.",
     "E_REDUCE_DICT": "`reduce_dict` received different keys or shapes on different ranks, or nothing was counted.",
     "E_BATCH": "A batch is not a pair `(inputs, targets)` and no forward function was given, or is not of a loader.",

@@ -65,11 +65,6 @@ def format_percent(fraction: float | None) -> str:
     return _MISSING if fraction is None else f"{fraction:.1%}"
 
 
-def format_count(value: float | None) -> str:
-    """Return a number of samples or steps with thousands separators."""
-    return _MISSING if value is None else f"{value:,.0f}"
-
-
 def plural(number: int, noun: str) -> str:
     """Return a number with its noun: `1 rank`, `2 ranks`, `2 processes`, `2 microbatches`."""
     ending = "es" if noun.endswith(("s", "tch")) else "s"

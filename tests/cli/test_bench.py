@@ -38,7 +38,6 @@ def test_variants_are_timed_in_turn_and_trained_alike(tmp_path: Path, capsys: py
     assert variants["dp", 2]["evaluation"] == variants["ddp", 2]["evaluation"]
     assert variants["fsdp", 2]["memory_held_bytes"] < 0.6 * variants["ddp", 2]["memory_held_bytes"]
     assert json.loads((tmp_path / "output/bench.json").read_text())["ways"] == result["ways"]
-    assert (tmp_path / "output/bench.png").stat().st_size > 10_000
 
 
 @pytest.mark.long
@@ -46,14 +45,13 @@ def test_variants_are_timed_in_turn_and_trained_alike(tmp_path: Path, capsys: py
 def test_variants_that_cannot_run_are_listed_and_the_rest_is_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("digits", "--devices", "2", "--layout", "tp", "--epochs", 0, "--no-picture", "--rounds", 1, "--steps", 1)
+    options = ("digits", "--devices", "2", "--layout", "tp", "--epochs", 0, "--rounds", 1, "--steps", 1)
     result = run_bench(capsys, tmp_path, *options, "--set", "batch_size=4", "microbatches=4")
     reasons = {absent["name"]: absent["reason"] for absent in result["not_run"]}
     assert "batch_size is 4" in reasons["ddp, 4 microbatches a rank"]
     assert "no built-in plan" in reasons["tp"]
     assert {way["name"] for way in result["ways"]} >= {"one device", "ddp", "dp", "ddp, bf16"}
     assert all(not way["evaluation"] for way in result["ways"])
-    assert not list((tmp_path / result["folder"]).glob("*.png"))
 
 
 @pytest.mark.long
@@ -76,7 +74,6 @@ def test_stopped_comparison_keeps_its_results(tmp_path: Path) -> None:
     assert all(way["speed_up"]["median"] > 0 and way["evaluation"]["accuracy"] > 0 for way in data["ways"])
     assert data["estimated_seconds"] > 0
     assert "5 microbatches a rank" in done.out
-    assert (tmp_path / "output/bench.png").exists()
     progress = done.err.splitlines()
     assert next(line for line in progress if line.startswith("about ")) == progress[0], "the estimate comes first"
 

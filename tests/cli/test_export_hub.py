@@ -134,12 +134,11 @@ def test_files_are_those_of_the_evaluated_model(place: Path, capsys: pytest.Capt
 
 
 def test_upload(place: Path, hub: Hub) -> None:
-    done = push(place, "runs/a", *HUB, "--private", address=hub.address, token="right")
+    done = push(place, "runs/a", *HUB, address=hub.address, token="right")
     assert done.returncode == EXIT_DONE, done.stderr
     assert hub.files.keys() == {"README.md", WEIGHTS, "recipe.yaml", "data.json"}
     assert load(hub.files[WEIGHTS]).keys() == load_file(place / "runs/a/checkpoints/best" / WEIGHTS).keys()
     assert hub.repositories[0]["name"] == "digits"
-    assert "private" in (hub.repositories[0].get("visibility"), *hub.repositories[0])
 
 
 @pytest.mark.parametrize(("name", "token"), [("me/digits", "wrong"), ("me/di gits", "right")])
@@ -152,7 +151,7 @@ def test_refused_upload(place: Path, hub: Hub, name: str, token: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("runs/a", "--private"), ("runs/a", "--certificate", "c.json"), ("runs/none", *HUB, "--out", "other")],
+    [("runs/a", "--certificate", "c.json"), ("runs/none", *HUB, "--out", "other")],
 )
 def test_invalid_arguments(place: Path, arguments: tuple[str, ...]) -> None:
     assert here("export", *arguments, cwd=place) == EXIT_INPUT

@@ -375,7 +375,7 @@ def test_existing_run_is_not_overwritten(refused: Refused, run: Path) -> None:
     assert "the run runs/a exists" in err
     assert "samestep resume runs/a" in err
     run.rename(run.parent / "a b")
-    assert "--name 'a b-2', or samestep resume 'runs/a b'" in refused("train", RECIPE, "--name", "a b")
+    assert "samestep resume 'runs/a b'" in refused("train", RECIPE, "--name", "a b")
 
 
 def test_file_as_folder_of_runs_is_an_error(refused: Refused, tmp_path: Path) -> None:

@@ -144,8 +144,8 @@ def test_a_job_that_slurm_requeues_goes_on_with_its_run(place: Path) -> None:
         *(
             pytest.param(arguments, message, marks=pytest.mark.long)
             for arguments, message in (
-                (["train", RECIPE, "--devices", "0,1"], "--devices 0,1, but Slurm has started this process"),
-                (["train", RECIPE, "--max-restarts", 2], "--max-restarts 2, but Slurm has started this process"),
+                (["train", RECIPE, "--devices", "0,1"], "--devices 0,1, but Slurm has started 2 processes"),
+                (["train", RECIPE, "--max-restarts", 2], "--max-restarts 2, but Slurm has started 2 processes"),
                 (["train", RECIPE, "--set", "microbatches=1"], "2 ranks share the data"),
                 (["resume", "runs/none"], "runs/none is not a run"),
             )

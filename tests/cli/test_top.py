@@ -88,7 +88,7 @@ def test_four_ranks_from_before_their_start(tmp_path: Path) -> None:
     hold.write_text("2 12", encoding="utf-8")  # rank 2 stops in step 12
     with (
         open_terminal() as terminal,
-        Running("top", "runs/a", "--every", "0.2s", cwd=tmp_path, terminal=terminal.slave) as top,
+        Running("top", "runs/a", cwd=tmp_path, terminal=terminal.slave) as top,
     ):
         terminal.wait_for(r"^waiting for runs/a$", "the wait for the run")
         with Running("train", RECIPE, "--processes", 4, "--name", "a", cwd=tmp_path) as train:
@@ -171,7 +171,6 @@ def test_run_resumed_with_fewer_ranks_has_fewer_rows(folder: Path, capsys: pytes
     [
         (["runs"], "runs is not a run"),
         (["runs/none", "--once"], "runs/none is not a run"),
-        (["runs/a", "--every", "0s"], "--every 0s"),
     ],
 )
 def test_invalid_input(folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

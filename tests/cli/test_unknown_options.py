@@ -18,8 +18,7 @@ OPTIONS = {
     "train digits -b 32": "--set batch_size=VALUE",
     "train digits --max_restarts 2": "--max-restarts",
     "train digits --proceses 2": "--processes",
-    "train digits epochs=3": "--set epochs=3",
-    "train digits --foo 2020-99-99": "leave --foo out",
+    "train digits --foo 2020-99-99": "train --help",
     "top runs/first --gpus 2": "samestep top --help",
     "run --gpus 2 train.py": "--processes",
 }

@@ -62,8 +62,6 @@ INPUT_ERRORS = {
     "digits --kill-at 1 --resume-on 12": "E_TOO_MANY_RANKS",
     "digits --kill-at 1": "E_OPTION_CONFLICT",
     "digits --kill-at 4 --resume-on 1": "E_VALUE",
-    "digits --tolerance 1e-6": "E_OPTION_CONFLICT",
-    "digits --reduction fast --tolerance 0": "E_VALUE",
     "digits --out idle.py": "E_OUTPUT",
     "idle.py --processes 1,2": "E_NOTHING_OBSERVED",
     "finished.py --processes 1,2": "E_NOTHING_OBSERVED",

@@ -30,7 +30,7 @@ TRAIN = ("train", RECIPE, "--name", "a")
 REFUSED = {
     "24 open files": ("ulimit -n 24", "", "E_MACHINE"),
     "no network interface": ("true", "--net", "E_LOOPBACK"),
-    "the current folder was removed": ('mkdir "$TMPDIR/gone"; cd "$TMPDIR/gone"; rmdir "$PWD"', "", "E_NO_FOLDER"),
+    "the current folder was removed": ('mkdir "$TMPDIR/gone"; cd "$TMPDIR/gone"; rmdir "$PWD"', "", "E_UNREADABLE"),
 }
 OTHER_USER = 65534
 SECONDS = 2

@@ -26,7 +26,7 @@ def test_auto_is_resolved_before_ranks_start(tmp_path: Path, capsys: pytest.Capt
     code, run = train(tmp_path, "a", processes="auto")
     assert code == EXIT_DONE
     assert capsys.readouterr().err.splitlines()[0] == (
-        "microbatches: 1 of 16 samples (auto: the model has batch norm); at most 1 process"
+        "microbatches: 1 (auto: the model has batch norm); at most 1 process"
     )
     assert read_recipe(run / "recipe.yaml").microbatches == 1
     assert json.loads((run / "environment.json").read_text(encoding="utf-8"))[0]["processes"] == 1
@@ -49,7 +49,7 @@ def test_sync_has_as_many_microbatches_as_a_model_without_batch_norm(
 ) -> None:
     code, run = train(tmp_path, "a", "step.batch_norm=sync", "data.options.samples=16")
     assert code == EXIT_DONE
-    assert "microbatches: 8 of 2 samples (auto); at most 8 processes" in capsys.readouterr().err
+    assert "microbatches: 8 (auto); at most 8 processes" in capsys.readouterr().err
     assert read_recipe(run / "recipe.yaml").microbatches == 8
     assert notes(run) == ""
 

@@ -5,7 +5,6 @@ import pytest
 from samestep.errors import InputError
 from samestep.units import (
     format_bytes,
-    format_count,
     format_duration,
     format_percent,
     parse_duration,
@@ -48,7 +47,7 @@ def test_format_duration(value: float, text: str) -> None:
 
 
 def test_format_unknown_values() -> None:
-    assert format_percent(None) == format_count(None) == "–"
+    assert format_percent(None) == "–"
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from samestep.cli.external_launcher import require_single_process
-from samestep.cli.options import JsonOption, option, option_conflict, print_json
+from samestep.cli.options import JsonOption, option, option_conflict
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError, RunError
 
 _STEPS = 50
+
+
+def _command(text: str) -> list[str]:
+    command = shlex.split(text)
+    if not command:
+        raise ValueError
+    return command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +47,8 @@ class Options(JsonOption):
         "launch",
         "N",
     )
-    against_command: str | None = option(
-        "the same with another command, such as 'python train.py --devices 1'", "COMMAND"
+    against_command: list[str] | None = option(
+        "the same with another command, such as 'python train.py --devices 1'", "COMMAND", type=_command
     )
     script_arguments: Sequence[str] = ()
 
@@ -51,15 +57,23 @@ def run(options: Options) -> int:
     """Run, analyse and print; return 3 with findings, or the exit code of a failed command."""
     # Imported here: the other commands do not need these modules.
     from samestep.tools.audit.analysis import analyse, print_report
-    from samestep.tools.audit.comparison import ProgramComparison, compare_commands, print_comparisons
+    from samestep.tools.audit.comparison import (
+        ProgramComparison,
+        compare_commands,
+        print_comparisons,
+        reference_command,
+    )
     from samestep.tools.audit.injection import run_observed
 
-    require_single_process("audit")
     command = list(options.script_arguments)
     if not command:
         fix = "samestep audit -- torchrun --nproc-per-node 2 train.py"
         raise InputError("samestep audit without a command", "a command after --", fix, code="E_MISSING_KEY")
-    reference = _reference(options)
+    reference = options.against_command or []
+    if options.against is not None:
+        if reference:
+            raise option_conflict("--against with --against-command")
+        reference = reference_command(command, options.against)
 
     def observe(command: Sequence[str], folder: Path, without: Sequence[str] = ()) -> int:
         return run_observed(command, folder, options.steps, quiet=options.json, without=without)
@@ -70,18 +84,15 @@ def run(options: Options) -> int:
         code = observe(command, folder)
         analysis = analyse(folder)
         if not analysis.worlds and code == EXIT_DONE:
-            raise RunError(
-                "nothing was observed",
-                expected="a Python command that trains with PyTorch: a DataLoader or an optimizer of torch",
-                fix=f"start the command with the Python of Samestep, {sys.executable}, without -S",
-                code="E_NOTHING_OBSERVED",
-            )
+            expected = "a Python command that trains with PyTorch: a DataLoader or an optimizer of torch"
+            fix = f"start the command with the Python of Samestep, {sys.executable}, without -S"
+            raise RunError("nothing was observed", expected, fix, code="E_NOTHING_OBSERVED")
         comparisons: list[ProgramComparison] = []
         if reference and code == EXIT_DONE:
             code, comparisons = compare_commands(reference, command, folder, Path(name), observe)
     if options.json:
         against = {"against": [asdict(comparison) for comparison in comparisons]} if reference else {}
-        print_json({**asdict(analysis), "exit_code": code, **against})
+        options.result({**asdict(analysis), "exit_code": code, **against})
     else:
         print_report(analysis)
         print_comparisons(comparisons)
@@ -90,24 +101,3 @@ def run(options: Options) -> int:
         return code
     differs = any(comparison.difference is not None for comparison in comparisons)
     return EXIT_DIFFERS if analysis.findings or differs else EXIT_DONE
-
-
-def _reference(options: Options) -> list[str]:
-    """Return the command on the other number of processes, or an empty list."""
-    from samestep.tools.audit.comparison import reference_command
-
-    text = options.against_command
-    if text is not None and options.against is not None:
-        raise option_conflict("--against with --against-command", "one of the two options")
-    if options.against is not None:
-        return reference_command(list(options.script_arguments), options.against)
-    if text is None:
-        return []
-    try:
-        command = shlex.split(text)
-    except ValueError:
-        command = []
-    if not command:
-        fix = "--against-command 'python train.py --devices 1'"
-        raise InputError(f"--against-command {text!r}", "a command of a shell", fix, code="E_VALUE")
-    return command

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from samestep.checkpoint.files import replacing
-from samestep.cli.options import JsonOption, argument, option, output_errors, print_json, require_new_file
+from samestep.cli.options import JsonOption, argument, option, output_errors, require_new_file
 from samestep.errors import EXIT_DONE, InputError
 
 _SUFFIXES = {".yaml": ".yaml", ".yml": ".yaml", ".pdparams": ".safetensors"}
@@ -60,8 +60,5 @@ def run(options: Options) -> int:
     problem = f"{out} cannot be written"
     with output_errors(problem, "a writable folder", "--out in another folder"), replacing(out) as temporary:
         temporary.write_bytes(content)
-    if options.json:
-        print_json({"out": str(out), **data})
-    else:
-        print("\n".join([*lines, f"{'written':<12}{out}"]))
+    options.result({"out": str(out), **data}, *lines, f"{'written':<12}{out}")
     return EXIT_DONE

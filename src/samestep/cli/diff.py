@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from samestep.cli.commands import PRELOAD
-from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import LaunchOptions
-from samestep.cli.options import JsonOption, argument, option, option_conflict, options_of, print_json
+from samestep.cli.options import JsonOption, argument, option, option_conflict, options_of
 from samestep.cli.run_plans import plan_to_replay
 from samestep.config import resolve_mesh
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
@@ -50,10 +49,9 @@ def run(options: Options) -> int:
     from samestep.tools.replay.diff import compare_logs
     from samestep.tools.report.run import read_runs
 
-    require_single_process("diff")
     if len(options.folders) > 2 or (len(options.folders) == 1 and options.step is None):
         fix = "samestep diff RUN RUN, or samestep diff RUN --step N"
-        raise option_conflict(f"{plural(len(options.folders), 'run')} without --step", "two runs", fix)
+        raise option_conflict(f"{plural(len(options.folders), 'run')} without --step", fix)
     runs = read_runs(options.folders)
     replays: list[Replayed] = []
     logs, finding, note = None, None, None
@@ -67,29 +65,26 @@ def run(options: Options) -> int:
         elif logs.first_different is not None:
             replays, finding = _replay(runs, logs.last_equal, logs.first_different, options)
     equal = finding is None if logs is None else logs.first_different is None and logs.compared > 0
-    if options.json:
-        data = {"runs": [str(run.folder) for run in runs], "equal": equal, "note": note}
-        data |= {"finding": None if finding is None else asdict(finding), "replays": list(map(asdict, replays))}
-        print_json(data | ({} if logs is None else asdict(logs)))
-        return EXIT_DONE if equal else EXIT_DIFFERS
-    if logs is not None:
-        _show("recipes", [f"{line} (changes the mathematics)" for line in logs.recipe] + logs.other_keys)
-        _show("environment", logs.environment)
-        _show("checksums", [_checksums(logs)])
+    data = {"runs": [str(run.folder) for run in runs], "equal": equal, "note": note}
+    data |= {"finding": None if finding is None else asdict(finding), "replays": list(map(asdict, replays))}
+    data |= {} if logs is None else asdict(logs)
+    lines = {} if logs is None else {**_compared(logs), "note": [] if equal or note is None else [note]}
     if replays:
-        _show("replays", [_replayed(replayed) for replayed in replays])
-        _show("difference", [finding.text] if finding is not None else [])
-    elif note is not None and not equal:
-        _show("note", [note])
+        lines["replays"] = list(map(_replayed, replays))
+        lines["difference"] = ["none" if finding is None else finding.text]
+    texts = [f"{title:<14}{printable(line)}" for title, values in lines.items() for line in values]
+    options.result(data, *texts)
     return EXIT_DONE if equal else EXIT_DIFFERS
 
 
-def _checksums(logs: Comparison) -> str:
-    if not logs.compared:
-        return "no steps with checksums of both runs"
-    if logs.first_different is None:
-        return f"equal after {plural(logs.compared, 'step')}, the last one is step {logs.last_equal}"
-    return f"equal up to step {logs.last_equal}, different after step {logs.first_different}"
+def _compared(logs: Comparison) -> dict[str, list[str]]:
+    checksums = "no steps with checksums of both runs"
+    if logs.first_different is not None:
+        checksums = f"equal up to step {logs.last_equal}, different after step {logs.first_different}"
+    elif logs.compared:
+        checksums = f"equal after {plural(logs.compared, 'step')}, the last one is step {logs.last_equal}"
+    recipe = [f"{line} (changes the mathematics)" for line in logs.recipe]
+    return {"recipes": recipe + logs.other_keys, "environment": logs.environment, "checksums": [checksums]}
 
 
 def _replayed(replayed: Replayed) -> str:
@@ -97,11 +92,6 @@ def _replayed(replayed: Replayed) -> str:
     result = f"has the logged {compared}" if step is None else f"differs from the log from step {step} on"
     steps = f"steps {replayed.first + 1} to {max(replayed.checksums)} on {plural(replayed.processes, 'process')}"
     return f"{replayed.run}, {steps}: {result}"
-
-
-def _show(title: str, lines: list[str]) -> None:
-    for number, line in enumerate(lines or ["equal"]):
-        print(f"{'' if number else title:<14}{printable(line)}")
 
 
 def _replay(runs: list[Run], after: int, step: int, options: Options) -> Replays:
@@ -120,11 +110,7 @@ def _replay(runs: list[Run], after: int, step: int, options: Options) -> Replays
 
 
 def _subject(run: Run, begin: int, step: int, options: Options) -> Subject:
-    """Return a run to compute from a checkpoint at or before `begin`, on the ranks of `step` unless set.
-
-    Raises:
-        InputError: the ranks do not fit the recipe, or the run is that of a script that cannot be started again.
-    """
+    """Return a run to compute from a checkpoint at or before `begin`, on the ranks of `step` unless set."""
     from samestep.tools.replay.launch import Subject
 
     starts = [start for start in run.starts if start.get("from_step", 0) < step]
@@ -144,30 +130,19 @@ def _subject(run: Run, begin: int, step: int, options: Options) -> Subject:
 
 
 def _script_command(run: Run, start: Mapping[str, Any], options: Options) -> ScriptCommand:
-    """Return the command of a start.
-
-    Raises:
-        InputError: the command is not trusted, is not known, or cannot be started again.
-    """
+    """Return the command of a start, if it is known, trusted, and can be started again."""
     from samestep.tools.replay.launch import ScriptCommand
 
     if options.device != "auto":
-        expected = "options that the script does not set"
-        raise option_conflict("--device with the run of a script", expected, "leave it out")
+        raise option_conflict("--device with the run of a script")
     script, values, folder = (start.get(key) for key in ("script", "arguments", "directory"))
     is_known = start.get("started_as") != "function" and isinstance(values, list)
     if not (is_known and isinstance(script, str) and isinstance(folder, str) and Path(folder, script).is_file()):
-        raise InputError(
-            f"{run.folder} is not the run of a script that can be started again",
-            expected="a script that `samestep run SCRIPT`, python or torchrun started, with its file in place",
-            fix="samestep verify SCRIPT -- ARGUMENTS computes and compares steps",
-            code="E_SCRIPT",
-        )
+        expected = "a script that `samestep run SCRIPT`, python or torchrun started, with its file in place"
+        fix = "samestep verify SCRIPT -- ARGUMENTS computes and compares steps"
+        raise InputError(f"{run.folder} cannot be started again", expected, fix, code="E_SCRIPT")
     if not options.trust:
-        raise InputError(
-            f"{run.folder} is the run of a script, {Path(folder, script)}",
-            expected="--trust: a replay executes the script that the run directory names",
-            fix="read the script, then repeat the command with --trust",
-            code="E_UNTRUSTED",
-        )
+        expected = "--trust: a replay executes the script that the run directory names"
+        fix = "read the script, then repeat the command with --trust"
+        raise InputError(f"{run.folder} is the run of {Path(folder, script)}", expected, fix, code="E_UNTRUSTED")
     return ScriptCommand(Path(script), tuple(map(str, values or ())), Path(folder))

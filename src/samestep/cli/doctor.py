@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar, get_args
 
 from samestep.cli.commands import PRELOAD
 from samestep.cli.launch_options import parse_process_count
-from samestep.cli.options import JsonOption, count, option, print_json
+from samestep.cli.options import JsonOption, count, option
 from samestep.config import default_workers
 from samestep.distributed.env import cache_folder
 from samestep.distributed.resources import read_processors
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE
 from samestep.report_limits import printable
 from samestep.tools.doctor.findings import Finding, Plan, Verdict
-from samestep.units import format_bytes, format_count
+from samestep.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,26 +50,24 @@ def run(options: Options) -> int:
     nvidia, usable = read_nvidia(), read_processors().usable
     processes = len(nvidia.gpus) or usable
     if options.processes != "auto":
-        processes = parse_process_count(options.processes, " or auto")
+        processes = parse_process_count(options.processes)
     workers = default_workers(usable, processes) if options.workers is None else options.workers
     plan = Plan(processes, workers)
     findings = list(check_machine(plan, nvidia, options.runs, quick=options.quick, preload=PRELOAD))
     verdict: Verdict = max((finding.verdict for finding in findings), key=get_args(Verdict).index)
-    if options.json:
-        print_json({"verdict": verdict, "plan": str(plan), "findings": [asdict(finding) for finding in findings]})
-    else:
-        _print(findings)
+    data = {"verdict": verdict, "plan": str(plan), "findings": [asdict(finding) for finding in findings]}
+    options.result(data, *_lines(findings))
     return EXIT_DIFFERS if verdict == "fail" else EXIT_DONE
 
 
-def _print(findings: Sequence[Finding]) -> None:
+def _lines(findings: Sequence[Finding]) -> Iterator[str]:
     for finding in findings:
-        print(f"{finding.verdict}  {finding.name:<24} {finding.value}")
+        yield f"{finding.verdict}  {finding.name:<24} {finding.value}"
         if finding.expected is not None:
-            print(f"      {'expected':<24} {finding.expected}")
-            print(f"      {'fix':<24} {finding.fix}")
+            yield f"      {'expected':<24} {finding.expected}"
+            yield f"      {'fix':<24} {finding.fix}"
     counts = Counter(finding.verdict for finding in findings)
-    print(", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict)))
+    yield ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict))
 
 
 def _show_caches(options: Options) -> None:
@@ -81,10 +79,10 @@ def _show_caches(options: Options) -> None:
             remove_cache(cache.name)
     title = "removed" if options.clear_caches else "caches"
     size = sum(cache.bytes for cache in caches)
-    if options.json:
-        print_json({"folder": str(cache_folder()), title: [asdict(cache) for cache in caches], "bytes": size})
-        return
-    for cache in caches:
-        size_text = f"{format_count(cache.entries)}  {format_bytes(cache.bytes)}"
-        print(printable(f"{cache.name}  {cache.kind}  {size_text}  {cache.source}"))
-    print(f"{title}: {len(caches)}, {format_bytes(size)} in {cache_folder()}")
+    lines = [
+        printable(f"{cache.name}  {cache.kind}  {cache.entries} entries  {format_bytes(cache.bytes)}  {cache.source}")
+        for cache in caches
+    ]
+    total = f"{title}: {len(caches)}, {format_bytes(size)} in {cache_folder()}"
+    data = {"folder": str(cache_folder()), title: [asdict(cache) for cache in caches], "bytes": size}
+    options.result(data, *lines, total)

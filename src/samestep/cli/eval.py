@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from samestep.cli.external_launcher import run_as_rank
 from samestep.cli.launch_options import LoaderOptions
-from samestep.cli.options import (
-    JsonOption,
-    SetOption,
-    argument,
-    option,
-    option_conflict,
-    options_of,
-    output_errors,
-    print_json,
-)
+from samestep.cli.options import JsonOption, SetOption, argument, option, option_conflict, options_of, output_errors
 from samestep.cli.recipe_options import StrategyOptions, with_microbatches
 from samestep.cli.run_plans import RunPlan, plan_from_checkpoint
 from samestep.config import RunOptions
-from samestep.errors import EXIT_DONE, RunError
+from samestep.errors import EXIT_DONE
 from samestep.launcher.launch import LaunchConfig
 from samestep.launcher.watchdog import HANG_AFTER
 from samestep.loggers.logger import format_metric
@@ -81,14 +70,13 @@ def run(options: Options) -> int:
     result = {"checkpoint": str(plan.checkpoint), "step": plan.step, **values}
     report: list[str] = []
     if by_class is not None and options.report is not None:
-        report = _write_class_report(options.report, by_class, result)
-    if options.json:
-        print_json(result)
-        return EXIT_DONE
+        from samestep.metrics.class_report import write_report  # here: other evaluations do not need numpy
+
+        report = write_report(options.report, by_class, result)
     width = max(12, *(len(name) + 2 for name in values))
     lines = [f"{'checkpoint':<{width}}{plan.checkpoint}"]
     lines += [f"{name:<{width}}{format_metric(name, value)}" for name, value in values.items()]
-    print("\n".join(lines + report))
+    options.result(result, *lines, *report)
     return EXIT_DONE
 
 
@@ -104,10 +92,7 @@ def _plan(options: Options) -> RunPlan:
         for override in options.overrides:
             if not override.startswith("data."):
                 raise option_conflict(
-                    f"--set {override} with a run",
-                    "the recipe of the run, apart from the data",
-                    "leave --set out, or evaluate the weights with a recipe: samestep eval RECIPE --set ... "
-                    "--pretrained FILE",
+                    f"--set {override} with a run", "samestep eval RECIPE --pretrained FILE --set ..."
                 )
         # The evaluating machine can differ from the training machine: the strategy of the run does not apply.
         layout = ["strategy={}", *layout]
@@ -115,30 +100,7 @@ def _plan(options: Options) -> RunPlan:
         recipe = make_recipe(recipe_data(plan.recipe), options.overrides, origin=str(folder))
         return replace(plan, recipe=recipe)
     if options.checkpoint is not None:
-        value = f"--checkpoint {options.checkpoint} with --pretrained {file}"
-        raise option_conflict(value, "weights from a checkpoint or from a file")
+        raise option_conflict("--checkpoint with --pretrained")
     recipe = load_recipe(str(folder), [*layout, *options.overrides])
     # Without a run, the file replaces the folder. A file is not a directory, so no logs are written.
     return RunPlan(replace(recipe, model=replace(recipe.model, pretrained=None)), Path(file), Path(file))
-
-
-def _write_class_report(folder: Path, by_class: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
-    """Write the result of an evaluation with its numbers per class; return their lines for the terminal."""
-    # Imported here: an evaluation without a report does not need numpy.
-    from samestep.metrics.class_report import averages, class_rows, draw_confusion, table_lines
-
-    names, counts = by_class["classes"], by_class["counts"]
-    rows = class_rows(counts, names)
-    data = {**result, **averages(rows), "classes": [asdict(row) for row in rows], "confusion": counts}
-    table, picture = folder / "classes.json", folder / "confusion.png"
-    try:
-        table.write_text(json.dumps(data) + "\n", encoding="utf-8")
-        draw_confusion(counts, names, picture)
-    except OSError as error:
-        raise RunError(
-            f"--report {folder} cannot be written: {error.strerror}",
-            fix="free disk space, or --report with another folder",
-            code="E_OUTPUT",
-        ) from error
-    files = [str(table), str(picture), *([str(folder / "overlays")] if by_class.get("pictures") else [])]
-    return ["", *table_lines(rows), "", f"{'report':<12}{', '.join(files)}"]

@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import ClassVar, Literal
 
-from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import call_in_worker
 from samestep.cli.options import (
     JsonOption,
@@ -16,7 +15,6 @@ from samestep.cli.options import (
     option,
     option_conflict,
     output_errors,
-    print_json,
     require_file,
     require_new_file,
 )
@@ -43,40 +41,35 @@ class Options(JsonOption, RunArgument):
     )
     hub: str | None = option("upload to this repository; created if it does not exist", "USER/NAME")
     certificate: Path | None = option("for --hub: certificate.json of samestep verify", "FILE")
-    private: bool = option("for --hub: create a private repository", default=False)
 
 
 def run(options: Options) -> int:
     """Export the model, and print where it is."""
-    require_single_process("export")
     if options.hub is not None:
         return _export_to_hub(options, options.hub)
     folder, kind = options.folder, options.format
-    if options.certificate is not None or options.private:
-        raise option_conflict("--certificate or --private without --hub", "a repository", "--hub USER/NAME")
+    if options.certificate is not None:
+        raise option_conflict("--certificate without --hub", "--hub USER/NAME")
     if options.like is None and kind != "safetensors":
-        expected = "an example input, for tracing and comparison"
-        raise option_conflict(f"--format {kind} without --like", expected, "--like FILE, as for samestep predict")
+        raise option_conflict(f"--format {kind} without --like", "--like FILE, as for samestep predict")
     plan = plan_from_checkpoint(folder, options.checkpoint, [], trust=options.trust)
     out = options.out or folder / f"model-{plan.step}{_SUFFIXES[kind]}"
     kinds = {suffix: kind for kind, suffix in _SUFFIXES.items()}
     if kinds.get(out.suffix, kind) != kind:
-        raise option_conflict(f"--out {out} with --format {kind}", f"a {_SUFFIXES[kind]} file", "another --format")
+        raise option_conflict(f"--out {out} with --format {kind}", f"a {_SUFFIXES[kind]} file")
     require_new_file(out)
     if options.like is not None:
-        require_file(options.like, "--like")
+        require_file(options.like)
     model = (plan.recipe, read_dataset_info(folder), plan.checkpoint)
     try:
         difference = call_in_worker("samestep.tools.export", "export", *model, kind, out, options.like)
     except BaseException:
         out.unlink(missing_ok=True)  # an incomplete file; there was none before
         raise
-    if options.json:
-        print_json({"path": str(out), "format": kind, "difference": difference})
-        return EXIT_DONE
-    print(f"{'written':<12}{out}")
+    lines = [f"{'written':<12}{out}"]
     if difference is not None:
-        print(f"{'agrees':<12}within {difference:.1e} of the largest output")
+        lines.append(f"{'agrees':<12}within {difference:.1e} of the largest output")
+    options.result({"path": str(out), "format": kind, "difference": difference}, *lines)
     return EXIT_DONE
 
 
@@ -89,12 +82,10 @@ def _export_to_hub(options: Options, repository: str) -> int:
         folder = Path(temporary)
         facts = write_repository(options.folder, options.checkpoint, options.certificate, folder)
         if options.out is None:
-            address = upload(folder, facts["step"], repository, private=options.private)
+            address = upload(folder, facts["step"], repository)
         else:
             with output_errors(f"--out {options.out}", "a new folder", "--out with another folder"):
                 address = str(shutil.copytree(folder, options.out))
-    if options.json:
-        print_json({**facts, "address": address})
-    else:
-        print(f"{'written':<12}{address}\n{'sha256':<12}{facts['sha256']}")
+    lines = (f"{'written':<12}{address}", f"{'sha256':<12}{facts['sha256']}")
+    options.result({**facts, "address": address}, *lines)
     return EXIT_DONE

@@ -51,19 +51,6 @@ def reported_by_rank_0() -> Iterator[None]:
         raise
 
 
-def require_single_process(command: str) -> None:
-    """Raise an `InputError` if another launcher started this process as one of several."""
-    rendezvous = read_rendezvous()
-    if rendezvous is not None and rendezvous.world_size > 1:
-        launcher, rank, size = rendezvous.launcher, rendezvous.rank, rendezvous.world_size
-        raise InputError(
-            f"samestep {command} is rank {rank} of {size} processes that {launcher} started",
-            expected=f"one process: samestep {command} starts ranks itself",
-            fix=f"start the command without {launcher}",
-            code="E_LAUNCH",
-        )
-
-
 def run_as_rank(
     options: LaunchOptions,
     rendezvous: Rendezvous,
@@ -120,23 +107,15 @@ def exit_now(code: int) -> NoReturn:
 def _require_compatible(options: LaunchOptions, rendezvous: Rendezvous) -> None:
     """Require options that leave the launch to the other launcher."""
     launcher, size = rendezvous.launcher, rendezvous.world_size
+    values = {"devices": options.devices, "max-restarts": options.max_restarts, "grace": options.grace}
     if options.size != str(size):
-        raise InputError(
-            f"--processes {options.size}, but {launcher} has started {size} processes",
-            expected="one rank per process of the launcher",
-            fix=f"leave --processes out, or start the command without {launcher}",
-            code="E_LAUNCH",
-        )
-    for option, value in (
-        ("--devices", options.devices),
-        ("--max-restarts", options.max_restarts),
-        ("--grace", options.grace),
-    ):
+        values["processes"] = options.size
+    for option, value in values.items():
         if value:
             raise InputError(
-                f"{option} {value}, but {launcher} has started this process",
+                f"--{option} {value}, but {launcher} has started {size} processes",
                 expected=f"this setting in the configuration of {launcher}",
-                fix=f"leave {option} out, and configure {launcher}",
+                fix=f"leave --{option} out",
                 code="E_LAUNCH",
             )
 
@@ -161,9 +140,7 @@ def _report(job: Job | None, failure: Failure, folder: Path | None) -> int:
     """Print the first failure of the job, write later ones to the run's logs; return the first one's exit code."""
     from samestep.launcher.job import report_failure
 
-    is_first, code = True, failure.exit_code
-    if job is not None:
-        is_first, code = report_failure(job, failure)
+    is_first, code = (True, failure.exit_code) if job is None else report_failure(job, failure)
     log_dir = folder / "logs" if folder is not None and folder.is_dir() else None
     if is_first:
         print(failure.reported(log_dir).text, file=sys.stderr, flush=True)

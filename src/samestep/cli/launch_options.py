@@ -68,44 +68,29 @@ class LaunchOptions(DeviceOption):
 
     @cached_property
     def selected_devices(self) -> tuple[str, ...] | None:
-        """Entries of CUDA_VISIBLE_DEVICES for the GPUs of `--devices`; None without the option.
-
-        Raises:
-            InputError: a device does not exist, or `--device` is cpu.
-        """
+        """Entries of CUDA_VISIBLE_DEVICES for the GPUs of `--devices`; None without the option."""
         if self.devices is None:
             return None
         if self.device == "cpu":
-            raise option_conflict(f"--devices {self.devices} with --device cpu", "--devices selects GPUs")
+            raise option_conflict("--devices with --device cpu")
         return select_devices(self.devices, read_environment().visible_devices, len(gpu_names()))
 
     @property
     def environment(self) -> dict[str, str] | None:
         """Environment variables that select the devices; None without `--devices` and `--share-gpu`."""
-        if self.share_gpu and self.device == "cpu":
-            raise option_conflict("--share-gpu with --device cpu", "ranks on a CPU share the cores without an option")
         variables = {SHARE_GPU: "1"} if self.share_gpu else {}
         if self.selected_devices:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.selected_devices)
         return variables or None
 
     def process_range(self, recipe: Recipe | None = None) -> tuple[int, int]:
-        """Return the minimum number of ranks after failures, and the initial number of ranks.
-
-        Raises:
-            InputError: `--processes` is invalid, there are fewer devices than ranks, or the recipe's strategy has no
-                mesh of this size.
-        """
+        """Return the minimum number of ranks after failures, and the initial number, both possible for the recipe."""
         text, colon, maximum = self.size.partition(":")
         maximum = maximum if colon else text
         count = self._auto_processes(recipe) if maximum == "auto" else parse_process_count(maximum)
         if self.selected_devices is not None and count > len(self.selected_devices) and not self.share_gpu:
-            raise InputError(
-                f"--processes {self.size} with {len(self.selected_devices)} devices",
-                expected="one GPU per rank",
-                fix="leave --processes out for one rank per device, name more devices, or add --share-gpu",
-                code="E_PROCESSES",
-            )
+            value = f"--processes {self.size} with {len(self.selected_devices)} devices"
+            raise InputError(value, "one GPU per rank", "name more devices, or add --share-gpu", code="E_PROCESSES")
         minimum = parse_process_count(text) if colon else count
         if recipe is not None:
             for number in (count, minimum):
@@ -128,15 +113,8 @@ class LaunchOptions(DeviceOption):
 
     def launch(self, function: str, *arguments: Any, processes: int, config: LaunchConfig) -> LaunchResult:
         """Run a function of `samestep.recipes.run` in `processes` ranks."""
-        call = ByName("samestep.recipes.run", function)
-        return run_workers(
-            call,
-            *arguments,
-            processes=processes,
-            launch_config=config,
-            preload=PRELOAD,
-            environment=self.environment,
-        )
+        call = partial(run_workers, ByName("samestep.recipes.run", function), *arguments, processes=processes)
+        return call(launch_config=config, preload=PRELOAD, environment=self.environment)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,12 +165,8 @@ class FaultOptions(LaunchOptions):
     ) -> LaunchResult:
         """Launch ranks, restart them after failures, and return the result of the successful attempt.
 
-        Args:
-            process_range: minimum number of ranks after failures, and initial number.
-            attempt: launches a number of ranks; after a failure, from the newest complete checkpoint.
-            log_dir: folder of the ranks' output.
-            first_step: optimizer steps done before the first attempt.
-            newest_step: returns the optimizer steps of the newest complete checkpoint, if known.
+        `attempt` launches a number of ranks, after a failure from the newest complete checkpoint, that of
+        `newest_step`; the first one begins after `first_step`.
 
         Raises:
             RankError: a rank failed, and no restart is left or useful.
@@ -218,15 +192,10 @@ class FaultOptions(LaunchOptions):
             logger.warning(message)
 
 
-def parse_process_count(text: str, others: str = ", auto, or MIN:MAX") -> int:
-    """Return a number of processes; text that is not a positive integer is an `InputError`.
-
-    Args:
-        text: the text.
-        others: other texts that the command accepts, for the error.
-    """
+def parse_process_count(text: str) -> int:
+    """Return a number of processes; text that is not a positive integer is an `InputError`."""
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise InputError(f"--processes {text}", f"a positive number{others}", "--processes 2", code="E_PROCESSES")
+        raise InputError(f"--processes {text}", "a number as in --help", "--processes 2", code="E_PROCESSES")
     return int(text)
 
 
@@ -247,8 +216,8 @@ def slurm_restarts(requeue: bool) -> int:
     """Return how often Slurm has restarted this job; without a job 0, and an `InputError` for `--requeue`."""
     job = read_slurm_job()
     if requeue and job is None:
-        value = "--requeue, but SLURM_JOB_ID is not set"
-        raise InputError(value, expected="a Slurm job", fix="leave --requeue out", code="E_REQUEUE")
+        problem = "--requeue, but SLURM_JOB_ID is not set"
+        raise InputError(problem, "a Slurm job", "leave --requeue out", code="E_REQUEUE")
     return job.restarts if job is not None else 0
 
 
@@ -261,10 +230,8 @@ def requeue_after(stop_signal: int | None) -> None:
         subprocess.run(["scontrol", "requeue", job.id], check=True, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
-        raise RunError(
-            f"job {job.id} was not requeued: {str(reason).strip()}",
-            expected="a batch job that scontrol can requeue (sbatch --requeue)",
-            fix="submit the job again: the checkpoint is complete, and `samestep resume` continues the run",
-            code="E_REQUEUE",
-        ) from error
+        expected = "a batch job that scontrol can requeue (sbatch --requeue)"
+        fix = "submit the job again, or `samestep resume`: the checkpoint is complete"
+        problem = f"job {job.id} was not requeued: {str(reason).strip()}"
+        raise RunError(problem, expected, fix, code="E_REQUEUE") from error
     logger.info("job %s is requeued", job.id)

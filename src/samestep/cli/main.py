@@ -43,27 +43,16 @@ class CommandParser(argparse.ArgumentParser):
         fix = f"{self.prog} --help"
         raise InputError(f"{self.prog}: {message}", f"arguments as in {fix}", fix, code=code)
 
-    def unknown(self, arguments: Sequence[str]) -> InputError:
-        """Return the error of arguments that the command does not have."""
+    def unknown(self, argument: str) -> InputError:
+        """Return the error of an argument that the command does not have."""
         options = _OPTION.findall(self.format_usage())
-        known = list(options)
-        if "--set" in options:
-            known += [name for name in SYNONYMS.values() if not name.startswith("--")]
-        fixes = []
-        for argument in arguments:
-            if not argument.startswith("-"):
-                if "=" in argument and "--set" in options:
-                    fixes.append(f"--set {argument}")
-                continue
-            meant = suggest(argument.partition("=")[0], known)
-            if meant is not None and meant.startswith("--"):
-                fixes.append(f"did you mean {meant}?")
-            elif meant is not None:
-                fixes.append(f"did you mean --set {meant}=VALUE?")
-        expected = f"arguments as in {self.prog} --help"
-        fix = " ".join(fixes) or f"leave {arguments[0]} out; {self.prog} --help lists the options"
-        problem = f"{self.prog}: unknown {' '.join(arguments)}"
-        return InputError(problem, expected, fix, code="E_UNKNOWN_OPTION")
+        settings = [name for name in SYNONYMS.values() if not name.startswith("-") and "--set" in options]
+        meant = suggest(argument.partition("=")[0], [*options, *settings])
+        fix = f"{self.prog} --help lists the options"
+        if meant is not None:
+            fix = f"did you mean {f'--set {meant}=VALUE' if meant in settings else meant}?"
+        problem = f"{self.prog}: unknown {argument}"
+        return InputError(problem, f"arguments as in {self.prog} --help", fix, code="E_UNKNOWN_OPTION")
 
 
 def build_parser(name: str) -> CommandParser:
@@ -97,9 +86,23 @@ def parse_arguments(arguments: Sequence[str]) -> Callable[[], int]:
     parse = parser.parse_known_args if name == "run" else parser.parse_known_intermixed_args
     parsed, unknown = parse(rest)
     if unknown:
-        raise parser.unknown(unknown)
+        raise parser.unknown(unknown[0])
+    if not COMMANDS[name].can_be_rank:
+        _require_single_process(name)
     parsed.script_arguments = script_arguments
     return partial(module.run, options_of(module.Options, parsed))
+
+
+def _require_single_process(command: str) -> None:
+    rendezvous = read_rendezvous()
+    if rendezvous is not None and rendezvous.world_size > 1:
+        launcher, rank, size = rendezvous.launcher, rendezvous.rank, rendezvous.world_size
+        raise InputError(
+            f"samestep {command} is rank {rank} of {size} processes that {launcher} started",
+            expected=f"one process: samestep {command} starts ranks itself",
+            fix=f"start the command without {launcher}",
+            code="E_LAUNCH",
+        )
 
 
 def _version() -> str:
@@ -161,10 +164,10 @@ def _early_start(arguments: Sequence[str]) -> Iterator[None]:
 
     Inside the block SIGTERM interrupts such a command, as Ctrl-C does, so that it leaves nothing behind.
     """
+    os.getcwd()  # raises an error in a removed folder, in which no process can be started
+    command = COMMANDS.get(arguments[0]) if arguments else None
+    is_help = bool({"-h", "--help"}.intersection(arguments))
     with reported_by_rank_0():
-        _require_current_folder()
-        command = COMMANDS.get(arguments[0]) if arguments else None
-        is_help = bool({"-h", "--help"}.intersection(arguments))
         starts = command is not None and command.starts_ranks and not is_help and read_rendezvous() is None
     if not starts:
         yield
@@ -176,30 +179,16 @@ def _early_start(arguments: Sequence[str]) -> Iterator[None]:
 
 def _input_error(error: ModuleNotFoundError | OSError) -> InputError | None:
     """Return the error of a missing extra, or of a path that no file can have; None for other errors."""
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _RECIPE_MODULES:
-        return InputError(
-            f"{error.name} is not installed",
-            expected="the packages of recipes, reports and plots",
-            fix="pip install 'samestep[recipes]'",
-            code="E_NOT_INSTALLED",
-        )
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        expected = "a path whose names this file system accepts: mostly 255 bytes each"
-        return InputError(f"{error.filename}: {error.strerror}", expected, "a shorter path", code="E_UNREADABLE")
+    if isinstance(error, ModuleNotFoundError):
+        if (error.name or "").partition(".")[0] not in _RECIPE_MODULES:
+            return None
+        fix = "pip install 'samestep[recipes]'"
+        expected = "the packages of recipes, reports and plots"
+        return InputError(f"{error.name} is not installed", expected, fix, code="E_NOT_INSTALLED")
+    if error.errno == errno.ENAMETOOLONG or (error.errno == errno.ENOENT and error.filename is None):
+        problem = f"{error.filename or 'the current folder'}: {error.strerror}"
+        return InputError(problem, "a path that can exist", "another path or folder", code="E_UNREADABLE")
     return None
-
-
-def _require_current_folder() -> None:
-    """Require that the current folder exists: relative paths have no meaning in a removed one."""
-    try:
-        os.getcwd()
-    except FileNotFoundError as error:
-        raise InputError(
-            "the current folder was removed",
-            expected="a current folder that exists: paths of runs and data are relative to it",
-            fix="cd to an existing folder",
-            code="E_NO_FOLDER",
-        ) from error
 
 
 def _check_output(command: str) -> None:

@@ -66,7 +66,7 @@ def _conversion(hint: Any) -> dict[str, Any]:
         return {"action": "store_true"}
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
-    converters = {int: positive, float: positive_float, Path: Path}
+    converters = {int: integer, Path: Path}
     return {"type": converters[kind]} if kind in converters else {}
 
 
@@ -76,28 +76,17 @@ def options_of(kind: type[Options], arguments: Any, **others: Any) -> Options:
     return kind(**{name: value for name, value in values.items() if value is not None} | others)
 
 
-def positive(text: str) -> int:
-    """Return the integer above 0 of an option."""
+def integer(text: str, least: int = 1) -> int:
+    """Return the integer of an option."""
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is below {least}")
     return value
 
 
 def count(text: str) -> int:
     """Return the integer of at least 0 of an option."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return value
-
-
-def positive_float(text: str) -> float:
-    """Return the number above 0 of an option."""
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
+    return integer(text, 0)
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -107,7 +96,7 @@ def names(text: str) -> tuple[str, ...]:
 
 def integers(text: str) -> tuple[int, ...]:
     """Return the integers above 0 of a comma-separated list."""
-    return tuple(map(positive, text.split(",")))
+    return tuple(map(integer, text.split(",")))
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -125,6 +114,10 @@ class JsonOption:
         """Print a line on standard error; with `--json`, nothing."""
         if not self.json:
             print(text, file=sys.stderr, flush=True)
+
+    def result(self, value: Mapping[str, Any], *lines: str) -> None:
+        """Print a result as lines; with `--json`, as one JSON object."""
+        print(to_json_line(value) if self.json else "\n".join(lines), flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,32 +153,23 @@ class RunArgument:
 # --- input and output ---
 
 
-def option_conflict(value: str, expected: str, fix: str = "leave one of the two options out") -> InputError:
+def option_conflict(value: str, fix: str = "leave one of the options out") -> InputError:
     """Return the error of options that exclude each other, or that need each other."""
-    return InputError(value, expected, fix, code="E_OPTION_CONFLICT")
+    return InputError(value, "options that belong together", fix, code="E_OPTION_CONFLICT")
 
 
-def require_file(path: Path, option: str = "") -> None:
+def require_file(path: Path) -> None:
     """Raise an `InputError` unless the path is a file."""
-    problem = "is not a file"
-    try:
-        is_file = path.is_file()
-    except OSError as error:
-        is_file, problem = False, f"cannot be read: {error.strerror}"
-    if not is_file:
-        value = f"{f'{option} ' if option else ''}{path} {problem}"
-        raise InputError(value, expected="an existing file", fix="check the path", code="E_FILE_MISSING")
+    if not path.is_file():
+        raise InputError(f"{path} is not a file", "an existing file", "check the path", code="E_FILE_MISSING")
 
 
 def require_new_file(path: Path) -> None:
     """Raise an `InputError` if the output path exists, or is not in a folder."""
-    expected, fix = "a new file: no file is overwritten", "--out with another name, or remove the file"
-    with output_errors(f"{path} cannot be written", expected, fix):
-        if path.exists():
-            raise InputError(f"{path} exists", expected, fix, code="E_OUTPUT")
-    if not path.parent.is_dir():
-        value, expected = f"there is no folder {path.parent}", "--out in an existing folder"
-        raise InputError(value, expected, "create the folder", code="E_OUTPUT")
+    if path.exists() or not path.parent.is_dir():
+        problem = "exists" if path.exists() else f"cannot be written: there is no folder {path.parent}"
+        expected = "a new file in an existing folder"
+        raise InputError(f"{path} {problem}", expected, "--out with another name", code="E_OUTPUT")
 
 
 @contextmanager
@@ -199,11 +183,7 @@ def output_errors(value: str, expected: str, fix: str) -> Iterator[None]:
 
 def timed_name(runs: Path, stem: str) -> str:
     """Return `stem` with date and time, and a number if several runs start within one second."""
-    return unused_name(runs, f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-
-
-def unused_name(runs: Path, name: str) -> str:
-    """Return `name`, or the name with the first number from 2 that no folder in `runs` has."""
+    name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     candidates = (name if n == 1 else f"{name}-{n}" for n in itertools.count(1))
     return next(candidate for candidate in candidates if not (runs / candidate).exists())
 
@@ -221,8 +201,3 @@ def output_folder(out: Path | None, stem: str, option: str = "--out") -> Iterato
         for path in created:
             if path.exists() and not any(path.iterdir()):
                 path.rmdir()
-
-
-def print_json(value: Mapping[str, Any]) -> None:
-    """Print one JSON object on standard output."""
-    print(to_json_line(value), flush=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import call_in_worker
 from samestep.cli.options import (
     DeviceOption,
@@ -16,7 +15,6 @@ from samestep.cli.options import (
     argument,
     option,
     option_conflict,
-    print_json,
     require_file,
 )
 from samestep.cli.run_plans import plan_from_checkpoint
@@ -42,13 +40,9 @@ class Options(JsonOption, DeviceOption, RunArgument):
 
 def run(options: Options) -> int:
     """Print one prediction per file, or the completed text."""
-    require_single_process("predict")
     if (options.prompt is None) == (not options.files):
-        raise option_conflict(
-            f"predict with {'neither files nor' if options.prompt is None else 'both files and'} a prompt",
-            "input files, or --prompt for a language model",
-            "samestep predict RUN FILE, or samestep predict RUN --prompt TEXT",
-        )
+        fix = "samestep predict RUN FILE, or samestep predict RUN --prompt TEXT"
+        raise option_conflict("predict needs files, or a prompt for a language model", fix)
     for file in options.files:
         require_file(file)
     plan = plan_from_checkpoint(options.folder, options.checkpoint, [], trust=options.trust)
@@ -56,11 +50,11 @@ def run(options: Options) -> int:
     model = (plan.recipe, run_options, read_dataset_info(options.folder), plan.checkpoint)
     if options.prompt is not None:
         text = call_in_worker("samestep.recipes.run", "complete", *model, options.prompt, options.tokens)
-        print_json(text) if options.json else print(text["text"])
+        options.result(text, text["text"])
         return EXIT_DONE
     predictions = call_in_worker("samestep.recipes.run", "predict", *model, tuple(options.files), options.out)
     for prediction in predictions:
-        print_json(prediction) if options.json else print("\n".join(_prediction_lines(prediction)))
+        options.result(prediction, *_prediction_lines(prediction))
     return EXIT_DONE
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from samestep.cli.commands import PRELOAD
-from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import LoaderOptions, gpu_names
-from samestep.cli.options import JsonOption, count, option, options_of, output_folder, print_json
+from samestep.cli.options import JsonOption, count, option, options_of, output_folder
 from samestep.cli.recipe_options import BatchOptions, StrategyOptions, SubjectOptions, load_resolved
 from samestep.config import Recipe, RunOptions
 from samestep.errors import EXIT_DONE
@@ -45,7 +44,6 @@ def run(options: Options) -> int:
     from samestep.tools.profile.profile import Plan, Script, profile, profile_data, show
     from samestep.tools.timing import describe_machine
 
-    require_single_process("profile")
     script = options.script()
     if script is not None:
         subject: Recipe | Script = Script(script, tuple(options.script_arguments))
@@ -63,7 +61,7 @@ def run(options: Options) -> int:
         data = profile_data(subject, plan, measured, machine)
         (folder / "profile.json").write_text(to_json(data), encoding="utf-8")
     if options.json:
-        print_json({**data, "folder": str(folder)})
+        options.result({**data, "folder": str(folder)})
     else:
         show(plan, measured)
     return EXIT_DONE

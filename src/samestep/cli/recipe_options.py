@@ -10,14 +10,7 @@ from typing import Any, ClassVar
 
 from samestep.cli.commands import PRELOAD
 from samestep.cli.launch_options import parse_process_count
-from samestep.cli.options import (
-    SetOption,
-    argument,
-    integers,
-    option,
-    option_conflict,
-    require_file,
-)
+from samestep.cli.options import SetOption, argument, integers, option, option_conflict, require_file
 from samestep.config import MeshConfig, Recipe, StrategyConfig
 from samestep.config.strategy import AXES, StrategyName
 from samestep.errors import InputError
@@ -30,16 +23,7 @@ from samestep.units import plural
 _DATA_OF_TORCHVISION = ("images", "image_list", "hub_images", "stream_images")
 _RECIPES = ", ".join(shipped_recipes())
 # Options without a meaning for a script.
-_OF_RECIPES = {
-    "--set": "overrides",
-    "--strategy": "strategy",
-    "--mesh": "mesh",
-    "--shares": "shares",
-    "--per-device-batch-size": "per_device_batch_size",
-    "--accumulate": "accumulate",
-    "--workers": "workers",
-    "--prefetch": "prefetch",
-}
+_OF_RECIPES = ("overrides", "strategy", "mesh", "shares", "per_device_batch_size", "accumulate", "workers", "prefetch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,20 +41,15 @@ class SubjectOptions(RecipeOptions):
     script_arguments: Sequence[str] = ()
 
     def script(self) -> Path | None:
-        """Return the script; None for a recipe.
-
-        Raises:
-            InputError: the script is missing, or an option of recipes is set.
-        """
+        """Return the script; None for a recipe."""
         path = Path(self.recipe)
         if path.suffix != ".py":
             if self.script_arguments:
-                value = f"{self.recipe} with arguments after --"
-                raise option_conflict(value, "arguments of a script", "leave the arguments out, or --set KEY=VALUE")
+                raise option_conflict(f"{self.recipe} with arguments after --", "--set KEY=VALUE for a recipe")
             return None
-        for flag, name in _OF_RECIPES.items():
+        for name in _OF_RECIPES:
             if getattr(self, name, None):
-                raise option_conflict(f"{flag} with a script", f"{flag} with a recipe", "set the value in the script")
+                raise option_conflict(f"{name} of a recipe with a script", "set the value in the script")
         require_file(path)
         return path
 
@@ -94,11 +73,7 @@ class StrategyOptions:
     )
 
     def strategy_overrides(self) -> list[str]:
-        """Return the overrides of the recipe of these options.
-
-        Raises:
-            InputError: the mesh is invalid.
-        """
+        """Return the overrides of the recipe of these options."""
         section: dict[str, Any] = {}
         if self.mesh is not None:
             section["mesh"] = _parse_mesh(self.mesh, f"--mesh {self.mesh}")
@@ -129,30 +104,18 @@ class BatchOptions:
 
         Each process has `accumulate` microbatches, of `per_device_batch_size` samples if this is set. Without
         `--accumulate`, it has one microbatch, unless the overrides set `microbatches`.
-
-        Raises:
-            InputError: `processes` is not a number, or the overrides set a key of these options too.
         """
         options = {"batch_size": self.per_device_batch_size, "microbatches": self.accumulate}
         options = {key: value for key, value in options.items() if value is not None}
         if not options:
             return list(overrides)
-        if not processes.isdigit():
-            raise InputError(
-                f"--per-device-batch-size or --accumulate with --processes {processes}",
-                expected="a number of processes: the batch belongs to the recipe and must not depend on the machine",
-                fix="--processes 2, or --set batch_size=N instead",
-                code="E_BATCH_SIZE",
-            )
-        for override in overrides:
-            if override.partition("=")[0] in options:
-                raise InputError(
-                    f"--per-device-batch-size or --accumulate, and --set {override}",
-                    expected="one option for a key",
-                    fix="leave one of the two options out",
-                    code="E_BATCH_SIZE",
-                )
-        microbatches = parse_process_count(processes, "") * (self.accumulate or 1)
+        others = [f"--processes {processes}"] if not processes.isdigit() else []  # must not depend on the machine
+        others += [f"--set {override}" for override in overrides if override.partition("=")[0] in options]
+        if others:
+            expected = "a number of processes, and one option for a key"
+            value = f"--per-device-batch-size or --accumulate with {others[0]}"
+            raise InputError(value, expected, "--processes 2, or --set instead", code="E_BATCH_SIZE")
+        microbatches = parse_process_count(processes) * (self.accumulate or 1)
         sizes = []
         if self.per_device_batch_size is not None:
             sizes = [f"batch_size={self.per_device_batch_size * microbatches}"]
@@ -160,11 +123,7 @@ class BatchOptions:
 
 
 def parse_strategy(text: str) -> StrategyConfig:
-    """Return the strategy of `NAME` or `NAME:AXIS=N,...`.
-
-    Raises:
-        InputError: there is no such strategy or axis.
-    """
+    """Return the strategy of `NAME` or `NAME:AXIS=N,...`."""
     name, colon, sizes = text.partition(":")
     mesh = MeshConfig(**_parse_mesh(sizes, f"--layout {text}")) if colon else MeshConfig()
     return StrategyConfig(name=name, mesh=mesh)  # type: ignore[arg-type]
@@ -204,13 +163,7 @@ def with_microbatches(recipe: Recipe, *, is_rank: bool = False) -> tuple[Recipe,
         reason = f"auto: the model has {'' if has_norm else 'no '}batch norm"
     count = resolved.microbatch_count
     processes = plural(count * recipe.strategy.ranks_per_model, "process")
-    return resolved, f"microbatches: {count} of {microbatch_size(resolved)} ({reason}); at most {processes}"
-
-
-def microbatch_size(recipe: Recipe) -> str:
-    """Return the number of samples of a microbatch as text."""
-    samples, rest = divmod(recipe.batch_size, recipe.microbatch_count)
-    return f"{samples} or {samples + 1} samples" if rest else plural(samples, "sample")
+    return resolved, f"microbatches: {count} ({reason}); at most {processes}"
 
 
 def load_resolved(name: str, overrides: Sequence[str], report: Callable[[str], None]) -> Recipe:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from samestep.checkpoint.files import replacing
-from samestep.cli.options import JsonOption, argument, option, output_errors, print_json
+from samestep.cli.options import JsonOption, argument, option, output_errors
 from samestep.errors import EXIT_DONE, InputError
 from samestep.report_limits import printable
 
@@ -42,13 +42,9 @@ def run(options: Options) -> int:
     if out is None:
         out = options.folders[0] / _REPORT if len(runs) == 1 else Path(_REPORT)
     _write(render(runs), out, MARK)
-    if options.json:
-        print_json({"report": str(out), "bytes": out.stat().st_size, "runs": list(map(summary, runs))})
-        return EXIT_DONE
-    for each in runs:
-        for remark in each.remarks:
-            print(f"{'note':<12}{printable(f'{each.name}: {remark}')}")
-    print(f"{'report':<12}{out}")
+    notes = [f"{'note':<12}{printable(f'{run.name}: {remark}')}" for run in runs for remark in run.remarks]
+    data = {"report": str(out), "bytes": out.stat().st_size, "runs": list(map(summary, runs))}
+    options.result(data, *notes, f"{'report':<12}{out}")
     return EXIT_DONE
 
 

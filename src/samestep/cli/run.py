@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import FaultOptions
 from samestep.cli.options import argument, option, output_folder, require_file, timed_name
 from samestep.errors import EXIT_DONE, EXIT_STOPPED
@@ -41,7 +40,6 @@ class Options(FaultOptions):
 
 def run(options: Options) -> int:
     """Run the script; return 0 if every rank succeeded, 130 after a request to stop."""
-    require_single_process("run")
     require_file(options.script)
     stem = options.script.stem
     log_dir = options.runs / timed_name(options.runs, stem) / "logs"

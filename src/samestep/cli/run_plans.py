@@ -11,13 +11,7 @@ from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.config import Recipe
 from samestep.distributed.logging import logger
 from samestep.errors import CheckpointError, InputError, RecipeError
-from samestep.recipes.recipe_files import (
-    differences,
-    make_recipe,
-    read_recipe,
-    recipe_data,
-    with_saved_weight,
-)
+from samestep.recipes.recipe_files import differences, make_recipe, read_recipe, recipe_data, with_saved_weight
 from samestep.recipes.trust import require_trusted
 from samestep.runs import LOOP
 from samestep.tools.run_lines import run_errors
@@ -47,12 +41,7 @@ class RunPlan:
 
 
 def plan_to_resume(folder: Path, overrides: list[str], *, trust: bool | Recipe) -> RunPlan:
-    """Return the plan that resumes a run from the newest complete checkpoint, or from the beginning without one.
-
-    Raises:
-        InputError: there is no such run, or its recipe names code that is not trusted.
-        CheckpointError: the checkpoint belongs to another recipe.
-    """
+    """Return the plan that resumes a run from the newest complete checkpoint, or from the beginning without one."""
     newest = CheckpointFolder(folder / "checkpoints").newest_valid()
     if newest is None:
         _require_run(folder)
@@ -85,11 +74,7 @@ def plan_from_checkpoint(folder: Path, which: str, overrides: list[str], *, trus
 
 
 def require_same_recipe(plan: RunPlan, recipe: Recipe) -> None:
-    """Require that a run that `samestep train --or-resume` continues has the recipe of the command.
-
-    Raises:
-        CheckpointError: the recipes differ.
-    """
+    """Require that a run that `samestep train --or-resume` continues has the recipe of the command."""
     if recipe.microbatches == "auto":
         recipe = replace(recipe, microbatches=plan.recipe.microbatches)
     _require_equal(
@@ -103,22 +88,14 @@ def require_same_recipe(plan: RunPlan, recipe: Recipe) -> None:
 def _require_equal(before: dict[str, Any], now: dict[str, Any], message: str, fix: str) -> None:
     changes = differences(before, now)
     if changes:
-        raise CheckpointError(
-            f"{message}:\n    " + "\n    ".join(changes),
-            expected="the same recipe for all steps of a run",
-            fix=fix,
-            code="E_RECIPE_CHANGED",
-        )
+        problem = "\n    ".join([f"{message}:", *changes])
+        raise CheckpointError(problem, "the same recipe for all steps of a run", fix, code="E_RECIPE_CHANGED")
 
 
 def plan_to_replay(folder: Path, begin: int, *, trust: bool) -> RunPlan:
     """Return the plan that computes the steps of a run after `begin` again, from a checkpoint at or before it, if any.
 
     The number of epochs, on which a schedule can depend, is that of the first later checkpoint, if there is one.
-
-    Raises:
-        InputError: there is no such run, or its recipe names code that is not trusted.
-        CheckpointError: the checkpoint is damaged, or belongs to another recipe.
     """
     steps = {int(path.name.rpartition("step-")[2]): path for path in CheckpointFolder(folder / "checkpoints").steps()}
     later = [number for number in steps if number > begin]
@@ -138,12 +115,9 @@ def refuse_script_run(folder: Path) -> None:
     with run_errors(folder):
         is_script = (folder / LOOP).is_file()
     if is_script:
-        raise InputError(
-            f"{folder} is the run of a script",
-            expected="the run of a recipe: a script builds model and data itself",
-            fix="start the script again, which continues its run; evaluate or save its model in the script",
-            code="E_SCRIPT",
-        )
+        expected = "the run of a recipe: a script builds model and data itself"
+        fix = "start the script again, which continues its run"
+        raise InputError(f"{folder} is the run of a script", expected, fix, code="E_SCRIPT")
 
 
 def _require_run(folder: Path) -> None:

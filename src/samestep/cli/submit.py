@@ -9,18 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from samestep.cli.external_launcher import require_single_process
 from samestep.cli.launch_options import parse_process_count
-from samestep.cli.options import (
-    JsonOption,
-    argument,
-    count,
-    option,
-    option_conflict,
-    options_of,
-    print_json,
-    timed_name,
-)
+from samestep.cli.options import JsonOption, argument, count, option, option_conflict, options_of, timed_name
 from samestep.cli.recipe_options import SubjectOptions, load_resolved
 from samestep.config import resolve_mesh
 from samestep.errors import EXIT_DONE, InputError, RunError
@@ -63,27 +53,22 @@ class Options(JsonOption, SubjectOptions, _System):
 
 def run(options: Options) -> int:
     """Print or submit the job."""
-    require_single_process("submit")
     for name, system in _OPTIONS.items():
         if getattr(options, name) is not None and options.system != system:
-            raise option_conflict(f"--{name} with {options.system}", f"--{name} with {system}", f"leave --{name} out")
+            raise option_conflict(f"--{name} with {options.system}", f"leave --{name} out")
     write = slurm_submission if options.system == "slurm" else kubernetes_submission
     submission = write(_job(options))
     output = "" if options.dry_run else _run(submission)
-    if options.json:
-        files = {submission.file: submission.text}
-        print_json({"files": files, "command": submission.command, "submitted": not options.dry_run, "output": output})
-    elif options.dry_run:
-        print(f"# {submission.file}\n{submission.text}\n# command\n{shlex.join(submission.command)}")
-    else:
-        print(output, end="")
+    data = {"command": submission.command, "submitted": not options.dry_run, "output": output}
+    text = f"# {submission.file}\n{submission.text}\n# command\n{shlex.join(submission.command)}"
+    options.result({"files": {submission.file: submission.text}, **data}, text if options.dry_run else output.rstrip())
     return EXIT_DONE
 
 
 def _job(options: Options) -> Job:
     script, path = options.script(), Path(options.recipe)
     minimum, colon, maximum = (options.processes or str(options.nodes * max(1, options.gpus))).partition(":")
-    counts = [parse_process_count(text, " or MIN:MAX") for text in (minimum, maximum if colon else minimum)]
+    counts = [parse_process_count(text) for text in (minimum, maximum if colon else minimum)]
     if script is None:
         recipe = load_resolved(options.recipe, options.overrides, options.note)
         for number in counts:
@@ -117,10 +102,6 @@ def _run(submission: Submission) -> str:
         fix = f"run on a machine of the system: {command}"
         raise InputError(problem, "the command of the system", fix, code="E_NOT_INSTALLED") from error
     if done.returncode:
-        raise RunError(
-            f"{command} failed with exit code {done.returncode}: {done.stderr.strip() or done.stdout.strip()}",
-            expected="a submitted job",
-            fix="correct the cause, and repeat the command",
-            code="E_SUBMIT",
-        )
+        problem = f"{command} failed with exit code {done.returncode}: {done.stderr.strip() or done.stdout.strip()}"
+        raise RunError(problem, "a submitted job", "correct the cause, and repeat the command", code="E_SUBMIT")
     return done.stdout

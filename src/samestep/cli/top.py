@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,14 +13,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from samestep.cli.options import JsonOption, argument, option, print_json
+from samestep.cli.options import JsonOption, argument, option
 from samestep.errors import EXIT_DONE, InputError
 from samestep.loggers.logger import format_metric
 from samestep.report_limits import printable
 from samestep.tools.run_lines import parse_finite
 from samestep.tools.top import RunStatus, read_status
-from samestep.units import format_bytes, parse_duration
+from samestep.units import format_bytes
 
+_SECONDS = 1.0  # between updates
 _STYLES = {"silent": "yellow", "gone": "bold red", "missing": "yellow"}
 # Title, format and keys in a rank's line of each column.
 _COLUMNS = (
@@ -46,9 +46,6 @@ class Options(JsonOption):
     example: ClassVar = "samestep top runs/first --once"
 
     folder: Path = argument("RUN", "directory of the run")
-    every: float = option(
-        "time between updates (default 2s)", "TIME", default=2.0, type=partial(parse_duration, "--every")
-    )
     once: bool = option("print the state once and exit", default=False)
 
 
@@ -56,21 +53,20 @@ def run(options: Options) -> int:
     """Show the run once, or until Ctrl-C."""
     console = Console()
     if console.is_terminal and not console.is_dumb_terminal and not (options.json or options.once):
-        _follow(options.folder, console, options.every)
+        _follow(options.folder, console)
         return EXIT_DONE
     status = read_status(options.folder)
     if status is None:
-        value, expected = f"{options.folder} is not a run", "a run directory, which contains recipe.yaml"
-        fix = "check the path, or wait for the run in a terminal without --once and --json"
-        raise InputError(value, expected, fix, code="E_NOT_A_RUN")
+        expected = "a run directory, which contains recipe.yaml"
+        raise InputError(f"{options.folder} is not a run", expected, "check the path", code="E_NOT_A_RUN")
     if options.json:
-        print_json({"run": str(options.folder), **asdict(status)})
+        options.result({"run": str(options.folder), **asdict(status)})
     else:
         console.print(render(options.folder, status))
     return EXIT_DONE
 
 
-def _follow(folder: Path, console: Console, every: float) -> None:
+def _follow(folder: Path, console: Console) -> None:
     """Update the view until Ctrl-C."""
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         try:
@@ -78,7 +74,7 @@ def _follow(folder: Path, console: Console, every: float) -> None:
                 status = read_status(folder)
                 view = Text(f"waiting for {folder}") if status is None else render(folder, status)
                 live.update(view, refresh=True)
-                time.sleep(every)
+                time.sleep(_SECONDS)
         except KeyboardInterrupt:
             return
 

@@ -8,19 +8,16 @@ from pathlib import Path
 from shlex import quote
 from typing import ClassVar
 
-from samestep.cli.options import option, option_conflict, output_errors, timed_name, unused_name
-from samestep.cli.recipe_options import BatchOptions, RecipeOptions, microbatch_size
+from samestep.cli.options import option, option_conflict, output_errors, timed_name
+from samestep.cli.recipe_options import BatchOptions, RecipeOptions
 from samestep.cli.run_plans import RunPlan, plan_to_resume, require_same_recipe
 from samestep.cli.training import TrainingOptions, run_training
-from samestep.config import Recipe
 from samestep.distributed.disk_operations import HeldFolder
-from samestep.distributed.logging import logger
 from samestep.errors import EXIT_STOPPED, InputError, SamestepError
 from samestep.microbatches import require_enough_microbatches
 from samestep.recipes.recipe_files import load_recipe, write_recipe
 from samestep.recipes.trust import sign
 from samestep.runs import require_run_name
-from samestep.units import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +40,7 @@ class Options(TrainingOptions, BatchOptions, RecipeOptions):
 def run(options: Options) -> int:
     """Train; return 0 after all epochs, 130 after a request to stop."""
     if options.or_resume and not options.name:
-        raise option_conflict("--or-resume without --name", "the name of the run", "--name NAME")
+        raise option_conflict("--or-resume without --name", "--name NAME")
     new_run = NewRun(options)
     try:
         return run_training(options, new_run.plan)
@@ -77,17 +74,12 @@ class NewRun:
             return plan
         overrides = options.batch_overrides(options.all_overrides, options.size)
         recipe = options.with_microbatches(load_recipe(options.recipe, overrides))
-        has_batch = options.per_device_batch_size is not None or options.accumulate is not None
-        if has_batch:
+        if options.per_device_batch_size is not None or options.accumulate is not None:
             require_enough_microbatches(recipe.microbatch_count, int(options.size))
         folder = options.runs / (options.name or timed_name(options.runs, Path(options.recipe).stem))
         self._create(folder)
         write_recipe(recipe, folder / "recipe.yaml")
         sign(folder, recipe)
-        if restarts:
-            logger.warning("restart %d starts the new run %s; --name NAME resumes a run", restarts, folder)
-        if has_batch and not options.json:
-            logger.info(_batch_text(recipe, int(options.size)))
         return RunPlan(recipe, folder)
 
     def _create(self, folder: Path) -> None:
@@ -96,13 +88,8 @@ class NewRun:
             try:
                 folder.mkdir(parents=True)
             except FileExistsError as error:
-                name = quote(unused_name(folder.parent, folder.name))
-                raise InputError(
-                    f"the run {folder} exists",
-                    expected="a new name for a new run: no run is overwritten",
-                    fix=f"--name {name}, or samestep resume {quote(str(folder))}",
-                    code="E_OUTPUT",
-                ) from error
+                fix = f"--name with another name, or samestep resume {quote(str(folder))}"
+                raise InputError(f"the run {folder} exists", "the name of a new run", fix, code="E_OUTPUT") from error
         self._folder = HeldFolder(folder)
 
     def remove_without_checkpoint(self) -> None:
@@ -114,13 +101,3 @@ class NewRun:
             shutil.rmtree(path)
             if self._creates_parent and not any(path.parent.iterdir()):
                 path.parent.rmdir()
-
-
-def _batch_text(recipe: Recipe, processes: int) -> str:
-    """Return the effect of `--per-device-batch-size` and `--accumulate`, in one line."""
-    microbatches = plural(recipe.microbatch_count, "microbatch")
-    each = recipe.microbatch_count // processes
-    return (
-        f"global batch {recipe.batch_size} = {microbatches} of {microbatch_size(recipe)}: {each} per step on each of "
-        f"{plural(processes, 'process')}, saved in the recipe"
-    )

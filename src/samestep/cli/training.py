@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.cli.external_launcher import run_as_rank
 from samestep.cli.launch_options import FaultOptions, LoaderOptions, requeue_after, slurm_restarts
-from samestep.cli.options import JsonOption, count, names, option, options_of, print_json
+from samestep.cli.options import JsonOption, count, names, option, options_of
 from samestep.cli.recipe_options import StrategyOptions, with_microbatches
 from samestep.cli.run_plans import RunPlan
 from samestep.config import DEFAULT_CHECKSUM_EVERY, DEFAULT_KEEP, LOGGERS, Recipe, RunOptions
@@ -158,29 +158,22 @@ def _step_of(checkpoint: Path) -> int:
 def _finish(options: TrainingOptions, summary: dict[str, Any], folder: Path, *, stop_signal: int | None = None) -> int:
     """Print the summary, requeue the Slurm job if requested, and return the exit code."""
     own_signal, has_failed = summary.pop("stop_signal"), summary.pop("has_failed")
-    if options.json:
-        print_json({**summary, "run": str(folder)})
-    else:
-        _print_summary(summary, folder)
-    if not summary["stopped"]:
-        if has_failed:
-            raise NonFiniteError(
-                f"the run skipped {_skipped_steps(summary)}",
-                expected="most steps update the weights",
-                fix="lower the learning rate, set step.clip_norm, or find the first such step with "
-                "step.non_finite=stop, in a new run",
-            )
-        return EXIT_DONE
-    if options.requeue:
-        requeue_after(stop_signal or own_signal)
-    return EXIT_STOPPED
+    options.result({**summary, "run": str(folder)}, *_summary_lines(summary, folder))
+    if summary["stopped"]:
+        if options.requeue:
+            requeue_after(stop_signal or own_signal)
+        return EXIT_STOPPED
+    if has_failed:
+        fix = "lower the learning rate, or find the first such step with step.non_finite=stop, in a new run"
+        raise NonFiniteError(f"the run skipped {_skipped_steps(summary)}", "most steps update the weights", fix)
+    return EXIT_DONE
 
 
 def _skipped_steps(summary: dict[str, Any]) -> str:
     return f"{summary['skipped_steps']} of {plural(summary['step'], 'step')}, because loss or gradient was not finite"
 
 
-def _print_summary(summary: dict[str, Any], folder: Path) -> None:
+def _summary_lines(summary: dict[str, Any], folder: Path) -> list[str]:
     evaluation = summary["evaluation"]
     values = {name: value for name, value in evaluation.items() if name not in ("loss", "samples")}
     lines = [(name, format_metric(name, value)) for name, value in values.items()]
@@ -198,4 +191,4 @@ def _print_summary(summary: dict[str, Any], folder: Path) -> None:
             lines.append(("curves", tensorboard_command(folder / "tensorboard")))
         lines.append(("evaluate", _command("eval", folder)))
     width = max(12, *(len(name) + 2 for name, _ in lines))
-    print("\n".join(f"{name:<{width}}{text}" for name, text in lines))
+    return [f"{name:<{width}}{text}" for name, text in lines]

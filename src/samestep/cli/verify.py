@@ -7,16 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from samestep.cli.commands import PRELOAD
-from samestep.cli.external_launcher import require_single_process
-from samestep.cli.options import (
-    DeviceOption,
-    JsonOption,
-    integers,
-    option,
-    option_conflict,
-    output_folder,
-    print_json,
-)
+from samestep.cli.options import DeviceOption, JsonOption, integers, option, option_conflict, output_folder
 from samestep.cli.recipe_options import StrategyOptions, SubjectOptions, load_resolved
 from samestep.config import Recipe, resolve_mesh
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
@@ -53,13 +44,12 @@ class Options(JsonOption, DeviceOption, StrategyOptions, SubjectOptions):
         "exact requires equal bits, fast a small distance (default: the recipe's, or exact)"
     )
     double: bool = option("use float64, which separates rounding from wrong results", default=False)
-    tolerance: float | None = option("largest relative distance under fast (default 1e-12 in float64, else 1e-4)", "X")
     kill_at: int | None = option("also kill a rank in this step, and resume", "STEP")
     resume_on: int | None = option("number of processes after the kill", "N")
     loss_of_microbatches: bool = option(
         "do not check that the loss of a microbatch is the sum over its samples", default=False
     )
-    patience: float = option("limit without progress (default 120)", "SECONDS", default=120.0)
+    patience: float = option("limit without progress (default 120)", "SECONDS", default=120.0, type=float)
     out: Path | None = option("folder of the certificate (default runs/verify-...)", "DIR")
 
 
@@ -68,7 +58,6 @@ def run(options: Options) -> int:
     # Imported here: the other commands do not need these modules.
     from samestep.tools.verify.verification import explanation, summary, table, verify, write_certificate
 
-    require_single_process("verify")
     subject = _subject(options)
     _check(options, subject.recipe)
     with output_folder(options.out, f"verify-{Path(subject.name).stem}") as folder:
@@ -84,12 +73,10 @@ def run(options: Options) -> int:
             progress=lambda text: options.note(f"running {subject.name} on {text}"),
         )
         write_certificate(data, folder)
-    if options.json:
-        print_json({**data, "certificate": str(folder / "certificate.json")})
-    else:
-        texts = [table(data), explanation(data), summary(data)]
-        print("\n\n".join(text for text in texts if text))
-        print(f"certificate  {folder / 'certificate.json'}, certificate.html")
+    certificate = folder / "certificate.json"
+    texts = [text for text in (table(data), explanation(data), summary(data)) if text]
+    lines = ["\n\n".join(texts), f"certificate  {certificate}, certificate.html"]
+    options.result({**data, "certificate": str(certificate)}, *lines)
     return EXIT_DONE if data["holds"] else EXIT_DIFFERS
 
 
@@ -104,18 +91,12 @@ def _subject(options: Options) -> Subject:
 def _check(options: Options, recipe: Recipe | None) -> None:
     """Reject invalid options before a trial runs."""
     if (options.kill_at is None) != (options.resume_on is None):
-        expected = "both: the step of the kill, and the number of processes afterwards"
-        raise option_conflict("only one of --kill-at and --resume-on", expected, "--kill-at 2 --resume-on 3")
+        raise option_conflict("only one of --kill-at and --resume-on", "--kill-at 2 --resume-on 3")
     if recipe is None:
         return
     steps = options.steps or _STEPS
-    if options.kill_at is not None and not 1 <= options.kill_at <= steps:
-        raise InputError(
-            f"--kill-at {options.kill_at}",
-            expected=f"one of the steps, 1 to {steps}",
-            fix="increase --steps, or use an earlier step",
-            code="E_VALUE",
-        )
+    if options.kill_at is not None and options.kill_at > steps:
+        raise InputError(f"--kill-at {options.kill_at}", f"one of {steps} steps", "increase --steps", code="E_VALUE")
     for number in (*options.processes, options.resume_on or 1):
         if number > 1:  # one process has no mesh
             resolve_mesh(recipe.strategy, number, recipe.microbatch_count)
@@ -124,24 +105,17 @@ def _check(options: Options, recipe: Recipe | None) -> None:
 def _conditions(options: Options, recipe: Recipe | None) -> Conditions:
     # A script selects its reduction itself; a recipe can be verified with either.
     interventions = Interventions(double=options.double, reduction=options.reduction if recipe else None)
-    reduction: str = options.reduction or "exact"
-    steps = options.steps
-    hook = "none"
+    steps, is_fast = options.steps, options.reduction == "fast"
+    tolerance = _TOLERANCES[options.double]
     if recipe is not None:
-        reduction = options.reduction or recipe.step.reduction
         steps = options.steps or _STEPS
-        hook = recipe.strategy.hook
-        if not recipe.strategy.is_exact(recipe.step.tensor_slices):
-            reduction = "fast"
-    tolerance = options.tolerance
-    if reduction == "fast" and tolerance is None:
-        tolerance = _HOOK_TOLERANCES.get(hook, _TOLERANCES[options.double])
-    elif reduction != "fast" and tolerance is not None:
-        raise option_conflict("--tolerance with an exact reduction", "equal bits under exact", "--reduction fast")
+        is_fast = (options.reduction or recipe.step.reduction) == "fast"
+        is_fast = is_fast or not recipe.strategy.is_exact(recipe.step.tensor_slices)
+        tolerance = _HOOK_TOLERANCES.get(recipe.strategy.hook, tolerance)
     return Conditions(
         steps=steps,
         device=options.device,
         interventions=interventions,
-        tolerance=tolerance,
+        tolerance=tolerance if is_fast else None,
         patience=options.patience,
     )

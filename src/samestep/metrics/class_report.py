@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy
 
-from samestep.errors import InputError
+from samestep.errors import InputError, RunError
 
 _MAX_ROWS = 40  # of a table; the file has all classes
 _MAX_NAME, _MAX_LABEL = 30, 16  # characters of a name in the table and in the plot
@@ -91,6 +93,22 @@ def require_matplotlib(subject: str) -> None:
             fix="pip install 'samestep[zoo]'",
             code="E_NOT_INSTALLED",
         )
+
+
+def write_report(folder: Path, by_class: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
+    """Write the result of an evaluation with its numbers per class; return their lines for the terminal."""
+    names, counts = by_class["classes"], by_class["counts"]
+    rows = class_rows(counts, names)
+    data = {**result, **averages(rows), "classes": [asdict(row) for row in rows], "confusion": counts}
+    table, picture = folder / "classes.json", folder / "confusion.png"
+    try:
+        table.write_text(json.dumps(data) + "\n", encoding="utf-8")
+        draw_confusion(counts, names, picture)
+    except OSError as error:
+        fix = "free disk space, or --report with another folder"
+        raise RunError(f"{folder} cannot be written: {error.strerror}", fix=fix, code="E_OUTPUT") from error
+    files = [str(table), str(picture), *([str(folder / "overlays")] if by_class.get("pictures") else [])]
+    return ["", *table_lines(rows), "", f"{'report':<12}{', '.join(files)}"]
 
 
 def draw_confusion(counts: Counts, names: Sequence[str], path: Path) -> None:

@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -31,8 +30,6 @@ PROBED_STEPS = 3  # for the estimate of the time, after as many steps that alloc
 _TRIALS = "samestep.tools.trials"
 _MAX_WIDTH = 200
 _LEAST_DATA_SHARE = 0.05  # smaller waits for data get no column
-# Okabe and Ito's colors, which are distinct for color-blind readers.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 @dataclass(frozen=True)
@@ -369,30 +366,3 @@ def _speed_cells(way: dict[str, Any]) -> dict[str, str]:
         "speed-up": Spread(**way["speed_up"]).format(".2f"),
         "efficiency": f"{way['efficiency']:.0%}",
     }
-
-
-def draw(ways: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Write a PNG with a bar per variant: the speed-up, with the spread over rounds."""
-    from matplotlib.figure import Figure
-
-    ways = [way for way in ways if way["speed_up"] is not None]
-    figure = Figure(figsize=(8, 1.2 + 0.32 * len(ways)), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    numbers = sorted({way["devices"] for way in ways})
-    colors = dict(zip(numbers, _COLORS * len(numbers), strict=False))
-    for position, way in enumerate(ways):
-        spread = Spread(**way["speed_up"])
-        speed = way["samples_per_second"]["median"]
-        errors = [[spread.median - spread.q1], [spread.q3 - spread.median]]
-        color = colors[way["devices"]]
-        axes.barh(position, spread.median, color=color, xerr=errors, ecolor="#444444", capsize=2)
-        axes.text(spread.q3 + 0.02, position, f"{speed:,.0f} samples/s", va="center", fontsize=7)
-    names = [f"{way['name']}  ({way['devices']})" for way in ways]
-    axes.set_yticks(range(len(ways)), names, fontsize=8)
-    axes.set_ylim(len(ways) - 0.4, -0.6)
-    axes.margins(x=0.12)
-    axes.axvline(1, color="#888888", linewidth=0.8, linestyle="--")
-    axes.set_xlabel("samples/s relative to one device; number of devices in parentheses")
-    axes.set_title(title, fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)

@@ -90,7 +90,7 @@ def _read_certificate(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def upload(folder: Path, step: int, name: str, *, private: bool) -> str:
+def upload(folder: Path, step: int, name: str) -> str:
     """Upload the files to a repository of the Hub, which is created if it does not exist; return its address.
 
     Raises:
@@ -99,7 +99,7 @@ def upload(folder: Path, step: int, name: str, *, private: bool) -> str:
     try:
         from huggingface_hub import HfApi
 
-        HfApi().create_repo(name, private=private, exist_ok=True)
+        HfApi().create_repo(name, exist_ok=True)
         commit = HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message=f"Step {step}")
     except Exception as error:  # errors of the client and of its HTTP library, which versions change
         raise RunError(

@@ -1,7 +1,6 @@
 """Tests of the variants of a recipe and of their comparison."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from samestep.tools.bench import (
     Trained,
     comparison_data,
     contenders,
-    draw,
     first_metric,
     table,
 )
@@ -110,7 +108,7 @@ def test_interrupted_round_is_left_out() -> None:
     assert [way["samples_per_second"]["median"] for way in ways] == [10.0, 10.0], "the speed of the training"
 
 
-def test_comparison_is_printed_drawn_and_plain_data(tmp_path: Path) -> None:
+def test_comparison_is_printed_and_plain_data() -> None:
     data = comparison()
     assert data["not_run"] == [{"name": "dp", "devices": 2, "reason": "no reason"}]
     assert first_metric(data["ways"]) == "accuracy"
@@ -118,8 +116,6 @@ def test_comparison_is_printed_drawn_and_plain_data(tmp_path: Path) -> None:
     assert headers[:3] == ["devices", "variant", "samples/s"]
     assert headers[-1] == "accuracy"
     assert "waits for data" not in headers
-    draw(data["ways"], "digits on a processor", tmp_path / "bench.png")
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_fewest_workers_of_the_fastest_are_chosen(monkeypatch: pytest.MonkeyPatch, recipe: Recipe) -> None:
