@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 from samestep.checkpoint.async_writer import AsyncCheckpointWriter, SavedCheckpoint
 from samestep.checkpoint.compatibility import (
     encode_objects,
-    require_same_engines,
-    require_same_loaders,
+    require_same_names,
     require_savable,
     require_unchanged_settings,
     setting_changes,
@@ -183,7 +182,8 @@ class CheckpointManager:
         path, sources = self._find(checkpoint), process_state.source_files
         if path is None:
             return False
-        self._require_engines(path)
+        names = {file.removesuffix(STATE).removesuffix(".") for file in file_names(path) if file.endswith(STATE)}
+        require_same_names("engines", names, self._engines)
         trainings = {_prefix(name): training for name, training in self._trainings()}
         states = read_verified(path, trainings)
         saved = {name: states[_prefix(name)] for name in self._engines}
@@ -272,14 +272,11 @@ class CheckpointManager:
             hashes[f"tensors in the state of {name or 'the engine'}"] = str(checksum(dict(tensors.values())))
         return hashes
 
-    def _require_engines(self, path: Path) -> None:
-        names = {file.removesuffix(STATE).removesuffix(".") for file in file_names(path) if file.endswith(STATE)}
-        require_same_engines(names, set(self._engines))
-
     def _changes(self, name: str, saved: Progress) -> Iterator[str]:
         """Yield the options that differ from those of a checkpoint."""
         yield from setting_changes(name or "engine", saved.settings, asdict(self._engines[name].config))
-        require_same_loaders(set(saved.loaders), set(self._loaders))
+        if saved.loaders:
+            require_same_names("loaders", saved.loaders, self._loaders)
         for key, loader in saved.loaders.items():
             before = self._loaders[key].adopt(loader.settings)
             yield from setting_changes(key or "loader", before, self._loaders[key].settings_of(loader.cursor.epoch))

@@ -156,9 +156,6 @@ def resolve_sizes(batch_size: int | None, microbatches: Microbatches, data_ranks
     return batch_size, number
 
 
-# Position of a run in the training data.
-
-
 @dataclass(frozen=True)
 class Cursor:
     """The only position of a run, independent of ranks."""

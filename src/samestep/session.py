@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -117,52 +117,19 @@ def start(
     _leave(world, own, is_launched=worker is not None)
 
 
-def init(
-    *,
-    device: DeviceKind = "auto",
-    reduction: Reduction = "exact",
-    threads: int = 1,
-    timeout: timedelta | None = None,
-    strategy: StrategyConfig | None = None,
-    run: str | Path | None = None,
-    loggers: Sequence[Logger | str] = (),
-    checksum_every: int = DEFAULT_CHECKSUM_EVERY,
-    share_gpu: bool = False,
-    adopt: bool = False,
-) -> World:
+def init(**options: Any) -> World:
     """Join the other ranks, and return the world, for notebooks and scripts without a `with` block.
 
     The world ends when the interpreter exits, or when the function given to `samestep.launch` returns. A process can
     call this once, and not inside `samestep.start()`.
 
     Args:
-        device: as in `samestep.start`.
-        reduction: as in `samestep.start`.
-        threads: as in `samestep.start`.
-        timeout: as in `samestep.start`.
-        strategy: as in `samestep.start`.
-        run: as in `samestep.start`.
-        loggers: as in `samestep.start`.
-        checksum_every: as in `samestep.start`.
-        share_gpu: as in `samestep.start`.
-        adopt: as in `samestep.start`.
+        options: those of `samestep.start`.
 
     Raises:
         InputError: as in `samestep.start`; also if the process has a world already.
     """
-    context = start(
-        device=device,
-        reduction=reduction,
-        threads=threads,
-        timeout=timeout,
-        strategy=strategy,
-        run=run,
-        loggers=loggers,
-        checksum_every=checksum_every,
-        share_gpu=share_gpu,
-        adopt=adopt,
-    )
-    world = process_state.session.enter_context(context)
+    world = process_state.session.enter_context(start(**options))
     atexit.register(_end_session, world)
     return world
 
@@ -203,16 +170,6 @@ def _with_loggers(
         yield replace(world, context=replace(world.context, loggers=used))
 
 
-def _require_no_process_group() -> None:
-    if dist.is_initialized():
-        raise InputError(
-            "this process already has a process group",
-            expected="one samestep.start() at a time, without init_process_group",
-            fix="pass the existing world to the code that needs one, or adopt=True for the group of another library",
-            code="E_LAUNCH",
-        )
-
-
 def _create_process_group(
     worker: WorkerSpec | None,
     kind: DeviceKind,
@@ -223,7 +180,13 @@ def _create_process_group(
     share_gpu: bool,
 ) -> Membership:
     """Select the device, find the other ranks and create the process group."""
-    _require_no_process_group()
+    if dist.is_initialized():
+        raise InputError(
+            "this process already has a process group",
+            expected="one samestep.start() at a time, without init_process_group",
+            fix="pass the existing world to the code that needs one, or adopt=True for the group of another library",
+            code="E_LAUNCH",
+        )
     require_default_device()
     rendezvous = read_rendezvous() if worker is None else None
     is_local = rendezvous is None or rendezvous.is_on_one_machine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,38 +57,11 @@ def load_schedule(scheduler: LRScheduler, saved: dict[str, Any]) -> None:
     Raises:
         CheckpointError: the state is that of another kind of scheduler.
     """
-    is_known = type(scheduler).__module__.startswith("torch.optim.")
-    if is_known and _public_names(saved) != _public_names(scheduler.state_dict()):
-        raise CheckpointError(
-            f"the state of the schedule does not match: it has the values {', '.join(_public_names(saved))}",
-            expected=f"those of {type(scheduler).__name__}: {', '.join(_public_names(scheduler.state_dict()))}",
-            fix="use the schedule of the checkpoint, or start a new run from these weights",
-            code="E_RESUME_CHANGED",
-        )
+    # Names that begin with an underscore differ between versions of torch.
+    names, own = (sorted(name for name in state if name[0] != "_") for state in (saved, scheduler.state_dict()))
+    if type(scheduler).__module__.startswith("torch.optim.") and names != own:
+        raise other_state("schedule", f"it has the values {', '.join(names)}, and not {', '.join(own)}")
     scheduler.load_state_dict(saved)
-
-
-def _public_names(state: Mapping[str, Any]) -> list[str]:
-    """Return the names that do not differ between versions of torch."""
-    return sorted(name for name in state if not name.startswith("_"))
-
-
-def require_objects(objects: Mapping[str, Any], saved: Mapping[str, Any], *, new_objects: bool) -> None:
-    """Refuse the state of other objects than saved ones; `new_objects` may be added.
-
-    Raises:
-        CheckpointError: names differ.
-    """
-    missing, unknown = sorted(set(saved) - set(objects)), sorted(set(objects) - set(saved))
-    if missing or (unknown and not new_objects):
-        raise CheckpointError(
-            f"the checkpoint has the state of {', '.join(saved) or 'no objects'}, and the loop passes "
-            f"{', '.join(objects) or 'none'}",
-            expected="the same objects in CheckpointManager(..., state={...}) as when the checkpoint was written",
-            fix="pass them by the same names; to add objects with their present state: "
-            "checkpoints.resume(accept_changes=True)",
-            code="E_RESUME_CHANGED",
-        )
 
 
 def setting_changes(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
@@ -113,36 +86,23 @@ def require_unchanged_settings(changes: list[str], is_main: bool, *, accept_chan
         logger.warning("continuing with a change: %s", change)
 
 
-def require_same_engines(saved: set[str], current: set[str]) -> None:
-    """Refuse engines with other names than those of the checkpoint.
+def require_same_names(kind: str, saved: Collection[str], current: Collection[str]) -> None:
+    """Refuse engines, loaders or objects with other names than those of the checkpoint.
 
     Raises:
         InputError: names differ.
     """
-    if saved != current:
-        before, own = (", ".join(sorted(filter(None, names))) or "one engine" for names in (saved, current))
-        raise _other_loop(f"the checkpoint is of {before}, and the loop of {own}", "engines by the same names")
+    if set(saved) != set(current):
+        before, own = (", ".join(sorted(filter(None, names))) or "none" for names in (saved, current))
+        raise _other_loop(f"the names of its {kind} were {before}, and are {own}", f"{kind} by the same names")
 
 
-def require_same_loaders(saved: set[str], current: set[str]) -> None:
-    """Refuse loaders with other names than those of the checkpoint, if it has any.
-
-    Raises:
-        InputError: names differ.
-    """
-    if saved and saved != current:
-        raise _other_loop(
-            f"the checkpoint has the loaders {sorted(saved)}, and the loop {sorted(current)}",
-            "loaders by the same names",
-        )
-
-
-def _other_loop(problem: str, expected: str) -> InputError:
-    return InputError(
+def _other_loop(problem: str, expected: str) -> CheckpointError:
+    return CheckpointError(
         f"the run differs from that of the checkpoint: {problem}",
         expected=expected,
-        fix="restore them; or continue with the new values, if the names are the same: samestep resume RUN "
-        "--accept-changes, in a script checkpoints.resume(accept_changes=True)",
+        fix="restore them; or continue with new values or additional objects: samestep resume RUN --accept-changes, "
+        "in a script checkpoints.resume(accept_changes=True)",
         code="E_RESUME_CHANGED",
     )
 
@@ -154,19 +114,19 @@ def groups_like(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> l
         CheckpointError: the groups are those of another optimizer.
     """
     if [set(group) for group in current] != [set(group) for group in saved]:
-        raise other_optimizer("its settings are those of another optimizer, or of other parameter groups")
+        raise other_state("optimizer", "its settings are those of another optimizer, or of other parameter groups")
     if [group["params"] for group in current] != [group["params"] for group in saved]:
-        raise other_optimizer("it trained other parameters")
+        raise other_state("optimizer", "it trained other parameters")
     # How a step is computed depends on the machine.
     implementation = [{flag: group[flag] for flag in _IMPLEMENTATION_FLAGS if flag in group} for group in current]
     return [{**group, **flags} for group, flags in zip(saved, implementation, strict=True)]
 
 
-def other_optimizer(problem: str) -> CheckpointError:
-    """Return the error for the state of another optimizer."""
+def other_state(kind: str, problem: str) -> CheckpointError:
+    """Return the error for the state of another optimizer or schedule."""
     return CheckpointError(
-        f"the optimizer state does not match: {problem}",
-        expected="the optimizer and the parameter groups of the checkpoint",
+        f"the {kind} state does not match: {problem}",
+        expected=f"the {kind} of the checkpoint",
         fix="start a new run from these weights",
         code="E_RESUME_CHANGED",
     )

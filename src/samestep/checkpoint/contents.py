@@ -29,22 +29,6 @@ class _Strict:
 
 
 @dataclass(frozen=True)
-class SavedFile(_Strict):
-    """Entry of a file in the manifest."""
-
-    bytes: _Count
-    sha256: Annotated[str, Len(64, 64)]
-
-
-@dataclass(frozen=True)
-class Manifest(_Strict):
-    """Files of a checkpoint by name."""
-
-    format: int
-    files: dict[str, SavedFile]
-
-
-@dataclass(frozen=True)
 class SavedLoader(_Strict):
     """Position of a loader, and the settings on which its batches depend."""
 

@@ -26,8 +26,8 @@ from samestep.checkpoint.compatibility import (
     groups_like,
     load_object,
     load_schedule,
-    other_optimizer,
-    require_objects,
+    other_state,
+    require_same_names,
 )
 from samestep.checkpoint.contents import Progress, SavedOptimizer, SavedState, invalid_contents
 from samestep.checkpoint.files import Contents, pieces
@@ -175,7 +175,8 @@ def load(
         CheckpointError: the checkpoint is damaged, has invalid contents, or is of another model, optimizer or objects.
     """
     state = saved or read_verified(checkpoint, {prefix: training})[prefix]
-    require_objects(training.objects, state.objects, new_objects=new_objects)
+    known = set(training.objects) & set(state.objects) if new_objects else training.objects
+    require_same_names("objects", state.objects, known)
     with _load_errors(checkpoint):
         if training.average is not None:
             _copy(_mapped_tensors(checkpoint, prefix + AVERAGE), training.average, training.parameters)
@@ -359,7 +360,7 @@ def _load_optimizer(training: Training, slots: Mapping[str, torch.Tensor], saved
         tensors.setdefault(name, {})[slot] = tensor
     unknown = [name for name in [*tensors, *saved.numbers] if name not in index]
     if unknown:
-        raise other_optimizer(f"it trained {unknown[0]!r}")
+        raise other_state("optimizer", f"it trained {unknown[0]!r}")
     state: dict[int, dict[str, Any]] = {}
     for group in groups:
         for name in group["params"]:

@@ -36,7 +36,7 @@ from samestep.data.order import (
     resolve_order,
 )
 from samestep.data.samplers import Sampler, draw, drawn_order
-from samestep.data.streams.dataset import stream_of
+from samestep.data.streams.dataset import StreamDataset
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.status import WaitClock
 from samestep.distributed.world import World
@@ -162,7 +162,9 @@ class Loader:
         self._lengths = None if lengths is None else numpy.asarray(lengths, dtype=numpy.int64)
         self._reader = MicrobatchDataset(dataset, collate_fn or default_collate, self._seed, bad_samples)
         self._kind: SampleOrder = order if shuffle and lengths is None else "shuffled"
-        self.stream = stream_of(dataset, order, has_indices=self._sampler is not None or lengths is not None)
+        has_indices = self._sampler is not None or lengths is not None
+        has_own_order = order == "auto" and not has_indices
+        self.stream = dataset if isinstance(dataset, StreamDataset) and has_own_order else None
         self._epoch_size, self._probed = ((-1, -1), 0), ((-1, -1), "")  # each with epoch and length of the dataset
         self.skips, self.skipped = bad_samples == "skip", list[str]()
         self.waits, self.planned_epochs = WaitClock(), 0  # 0 for an unknown number

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from samestep.config import Recipe
 from samestep.data.batch import GlobalBatch, Microbatch
 from samestep.distributed.world import all_gather
 from samestep.engine.microbatch_forward import autocast, call_model
-from samestep.errors import InputError, RunError
+from samestep.errors import InputError
 from samestep.metrics.class_report import averages, class_rows
 from samestep.metrics.counts import MAX_CLASSES, ConfusionMatrix
 from samestep.metrics.overlays import is_segmentation, write_overlays
@@ -61,9 +59,8 @@ def _draw_overlays(built: Built, recipe: Recipe, folder: Path) -> int:
     """
     world, model, data = built.engine.world, built.engine.model, built.evaluation
     count = 0
-    with _overlay_errors(folder):
-        for path in folder.glob("sample-*.png") if world.is_main else ():  # of an earlier evaluation
-            path.unlink()
+    for path in folder.glob("sample-*.png") if world.is_main else ():  # of an earlier evaluation
+        path.unlink()
     world.barrier()
     model.eval()
     with torch.no_grad(), autocast(recipe.step.precision, world.device):
@@ -74,8 +71,7 @@ def _draw_overlays(built: Built, recipe: Recipe, folder: Path) -> int:
                 positions = [place for place in _positions(batch, microbatch) if place < _MAX_OVERLAYS]
                 if positions and is_segmentation(inputs, targets, outputs):
                     drawn = (tensor[: len(positions)] for tensor in (inputs, targets, outputs))
-                    with _overlay_errors(folder):
-                        write_overlays(folder, positions, *drawn)
+                    write_overlays(folder, positions, *drawn)
                     count += len(positions)
     return sum(all_gather(count, world))
 
@@ -84,15 +80,3 @@ def _positions(batch: GlobalBatch, microbatch: Microbatch) -> list[int]:
     """Return the dataset positions of the samples in the data of a microbatch, without those that were left out."""
     positions = batch.samples_of(microbatch.number) if microbatch.size else []
     return [place for place in positions if place not in microbatch.left_out]
-
-
-@contextmanager
-def _overlay_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunError(
-            f"overlays cannot be written to {folder}: {error.strerror}",
-            expected="a directory that can be written",
-            fix="free disk space, or select another directory",
-        ) from error

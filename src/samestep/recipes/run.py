@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import samestep.checkpoint.state as checkpoints
+from samestep.checkpoint.files import unsupported_features
 from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import DEFAULT_KEEP, Recipe, RunOptions
@@ -44,7 +45,7 @@ from samestep.recipes.recipe_files import (
     write_dataset_info,
 )
 from samestep.recipes.weights import load_all
-from samestep.runs.starts import append_start, environment, machine_notes, recorded_keep, require_same_code
+from samestep.runs.starts import append_start, environment, recorded_keep, require_same_code
 from samestep.session import start
 from samestep.trainer import Trainer
 from samestep.zoo.options import call, takes
@@ -176,10 +177,15 @@ def train(
     ):
         changes = require_same_code(run, checkpoint, accept_changes=accept_changes) if world.is_main else []
         notes = [f"continuing with changed code: {change}" for change in changes]
-        with _log_failure(run, options, is_new=checkpoint is None and world.is_main):
+        # A new run that fails before its loggers exist has the failure as its only event.
+        has_events = checkpoint is None and world.is_main and "jsonl" in options.loggers
+        with RunLogger([JsonlLogger(run / EVENTS)] if has_events else ()):
             built = build(recipe if checkpoint is None else without_pretrained(recipe), options, world)
         process_state.source_files.check_ranks(world)
-        folder = _checkpoint_folder(run, options, world)
+        keep = options.keep or (recorded_keep(run) if world.is_main else DEFAULT_KEEP)
+        folder = CheckpointFolder(run / "checkpoints", keep)
+        if world.is_main:
+            folder.hold(HeldFolder(run))
         trainer = Trainer(
             built.engine,
             built.train,
@@ -195,12 +201,15 @@ def train(
             loggers=create_loggers(options.loggers, run, first_step=first_step, quiet=options.quiet),
         )
         if world.is_main:
-            notes += machine_notes(run, built.train.num_workers)
+            notes += [f"{run} is on a file system without {name}" for name in unsupported_features(run)]
             folder.clean()
         if checkpoint is not None:
             trainer.resume(checkpoint, accept_changes=accept_changes)
         if world.is_main:
-            _write_start(run, built, recipe, replace(options, keep=folder.keep), first_step, is_new=checkpoint is None)
+            append_start(run, _environment(built, world, recipe, replace(options, keep=folder.keep), first_step))
+            write_dataset_info(built.dataset_info, run)
+            if checkpoint is not None:
+                update_recipe(run / "recipe.yaml", recipe)
             for note in notes + _notes(built, world, recipe, options, is_new=checkpoint is None):
                 trainer.logger.log_event("note", text=note)
             if built.cache_note:
@@ -209,30 +218,6 @@ def train(
         summary = trainer.fit()
         has_failed = skipped_most(summary.skipped_steps, summary.step)
         return {**asdict(summary), "stop_signal": world.context.stop.number, "has_failed": has_failed}
-
-
-def _checkpoint_folder(run: Path, options: RunOptions, world: World) -> CheckpointFolder:
-    """Return the folder with `options.keep`; None is the number of the last start. Only rank 0 writes."""
-    keep = options.keep or (recorded_keep(run) if world.is_main else DEFAULT_KEEP)
-    folder = CheckpointFolder(run / "checkpoints", keep)
-    if world.is_main:
-        folder.hold(HeldFolder(run))
-    return folder
-
-
-def _write_start(
-    run: Path, built: Built, recipe: Recipe, options: RunOptions, first_step: int, *, is_new: bool
-) -> None:
-    """Write the facts of a start, with which the next start is compared, and the epochs of a resumed run."""
-    append_start(run, _environment(built, built.engine.world, recipe, options, first_step))
-    write_dataset_info(built.dataset_info, run)
-    if not is_new:
-        update_recipe(run / "recipe.yaml", recipe)
-
-
-def _log_failure(run: Path, options: RunOptions, *, is_new: bool) -> RunLogger:
-    """Return a context manager that logs the failure of a new run before its loggers exist; it opens no file before."""
-    return RunLogger([JsonlLogger(run / EVENTS)] if is_new and "jsonl" in options.loggers else ())
 
 
 def evaluate(

@@ -5,7 +5,6 @@ A file that is damaged or does not fit the model raises `DataError`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,26 +57,13 @@ def load_matching(model: torch.nn.Module, file: Path, prefix: str = "") -> Loade
     left_out = [_shapes(name, own, tensors) for name in own if name not in taken]
     left_out += [f"{name}: only in the file" for name in tensors if name not in own]
     if not taken:
-        parts = _prefixes(tensors, own)
-        rename = f"rename the tensors, such as {', '.join(list(tensors)[:2])} to {', '.join(list(own)[:2])}"
         raise _weights_error(
             f"no tensor of {file} has the name and shape of a tensor of the model",
             expected="the tensor names of the model",
-            fix=f"--set model.pretrained_prefix={parts[0]}" if parts and not prefix else rename,
+            fix=f"--set model.pretrained_prefix=PREFIX, or rename them: the model has {', '.join(list(own)[:2])}",
         )
     model.load_state_dict({name: tensors[name] for name in taken}, strict=False)
     return LoadedWeights(tuple(taken), tuple(left_out), removed)
-
-
-def _prefixes(tensors: Tensors, own: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the prefixes that give tensors a name and shape of the model, the most common one first."""
-    counts = Counter(
-        name.removesuffix(other)
-        for name, tensor in own.items()
-        for other in tensors
-        if name.endswith(f".{other}") and tensor.shape == tensors[other].shape
-    )
-    return [prefix for prefix, _ in counts.most_common()]
 
 
 def load_all(model: torch.nn.Module, file: Path) -> None:

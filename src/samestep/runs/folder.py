@@ -14,7 +14,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from samestep.checkpoint.files import write_atomically
 from samestep.checkpoint.lock import LOCK, FolderLock
@@ -71,7 +70,10 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World, che
             monitor.follow(lambda: events.rank_progress)
             if world.is_main:
                 process_state.source_files.note_imports()
-                append_start(folder, environment(world, **_command()))
+                is_function = process_state.worker is not None and not process_state.is_script
+                started = {"arguments": sys.argv[1:], "directory": os.getcwd()}
+                started |= {"script": sys.argv[0], "started_as": "function" if is_function else "script"}
+                append_start(folder, environment(world, **started))
             context = world.context
             context = replace(context, loggers=tuple(destinations), callbacks=[*context.callbacks, events])
             try:
@@ -81,13 +83,6 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World, che
                     events.end()
                 raise
             events.end()
-
-
-def _command() -> dict[str, Any]:
-    """Return script, arguments and working directory of this process; `function` is what `samestep.launch` called."""
-    is_function = process_state.worker is not None and not process_state.is_script
-    started = "function" if is_function else "script"
-    return {"script": sys.argv[0], "arguments": sys.argv[1:], "directory": os.getcwd(), "started_as": started}
 
 
 def run_directory(run: str | Path) -> Path:

@@ -1,11 +1,9 @@
-"""Start of a run: its environment, notes on the machine, check of the user's code, entry in `environment.json`."""
+"""Start of a run: its environment, check of the user's code, entry in `environment.json`."""
 
 from __future__ import annotations
 
 import json
-import os
 import platform
-import shutil
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -14,7 +12,7 @@ from typing import Any
 
 import torch
 
-from samestep.checkpoint.files import unsupported_features, write_atomically
+from samestep.checkpoint.files import write_atomically
 from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.config import DEFAULT_KEEP
 from samestep.distributed.devices import accelerator_module, is_accelerator
@@ -23,15 +21,7 @@ from samestep.distributed.logging import logger
 from samestep.distributed.world import World
 from samestep.launcher.job import process_state
 from samestep.launcher.source_files import describe_modules
-from samestep.units import format_bytes
 
-_SHARED_MEMORY = Path("/dev/shm")
-# The default of docker run is 64 MiB.
-_SMALL_SHARED_MEMORY = 128 << 20
-_EFFECTS = {
-    "folder fsync": "the newest checkpoint can be lost when the machine loses power",
-    "symbolic links": "checkpoints/last and checkpoints/best are files with the name of a checkpoint",
-}
 _FILE = "environment.json"
 
 
@@ -100,28 +90,4 @@ def _read_starts(run: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, RecursionError) as error:
         logger.warning("%s cannot be read and is replaced; its earlier entries are lost: %s", path, error)
         return []
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        logger.warning("%s is no list of entries and is replaced; its earlier entries are lost", path)
-        return []
-    return entries
-
-
-def machine_notes(run: Path, workers: int) -> list[str]:
-    """Return notes on the file system of a run and on shared memory for loader processes.
-
-    Args:
-        run: directory of the run.
-        workers: loader processes per rank.
-
-    Raises:
-        CheckpointWriteError: the file system lacks an operation that a save needs.
-    """
-    notes = [f"{run} is on a file system without {name}: {_EFFECTS[name]}" for name in unsupported_features(run)]
-    if workers and os.path.isdir(_SHARED_MEMORY):
-        size = shutil.disk_usage(_SHARED_MEMORY).total
-        if size < _SMALL_SHARED_MEMORY:
-            notes.append(
-                f"{_SHARED_MEMORY} has {format_bytes(size)} for the microbatches of loader processes; if they end with "
-                "a bus error: docker run --shm-size=8g or --ipc=host, or --workers 0, which needs none"
-            )
-    return notes
+    return entries if isinstance(entries, list) else []

@@ -1,7 +1,6 @@
 """Lines of events and of ranks, as `top` and `report` read them from a run directory.
 
-A line can be cut by a kill, damaged, or written by another program. Invalid lines are counted, text has no control
-characters, and neither a value nor a file takes unlimited memory or time.
+A line can be cut by a kill. Text has no control characters.
 """
 
 from __future__ import annotations
@@ -10,17 +9,11 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from samestep.errors import InputError
 from samestep.loggers.logger import parse_json_line
 from samestep.report_limits import printable
-
-MAX_LINE_BYTES = 2**20
-_MAX_FILE_BYTES = 2**24  # of a file that is read at once
-_MAX_CHARACTERS, _MAX_ITEMS, _MAX_DEPTH = 500, 100, 4
-_MAX_NUMBER = 1e18
-_MAX_TIME = 1e11  # seconds since 1970, in the year 5138
 
 
 def parse_number(value: object) -> float | None:
@@ -53,38 +46,20 @@ def parse_text(value: object) -> str:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Return the object of a line, in which `time` is a Unix timestamp; None if the line has none.
-
-    Long texts and lists are cut, and numbers beyond 10^18 become None.
-    """
-    value = parse_json_line(line) if len(line) <= MAX_LINE_BYTES else None
-    if value is None:
-        return None
-    time = parse_finite(value.get("time"))
-    return _cleaned_object(value, 0) if time is not None and 0 <= time <= _MAX_TIME else None
-
-
-def read_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file; a line that is too long comes in parts, which are not valid lines."""
-    while line := file.readline(MAX_LINE_BYTES):
-        yield line
+    """Return the object of a line, in which `time` is a Unix timestamp; None if the line has none."""
+    value = parse_json_line(line)
+    return _cleaned(value) if value is not None and parse_finite(value.get("time")) is not None else None
 
 
 def read_objects(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSON file with an object or a list of objects, without its other values.
+    """Return the objects of a JSON file with a list of objects.
 
     Raises:
-        ValueError: the file is too large, or damaged.
+        ValueError: the file is damaged.
         OSError: the file cannot be read.
     """
-    if path.stat().st_size > _MAX_FILE_BYTES:
-        raise ValueError(f"the file is larger than {_MAX_FILE_BYTES:,} bytes")
-    try:
-        content = json.loads(path.read_bytes())
-    except RecursionError as error:
-        raise ValueError("the values are nested too deeply") from error
-    entries = content if isinstance(content, list) else [content]
-    return [_cleaned_object(entry, 0) for entry in entries if isinstance(entry, dict)]
+    content = json.loads(path.read_bytes())
+    return [_cleaned(entry) for entry in content if isinstance(entry, dict)]
 
 
 @contextmanager
@@ -101,20 +76,9 @@ def run_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _cleaned_object(value: dict[str, Any], depth: int) -> dict[str, Any]:
-    items = list(value.items())[:_MAX_ITEMS]
-    return {_cleaned(name, depth): _cleaned(item, depth + 1) for name, item in items}
-
-
-def _cleaned(value: Any, depth: int) -> Any:
+def _cleaned(value: Any) -> Any:
     if isinstance(value, str):
-        return printable(value[:_MAX_CHARACTERS].replace("\n", " "))
-    if isinstance(value, bool) or value is None:
-        return value
-    if isinstance(value, int | float):
-        return value if -_MAX_NUMBER < value < _MAX_NUMBER else None
-    if depth > _MAX_DEPTH:
-        return None
+        return printable(value.replace("\n", " "))
     if isinstance(value, dict):
-        return _cleaned_object(value, depth)
-    return [_cleaned(item, depth + 1) for item in value[:_MAX_ITEMS]]
+        return {_cleaned(name): _cleaned(item) for name, item in value.items()}
+    return [_cleaned(item) for item in value] if isinstance(value, list) else value

@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -30,14 +30,6 @@ class StopRequested(Exception):
     """A stop was requested; raised after the same step on all ranks."""
 
 
-@dataclass(frozen=True)
-class _Memory:
-    """Memory of the rank with the most, in bytes."""
-
-    held: int
-    peak: int | None  # None on a CPU
-
-
 def train_contender(contender: Contender, epochs: int, options: RunOptions) -> Trained | None:
     """Train a variant for some epochs, or for one step if `epochs` is 0, and evaluate.
 
@@ -56,12 +48,12 @@ def train_contender(contender: Contender, epochs: int, options: RunOptions) -> T
             timing = _time_steps(built.engine, built.train, warmup=warmup, steps=steps - warmup)
         except StopRequested:
             return None
-        memory = _measure_memory(built.engine)
+        held, peak = _measure_memory(built.engine)
         samples = built.train.samples
         if not epochs:
-            return Trained({}, memory.held, memory.peak, samples, None)
+            return Trained({}, held, peak, samples, None)
         values = built.engine.evaluate(built.evaluation, list(built.metrics))
-        return Trained(values, memory.held, memory.peak, samples, timing)
+        return Trained(values, held, peak, samples, timing)
 
 
 def probe_contender(contender: Contender, options: RunOptions) -> Probe | None:
@@ -165,13 +157,13 @@ def _wait_for_all(world: World) -> None:
     world.barrier()
 
 
-def _measure_memory(engine: Engine) -> _Memory:
-    """Return the memory of the rank with the most. Collective."""
+def _measure_memory(engine: Engine) -> tuple[int, int | None]:
+    """Return the held bytes and their peak on the rank with the most; no peak on a CPU. Collective."""
     world = engine.world
     peak = accelerator_module().max_memory_allocated(world.device) if is_accelerator(world.device) else None
     rows = all_gather([_held_bytes(engine), peak or 0], world)
     held = max(row[0] for row in rows)
-    return _Memory(held, None if peak is None else max(row[1] for row in rows))
+    return held, None if peak is None else max(row[1] for row in rows)
 
 
 def _held_bytes(engine: Engine) -> int:

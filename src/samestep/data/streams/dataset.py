@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy
 
-from samestep.config import SampleOrder
 from samestep.data.order import DatasetOrder, Order
 from samestep.data.streams.order import BatchSizes, SlotOrder
 from samestep.data.streams.source import FileSource
@@ -87,16 +86,3 @@ class StreamDataset:
         if not shuffle:
             return DatasetOrder(len(self))
         return SlotOrder(self._sizes, sizes, window=self.window, seed=seed, epoch=epoch)
-
-
-def stream_of(dataset: object, order: SampleOrder, *, has_indices: bool) -> StreamDataset | None:
-    """Return the dataset of a loader if it has the order of a stream, or None.
-
-    Args:
-        dataset: the dataset.
-        order: the order of the loader.
-        has_indices: whether the order is that of a sampler or of lengths.
-    """
-    if isinstance(dataset, StreamDataset) and order == "auto" and not has_indices:
-        return dataset
-    return None

@@ -1,4 +1,4 @@
-"""Sources of samples in files: the protocol, and files in a folder or a store that fsspec opens."""
+"""Sources of samples: files in a folder or a store that fsspec opens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tarfile
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Protocol
 
@@ -24,39 +24,20 @@ _CONTENT_ERRORS = (OSError, ValueError, LookupError, TypeError, EOFError, struct
 
 
 class FileSource(Protocol):
-    """Samples in files, in a fixed order of files.
-
-    A source is pickled or forked into loader workers. It opens files when they are read, separately in each process: a
-    file position is shared with a process that was forked later, so a handle is opened again after a fork, or is used
-    by `os.pread` or a memory map only.
+    """Samples in files, in a fixed order of files; pickled or forked into loader workers.
 
     Attributes:
-        names: name of each file, the same on all machines: a path relative to the folder or address of the source.
+        names: name of each file, the same on all machines.
         sizes: number of samples in each file; 0 is possible.
         fingerprint: hash that is equal for equal samples, such as `fingerprint_of`.
     """
 
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    @property
-    def sizes(self) -> Sequence[int]: ...
-
-    @property
-    def fingerprint(self) -> str: ...
+    names: list[str]
+    sizes: list[int]
+    fingerprint: str
 
     def read(self, file: int, index: int) -> Any:
-        """Return one sample.
-
-        Args:
-            file: index into `names`.
-            index: position in the file, from 0 to `sizes[file] - 1`.
-
-        Raises:
-            DataError: the error names the file. `E_FILE_MISSING`: it does not exist. `E_UNREADABLE`: it is truncated or
-                damaged. `E_FILE_CHANGED`: it has another number of samples than at the start.
-            RunError: the disk or the network failed (`E_IO`).
-        """
+        """Return sample `index` of a file of `names`."""
 
 
 def fingerprint_of(names: Sequence[str], sizes: Sequence[int], checksums: Sequence[str] = ()) -> str:
@@ -103,10 +84,10 @@ class Reader(ABC):
 
 
 class SampleFiles(ABC):
-    """A `FileSource` of the files of one format in a folder, with its subfolders.
+    """Samples in the files of one format in a folder, with its subfolders.
 
-    Each file is opened once at the start, for its number of samples. Hidden files and folders are left out. Each
-    process keeps at most 64 files open, and fewer if their readers keep more than 256 MiB in memory together.
+    Each file is opened once at the start, for its number of samples. Each process opens files itself, since a handle of
+    its parent has a common position, and keeps at most 64 open, or fewer if they keep more than 256 MiB in memory.
 
     Attributes:
         address: the folder.
@@ -149,7 +130,12 @@ class SampleFiles(ABC):
         return f"{self.address}/{name}"
 
     def read(self, file: int, index: int) -> Any:
-        """Return one sample; see `FileSource.read`."""
+        """Return one sample.
+
+        Raises:
+            DataError: the file does not exist, is damaged, or has another number of samples than at the start.
+            RunError: the disk or the network failed (`E_IO`).
+        """
         if not 0 <= index < self.sizes[file]:
             raise IndexError(f"sample {index} of {self.names[file]}, which has {self.sizes[file]}")
         with self._named_errors(self.place_of(self.names[file])):
@@ -184,11 +170,7 @@ class SampleFiles(ABC):
 
     def _open(self, name: str) -> Reader:
         system, root = self._system()
-        with ExitStack() as opened:
-            file = opened.enter_context(system.open(f"{root}/{name}", "rb"))
-            reader = self.reader(file, name)
-            opened.pop_all()
-            return reader
+        return self.reader(system.open(f"{root}/{name}", "rb"), name)
 
     def _system(self) -> tuple[Any, str]:
         """Return the file system, of which fsspec keeps one per process, and the path of the folder in it."""

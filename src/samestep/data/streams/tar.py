@@ -8,16 +8,13 @@ from typing import IO, Any, NamedTuple
 
 from samestep.data.streams.source import Reader, SampleFiles
 
-_VERSION = "v1.2"
 _CHUNK_BYTES = 1 << 20
 
 
 class TarFiles(SampleFiles):
     """Samples of tar files: dictionaries with the bytes of each extension, and the common name as `__key__`.
 
-    The headers of a file are read when it is opened, unless `NAME.tar.idx` beside it has the positions of the members.
-    NVIDIA DALI's program `wds2idx` writes such an index: a first line with version and number of samples, and a line
-    per sample with extension, offset, size and name of each member.
+    The headers of a file are read when it is opened.
 
     Args:
         address: folder with files `*.tar`; see `SampleFiles`.
@@ -31,10 +28,6 @@ class TarFiles(SampleFiles):
 
     def reader(self, file: IO[bytes], name: str) -> Reader:
         """Return the reader of a file with the positions of its members."""
-        system, root = self._system()
-        index = f"{root}/{name}.idx"
-        if system.exists(index):
-            return _TarReader(file, _samples(_members_of_index(system.cat_file(index).decode())))
         return _TarReader(file, _samples(_members_of_tar(file)))
 
 
@@ -110,20 +103,3 @@ def _require_end(file: IO[bytes], offset: int, last: str) -> None:
     while chunk := file.read(_CHUNK_BYTES):
         if chunk.strip(b"\0"):
             raise ValueError(f"data follow the end of the archive at byte {offset:,}, such as a second archive")
-
-
-def _members_of_index(text: str) -> list[_Member]:
-    """Return the members that an index describes.
-
-    Raises:
-        ValueError: the text is no index.
-    """
-    first, *lines = text.splitlines()
-    if first.split() != [_VERSION, str(len(lines))]:
-        raise ValueError(f"its index begins with {first!r}, and has {len(lines):,} more lines")
-    members = []
-    for line in lines:
-        words = line.split(" ")
-        for _, offset, size, name in zip(*[iter(words)] * 4, strict=True):
-            members.append(_Member(name, int(offset), int(size)))
-    return members

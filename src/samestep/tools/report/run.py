@@ -22,7 +22,6 @@ from samestep.tools.run_lines import (
     parse_line,
     parse_number,
     parse_text,
-    read_lines,
     read_objects,
     run_errors,
 )
@@ -77,7 +76,7 @@ class JsonLines:
         if not self._path.is_file():
             return
         with self._path.open("rb") as file:
-            for line in read_lines(file):
+            for line in file:
                 value = parse_line(line)
                 if value is None and line.strip(b"\0 \t\r\n"):
                     self.unreadable += 1

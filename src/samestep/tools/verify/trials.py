@@ -131,19 +131,8 @@ class Interventions:
     other_orders: bool = False  # each rank has its own order of sets and of directory entries
 
     def __str__(self) -> str:
-        texts = {
-            "reduction": f"{self.reduction} reduction",
-            "double": "float64",
-            "single_thread": "one thread per rank",
-            "learning_rates": "the learning rates of the reference",
-            "seed_generators": "generators of modules seeded by microbatch",
-            "reset_state": "unsaved state of modules reset",
-            "eval_module": f"{self.eval_module or 'the model'} in evaluation mode",
-            "extra_forward": "an extra forward per microbatch",
-            "repeat_samples": "every sample read twice",
-            "other_orders": "another order of sets and of directory entries on each rank",
-        }
-        return ", ".join(text for name, text in texts.items() if getattr(self, name) not in (None, False))
+        changed = {name.replace("_", " "): value for name, value in vars(self).items() if value not in (None, False)}
+        return ", ".join(f"{name} {value}" if isinstance(value, str) else name for name, value in changed.items())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -250,43 +250,16 @@ def flipped(data: bytes, place: int) -> bytes:
 
 
 INTACT = tar_of("a.jpg", "a.cls", "b.jpg", "b.cls", "c.jpg", "c.cls")
-INDEX = """v1.2 3
-jpg 512 300 a.jpg cls 1536 300 a.cls
-jpg 2560 300 b.jpg cls 3584 300 b.cls
-jpg 4608 300 c.jpg cls 5632 300 c.cls
-"""
 
 
-@pytest.mark.parametrize("index", ["", INDEX])
 @pytest.mark.parametrize("size", [len(INTACT), 6 * 1024 + 1024, 6 * 1024 + 512])
-def test_tar_with_any_padding(size: int, index: str, tmp_path: Path) -> None:
+def test_tar_with_any_padding(size: int, tmp_path: Path) -> None:
     assert len(INTACT) == 10_240
     (tmp_path / "part.tar").write_bytes(INTACT[:size])
-    if index:
-        (tmp_path / "part.tar.idx").write_text(index, encoding="utf-8")
     source = TarFiles(str(tmp_path))
     assert source.sizes == [3]
     assert source.read(0, 2) == {"__key__": "c", "jpg": bytes([5]) * 300, "cls": bytes([6]) * 300}
     source.close()
-
-
-def test_index_takes_the_place_of_the_headers(tmp_path: Path) -> None:
-    (tmp_path / "part.tar").write_bytes(flipped(INTACT, 2 * 1024 + 10))
-    (tmp_path / "part.tar.idx").write_text(INDEX, encoding="utf-8")
-    source = TarFiles(str(tmp_path))
-    assert source.read(0, 1)["jpg"] == bytes([3]) * 300
-    source.close()
-
-
-@pytest.mark.parametrize(
-    ("old", "new"), [("v1.2 3", "v1.2 4"), ("v1.2", "v2"), (" c.cls", ""), ("c.cls", "c.jpg"), ("5632", "x")]
-)
-def test_index_that_cannot_be_used(old: str, new: str, tmp_path: Path) -> None:
-    assert old in INDEX
-    (tmp_path / "part.tar").write_bytes(INTACT)
-    (tmp_path / "part.tar.idx").write_text(INDEX.replace(old, new), encoding="utf-8")
-    with refused("E_UNREADABLE", "part.tar"):
-        TarFiles(str(tmp_path))
 
 
 DAMAGED: dict[str, tuple[bytes, str]] = {
