@@ -69,7 +69,7 @@ def test_names_in_the_file_are_those_of_a_part_of_the_model(tmp_path: Path) -> N
     assert all(
         torch.equal(model["encoder"].state_dict()[name], tensor) for name, tensor in encoder.state_dict().items()
     )
-    with pytest.raises(DataError, match="rename the tensors"):
+    with pytest.raises(DataError, match="rename them"):
         load_matching(model, file, "backbone.")
 
 

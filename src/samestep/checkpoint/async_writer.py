@@ -31,10 +31,9 @@ class SavedCheckpoint:
 class AsyncCheckpointWriter:
     """Writer of checkpoints in a background thread.
 
-    `save` returns once the state is copied, and on an accelerator once the copies are queued. At most one checkpoint is
-    written at a time, and the next `save` waits for the previous one, so at most one copy of the state exists. Its
-    memory is kept for the next copy. If a checkpoint cannot be written, the next call raises `CheckpointWriteError`.
-    Leave the `with` block, or call `wait`, before relying on the last checkpoint.
+    `save` returns once the state is copied, or the copies are queued on an accelerator. The next `save` waits for the
+    previous one. If a checkpoint cannot be written, the next call raises `CheckpointWriteError`. Leave the `with` block,
+    or call `wait`, before relying on the last checkpoint.
 
     Args:
         on_saved: called in the training thread for each complete checkpoint.

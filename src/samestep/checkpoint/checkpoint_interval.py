@@ -13,10 +13,8 @@ _REMEMBERED_SAVES = 8
 class CheckpointInterval:
     """Times of checkpoints that bound the work lost by a kill.
 
-    A kill shortly before a checkpoint is complete returns the run to the previous one. Therefore the next checkpoint
-    must be complete, not started, before the state of the previous one reaches the maximum age. The durations of steps
-    and writes are predicted from the last step and the longest of the last few saves. The duration of the first save is
-    unknown.
+    The next checkpoint must be complete, not started, before the state of the previous one reaches the maximum age. The
+    durations of steps and writes are predicted from the last step and the longest of the last few saves.
 
     Args:
         seconds: maximum lost work, or None for no bound.

@@ -1,9 +1,8 @@
 """Folder of checkpoints: complete or absent, and verified by a manifest before loading.
 
-A checkpoint is written under a temporary name, every file and the folder are forced to the disk, and the folder is then
-renamed. A kill at any point leaves the complete checkpoint or none. To replace a checkpoint of the same step, the old
-one is renamed first and stays valid until the removal. One process writes at a time (`FolderLock`); ranks of one run
-may write the same bytes at the same time.
+A checkpoint is written under a temporary name, forced to the disk, and renamed. To replace a checkpoint of the same
+step, the old one is renamed first and stays valid until the removal. One process writes at a time (`FolderLock`); ranks
+of one run may write the same bytes at the same time.
 
 Decisions: docs/decisions/runs.md
 """

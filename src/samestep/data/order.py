@@ -60,13 +60,10 @@ def random_order(size: int, seed: int) -> Indices:
 class KeyedPermutation:
     """Pseudo-random permutation of `range(size)` with constant memory at any position.
 
-    A balanced Feistel network permutes blocks of an even number of bits (Luby and Rackoff, "How to construct
-    pseudorandom permutations from pseudorandom functions", 1988). A result outside of the range is permuted again until
-    it is inside (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). A block has fewer
-    than four times as many values as the range, so a position takes fewer than four networks on average; a range below
-    64 takes more. The round function adds a key and applies the mixing function of SplitMix64 (Steele et al., "Fast
-    splittable pseudorandom number generators", 2014), in integer arithmetic modulo 2**64, which NumPy does not change
-    between versions. The permutation has no cryptographic purpose.
+    A balanced Feistel network permutes blocks of an even number of bits (Luby and Rackoff, 1988). A result outside of
+    the range is permuted again until it is inside (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002). The round function adds a key and mixes as SplitMix64 (Steele et al., 2014), in integer arithmetic
+    modulo 2**64. The permutation has no cryptographic purpose.
 
     Args:
         size: number of indices, at least 0 and less than 2**63.
@@ -133,8 +130,7 @@ def grouped_order(lengths: Indices, batch_size: int, *, seed: int, epoch: int, s
     """Return the sample indices of one epoch with samples of similar length in one global batch, to reduce padding.
 
     Windows of several global batches of `global_order` are sorted by length and cut into batches; the batches are then
-    shuffled. Samples that do not fill a batch are separated before sorting, so the last batch is not biased towards
-    short or long samples. Without `shuffle`, all samples are sorted by length. `lengths` has one length per sample.
+    shuffled. Samples that do not fill a batch are separated before sorting. Without `shuffle`, all samples are sorted.
     """
     order = global_order(len(lengths), seed=seed, epoch=epoch, shuffle=shuffle)[:]
     if not shuffle:

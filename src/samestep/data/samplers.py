@@ -62,9 +62,8 @@ def drawn_order(sampler: Sampler, dataset: Any, *, seed: int, epoch: int, batch_
 def draw(sampler: Sampler, dataset: Any, *, seed: int, epoch: int) -> list[Any]:
     """Return all that a sampler yields in one epoch, a function of seed and epoch on every rank.
 
-    A function is called with seed and epoch. Another sampler is copied, with its lists, arrays and generators, so that
-    no draw depends on earlier ones. Its generators and the global ones are seeded, and `set_epoch` is called if it has
-    one. The dataset is not copied.
+    A function is called with seed and epoch. Another sampler is copied, so that no draw depends on earlier ones. Its
+    generators and the global ones are seeded, and `set_epoch` is called if it has one.
 
     Raises:
         InputError: the sampler divides the data among ranks, or depends on earlier draws.

@@ -51,16 +51,11 @@ def averages(rows: Sequence[ClassRow]) -> dict[str, float]:
     return {"balanced_accuracy": recall / count, "macro_f1": f1 / count}
 
 
-def rows_of_table(rows: Sequence[ClassRow]) -> list[ClassRow]:
-    """Return the rows; for many classes, only those with the lowest F1, in ascending order."""
-    if len(rows) <= _MAX_ROWS:
-        return list(rows)
-    return sorted(rows, key=lambda row: (row.f1 is None, row.f1 or 0.0))[:_MAX_ROWS]
-
-
 def table_lines(rows: Sequence[ClassRow]) -> list[str]:
-    """Return the rows of a table as aligned lines of text."""
-    shown = rows_of_table(rows)
+    """Return a table as aligned lines of text; for many classes, of those with the lowest F1, in ascending order."""
+    shown = rows
+    if len(rows) > _MAX_ROWS:
+        shown = sorted(rows, key=lambda row: (row.f1 is None, row.f1 or 0.0))[:_MAX_ROWS]
     remark = [f"these are the {len(shown)} of {len(rows)} classes with the lowest F1"] if len(shown) < len(rows) else []
     width = max(len("class"), *(len(_shortened(row.name, _MAX_NAME)) for row in shown))
     lines = [f"{'class':<{width}}  {'precision':>9}  {'recall':>7}  {'F1':>7}  {'samples':>7}"]

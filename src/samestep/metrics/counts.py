@@ -130,11 +130,7 @@ class Accuracy(CountMetric):
 
 
 class ConfusionMatrix(CountMetric):
-    """Counts `[target, prediction]`, as a vector of four counts for one output channel; 0 is then the background.
-
-    torchmetrics' confusion matrix needs gigabytes under deterministic algorithms (every pixel is compared with every
-    pair of classes), and its binary scores guess from the values of a batch whether these are logits.
-    """
+    """Counts `[target, prediction]`, as a vector of four counts for one output channel; 0 is then the background."""
 
     def count(
         self, outputs: torch.Tensor, targets: torch.Tensor, is_counted: torch.Tensor, channels: int

@@ -1,9 +1,7 @@
 """Trust in the code that a run directory names.
 
-The recipe of a run names import paths, which `resume`, `eval`, `predict` and `export` import. Components of Samestep
-and of well-known libraries are imported from any run. Other import paths are code of the author of the run: they need
-`--trust`, or a signature of this account, which `train` writes for a recipe given on the command line. The key of the
-signature is outside of the run directory, so that the author of another run cannot forge a signature.
+Components of Samestep and of well-known libraries are imported from any run. Other import paths are code of the author
+of the run: they need `--trust`, or a signature of this account, whose key is outside of the run directory.
 
 Decisions: docs/decisions/runs.md
 """

@@ -18,13 +18,9 @@ DEFAULT_WINDOW = 4096
 class StreamDataset:
     """Map-style dataset of the samples in the files of a source, for data that do not fit on a disk or into memory.
 
-    With `samestep.loader(dataset, shuffle=True, ...)`, slot s, which is microbatch s of every global batch, draws from
-    its own range of the files in a random order, within windows. A rank reads only files of its own microbatches, and
-    the order depends on seed, epoch, microbatches, batch size, window and sizes of the files alone. Without `shuffle`,
-    the order is that of the files. Explicit `order="keyed"` or `"shuffled"` have the order of other datasets, in which
-    each batch reads from many files.
-
-    Samples are numbered in the order of the files. A dataset that wraps this one has the order of other datasets.
+    With `samestep.loader(dataset, shuffle=True, ...)`, the order is a `SlotOrder`: a rank reads only files of its own
+    microbatches. Without `shuffle`, it is that of the files. With an explicit `order`, or a dataset that wraps this
+    one, it is that of other datasets.
 
     Attributes:
         source: the source.

@@ -1,8 +1,7 @@
 """Run of a command whose Python processes are observed.
 
 Launchers replace `PYTHONPATH`, so a `.pth` file in the folder of installed packages calls the hooks. The file has no
-effect unless the variable SAMESTEP_AUDIT is set. It stays after the audit: its content is always the same, so audits
-that run at the same time, or end by a crash, do not disturb each other.
+effect unless the variable SAMESTEP_AUDIT is set. It stays after the audit, since audits can run at the same time.
 """
 
 from __future__ import annotations

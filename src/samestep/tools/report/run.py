@@ -35,8 +35,6 @@ _NOT_METRICS = (
 _NOTES = ("cache", "note", "skipped", "stop")
 _COUNTS = ("epoch", "step_in_epoch", "steps_in_epoch")  # of steps
 _MAX_LOGGED = 100
-# Start of every line. A run that was killed can leave half a line, to which the resumed run appends.
-_LINE_START = b'{"time"'
 
 
 class Curve:
@@ -78,12 +76,10 @@ class JsonLines:
         with self._path.open("rb") as file:
             for line in file:
                 value = parse_line(line)
-                if value is None and line.strip(b"\0 \t\r\n"):
-                    self.unreadable += 1
-                    start = line.rfind(_LINE_START)
-                    value = parse_line(line[start:]) if start > 0 else None
                 if value is not None:
                     yield value
+                elif line.strip(b"\0 \t\r\n"):
+                    self.unreadable += 1
 
 
 class EventLog:

@@ -88,8 +88,13 @@ def verify(
 
 def output_note(reference: Record, others: Sequence[Record]) -> tuple[str, ...]:
     """Return a note on the first line that a script prints on rank 0 and that depends on the number of processes."""
+
+    def output(record: Record) -> list[str]:
+        file = record.folder / "output-0.log"
+        return file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
+
     for other in others:
-        pairs = zip(_output(reference), _output(other), strict=False)
+        pairs = zip(output(reference), output(other), strict=False)
         first = next((pair for pair in pairs if pair[0] != pair[1]), None)
         if first is not None and not other.label and other.failure is None:
             return (
@@ -111,29 +116,15 @@ def _rounding_note(others: Sequence[Record]) -> tuple[str, ...]:
     )
 
 
-def _output(record: Record) -> list[str]:
-    """Return the lines that rank 0 of a script printed."""
-    file = record.folder / "output-0.log"
-    return file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
-
-
 def _run_reference(runner: TrialRunner, processes: int, checks_additivity: bool) -> Record:
     reference = runner.run(processes, checks_additivity=checks_additivity)
     if reference.failure is not None and reference.failure.kind != "UnusedParameterError":
         raise RankError(reference.failure)
     if reference.failure is None and not reference.steps:
-        if reference.engine:
-            raise InputError(
-                f"{runner.subject.name} created an engine, but made no step",
-                expected="a script that begins before its last step",
-                fix="if the script resumes a finished run without samestep.CheckpointManager, pass {folder} as the "
-                "folder of its checkpoints",
-                code="E_NOTHING_OBSERVED",
-            )
         raise InputError(
             f"{runner.subject.name} made no step with samestep.Engine",
-            expected="a script that trains with samestep.start, Engine and loader",
-            fix="see docs/start/own-loop.md",
+            expected="a script that trains with samestep.start, Engine and loader, and begins before its last step",
+            fix="see docs/start/own-loop.md; pass {folder} as the folder of checkpoints without CheckpointManager",
             code="E_NOTHING_OBSERVED",
         )
     return reference
@@ -192,20 +183,16 @@ def write_certificate(data: dict[str, Any], folder: Path) -> None:
     """Write `certificate.json` and `certificate.html`."""
     from jinja2 import Environment, StrictUndefined
 
+    text = ""
+    if data["recipe"] is not None:
+        from samestep.recipes.yaml_text import to_yaml  # a package of the extra `recipes`
+
+        text = to_yaml(data["recipe"])
     (folder / "certificate.json").write_text(to_json(data), encoding="utf-8")
     template = files("samestep.tools.verify").joinpath("certificate.html.jinja").read_text(encoding="utf-8")
     page = Environment(autoescape=True, undefined=StrictUndefined).from_string(template)
-    html = page.render(**data, title=summary(data), recipe_text=_recipe_text(data["recipe"]))
+    html = page.render(**data, title=summary(data), recipe_text=text)
     (folder / "certificate.html").write_text(html, encoding="utf-8")
-
-
-def _recipe_text(recipe: dict[str, Any] | None) -> str:
-    """Return a recipe as YAML; empty for a script."""
-    if recipe is None:
-        return ""
-    from samestep.recipes.yaml_text import to_yaml  # a package of the extra `recipes`
-
-    return to_yaml(recipe)
 
 
 def summary(data: dict[str, Any]) -> str:
