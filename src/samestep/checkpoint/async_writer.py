@@ -32,8 +32,8 @@ class AsyncCheckpointWriter:
     """Writer of checkpoints in a background thread.
 
     `save` returns once the state is copied, or the copies are queued on an accelerator. The next `save` waits for the
-    previous one. If a checkpoint cannot be written, the next call raises `CheckpointWriteError`. Leave the block, or call `wait`,
-    before relying on the last checkpoint.
+    previous one. If a checkpoint cannot be written, the next call raises `CheckpointWriteError`. Leave the block, or
+    call `wait`, before relying on the last checkpoint.
 
     Args:
         on_saved: called in the training thread for each complete checkpoint.
