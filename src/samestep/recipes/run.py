@@ -182,10 +182,7 @@ def train(
         with RunLogger([JsonlLogger(run / EVENTS)] if has_events else ()):
             built = build(recipe if checkpoint is None else without_pretrained(recipe), options, world)
         process_state.source_files.check_ranks(world)
-        keep = options.keep or (recorded_keep(run) if world.is_main else DEFAULT_KEEP)
-        folder = CheckpointFolder(run / "checkpoints", keep)
-        if world.is_main:
-            folder.hold(HeldFolder(run))
+        folder = _checkpoint_folder(run, options, world)
         trainer = Trainer(
             built.engine,
             built.train,
@@ -218,6 +215,15 @@ def train(
         summary = trainer.fit()
         has_failed = skipped_most(summary.skipped_steps, summary.step)
         return {**asdict(summary), "stop_signal": world.context.stop.number, "has_failed": has_failed}
+
+
+def _checkpoint_folder(run: Path, options: RunOptions, world: World) -> CheckpointFolder:
+    """Return the folder with `options.keep`; None is the number of the last start. Only rank 0 writes."""
+    keep = options.keep or (recorded_keep(run) if world.is_main else DEFAULT_KEEP)
+    folder = CheckpointFolder(run / "checkpoints", keep)
+    if world.is_main:
+        folder.hold(HeldFolder(run))
+    return folder
 
 
 def evaluate(
