@@ -177,7 +177,6 @@ def train(
     ):
         changes = require_same_code(run, checkpoint, accept_changes=accept_changes) if world.is_main else []
         notes = [f"continuing with changed code: {change}" for change in changes]
-        # A new run that fails before its loggers exist has the failure as its only event.
         has_events = checkpoint is None and world.is_main and "jsonl" in options.loggers
         with RunLogger([JsonlLogger(run / EVENTS)] if has_events else ()):
             built = build(recipe if checkpoint is None else without_pretrained(recipe), options, world)
