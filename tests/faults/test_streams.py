@@ -1,7 +1,6 @@
 """A closed, full or stopped output costs no work; files of the current folder replace no module of Python."""
 
 import os
-import shutil
 import signal
 import sys
 import time
@@ -211,30 +210,6 @@ def test_files_named_like_modules(
     name = "python -m samestep" if kept else "samestep"
     observed = "exit code 0, with a model of the current folder; the same weights"
     record_fault(f"files named like modules in the current folder, `{name}`", CONTINUES, observed)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_temporary_folder_is_emptied_before_a_restart(
-    tmp_path: Path, reference: tuple[str, str], record_fault: RecordFault
-) -> None:
-    temporary = tmp_path / "t"
-    temporary.mkdir()
-    (tmp_path / "hold").write_text("0 13", encoding="utf-8")
-    options = ("--processes", 2, "--max-restarts", 1, "--checkpoint-every", 3)
-    arguments = ("train", RECIPE, "--name", "a", *options)
-    with Running(*arguments, cwd=tmp_path, variables={"TMPDIR": str(temporary)}) as running:
-        hold_in_step_7(running, tmp_path)
-        shutil.rmtree(temporary)
-        temporary.mkdir()
-        (rank,) = tmp_path.glob("seen-1-*")
-        running.kill_process(int(rank.name.split("-")[2]), signal.SIGKILL)
-        (tmp_path / "hold").unlink()
-        done = running.wait(60)
-    assert done.code == 0, done.err
-    assert weights(tmp_path / RUN) == reference
-    assert "restart 1 of 1" in done.err
-    record_fault("the temporary folder is emptied, then a rank is killed", CONTINUES, "exit code 0; the same weights")
 
 
 def test_command_that_is_not_a_pipeline_has_the_same_code(tmp_path: Path) -> None:

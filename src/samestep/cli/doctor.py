@@ -13,7 +13,7 @@ from samestep.cli.launch_options import parse_process_count
 from samestep.cli.options import JsonOption, count, option
 from samestep.config import default_workers
 from samestep.distributed.env import cache_folder
-from samestep.distributed.resources import read_processors
+from samestep.distributed.resources import usable_processors
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE
 from samestep.report_limits import printable
 from samestep.tools.doctor.findings import Finding, Plan, Verdict
@@ -47,7 +47,7 @@ def run(options: Options) -> int:
     from samestep.tools.doctor.doctor import check_machine
     from samestep.tools.doctor.gpus import read_nvidia
 
-    nvidia, usable = read_nvidia(), read_processors().usable
+    nvidia, usable = read_nvidia(), usable_processors()
     processes = len(nvidia.gpus) or usable
     if options.processes != "auto":
         processes = parse_process_count(options.processes)

@@ -17,7 +17,7 @@ from samestep.distributed.devices import select_devices
 from samestep.distributed.env import SHARE_GPU, read_environment, read_rendezvous, read_slurm_job
 from samestep.distributed.launcher_detection import Rendezvous
 from samestep.distributed.logging import logger
-from samestep.distributed.resources import read_processors
+from samestep.distributed.resources import usable_processors
 from samestep.errors import InputError, RunError
 from samestep.launcher.failure import RankError
 from samestep.launcher.launch import LaunchConfig, LaunchResult, launch, run_workers
@@ -101,7 +101,7 @@ class LaunchOptions(DeviceOption):
         if self.selected_devices is not None:
             available = len(self.selected_devices)
         else:
-            available = (len(gpu_names()) if self.device != "cpu" else 0) or read_processors().usable
+            available = (len(gpu_names()) if self.device != "cpu" else 0) or usable_processors()
         if recipe is None:
             return available
         strategy = recipe.strategy

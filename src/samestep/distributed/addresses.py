@@ -6,14 +6,12 @@ import errno
 import ipaddress
 import socket
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
 from samestep.errors import InputError
 
 _CONNECT_SECONDS = 5.0
-_LOOPBACK = {"127.0.0.1": socket.AF_INET, "::1": socket.AF_INET6}
-_LOOPBACK_SECONDS = 2.0
+_LOOPBACK = "127.0.0.1"
 
 
 def is_loopback(address: str) -> bool:
@@ -24,35 +22,24 @@ def is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-@cache
-def loopback_address() -> str:
-    """Return the address of the loopback interface: 127.0.0.1, or ::1 on a machine without IPv4.
+def free_loopback_socket() -> socket.socket:
+    """Return a listening socket on a free port of the loopback interface.
 
     Raises:
         InputError: the interface is missing or down.
     """
-    problem: OSError | None = None
-    for address, family in _LOOPBACK.items():
-        try:
-            with (
-                socket.create_server((address, 0), family=family) as listener,
-                socket.create_connection(listener.getsockname()[:2], timeout=_LOOPBACK_SECONDS),
-            ):
-                return address
-        except OSError as error:
-            problem = problem or error
-    raise InputError(
-        f"the loopback interface does not work: {problem}",
-        expected="ranks on one machine communicate by 127.0.0.1 or ::1",
-        fix="ip link set lo up (a container without a network, such as unshare -n, starts with lo down)",
-        code="E_LOOPBACK",
-    )
-
-
-def free_loopback_socket() -> socket.socket:
-    """Return a listening socket on a free port of the loopback interface."""
-    address = loopback_address()
-    return socket.create_server((address, 0), family=_LOOPBACK[address], backlog=128)
+    try:
+        listener = socket.create_server((_LOOPBACK, 0), backlog=128)
+        socket.create_connection(listener.getsockname(), timeout=_CONNECT_SECONDS).close()
+        listener.accept()[0].close()
+    except OSError as error:
+        raise InputError(
+            f"the loopback interface does not work: {error}",
+            expected=f"ranks on one machine communicate by {_LOOPBACK}",
+            fix="ip link set lo up (a container without a network, such as unshare -n, starts with lo down)",
+            code="E_LOOPBACK",
+        ) from error
+    return listener
 
 
 def accepts_connections(address: str, port: int) -> bool:

@@ -1,11 +1,9 @@
-"""Processors and control group limits of this process, and the memory that its allocator keeps."""
+"""Usable processors of this process, and the memory that its allocator keeps."""
 
 from __future__ import annotations
 
 import ctypes
-import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 # Parameters of mallopt(3).
@@ -15,71 +13,32 @@ _KEPT_BYTES = 2**28
 _MAPPED_BYTES = 2**25
 
 
-@dataclass(frozen=True)
-class CgroupLimits:
-    """Limits of the control groups of this process (cgroups(7), version 2); None without a limit."""
+def usable_processors(root: Path = Path("/")) -> int:
+    """Return the number of processors that can compute at the same time for this process, at least 1.
 
-    memory_left: int | None = None  # bytes still available; cached files can be dropped and do not count as used
-    cpus: float | None = None  # processor time in processors, such as 1.5
-
-
-def read_cgroup_limits(root: Path = Path("/")) -> CgroupLimits:
-    """Return the tightest limits on all levels of the hierarchy.
+    They are limited by the affinity mask and by the control groups on all levels (cgroups(7), version 2).
 
     Args:
         root: folder that contains `proc` and `sys`.
     """
+    # macOS has no affinity.
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     top = root / "sys" / "fs" / "cgroup"
     _, _, path = _text(root / "proc" / "self" / "cgroup").strip().rpartition("::")
     # In a container the path may be that of the host, with the container's own group mounted as the root.
     group = top / path.strip("/")
-    groups = [folder for folder in (group, *group.parents) if folder.is_relative_to(top)]
-    memory = [left for group in groups if (left := _memory_left(group)) is not None]
-    cpus = [quota for group in groups if (quota := _cpus(group)) is not None]
-    return CgroupLimits(memory_left=min(memory, default=None), cpus=min(cpus, default=None))
-
-
-def _memory_left(group: Path) -> int | None:
-    limit, used = _text(group / "memory.max").strip(), _text(group / "memory.current").strip()
-    if not limit.isdecimal() or not used.isdecimal():
-        return None  # `max`, or no such group
-    stat = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines() if " " in line)
-    files = sum(int(stat.get(name, "0")) for name in ("inactive_file", "active_file"))
-    return max(0, int(limit) - max(0, int(used) - files))
-
-
-def _cpus(group: Path) -> float | None:
-    quota, _, period = _text(group / "cpu.max").strip().partition(" ")
-    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None
+    for folder in (group, *group.parents):
+        quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
+        if quota.isdecimal() and period.isdecimal():
+            allowed = min(allowed, int(quota) // int(period))
+    return max(1, allowed)
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8")
     except OSError:
         return ""  # version 1 of control groups, or a group that is not visible here
-
-
-@dataclass(frozen=True)
-class Processors:
-    """Number of processors."""
-
-    online: int  # processors of the machine
-    allowed: int  # processors in the affinity mask of this process
-    quota: float | None = None  # processor time of the control group in processors; None without a limit
-
-    @property
-    def usable(self) -> int:
-        """Processors that can compute at the same time; at least 1."""
-        return max(1, min(self.allowed, math.floor(self.quota) if self.quota is not None else self.allowed))
-
-
-def read_processors() -> Processors:
-    """Return the processors of this process."""
-    online = os.cpu_count() or 1
-    # macOS has no affinity.
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else online
-    return Processors(online, allowed, read_cgroup_limits().cpus)
 
 
 def keep_freed_memory() -> bool:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
-import shutil
 import tempfile
-from contextlib import suppress
-from multiprocessing import util
 
-from samestep.distributed.resources import read_processors
+from samestep.distributed.resources import usable_processors
 from samestep.errors import InputError
 
 _USUAL_OPEN_FILES = 1024  # default of most systems
@@ -18,22 +14,22 @@ _USUAL_OPEN_FILES = 1024  # default of most systems
 _MAX_RANKS_PER_PROCESSOR = 64
 # unix(7): the path of a socket has at most 107 bytes. multiprocessing appends `/pymp-12345678/listener-12345678`.
 _SOCKET_PATH_BYTES, _SOCKET_NAME_BYTES = 107, 34
-_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def require_machine(processes: int) -> None:
     """Require that `processes` ranks can start on this machine, and raise the limit of open files if necessary.
 
     Raises:
-        InputError: there are too many ranks, too few open files are allowed, or no folder can hold a socket.
+        InputError: there are too many ranks, too few open files are allowed, or the path of the temporary folder is
+            too long.
     """
     _require_processors(processes)
     _require_open_files(processes)
-    use_short_temporary_folder()
+    require_short_temporary_folder()
 
 
 def _require_processors(processes: int) -> None:
-    processors = read_processors().usable
+    processors = usable_processors()
     limit = _MAX_RANKS_PER_PROCESSOR * processors
     if processes > limit:
         raise InputError(
@@ -61,29 +57,18 @@ def _require_open_files(processes: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (usual if hard == unlimited else min(usual, hard), hard))
 
 
-def use_short_temporary_folder() -> None:
-    """Let `multiprocessing` create its sockets in another folder if the path of the temporary folder is too long.
-
-    Child processes inherit the choice, loader workers too.
+def require_short_temporary_folder() -> None:
+    """Require that the paths of the sockets of `multiprocessing` fit into the temporary folder.
 
     Raises:
-        InputError: no folder with a short path is writable.
+        InputError: the path of the folder is too long.
     """
-    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     folder = tempfile.gettempdir()
-    is_short = len(os.fsencode(folder)) + _SOCKET_NAME_BYTES <= _SOCKET_PATH_BYTES
-    if is_short or os.path.isdir(config.get("tempdir") or ""):
-        return
-    for parent in _SHORT_FOLDERS:
-        with suppress(OSError):
-            path = tempfile.mkdtemp(prefix="samestep-", dir=parent)
-            # As `multiprocessing.util.get_temp_dir` does: after everything else.
-            util.Finalize(None, shutil.rmtree, args=(path, True), exitpriority=-100)
-            config["tempdir"] = path
-            return
-    raise InputError(
-        f"the temporary folder {folder} has a path of {len(os.fsencode(folder))} bytes",
-        expected=f"at most {_SOCKET_PATH_BYTES - _SOCKET_NAME_BYTES} bytes: the kernel limits the paths of sockets",
-        fix="TMPDIR=/tmp",
-        code="E_MACHINE",
-    )
+    length = len(os.fsencode(folder))
+    if length + _SOCKET_NAME_BYTES > _SOCKET_PATH_BYTES:
+        raise InputError(
+            f"the temporary folder {folder} has a path of {length} bytes",
+            expected=f"at most {_SOCKET_PATH_BYTES - _SOCKET_NAME_BYTES} bytes: the kernel limits the paths of sockets",
+            fix="TMPDIR=/tmp",
+            code="E_MACHINE",
+        )

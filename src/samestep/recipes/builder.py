@@ -24,7 +24,7 @@ from samestep.config import DataConfig, NamedConfig, OptimizerConfig, Recipe, Ru
 from samestep.config.key_suggestions import suggest
 from samestep.config.validation import require
 from samestep.data.loader import Loader
-from samestep.distributed.resources import read_processors
+from samestep.distributed.resources import usable_processors
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import FewSamplesWarning, uses_batch_statistics
@@ -288,7 +288,7 @@ def _loaders(
 ) -> tuple[Loader, Loader]:
     workers = options.workers
     if workers is None:
-        workers = default_workers(read_processors().usable, world.size) if splits.reads_files else 0
+        workers = default_workers(usable_processors(), world.size) if splits.reads_files else 0
     loader = partial(
         Loader,
         batch_size=recipe.batch_size,

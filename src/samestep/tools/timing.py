@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from samestep.distributed.resources import read_processors
+from samestep.distributed.resources import usable_processors
 from samestep.launcher.launch import LaunchConfig, StoppedError, run_workers
 from samestep.launcher.pickling import ByName
 from samestep.launcher.watchdog import HANG_AFTER
@@ -93,7 +93,7 @@ def describe_machine(gpus: list[str]) -> dict[str, Any]:
     return {
         "device": gpus[0] if gpus else _processor_name(),
         "gpus": gpus,
-        "cores": read_processors().usable,
+        "cores": usable_processors(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": version("torch"),

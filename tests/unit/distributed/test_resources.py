@@ -1,51 +1,29 @@
-"""Processors, limits of control groups from files as Linux writes them, and memory that the allocator keeps."""
+"""Usable processors under control groups as Linux writes them, and memory that the allocator keeps."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from samestep.distributed.resources import CgroupLimits, read_cgroup_limits
-
-GIB = 1 << 30
+from samestep.distributed.resources import usable_processors
 
 
-def write_files(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-def test_limits_on_every_level(tmp_path: Path) -> None:
-    group = "sys/fs/cgroup/pod/box"
-    root = write_files(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/pod/box\n",
-            f"{group}/memory.max": "max\n",
-            "sys/fs/cgroup/pod/memory.max": f"{8 * GIB}\n",
-            "sys/fs/cgroup/pod/memory.current": f"{5 * GIB}\n",
-            "sys/fs/cgroup/pod/memory.stat": f"anon 1\ninactive_file {GIB}\nactive_file {GIB}\n",
-            f"{group}/cpu.max": "150000 100000\n",
-            "sys/fs/cgroup/pod/cpu.max": "max 100000\n",
-        },
-    )
-    assert read_cgroup_limits(root) == CgroupLimits(5 * GIB, 1.5)
-
-
-def test_no_limits(tmp_path: Path) -> None:
-    files = {
-        "proc/self/cgroup": "0::/\n",
-        "sys/fs/cgroup/memory.max": "max\n",
-        "sys/fs/cgroup/memory.current": "1\n",
-        "sys/fs/cgroup/cpu.max": "max 100000\n",
-    }
-    assert read_cgroup_limits(write_files(tmp_path, files)) == CgroupLimits()
-    assert read_cgroup_limits(tmp_path / "nothing") == CgroupLimits()
+@pytest.mark.parametrize(
+    ("quotas", "expected"), [(("max", "100000"), 1), (("50000", "max"), 1), (("max", "max"), None)]
+)
+def test_quota_of_any_level_limits_the_processors(
+    quotas: tuple[str, str], expected: int | None, tmp_path: Path
+) -> None:
+    for name, quota in zip(("pod", "pod/box"), quotas, strict=True):
+        group = tmp_path / "sys/fs/cgroup" / name
+        group.mkdir(parents=True)
+        (group / "cpu.max").write_text(f"{quota} 100000\n")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/pod/box\n")
+    assert usable_processors(tmp_path) == (expected or len(os.sched_getaffinity(0)))
 
 
 # Blocks of 20 MiB are in the heap under the thresholds that glibc adapts to them as well.

@@ -11,7 +11,7 @@ from typing import Any
 from samestep.config import DeviceKind
 from samestep.distributed.devices import ACCELERATOR, accelerator_module
 from samestep.distributed.env import relevant_variables
-from samestep.distributed.resources import read_processors
+from samestep.distributed.resources import usable_processors
 from samestep.errors import RunError, SamestepError
 from samestep.launcher.launch import LaunchConfig, StoppedError, run_workers
 from samestep.launcher.pickling import ByName
@@ -39,7 +39,7 @@ def check_machine(plan: Plan, nvidia: Nvidia, runs: Path, *, quick: bool, preloa
         devices, self_test = run_self_test(preload)
     yield from software.check_packages()
     yield software.check_torch_build(software.read_torch_build(), nvidia.driver)
-    yield from software.check_variables(variables, read_processors().usable)
+    yield from software.check_variables(variables, usable_processors())
     yield from check_gpus(nvidia, devices)
     yield from machine.check_resources(plan)
     yield from machine.check_launcher(variables)

@@ -13,7 +13,7 @@ import psutil
 
 from samestep.checkpoint.files import unsupported_features
 from samestep.distributed.launcher_detection import find_rendezvous
-from samestep.distributed.resources import read_cgroup_limits, read_processors
+from samestep.distributed.resources import usable_processors
 from samestep.errors import InputError, SamestepError
 from samestep.tools.doctor.findings import Finding, Plan, Verdict, judged
 from samestep.units import format_bytes
@@ -27,16 +27,15 @@ _MIN_FREE_BYTES = 1 << 30
 
 def check_resources(plan: Plan) -> Iterator[Finding]:
     """Check that the planned ranks and workers have processors, memory, shared memory and open files."""
-    processors = read_processors()
+    processors = usable_processors()
     yield judged(
         "processors",
-        "pass" if plan.processes <= processors.usable else "warn",
-        f"{processors.usable} of {processors.online} for {plan}",
+        "pass" if plan.processes <= processors else "warn",
+        f"{processors} of {os.cpu_count()} for {plan}",
         "one processor per rank; results are equal, but the run is slower",
-        f"--processes {processors.usable}, or a higher limit (docker run --cpus, resources.limits.cpu of a pod)",
+        f"--processes {processors}, or a higher limit (docker run --cpus, resources.limits.cpu of a pod)",
     )
-    limits = (psutil.virtual_memory().available, read_cgroup_limits().memory_left)
-    available = min(limit for limit in limits if limit is not None)
+    available = psutil.virtual_memory().available
     yield judged(
         "memory",
         compare(available, plan.memory, plan.memory / 0.8),
