@@ -3,8 +3,7 @@
 `--witness` measures steps with a `Witness` instead.
 
 All variants live in the same processes and take turns of some steps; ratios to the engine that is not checked are taken
-round by round. `roll call` checks no weights, so the rest of `every step` is the cost of a comparison of weights; the
-cost of rarer comparisons follows from the two.
+round by round. The cost of rarer comparisons follows from that of `every step`.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ import samestep
 from samestep.errors import SamestepError
 
 HERE = Path(__file__).parent
-OFF, AGAIN, DEFAULT, ROLL, EVERY, TENTH = "off", "off, again", "default", "roll call", "every step", "every 10 steps"
+OFF, AGAIN, DEFAULT, EVERY, TENTH = "off", "off, again", "default", "every step", "every 10 steps"
 Variants = dict[str, dict[str, int] | None]
 CHECKS: Variants = {
     OFF: None,
     AGAIN: None,
     DEFAULT: {},
-    ROLL: {"check_every": 10**9},
     TENTH: {"check_every": 10},
     EVERY: {"check_every": 1},
 }
@@ -78,7 +76,7 @@ def table(result: dict[str, Any]) -> str:
 def _hundredth(result: dict[str, Any], kind: str) -> float:
     """The checks of each step, and a hundredth of a comparison of weights or of a witnessed step."""
     ratio = {row["name"]: row[kind]["median"] for row in result["rows"]}
-    base = ratio[ROLL if ROLL in ratio else DEFAULT]
+    base = ratio[DEFAULT]
     return float(base + max(0.0, ratio[EVERY] - base) / 100)
 
 

@@ -59,7 +59,6 @@ def measure(plan: Plan) -> list[dict[str, tuple[float, float]]]:
 
 
 def _engine(model: str, world: samestep.World, options: dict[str, int] | None) -> Engine:
-    # Engines without `check_every` have worlds of their own: it enables the collective check for a whole world.
     rank, size, context = world.rank, world.size, RunContext.local()
     if options is not None and "check_every" not in options:
         check = CollectiveCheck(dist.HashStore(), context.status, rank=rank, size=size, timeout=world.timeout)

@@ -29,7 +29,6 @@ CODES = {
     "E_CHECKPOINT_WRITE": "A checkpoint cannot be written, or cannot hold a value. Earlier checkpoints are unchanged.",
     "E_RANK_DESYNC": "Ranks issue different collectives, or one rank issues none.",
     "E_PEER_LOST": "A collective failed because another rank ended.",
-    "E_RANK_MISSING": "A rank did not reach an operation of all ranks within the time limit.",
     "E_RANK_FAILED": "The code of a rank raised an exception.",
     "E_RANK_KILLED": "A signal ended a rank.",
     "E_RANK_EXITED": "A rank ended its process before the function returned or the script ended.",

@@ -34,7 +34,7 @@ class Reference:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     path = tmp_path_factory.mktemp("reference")
     assert here("train", RECIPE, "--name", "a", cwd=path) == 0
-    assert samestep("run", "--processes", 2, LOOP, "", 0, 0, 0, cwd=path).code == 0
+    assert samestep("run", "--processes", 2, LOOP, "", 0, 0, cwd=path).code == 0
     return Reference(weights(path / RUN), loop_weights(path))
 
 
@@ -111,7 +111,7 @@ def report_title(done: Done, case: Case) -> str:
 def resume(case: Case, path: Path) -> str:
     """Resume the ended run; return a description for the table."""
     if case.command[0] == "run":
-        assert samestep("run", "--processes", case.resume_on, LOOP, "", 0, 0, 0, cwd=path).code == 0
+        assert samestep("run", "--processes", case.resume_on, LOOP, "", 0, 0, cwd=path).code == 0
         return f"the same command on {case.resume_on}"
     if case.resume_on == 0:  # restore the lost folder
         (path / RUN / "checkpoints").unlink()

@@ -51,9 +51,7 @@ class CheckOptions:
 
     group: ClassVar = "checks and logging (results do not depend on these options)"
 
-    check_every: int | None = option(
-        "steps between comparisons of the ranks' weights; also checks every collective", "STEPS"
-    )
+    check_every: int | None = option("steps between comparisons of the ranks' weights", "STEPS")
     checksum_every: int = option(
         f"steps between logged checksums of the state; 0 for none (default {DEFAULT_CHECKSUM_EVERY})",
         "STEPS",

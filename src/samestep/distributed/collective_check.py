@@ -7,9 +7,6 @@ exchange the texts, and every rank raises an error.
 A rank that waits for others in its step cannot receive an error through the messages of the step. `OperationMonitor`, a
 thread, therefore stores an operation that lasts more than a second in the job's store, and reads those of the others.
 
-An enabled check covers collectives of the user too. Every rank numbers its operations and stores a description of each
-in the job's store, then reads those of the other ranks under the same number.
-
 Decisions: docs/decisions/rank-checks.md
 """
 
@@ -29,19 +26,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from samestep.distributed.interception import call_site, intercept_collectives
-from samestep.distributed.rendezvous import wait_for_keys
+from samestep.distributed.interception import call_site
 from samestep.distributed.status import RankStatus, odd_ranks, ranks_text
 from samestep.errors import PeerLostError, RankDesyncError, RankMismatchError
 
-# Time for the other ranks to store their operation once two ranks differ.
-_DESYNC_SECONDS = 2.0
 # Less than the launcher gives to the other ranks after the first failure.
 _READERS_SECONDS = 0.5
 _WAIT_SECONDS = 1.0  # then an operation is stored, and the difference of pending operations is read
 _HASH_BITS = 20  # sums of squares over 2**12 ranks are exact in float64
-_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.00005, 0.25
-_RULE = "every rank issues the same steps, evaluations and collectives in the same order"
+_POLL_SECONDS = 0.25
 BATCH, DATASET = "global batch", "dataset"  # facts with an error code of their own
 _LOST = re.compile("gloo/|connection|pair closure|timed out|timeout|broken pipe", re.IGNORECASE)
 # Of a rank's text in an error; limits of its parts.
@@ -113,7 +106,7 @@ class OperationMonitor:
 
     def _run(self) -> None:
         store, stored = None, None
-        while not self._ended.wait(_MAX_POLL_SECONDS):
+        while not self._ended.wait(_POLL_SECONDS):
             pending = self._pending
             if pending is None or time.monotonic() - pending.began < _WAIT_SECONDS:
                 continue
@@ -128,7 +121,7 @@ class OperationMonitor:
                 if not _differ(rows):
                     continue
                 self.difference = rows
-                self._ended.wait(_MAX_POLL_SECONDS)  # for further ranks
+                self._ended.wait(_POLL_SECONDS)  # for further ranks
                 self.difference = self._read(store, pending.number)
             except dist.DistError:
                 return  # the store ended with its process; ranks and launcher detect that themselves
@@ -144,29 +137,11 @@ def _differ(rows: Mapping[int, PendingOperation]) -> bool:
     return len({json.dumps([row.name, row.facts]) for row in rows.values()}) > 1
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One operation that a rank is about to issue."""
-
-    operation: str  # equal on every rank of a healthy run
-    line: str  # source line of the call; ranks may call from different lines
-    compared: int  # number of entries that the rank had compared before
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Entry:
-        """Parse the stored form."""
-        compared, operation, line = data.decode().split("\n", 2)  # a path may contain a line break
-        return cls(operation, line, int(compared))
-
-    def __str__(self) -> str:
-        return f"{self.operation} at {self.line}"
-
-
 class CollectiveCheck:
-    """Compares the operations of this rank with those of the other ranks, and after `enable` the user's collectives.
+    """Compares the operations of this rank with those of the other ranks.
 
-    The enabled check opens a second connection to the job's store. `rank_status` receives every operation. `at_end` is
-    called at the end of the world, on every rank; its keys are references to the objects that are compared.
+    `rank_status` receives every operation. `at_end` is called at the end of the world, on every rank; its keys are
+    references to the objects that are compared.
 
     Attributes:
         step_hash: hash of the current step, a term of its statistics; 0 if it has been compared already.
@@ -174,10 +149,7 @@ class CollectiveCheck:
 
     def __init__(self, store: dist.Store, rank_status: RankStatus, *, rank: int, size: int, timeout: timedelta) -> None:
         self._rank_status, self._rank, self._size = rank_status, rank, size
-        self._job_store, self._timeout = store, timeout.total_seconds()
         self._group = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
-        self._store: dist.Store | None = None
-        self._restore: Callable[[], None] | None = None
         self._thread = threading.get_ident()
         self._is_inside = False
         self._engines = self.step_hash = 0
@@ -186,28 +158,17 @@ class CollectiveCheck:
         self._monitor = OperationMonitor(store, rank=rank, size=size)
         self._previous: Hashable = None  # messages of the last step
         self._next: dict[Hashable, Hashable] = {}  # messages of the step that followed one with these messages
-        self._entries: dict[int, Entry] = {}  # own entries that are in the store
-        self._posted = self._compared = 0
         self.at_end: dict[Callable[[], object], Callable[[], None]] = {}
-
-    def enable(self, key: int) -> None:
-        """Start to compare operations; `key` is equal on every rank, and different for every use of the same store."""
-        if self._size > 1 and self._store is None:
-            self._store = dist.PrefixStore(f"samestep/collective-check/{key}", self._job_store.clone())  # type: ignore[attr-defined]
-            self._restore = intercept_collectives(self._is_active, self._on_collective)
 
     @contextmanager
     def until_end(self) -> Iterator[None]:
-        """Disable the check at the end of the block. The end itself is an operation of all ranks."""
+        """Compare the end of the block, an operation of all ranks, and end the monitor."""
         try:
             yield
             with self.operation("end of samestep.start()"):
                 for compare in self.at_end.values():
                     compare()
         finally:
-            if self._restore is not None:
-                self._restore()
-            self._store = self._restore = None
             self._monitor.end()
             self.at_end.clear()
 
@@ -233,10 +194,6 @@ class CollectiveCheck:
         """
         is_outermost = not self._is_inside
         with self._rank_status.operation(name):
-            if is_outermost and self._store is not None:
-                self._post(self._store, name)
-                with self._rank_status.waiting("the collective check"):
-                    self._compare(self._store)
             self._is_inside = True
             try:
                 if is_outermost:
@@ -275,8 +232,8 @@ class CollectiveCheck:
             self.agree(*self._step)
 
     def begin_collective(self, name: str) -> None:
-        """Check a collective of the user that is called through this package; an enabled check covers it already."""
-        if not self._is_inside and self._store is None and threading.get_ident() == self._thread:
+        """Check a collective of the user that is called through this package."""
+        if not self._is_inside and threading.get_ident() == self._thread:
             self.agree(name, {})
             self._monitor.finish()
 
@@ -297,7 +254,7 @@ class CollectiveCheck:
         """Return the error for names, source lines and facts that differ between ranks."""
         names = {row.name for row in rows.values()}
         if len(names) > 1:
-            return self._desync_error({rank: Entry(row.name, row.line, 0) for rank, row in rows.items()})
+            return self._desync_error(rows)
         return _mismatch_error(names.pop(), {rank: row.facts for rank, row in rows.items()})
 
     def _raise_difference(self, cause: Exception) -> None:
@@ -318,7 +275,7 @@ class CollectiveCheck:
                     if self._monitor.difference is not None:
                         time.sleep(_READERS_SECONDS)
                         self._raise_difference(error)
-                    time.sleep(_MAX_POLL_SECONDS)
+                    time.sleep(_POLL_SECONDS)
                 work.wait()
         return rows
 
@@ -331,104 +288,22 @@ class CollectiveCheck:
                 raise
             raise PeerLostError(f"rank {self._rank} lost its connection to another rank: {error}") from error
 
-    def _is_active(self) -> bool:
-        """Whether a collective is the user's: not inside an operation, and not in another thread."""
-        return not self._is_inside and threading.get_ident() == self._thread and self._store is not None
-
-    def _on_collective(self, description: str, is_blocking: bool) -> None:
-        assert self._store is not None
-        self._post(self._store, description)
-        # After an asynchronous call this rank may be needed elsewhere before the others call: compare next time.
-        if is_blocking:
-            self._compare(self._store)
-
-    def _post(self, store: dist.Store, operation: str) -> None:
-        self._posted += 1
-        entry = self._entries[self._posted] = Entry(operation, call_site(), self._compared)
-        with self._store_errors():
-            store.set(f"{self._posted}/{self._rank}", f"{entry.compared}\n{entry.operation}\n{entry.line}")
-
-    def _compare(self, store: dist.Store) -> None:
-        with self._store_errors():
-            while self._compared < self._posted:
-                number = self._compared + 1
-                entries = self._read(store, number)
-                if len({entry.operation for entry in entries.values()}) > 1:
-                    self._wait_for_readers(store)
-                    raise self._desync_error(entries)
-                self._compared = number
-            # No rank reads an entry after its comparison, so the store holds only a few entries per rank.
-            done = min(entry.compared for entry in entries.values())
-            for number in [number for number in self._entries if number <= done]:
-                del self._entries[number]
-                store.delete_key(f"{number}/{self._rank}")
-
-    def _read(self, store: dist.Store, number: int) -> dict[int, Entry]:
-        """Return the entries of all ranks; if ranks differ already, of those that have stored one."""
-        keys = {rank: f"{number}/{rank}" for rank in range(self._size) if rank != self._rank}
-        began = time.monotonic()
-        # No blocking read: torch prints warnings when one ends without an answer.
-        while not store.check(list(keys.values())):
-            waited = time.monotonic() - began
-            if waited > min(_DESYNC_SECONDS, self._timeout):
-                present = [rank for rank, key in keys.items() if store.check([key])]
-                entries = self._fetch(store, keys, present, number)
-                if len({entry.operation for entry in entries.values()}) > 1:
-                    return entries
-                if waited > self._timeout:
-                    self._wait_for_readers(store)
-                    raise self._missing_error(store, [rank for rank in keys if rank not in present], number)
-            time.sleep(min(max(waited / 8, _MIN_POLL_SECONDS), _MAX_POLL_SECONDS))
-        return self._fetch(store, keys, list(keys), number)
-
-    def _fetch(self, store: dist.Store, keys: dict[int, str], ranks: list[int], number: int) -> dict[int, Entry]:
-        values = store.multi_get([keys[rank] for rank in ranks]) if ranks else []
-        entries = {rank: Entry.from_bytes(value) for rank, value in zip(ranks, values, strict=True)}
-        return dict(sorted({**entries, self._rank: self._entries[number]}.items()))
-
-    def _wait_for_readers(self, store: dist.Store) -> None:
-        """Give the other ranks a moment to read the same entries: the store may end with rank 0's process."""
-        store.set(f"seen/{self._rank}", "")
-        if self._rank == 0:
-            wait_for_keys(store, [f"seen/{rank}" for rank in range(self._size)], _READERS_SECONDS)
-
-    def _desync_error(self, entries: dict[int, Entry]) -> RankDesyncError:
-        odd = odd_ranks({rank: entry.operation for rank, entry in entries.items()})
-        missing = [rank for rank in range(self._size) if rank not in entries]
-        ranks_by_entry: dict[str, list[int]] = {}
-        for rank in sorted(entries, key=lambda rank: (rank not in odd, rank)):
-            ranks_by_entry.setdefault(str(entries[rank]), []).append(rank)
-        lines = [f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_by_entry.items()]
+    def _desync_error(self, rows: Mapping[int, PendingOperation]) -> RankDesyncError:
+        odd = odd_ranks({rank: row.name for rank, row in rows.items()})
+        missing = [rank for rank in range(self._size) if rank not in rows]
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank in sorted(rows, key=lambda rank: (rank not in odd, rank)):
+            ranks_by_text.setdefault(f"{rows[rank].name} at {rows[rank].line}", []).append(rank)
+        lines = [f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
         lines += [f"{ranks_text(missing)}: no operation yet"] if missing else []
         problem = f"{ranks_text(odd)} diverged from the other ranks" if odd else "ranks diverged"
         subject = ranks_text(odd) if odd else "one rank"
         return RankDesyncError(
             f"{self._after}{problem}\n    " + "\n    ".join(lines),
-            expected=_RULE,
+            expected="every rank issues the same steps, evaluations and collectives in the same order",
             fix=f"look near these lines for code that only {subject} runs or skips, such as `if world.is_main:`; every "
             "rank must call each operation",
         )
-
-    def _missing_error(self, store: dist.Store, missing: list[int], number: int) -> RankDesyncError:
-        lines = []
-        for rank in missing:
-            last = next((n for n in range(number - 1, 0, -1) if store.check([f"{n}/{rank}"])), 0)
-            operation = str(Entry.from_bytes(store.get(f"{last}/{rank}"))) if last else "none"
-            lines.append(f"last operation of rank {rank}: {operation}")
-        return RankDesyncError(
-            f"{self._after}{ranks_text(missing)} did not reach {self._entries[number]} within "
-            f"{self._timeout:g} s\n    " + "\n    ".join(lines),
-            expected=_RULE,
-            fix="look after that line for a wait; samestep.start(timeout=...) sets a longer limit",
-            code="E_RANK_MISSING",
-        )
-
-    @contextmanager
-    def _store_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except dist.DistError as error:
-            raise PeerLostError(f"rank {self._rank} lost its connection to the store of the job: {error}") from error
 
 
 def is_lost_connection(error: RuntimeError) -> bool:

@@ -8,7 +8,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,27 +46,19 @@ def _is_library(file: str) -> bool:
     return file.startswith((_PACKAGE, _TORCH, "<frozen "))
 
 
-# Collectives of `torch.distributed`: the argument whose dtype is equal on all ranks, and whether its number of elements
-# must be equal too (some backends gather and scatter tensors of different sizes). Point-to-point messages differ from
-# rank to rank and are not checked.
-_COLLECTIVES: dict[str, tuple[str | None, bool]] = {
-    **dict.fromkeys(("all_reduce", "broadcast", "reduce"), ("tensor", True)),
-    **dict.fromkeys(("all_gather", "gather", "scatter"), ("tensor", False)),
-    **dict.fromkeys(("all_gather_into_tensor", "all_gather_single"), ("input_tensor", True)),
-    **dict.fromkeys(("reduce_scatter_single", "reduce_scatter_tensor"), ("output", True)),
-    **dict.fromkeys(("all_to_all_single", "reduce_scatter"), ("output", False)),
-    **dict.fromkeys(("all_gather_coalesced", "all_reduce_coalesced", "all_to_all", "barrier"), (None, False)),
-    **dict.fromkeys(
-        ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"), (None, False)
-    ),
-    **dict.fromkeys(("monitored_barrier", "new_group", "new_subgroups", "new_subgroups_by_enumeration"), (None, False)),
-}
+# Collectives of `torch.distributed`. Point-to-point messages differ from rank to rank.
+_COLLECTIVES = (
+    *("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "barrier", "monitored_barrier"),
+    *("all_gather_into_tensor", "all_gather_single", "all_gather_coalesced", "all_reduce_coalesced"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
+    *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
+)
 
-OnCollective = Callable[[str, bool], Callable[[], None] | None]
+OnCollective = Callable[[bool], Callable[[], None] | None]
 
 
 def intercept_collectives(is_active: Callable[[], bool], on_collective: OnCollective) -> Callable[[], None]:
-    """Call `on_collective(description, is_blocking)` before each collective of all ranks in `torch.distributed`.
+    """Call `on_collective(is_blocking)` before each collective of all ranks in `torch.distributed`.
 
     Only calls by name in `torch.distributed` are intercepted: not those of torch's C++ code, nor those of a name
     imported earlier (`from torch.distributed import all_reduce`). Collectives of a subgroup are ignored, because other
@@ -83,12 +75,12 @@ def intercept_collectives(is_active: Callable[[], bool], on_collective: OnCollec
     # Some of the names are new, others deprecated: not every version has all.
     originals = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
     for name, function in originals.items():
-        setattr(dist, name, _intercepted(name, function, is_active, on_collective))
+        setattr(dist, name, _intercepted(function, is_active, on_collective))
     return lambda: vars(dist).update(originals)
 
 
 def _intercepted(
-    name: str, function: Callable[..., Any], is_active: Callable[[], bool], on_collective: OnCollective
+    function: Callable[..., Any], is_active: Callable[[], bool], on_collective: OnCollective
 ) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
@@ -100,11 +92,8 @@ def _intercepted(
             bound = signature.bind(*args, **kwargs).arguments
         except TypeError:
             return function(*args, **kwargs)  # raises the proper error
-        if name == "new_group":
-            is_global = not bound.get("use_local_synchronization", False)
-        else:
-            is_global = bound.get("group") in (None, dist.group.WORLD)
-        on_end = on_collective(_description(name, bound), not bound.get("async_op", False)) if is_global else None
+        is_global = bound.get("group") in (None, dist.group.WORLD)
+        on_end = on_collective(not bound.get("async_op", False)) if is_global else None
         try:
             return function(*args, **kwargs)
         finally:
@@ -112,25 +101,3 @@ def _intercepted(
                 on_end()
 
     return wrapper
-
-
-def _description(name: str, arguments: Mapping[str, Any]) -> str:
-    """Return `all_reduce (sum) of 3 float32`: the properties that are equal on every rank."""
-    argument, is_even = _COLLECTIVES[name]
-    text = name
-    if "reduce" in name:
-        operator = arguments.get("op", dist.ReduceOp.SUM)
-        text += f" ({str(getattr(operator, 'op', operator)).rpartition('.')[2].lower()})"
-    tensor = arguments.get(argument) if argument is not None else None
-    if isinstance(tensor, torch.Tensor):
-        count = f"{tensor.numel()} " if is_even else ""
-        text += f" of {count}{str(tensor.dtype).removeprefix('torch.')}"
-    if name.startswith(("broadcast", "scatter")):
-        text += f" from rank {_root(arguments, 'src', 'group_src')}"
-    if name in ("reduce", "gather", "gather_object"):
-        text += f" to rank {_root(arguments, 'dst', 'group_dst')}"
-    return text
-
-
-def _root(arguments: Mapping[str, Any], *names: str) -> int:
-    return next((arguments[name] for name in names if arguments.get(name) is not None), 0)

@@ -5,7 +5,6 @@ Decisions: docs/decisions/rank-checks.md
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Mapping
 from functools import partial
@@ -196,8 +195,8 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if isinstance(value, int | float | str) or value is None}
 
 
-def enable_checks(world: World, check_every: int | None) -> None:
-    """Compare the interval of checks between ranks, and enable the collective check if set; a collective.
+def require_equal_interval(world: World, check_every: int | None) -> None:
+    """Require the same interval of checks on every rank; a collective.
 
     Raises:
         InputError: the interval is less than 1, or differs between ranks.
@@ -206,8 +205,7 @@ def enable_checks(world: World, check_every: int | None) -> None:
         raise InputError(f"check_every is {check_every}", "at least 1 step, or None", "check_every=100", code="E_VALUE")
     if world.size == 1:
         return
-    # Rank 0's clock distinguishes this world from an earlier one in the same store.
-    intervals, times = zip(*gather_numbers(world, [check_every or 0, time.time_ns()]), strict=True)
+    intervals = [interval for (interval,) in gather_numbers(world, [check_every or 0])]
     if len(set(intervals)) > 1:
         raise InputError(
             f"check_every differs between ranks: {', '.join(str(value or None) for value in intervals)}",
@@ -215,8 +213,6 @@ def enable_checks(world: World, check_every: int | None) -> None:
             fix="pass the same check_every to every rank's engine",
             code="E_VALUE",
         )
-    if check_every is not None:
-        world.context.collective_check.enable(times[0])
 
 
 def _shape(tensor: torch.Tensor) -> str:

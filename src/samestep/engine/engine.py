@@ -24,7 +24,7 @@ from samestep.engine.batch_norm_checks import ModeWarnings
 from samestep.engine.buffer_rules import Rule
 from samestep.engine.build import Components, build_components
 from samestep.engine.callbacks import Callback, Intervention, TrainingValues
-from samestep.engine.consistency import enable_checks, facts_of_step, settings_of
+from samestep.engine.consistency import facts_of_step, require_equal_interval, settings_of
 from samestep.engine.evaluation import evaluate_batches
 from samestep.engine.learning_rate import Interval, ScheduleClock
 from samestep.engine.loss import LossFunction, as_step_loss
@@ -54,8 +54,7 @@ class Engine:
             step, or after the last step of each epoch. `ReduceLROnPlateau` is stepped by the loop.
         config: seed, reduction, precision, clipping and other options of a step.
         ema: decay of a moving average of the weights, used in evaluation; None for no average.
-        check_every: steps between comparisons of the ranks' state, None for none; equal on every rank. If set, ranks
-            also check that they issue the same steps, evaluations and collectives: see `docs/guides/runs.md`.
+        check_every: steps between comparisons of the ranks' state, None for none; equal on every rank.
         metrics: metrics of training and the default of `evaluate`, which describes the possible values.
         callbacks: read-only hooks.
         buffers: rules for buffers that a training forward changes, and for frozen parameters that it writes, by shell
@@ -91,7 +90,7 @@ class Engine:
         self._number: int | None = None  # until the first step
         settings = settings_of(self.config, optimizer, loss)
         with world.context.collective_check.operation(f"making {self._name}", settings):
-            enable_checks(world, check_every)
+            require_equal_interval(world, check_every)
         self.model, self.optimizer, self.scheduler, self.world, self.loss = model, optimizer, scheduler, world, loss
         self._schedule = ScheduleClock(scheduler, scheduler_interval, is_main=world.is_main)
         self.steps = 0

@@ -41,7 +41,7 @@ def end_orphans(server: ForkServer) -> str | None:
     Subprocesses and forks of user code would keep memory, ports, and the pipe of `samestep ... | tee` open. A process
     in a session of its own is not ended.
     """
-    if not server.mark:
+    if not server.mark or not environment_of(os.getpid()):  # there is no /proc
         return None
     orphans = _wait_for_end(lambda: _orphans(server))  # loader workers are about to end
     kept = [process for process in orphans if _is_detached(process)]

@@ -75,10 +75,6 @@ def test_different_check_every_is_refused(results: ByRank) -> None:
     assert set(results["different check_every"]) == {("E_VALUE", "check_every differs between ranks: 1, 2, 3, 4")}
 
 
-def test_entries_in_the_store_are_deleted(results: ByRank) -> None:
-    assert all(few <= 3 and many <= 3 for few, many in results["store entries"])
-
-
 @pytest.mark.parametrize("ranks", [(1,), (0,)])
 def test_two_ranks_have_no_majority(ranks: tuple[int, ...]) -> None:
     by_rank: ByRank = launch(ranks_checks.run_changes, ranks, processes=2)
@@ -93,29 +89,22 @@ def test_checks_change_no_bit_of_a_correct_program(processes: int) -> None:
     assert checked == plain
 
 
-AFTER_THREE = "after engine.step 3, rank 2 diverged from the other ranks"
-SUM = "all_reduce (sum) of 3 float32"
+AFTER = "after engine.step {}, rank {} diverged from the other ranks [E_RANK_DESYNC]"
 
 
 @pytest.mark.parametrize(
     ("fault", "title", "odd", "others"),
     [
-        ("skipped", AFTER_THREE, "rank 2: engine.step 4", f"ranks 0, 1 and 3: {SUM}"),
-        ("extra", AFTER_THREE, f"rank 2: {SUM}", "ranks 0, 1 and 3: engine.step 4"),
-        ("other", AFTER_THREE, "rank 2: broadcast of 3 float32 from rank 0", f"ranks 0, 1 and 3: {SUM}"),
-        ("other length", AFTER_THREE, "rank 2: all_reduce (sum) of 4 float32", f"ranks 0, 1 and 3: {SUM}"),
-        ("other operation", AFTER_THREE, "rank 2: all_reduce (max) of 3 float32", f"ranks 0, 1 and 3: {SUM}"),
-        ("asynchronous", AFTER_THREE, f"rank 2: {SUM}", "ranks 0, 1 and 3: engine.step 4"),
+        ("evaluation on main", AFTER.format(3, 0), "rank 0: engine.evaluate", "ranks 1, 2 and 3: engine.step 4"),
         (
-            "evaluation on main",
-            AFTER_THREE.replace("rank 2", "rank 0"),
-            "rank 0: engine.evaluate",
-            "ranks 1, 2 and 3: engine.step 4",
+            "fewer batches",
+            AFTER.format(3, 2),
+            "rank 2: end of samestep.start()",
+            "ranks 0, 1 and 3: engine.step 4",
         ),
-        ("fewer batches", AFTER_THREE, "rank 2: end of samestep.start()", "ranks 0, 1 and 3: engine.step 4"),
         (
             "fewer evaluations",
-            AFTER_THREE.replace("step 3", "step 6"),
+            AFTER.format(6, 2),
             "rank 2: end of samestep.start()",
             "ranks 0, 1 and 3: engine.evaluate",
         ),
@@ -123,27 +112,16 @@ SUM = "all_reduce (sum) of 3 float32"
 )
 def test_different_operations_are_reported_with_ranks_and_lines(fault: str, title: str, odd: str, others: str) -> None:
     with pytest.raises(RankError) as error:
-        launch(ranks_checks.run_collective_fault, fault, processes=4)
+        launch(ranks_checks.run_operation_fault, fault, processes=4)
     lines = str(error.value).splitlines()
-    assert lines[0] == f"{title} [E_RANK_DESYNC]"
+    assert lines[0] == title
     for line, expected in zip(lines[1:3], (odd, others), strict=True):
         operation, _, location = line.strip().rpartition(" at ")
         assert operation == expected
         assert location.rpartition(":")[0].endswith("tests/workers/checks.py")
-    assert lines[3].startswith("  expected: ")
-    assert len(lines) == 5
     assert error.value.exit_code == 1
 
 
 def test_different_operations_of_two_ranks_have_no_majority() -> None:
     with pytest.raises(RankError, match=r"after engine\.step 3, ranks diverged"):
-        launch(ranks_checks.run_collective_fault, "skipped", processes=2)
-
-
-def test_missing_rank_is_reported_with_the_last_operation() -> None:
-    with pytest.raises(RankError) as error:
-        launch(ranks_checks.run_collective_fault, "asleep", 15.0, processes=4)
-    lines = str(error.value).splitlines()
-    assert lines[0].startswith("after engine.step 3, rank 2 did not reach engine.step 4 at ")
-    assert lines[0].endswith("within 15 s [E_RANK_MISSING]")
-    assert lines[1].strip().startswith("last operation of rank 2: engine.step 3 at ")
+        launch(ranks_checks.run_operation_fault, "evaluation on main", processes=2)

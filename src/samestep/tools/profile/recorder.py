@@ -150,7 +150,7 @@ class StepRecorder(Callback):
             self._annotation = record_function(f"samestep: {phase}")
             self._annotation.__enter__()
 
-    def _begin_user_collective(self, description: str, is_blocking: bool) -> Callable[[], None] | None:
+    def _begin_user_collective(self, is_blocking: bool) -> Callable[[], None] | None:
         return self._begin_collective() if is_blocking else None
 
     def _begin_collective(self) -> Callable[[], None]:

@@ -92,8 +92,6 @@ class Probe(Intervention):
 
     def engine_created(self, engine: Engine) -> None:
         world, modules = engine.world, dict(engine.model.named_modules())
-        # Ranks that perform different operations fail at once instead of waiting for each other.
-        world.context.collective_check.enable(0)
         is_gpu = is_accelerator(world.device)
         self.write(
             "engine",
@@ -202,7 +200,7 @@ class Probe(Intervention):
         engine.world.barrier()  # no rank ends while another needs it
         raise EndOfScript
 
-    def _count_collective(self, description: str, is_blocking: bool) -> None:
+    def _count_collective(self, is_blocking: bool) -> None:
         self._forwards[threading.get_ident()].collectives += 1
 
     def _record_output(self, name: str, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
