@@ -29,7 +29,7 @@ from samestep.integrations.accelerate_options import (
     learning_rates,
     require_no_accumulation,
     require_placement,
-    require_same_ranks,
+    require_replication,
     require_supported_options,
     require_supported_state,
 )
@@ -82,10 +82,10 @@ class Accelerator(GatheringAccelerator):
         threads = torch.get_num_threads()
         super().__init__(**options)  # sets another number
         torch.set_num_threads(threads)
-        require_supported_state(self)
+        require_replication(self.state)
         self._owns_world = world is None
         self.world = self._adopted_world() if world is None else world
-        require_same_ranks(self, self.world)
+        require_supported_state(self, self.world)
         self.global_batch_size, self.microbatches, self.seed = global_batch_size, microbatches, seed
         self.step_result: StepResult | None = None
         self._buffers = buffers
@@ -126,11 +126,8 @@ class Accelerator(GatheringAccelerator):
         """
         if self._loop is None:
             if self._trained is None:
-                raise integration_error(
-                    "a training iteration without a prepared model",
-                    "one model with trained parameters",
-                    "accelerator.prepare(model, optimizer, loader)",
-                )
+                fix = "accelerator.prepare(model, optimizer, loader)"
+                raise integration_error("a training iteration without a prepared model with trained parameters", fix)
             steps = self._position.steps
             self._loop = MicrobatchLoop(self._trained, world=self.world, seed=self.seed, buffers=self._buffers)
             self._loop.engine.steps = steps
@@ -153,10 +150,9 @@ class Accelerator(GatheringAccelerator):
             if self._trained not in (None, model):
                 raise integration_error(
                     "two prepared models with trained parameters",
-                    "one trained model, of which all losses are computed",
                     "make both parts of one torch.nn.Module; freeze a model that is not trained",
                 )
-            require_placement(device_placement, "a trained model")
+            require_placement(device_placement)
             self._trained = model
         # In evaluation mode, Accelerate does not wrap the model in DDP.
         return cast("torch.nn.Module", super().prepare_model(model, device_placement, evaluation_mode=True))
@@ -172,7 +168,7 @@ class Accelerator(GatheringAccelerator):
         Raises:
             InputError: the dataset has no length and indices, or data are not to be moved.
         """
-        require_placement(device_placement, "a DataLoader")
+        require_placement(device_placement)
         prepared = data_loader if isinstance(data_loader, PreparedLoader) else PreparedLoader(self, data_loader)
         if prepared not in self._loaders:  # as after free_memory
             self._loaders.append(prepared)
@@ -232,7 +228,6 @@ class Accelerator(GatheringAccelerator):
         if self._needs_update:
             raise integration_error(
                 f"no prepared optimizer used the gradient of step {self.loop.engine.steps}",
-                "one step of a prepared optimizer per global batch",
                 "prepare the optimizer; global_batch_size= in place of accumulation by hand",
             )
 
@@ -266,11 +261,8 @@ class Accelerator(GatheringAccelerator):
             InputError: a global batch is not complete.
         """
         if self._loop is not None and (self._loop.is_open or self._needs_update):
-            raise integration_error(
-                "accelerator.save_state within a global batch",
-                "a position between two optimizer steps",
-                "save `if accelerator.sync_gradients:`, after optimizer.step()",
-            )
+            fix = "save `if accelerator.sync_gradients:`, after optimizer.step()"
+            raise integration_error("accelerator.save_state within a global batch", fix)
         return super().save_state(output_dir, safe_serialization, **options)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> Any:
@@ -281,35 +273,19 @@ class Accelerator(GatheringAccelerator):
             CheckpointError: the data or their batches are others than those of the checkpoint.
         """
         if self.iterations:
-            raise integration_error(
-                "accelerator.load_state in a loop over a prepared loader",
-                "an iteration that begins at the loaded position",
-                "call accelerator.load_state before the loop, or after its end",
-            )
+            fix = "call accelerator.load_state before the loop, or after its end"
+            raise integration_error("accelerator.load_state in a loop over a prepared loader", fix)
         super().load_state(input_dir, load_kwargs, **options)
         self._restore_update()
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Refuse: `load_state` restores the position.
-
-        Raises:
-            InputError: always.
-        """
-        raise integration_error(
-            "accelerator.skip_first_batches",
-            "an iteration from the position that load_state has restored",
-            "iterate the prepared loader itself after load_state; accelerator.cursor.epoch is the epoch to continue",
-        )
+        """Refuse, as an `InputError`: `load_state` restores the position."""
+        fix = "iterate the prepared loader itself after load_state, from epoch accelerator.cursor.epoch"
+        raise integration_error("accelerator.skip_first_batches", fix)
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
-        """Refuse: every process runs the body of a loop equally often.
-
-        Raises:
-            InputError: always.
-        """
-        raise integration_error(
-            "accelerator.join_uneven_inputs", "equally many microbatches on every process", "remove the block"
-        )
+        """Refuse, as an `InputError`: every process runs the body of a loop equally often."""
+        raise integration_error("accelerator.join_uneven_inputs", "remove the block")
 
     def free_memory(self, *objects: Any) -> Any:
         """Release the prepared objects; another model can be prepared then."""

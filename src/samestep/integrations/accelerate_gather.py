@@ -114,11 +114,8 @@ class GatheringAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             InputError: the call is in such a loop, or after an evaluation.
         """
         if self.iterations:
-            raise integration_error(
-                "accelerator.reduce in a loop over a prepared loader",
-                "a sum over samples, of which processes have different numbers",
-                "accelerator.gather_for_metrics(values), or accelerator.step_result.loss in training",
-            )
+            fix = "accelerator.gather_for_metrics(values), or accelerator.step_result.loss in training"
+            raise integration_error("accelerator.reduce in a loop over a prepared loader", fix)
         return self._gathered_outside(super().reduce, tensor, reduction, scale)
 
 
@@ -143,24 +140,18 @@ def gather_samples(value: Any, world: World, *, is_counted: bool, by_sample: boo
     if not by_sample and any(isinstance(leaf, list) and _has_tensors(leaf) for leaf in leaves):
         raise integration_error(
             "accelerator.gather of a list of tensors, which are values of all samples, or one for each sample",
-            "a tuple of tensors with the rows of all samples, or lists with one item per sample",
             "a tuple in place of the list, or gather_for_metrics(values, use_gather_object=True) for one per sample",
         )
     packed = pack(leaves, torch.device("cpu"))
     unknown = next((tensor.path for tensor in packed.tensors if not tensor.dtype), None)
     if unknown is not None:
-        raise integration_error(
-            f"accelerator.gather of {unknown}",
-            "tensors, numbers, text and None, in lists, tuples and mappings",
-            "convert the value, such as an array by torch.from_numpy or tolist",
-        )
+        raise integration_error(f"accelerator.gather of {unknown}", "a tensor, list, number, text or None")
     rows = all_gather([is_counted, own_structure, packed.structure, packed.tensors, packed.strides], world)
     data = all_gather(packed.data, world)
     for rank, (_, structure, *_) in enumerate(rows):
         if structure != rows[0][1]:
             raise integration_error(
                 f"accelerator.gather of {structure} on rank {rank}, and of {rows[0][1]} on rank 0",
-                "tuples and mappings with the same structure on every process",
                 "a list with one mapping per sample, or the same keys on every process",
             )
     counted = [
@@ -204,7 +195,5 @@ def _after_loop_error(collective: str, place: str) -> InputError:
     """
     return integration_error(
         f"accelerator.{collective} {place}",
-        "values of the current samples: processes that compute samples a second time are left out",
-        "accelerator.gather_for_metrics in the loop with the samples; other values before the loop, or by "
-        "accelerate.utils.gather and reduce",
+        "accelerator.gather_for_metrics in the loop with the samples, or accelerate.utils.gather for other values",
     )

@@ -45,11 +45,8 @@ class PreparedLoader:
 
     def __init__(self, accelerator: Accelerator, loader: DataLoader[Any]) -> None:
         if isinstance(loader.dataset, torch.utils.data.IterableDataset):
-            raise integration_error(
-                f"the {type(loader.dataset).__name__} of a DataLoader is an IterableDataset",
-                "a dataset with a length and one sample per index",
-                "a map-style dataset, such as datasets.Dataset in place of a streaming one",
-            )
+            fix = "a map-style dataset, such as datasets.Dataset in place of a streaming one"
+            raise integration_error(f"the IterableDataset {type(loader.dataset).__name__}", fix)
         self.dataset, self._accelerator, self._torch_loader = loader.dataset, accelerator, loader
         self._loader: Loader | None = None
         self.is_stepped = self._is_evaluated = False
@@ -129,11 +126,8 @@ class PreparedLoader:
     def _evaluation_order(self) -> Order:
         loader, seed = self._torch_loader, order_seed(self._torch_loader.batch_sampler, self._accelerator.seed)
         if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
-            raise integration_error(
-                "an evaluation with a batch sampler, or without batches",
-                "batches of one size, of which each process computes every so many",
-                "DataLoader(dataset, batch_size=64), with sampler= for another order",
-            )
+            fix = "DataLoader(dataset, batch_size=64), with sampler= for another order"
+            raise integration_error("an evaluation with a batch sampler, or without batches", fix)
         options, dataset = order_options(loader.sampler), loader.dataset
         order: Order
         if "sampler" in options:

@@ -13,49 +13,46 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.distributed.world import World
-from samestep.errors import InputError
-from samestep.integrations.torch_loader import integration_error
+from samestep.integrations.torch_loader import integration_error, refuse
 
 _PLUGINS = (
     *("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin"),
     *("parallelism_config", "dynamo_backend", "dynamo_plugin", "gradient_accumulation_plugin"),
 )
 _TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_REMOVE = "remove the option; samestep.Engine supports FSDP, compilation, fp16 and other strategies"
 
 
 def require_supported_options(options: Mapping[str, Any]) -> None:
-    """Refuse plugins and other parallelism than replication.
-
-    Raises:
-        InputError: there is such an option.
-    """
-    for name in _PLUGINS:
-        if options.get(name) is not None:
-            raise _unsupported(name)
+    """Refuse plugins and other parallelism than replication, as an `InputError`."""
+    refuse({name: (options.get(name) is not None, _REMOVE) for name in _PLUGINS})
 
 
-def require_supported_state(accelerator: accelerate.Accelerator) -> None:
-    """Refuse options, and settings of the environment or of `accelerate config`, that a new accelerator has.
+def require_supported_state(accelerator: accelerate.Accelerator, world: World) -> None:
+    """Refuse options, settings of the environment or of `accelerate config`, and other ranks than those of the world.
 
     Raises:
         InputError: there is one.
     """
-    require_replication(accelerator.state)
+    loading, ranks = accelerator.dataloader_config, (accelerator.process_index, accelerator.num_processes)
     require_no_accumulation(accelerator.gradient_accumulation_steps)
-    if accelerator.mixed_precision not in ("no", "bf16"):
-        raise _unsupported(f"mixed_precision={accelerator.mixed_precision!r}", "bf16, or no mixed precision")
-    loading = accelerator.dataloader_config
-    refused = {
-        "dispatch_batches": bool(loading.dispatch_batches),
-        "split_batches": loading.split_batches,
-        "data_seed": loading.data_seed is not None,
-    }
-    for name in (name for name, is_set in refused.items() if is_set):
-        raise _unsupported(f"DataLoaderConfiguration({name}=...)")
-    if accelerator.ddp_handler is not None:
-        raise _unsupported("DistributedDataParallelKwargs", "no DDP: gradients are reduced in a fixed order")
-    if not accelerator.device_placement:
-        raise _unsupported("device_placement=False")
+    refuse(
+        {
+            f"mixed_precision={accelerator.mixed_precision!r}": (
+                accelerator.mixed_precision not in ("no", "bf16"),
+                "bf16, or no mixed precision",
+            ),
+            "DataLoaderConfiguration(dispatch_batches=...)": (bool(loading.dispatch_batches), _REMOVE),
+            "DataLoaderConfiguration(split_batches=...)": (loading.split_batches, _REMOVE),
+            "DataLoaderConfiguration(data_seed=...)": (loading.data_seed is not None, _REMOVE),
+            "DistributedDataParallelKwargs": (accelerator.ddp_handler is not None, _REMOVE),
+            "device_placement=False": (not accelerator.device_placement, _REMOVE),
+            f"rank and number of processes are {ranks}, in the world {(world.rank, world.size)}": (
+                ranks != (world.rank, world.size),
+                "start the script with samestep run, accelerate launch or torchrun",
+            ),
+        }
+    )
 
 
 def require_replication(state: accelerate.state.AcceleratorState) -> None:
@@ -64,59 +61,25 @@ def require_replication(state: accelerate.state.AcceleratorState) -> None:
     Raises:
         InputError: there is one.
     """
-    if state.distributed_type not in _TYPES or state.device.type not in ("cpu", "cuda"):
-        raise _unsupported(f"distributed_type={state.distributed_type.value} on {state.device.type}")
-    if state.dynamo_plugin.backend != DynamoBackend.NO:
-        raise _unsupported(f"dynamo_backend={state.dynamo_plugin.backend.value}")
-    if getattr(state, "parallelism_config", None) is not None:
-        raise _unsupported("parallelism_config")
+    is_replicated = state.distributed_type in _TYPES and state.device.type in ("cpu", "cuda")
+    refuse(
+        {
+            f"distributed_type={state.distributed_type.value} on {state.device.type}": (not is_replicated, _REMOVE),
+            "dynamo_backend": (state.dynamo_plugin.backend != DynamoBackend.NO, _REMOVE),
+            "parallelism_config": (getattr(state, "parallelism_config", None) is not None, _REMOVE),
+        }
+    )
 
 
 def require_no_accumulation(steps: int) -> None:
-    """Refuse accumulation of gradients over batches.
-
-    Raises:
-        InputError: there are several batches.
-    """
-    if steps != 1:
-        raise integration_error(
-            f"gradient_accumulation_steps={steps}",
-            "a global batch of all samples of an optimizer step; microbatches bound the memory",
-            "global_batch_size= with all samples of a step, and gradient_accumulation_steps=1",
-        )
+    """Refuse accumulation of gradients over batches, as an `InputError`."""
+    fix = "global_batch_size= with all samples of a step, and gradient_accumulation_steps=1"
+    refuse({f"gradient_accumulation_steps={steps}": (steps != 1, fix)})
 
 
-def require_same_ranks(accelerator: accelerate.Accelerator, world: World) -> None:
-    """Refuse another rank or number of processes in Accelerate than in the world.
-
-    Raises:
-        InputError: they differ.
-    """
-    if (accelerator.process_index, accelerator.num_processes) != (world.rank, world.size):
-        raise integration_error(
-            f"Accelerate is process {accelerator.process_index} of {accelerator.num_processes}, and the world has rank "
-            f"{world.rank} of {world.size}",
-            "one launcher for both",
-            "start the script with samestep run, accelerate launch or torchrun",
-        )
-
-
-def require_placement(device_placement: bool | None, name: str) -> None:
-    """Refuse `device_placement=False` for an object.
-
-    Raises:
-        InputError: there is such an option.
-    """
-    if device_placement is False:
-        raise _unsupported(f"device_placement=False for {name}", "data and trained model on the device of the process")
-
-
-def _unsupported(feature: str, expected: str = "replication of the model, one microbatch after another") -> InputError:
-    return integration_error(
-        f"Accelerate with {feature}",
-        expected,
-        "remove the option; samestep.Engine supports FSDP, compilation, fp16 and other strategies",
-    )
+def require_placement(device_placement: bool | None) -> None:
+    """Refuse `device_placement=False` for an object, as an `InputError`."""
+    refuse({"device_placement=False": (device_placement is False, _REMOVE)})
 
 
 class ScheduleCheck:
@@ -147,8 +110,7 @@ class ScheduleCheck:
         """
         if self._read() != self._before:
             raise integration_error(
-                "a scheduler made a step, or the learning rate changed, within a global batch",
-                "one step of a scheduler per optimizer step; the body of the loop runs once per microbatch",
+                "a step of a scheduler, or another learning rate, within a global batch",
                 "prepare the scheduler, or step it `if accelerator.sync_gradients:`",
             )
 

@@ -148,11 +148,8 @@ class SamestepStrategy(DDPStrategy):
         if isinstance(dataloader, SamestepDataLoader):  # in a `CombinedLoader` that is used again
             dataloader = dataloader.original
         if not isinstance(dataloader, DataLoader):
-            raise integration_error(
-                f"a {type(dataloader).__name__} as a data loader",
-                "a DataLoader of torch with a dataset that has a length and an index",
-                "DataLoader(dataset, batch_size=64), with the samples of a global batch",
-            )
+            fix = "a torch DataLoader, whose dataset has a length and an index"
+            raise integration_error(f"a {type(dataloader).__name__} as a data loader", fix)
         sampler: Any = dataloader.batch_sampler
         if isinstance(sampler, _IndexBatchSamplerWrapper):  # of Lightning, for predictions
             sampler = sampler._batch_sampler
@@ -225,9 +222,7 @@ class SamestepStrategy(DDPStrategy):
         if not isinstance(batch, SamestepBatch):
             raise integration_error(
                 "a batch of several training DataLoaders",
-                "one DataLoader for training: a step has one global batch",
-                "one DataLoader of a dataset that returns the samples of both, such as "
-                "torch.utils.data.StackDataset(first, second)",
+                "one DataLoader of a dataset with the samples of both: torch.utils.data.StackDataset(first, second)",
             )
         require_one_batch_per_step(trainer)
         self._arguments = args[1:], kwargs
@@ -316,7 +311,6 @@ class SamestepStrategy(DDPStrategy):
         if output is None:
             raise integration_error(
                 "training_step returned None, with which Lightning skips a batch",
-                "the loss of each microbatch: other microbatches of the global batch have one",
                 "leave the samples out of the dataset, or return samestep.Loss(0 * loss, 0): a sum and a count of zero",
             )
         return {"loss": output["loss"]} if isinstance(output, Mapping) else output
@@ -333,11 +327,8 @@ class SamestepStrategy(DDPStrategy):
 
     def _require_no_step(self, name: str) -> None:
         if self._is_in_step:
-            raise integration_error(
-                f"{name} in a step of the module",
-                "no collective in a step: it is called once per microbatch, and ranks have different numbers of them",
-                "self.log for values; samestep.Engine with gather='global' for a loss that compares samples",
-            )
+            fix = "self.log for values; samestep.Engine with gather='global' for a loss that compares samples"
+            raise integration_error(f"the collective {name} in a step of the module", fix)
 
     def _transferred(self, data: Any) -> Any:
         data = self.precision_plugin.convert_input(data)
@@ -351,9 +342,7 @@ class SamestepStrategy(DDPStrategy):
         if not isinstance(batch, SamestepBatch):
             raise integration_error(
                 f"{name} with a batch of {len(batch)} DataLoaders at once",
-                "one DataLoader after another: a batch is one global batch",
-                'a list of DataLoaders, or CombinedLoader(loaders, mode="sequential") in place of "min_size", '
-                '"max_size" and "max_size_cycle"',
+                'a list of DataLoaders, or CombinedLoader(loaders, mode="sequential")',
             )
         computed, step = list[LocalOutputs](), getattr(self._module, name)
         log = self._log.batch(is_training=False)
@@ -382,8 +371,7 @@ class SamestepStrategy(DDPStrategy):
         number = auto_microbatches(size, batch_norm=False) if self._microbatches == "auto" else self._microbatches
         if size < self._ranks.size:
             raise integration_error(
-                f"a DataLoader for evaluation with batch_size={size} and {self._ranks.size} ranks",
-                "the batch size counts the samples of all ranks, which share each batch",
+                f"a DataLoader for evaluation with batch_size={size}, which {self._ranks.size} ranks share",
                 f"DataLoader(dataset, batch_size={8 * self._ranks.size})",
             )
         return None, min(number, size)

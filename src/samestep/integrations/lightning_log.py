@@ -106,18 +106,14 @@ class BatchLog(Callback):
             return attribute
         raise integration_error(
             f"self.log({name!r}, metric) with a {type(metric).__name__} that the module does not contain",
-            "an attribute of the module: ranks without samples log the metric, too",
-            f"self.{name.rpartition('/')[2]} = {type(metric).__name__}(...) in __init__; for several, a ModuleDict",
+            "an attribute of the module, set in __init__; for several, a ModuleDict",
         )
 
     def _require_epoch(self, name: str, options: dict[str, Any]) -> None:
         on_step = options.get("on_step")
         if on_step or (on_step is None and self._is_training):
-            raise integration_error(
-                f"self.log({name!r}, metric) with a metric of torchmetrics and on_step=True, the default of training",
-                "values of the global batch; a metric has those of one microbatch until the end of the epoch",
-                f"self.log({name!r}, metric, on_step=False, on_epoch=True)",
-            )
+            fix = f"self.log({name!r}, metric, on_step=False, on_epoch=True)"
+            raise integration_error(f"self.log({name!r}, metric) with on_step=True, the default of training", fix)
 
     def _log(self) -> None:
         groups: dict[tuple[str, str], list[ValueRow]] = {}
@@ -154,9 +150,7 @@ class BatchLog(Callback):
                 if text != other:
                     raise integration_error(
                         f"a hook logged {name!r} {text} on rank 0, and {other} on rank {rank}",
-                        "equal values on every rank; a hook has the microbatches of its own rank alone",
-                        f"self.log({name!r}, ...) in the step, which combines all microbatches; with "
-                        "rank_zero_only=True for a value of one rank, such as a time",
+                        "self.log in the step, which combines all microbatches; or rank_zero_only=True",
                     )
 
 
@@ -176,9 +170,7 @@ def _reduction_name(name: str, reduction: Any) -> str:
     text = str(getattr(reduction, "__name__", reduction)).lower()
     text = "mean" if text == "avg" else text
     if text != "mean" and text not in _REDUCTIONS:
-        raise integration_error(
-            f"self.log({name!r}, ..., reduce_fx={reduction!r})", "mean, sum, min or max", 'reduce_fx="mean"'
-        )
+        raise integration_error(f"self.log({name!r}, ..., reduce_fx={reduction!r})", "mean, sum, min or max")
     return text
 
 
@@ -221,14 +213,9 @@ def refused_sync() -> Iterator[None]:
 
     def refuse(metric: Metric, *_: Any, should_sync: bool = True, **__: Any) -> None:
         if should_sync:
-            on_step, name = metric.dist_sync_on_step, type(metric).__name__
             raise integration_error(
-                f"{name}(dist_sync_on_step=True)" if on_step else f"{name}.compute() in a step",
-                "no collective in a step: it is called once per microbatch, and ranks have different numbers of them",
-                "leave out dist_sync_on_step: self.log(name, metric) combines the ranks at the end of the epoch"
-                if on_step
-                else "self.log(name, metric), or compute() in a hook such as on_validation_epoch_end; with "
-                "sync_on_compute=False for the value of a microbatch",
+                f"{type(metric).__name__} with dist_sync_on_step=True, or its compute() in a step",
+                "self.log(name, metric), or compute() in a hook such as on_validation_epoch_end",
             )
 
     Metric.sync = refuse  # type: ignore[assignment,method-assign]

@@ -17,8 +17,20 @@ from samestep.distributed.world import World
 from samestep.errors import CheckpointError, InputError
 from samestep.microbatches import Cursor, Microbatches
 
-integration_error = partial(InputError, code="E_INTEGRATION")
 _GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
+
+
+def integration_error(problem: str, fix: str) -> InputError:
+    """Return the error of a use of a library that does not fit the steps of a global batch."""
+    expected = "steps and evaluations of global batches, with the same result on any number of processes"
+    return InputError(problem, expected, fix, code="E_INTEGRATION")
+
+
+def refuse(uses: Mapping[str, tuple[object, str]]) -> None:
+    """Refuse the first option, or other use of a library, whose condition is true; the text after it is the fix."""
+    for problem, (is_used, fix) in uses.items():
+        if is_used:
+            raise integration_error(problem, fix)
 
 
 def global_loader(
@@ -46,7 +58,9 @@ def global_loader(
     Raises:
         InputError: the loader has no batches or no length, or its sampler or collate function depends on the rank.
     """
-    _require_default_workers(loader)
+    workers = {"timeout": loader.timeout != 0, "multiprocessing_context": loader.multiprocessing_context is not None}
+    workers["in_order"] = not loader.in_order
+    refuse({f"DataLoader({name}=...)": (is_set, f"leave out {name}") for name, is_set in workers.items()})
     _require_pure_collation(loader.collate_fn)
     options: dict[str, Any] = {
         "collate_fn": loader.collate_fn,
@@ -61,17 +75,11 @@ def global_loader(
     if is_iterable:
         options["batch_size"] = batch_size or loader.batch_size or 1  # the dataset is refused below
     elif batch_sampler is None:
-        raise integration_error(
-            "a DataLoader with batch_size=None, which does not form batches",
-            "batches of a dataset with one sample per index",
-            "DataLoader(dataset, batch_size=64), with the samples of a global batch",
-        )
+        raise integration_error("a DataLoader with batch_size=None", "batch_size= with the samples of a global batch")
     elif type(batch_sampler) is not BatchSampler:
         if batch_size is not None:
             raise integration_error(
-                f"a global batch size of {batch_size} for a DataLoader with the batch sampler "
-                f"{type(batch_sampler).__name__}",
-                "global batches of the batch sampler, or a batch size",
+                f"a global batch size of {batch_size} for the batch sampler {type(batch_sampler).__name__}",
                 "leave out the global batch size: each list of the batch sampler is a global batch",
             )
         options["batch_sampler"] = batch_sampler
@@ -80,18 +88,6 @@ def global_loader(
         options |= order_options(batch_sampler.sampler)
     dataset: Any = loader.dataset
     return Loader(dataset, world=world, seed=order_seed(batch_sampler, seed), microbatches=microbatches, **options)
-
-
-def _require_default_workers(loader: DataLoader[Any]) -> None:
-    ignored = {
-        "timeout": loader.timeout != 0,
-        "multiprocessing_context": loader.multiprocessing_context is not None,
-        "in_order": not loader.in_order,
-    }
-    for name in (name for name, is_set in ignored.items() if is_set):
-        raise integration_error(
-            f"DataLoader({name}={getattr(loader, name)!r})", "workers of Samestep's loader", f"leave out {name}"
-        )
 
 
 def _require_pure_collation(collate: Any) -> None:
@@ -117,7 +113,6 @@ def _require_pure_collation(collate: Any) -> None:
     if names:
         raise integration_error(
             f"the collate function {type(owner).__name__} with its own {names[0]}",
-            "random numbers of the global generators, which are seeded for each microbatch",
             f"leave {names[0]} out; the seed of the training decides the random numbers of collation",
         )
 

@@ -300,6 +300,5 @@ def _require_global_batch(batch: object, method: str) -> None:
     if not isinstance(batch, GlobalBatch):
         raise integration_error(
             f"a batch of the type {type(batch).__name__}, of an overridden {method}",
-            "a global batch of the loader that the method returns if it is not overridden",
             "pass another dataset or data_collator, or override _get_train_sampler",
         )

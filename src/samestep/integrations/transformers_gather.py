@@ -48,15 +48,12 @@ def _rows(computed: Sequence[LocalOutputs], world: World) -> list[OutputRow]:
             if not tensor.dtype or (tensor.shape and tensor.shape[0] != row.size):
                 shape = f" of the shape {tuple(tensor.shape)}" if tensor.dtype else ""
                 raise integration_error(
-                    f"{tensor.path}{shape} in a microbatch of {row.size} samples",
-                    "predictions and labels with one row per sample, or without dimensions",
-                    "leave the output of the model out, by its name in evaluate(ignore_keys=[...]), or in "
-                    "model.config.keys_to_ignore_at_inference during training",
+                    f"{tensor.path}{shape} in a microbatch of {row.size} samples, without a row for each",
+                    "evaluate(ignore_keys=[...]), or model.config.keys_to_ignore_at_inference during training",
                 )
         if own != kinds[0]:
             raise integration_error(
                 f"microbatch {rows[0].number} has {kinds[0]}, microbatch {row.number} has {own}",
-                "the same predictions and labels in all microbatches",
                 "return the same outputs for all samples, or leave them out by ignore_keys=[...]",
             )
     return rows
@@ -146,7 +143,6 @@ def _refuse(name: str) -> Any:
     def refuse(*_: Any, **__: Any) -> Any:
         raise integration_error(
             f"accelerator.{name} in the loss of a microbatch",
-            "no collective in compute_loss: ranks have different numbers of microbatches",
             "values of one microbatch; log them in a callback, or compute them in compute_metrics",
         )
 

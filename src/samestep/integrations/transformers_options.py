@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers
 
-from samestep.integrations.torch_loader import integration_error
+from samestep.integrations.torch_loader import integration_error, refuse
 
 _NO_DDP = "leave it out: there is no DDP, gradients are reduced in a fixed order"
 _NO_SHARDING = "leave it out: samestep.Engine shards models"
@@ -35,7 +35,6 @@ def require_supported_class(kind: type, mixin: type) -> None:
         if not (is_of_trl and name == "training_step"):
             raise integration_error(
                 f"{owner.__name__}.{name}, which a step of a global batch does not call",
-                "a trainer whose loss is that of compute_loss, for each microbatch",
                 "override compute_loss; and count_items for a mean over something else than samples or labels",
             )
 
@@ -49,10 +48,7 @@ def require_supported_arguments(args: transformers.TrainingArguments) -> None:
     accelerator: Any = args.accelerator_config
     accumulation = accelerator.gradient_accumulation_kwargs or {}
     reasons = {
-        "gradient_accumulation_steps": (
-            args.gradient_accumulation_steps != 1,
-            "use global_batch_size=...",
-        ),
+        "gradient_accumulation_steps": (args.gradient_accumulation_steps != 1, "use global_batch_size=..."),
         "fp16": (args.fp16, "use bf16=True"),
         # Also of `accelerate launch --mixed_precision`.
         "mixed_precision": (args.mixed_precision not in ("no", "bf16"), "use bf16"),
@@ -81,16 +77,7 @@ def require_supported_arguments(args: transformers.TrainingArguments) -> None:
             "leave out num_steps, split_batches and dispatch_batches: use global_batch_size=... and microbatches",
         ),
     }
-    for name, (is_set, fix) in reasons.items():
-        if is_set:
-            raise integration_error(
-                f"TrainingArguments({name}={getattr(args, name)!r})",
-                "steps and evaluations of global batches, which do not depend on the number of processes",
-                fix,
-            )
-    if args.n_gpu > 1:
-        raise integration_error(
-            f"one process with {args.n_gpu} GPUs, for which Transformers uses DataParallel",
-            "one process per GPU",
-            f"torchrun --nproc-per-node {args.n_gpu} script.py",
-        )
+    values = ((name, getattr(args, name), *reason) for name, reason in reasons.items())
+    refuse({f"TrainingArguments({name}={value!r})": (is_set, fix) for name, value, is_set, fix in values})
+    fix = f"torchrun --nproc-per-node {args.n_gpu} script.py"
+    refuse({f"one process with {args.n_gpu} GPUs": (args.n_gpu > 1, fix)})
