@@ -41,19 +41,6 @@ def parse_duration(option: str, text: str) -> float:
     return value
 
 
-def format_duration(seconds: float) -> str:
-    """Return seconds in their two largest units: `16 min 40 s`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    parts = ((hours, "h"), (minutes, "min")) if hours else ((minutes, "min"), (rest, "s"))
-    return " ".join(f"{number} {unit}" for number, unit in parts if number)
-
-
 def format_milliseconds(seconds: float) -> str:
     """Return seconds as milliseconds: `1,234 ms`, `12.3 ms`, `0.12 ms`."""
     value = seconds * 1e3

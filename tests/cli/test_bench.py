@@ -72,10 +72,7 @@ def test_stopped_comparison_keeps_its_results(tmp_path: Path) -> None:
     assert [way["name"] for way in data["ways"]] == ["one device", "2 microbatches a rank", "5 microbatches a rank"]
     assert not data["complete"]
     assert all(way["speed_up"]["median"] > 0 and way["evaluation"]["accuracy"] > 0 for way in data["ways"])
-    assert data["estimated_seconds"] > 0
     assert "5 microbatches a rank" in done.out
-    progress = done.err.splitlines()
-    assert next(line for line in progress if line.startswith("about ")) == progress[0], "the estimate comes first"
 
 
 @pytest.mark.slow

@@ -68,8 +68,7 @@ def test_equal_runs_and_a_run_with_another_seed(tmp_path: Path, report: Report) 
 
 
 @pytest.mark.slow
-def test_flipped_bit_of_one_run_is_located(tmp_path: Path, report: Report) -> None:
-    """A memory fault: no replay has it, so it is located from the two checksums alone."""
+def test_memory_fault_of_one_run_is_not_reproduced(tmp_path: Path, report: Report) -> None:
     good = train(tmp_path, "good", *FLIPPING)
     (tmp_path / "flip").touch()
     bad = train(tmp_path, "bad", *FLIPPING, options=("--processes", 2))
@@ -77,12 +76,7 @@ def test_flipped_bit_of_one_run_is_located(tmp_path: Path, report: Report) -> No
     assert weights(good) != weights(bad)
     code, data = report(tmp_path, good, bad, "--trust")
     assert (code, data["first_different"], data["recipe"]) == (3, 7, [])
-    finding = data["finding"]
-    assert (finding["tensor"], finding["stage"]) == ("5.weight", None)
-    assert "bit 12 of element [1, 3] of value of 5.weight" in finding["text"]
     assert [replay_of(data, number) for number in (0, 1)] == [(0, 1, 7, None), (0, 2, 7, 7)]
-    code, data = report(tmp_path, bad, "--step", 7, "--trust")
-    assert (code, data["equal"], data["finding"]["tensor"]) == (3, False, "5.weight")
 
 
 @pytest.mark.slow

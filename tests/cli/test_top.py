@@ -128,7 +128,6 @@ def test_killed_run(tmp_path: Path) -> None:
     status = status_of("runs/a", tmp_path)
     assert status["state"] == "dead"
     assert [row["sign"] for row in status["ranks"]] == ["gone", "gone"]
-    assert status["seconds_left"] is None
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import pytest
 from samestep.errors import InputError
 from samestep.units import (
     format_bytes,
-    format_duration,
     format_percent,
     parse_duration,
     plural,
@@ -28,22 +27,6 @@ from samestep.units import (
 )
 def test_format_bytes(value: float | None, text: str) -> None:
     assert format_bytes(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.04, "0.0 s"),
-        (9.94, "9.9 s"),
-        (59, "59 s"),
-        (60, "1 min"),
-        (1000, "16 min 40 s"),
-        (7200, "2 h"),
-        (90061, "1 d 1 h"),
-    ],
-)
-def test_format_duration(value: float, text: str) -> None:
-    assert format_duration(value) == text
 
 
 def test_format_unknown_values() -> None:

@@ -22,7 +22,7 @@ from samestep.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Options(JsonOption):
-    """Check packages, GPUs, memory, limits, network, launcher and runs folder, and run a short self-test.
+    """Check packages, GPUs, memory, limits, launcher and runs folder, and run a short self-test.
 
     Each finding is pass, info, warn or fail; warn and fail include a fix. Nothing is changed. Exit codes: 0 no failure,
     2 invalid input, 3 at least one failure.

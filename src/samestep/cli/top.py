@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -85,13 +84,8 @@ def render(folder: Path, status: RunStatus) -> RenderableType:
     if status.epoch or status.epochs:
         parts.append(f"epoch {status.epoch}/{status.epochs or '?'}")
     parts.append(f"step {status.step:,}" + (f"/{status.steps:,}" if status.steps else ""))
-    if status.seconds_left is not None:
-        parts.append(f"{timedelta(seconds=round(status.seconds_left))} left")
-    values = {} if status.loss is None else {"loss": status.loss}
-    values |= {f"evaluation {name}": value for name, value in status.evaluation.items() if name != "epoch"}
-    for name, value in values.items():
-        text = value if isinstance(value, str) else format_metric(name.removeprefix("evaluation "), value)
-        parts.append(f"{name} {text}")
+    if status.loss is not None:
+        parts.append(f"loss {status.loss if isinstance(status.loss, str) else format_metric('loss', status.loss)}")
     if status.failure:
         parts.append(f"{status.failure['text']} [{status.failure['code']}]")
     table = Table(box=None, pad_edge=False, header_style="dim")

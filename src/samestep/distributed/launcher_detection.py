@@ -55,8 +55,6 @@ class Rendezvous:
     has_store: bool = False  # the launcher hosts the store; otherwise rank 0 does
     restarts: int = 0  # number of restarts according to the launcher
     rank_variable: str | None = None  # variable of each rank that the launcher's process lacks; None if by hand
-    why: str = ""  # the evidence, for messages
-    also: tuple[str, ...] = ()  # other launchers with variables in the environment, and their evidence
 
     @property
     def is_on_one_machine(self) -> bool:
@@ -80,9 +78,8 @@ def find_rendezvous(variables: Variables) -> Rendezvous | None:
         other = others[0]
         if (first.rank, first.world_size) != (other.rank, other.world_size):
             # mpirun inside a Slurm job starts its daemons by srun, and its ranks inherit the variables of the daemons.
-            first, others = other, [first]
-    also = tuple(f"{other.launcher}: {other.why}" for other in others)
-    return _with_address(replace(first, also=also), variables)
+            first = other
+    return _with_address(first, variables)
 
 
 def _torchrun(variables: Variables) -> Rendezvous | None:
@@ -110,7 +107,6 @@ def _torchrun(variables: Variables) -> Rendezvous | None:
         has_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restarts=_number(variables, "TORCHELASTIC_RESTART_COUNT", 0, default=0),
         rank_variable=_AGENT if _AGENT in variables else None,
-        why=f"RANK {rank} of WORLD_SIZE {size} are set, as torchrun does",
     )
 
 
@@ -124,7 +120,6 @@ def _slurm(variables: Variables) -> Rendezvous | None:
     if size == 1:
         return None  # for example an interactive shell, in which users start ranks themselves
     nodes = _number(variables, "SLURM_STEP_NUM_NODES", 1, default=0)
-    job = variables["SLURM_JOB_ID"]
     return Rendezvous(
         "Slurm",
         rank,
@@ -133,7 +128,6 @@ def _slurm(variables: Variables) -> Rendezvous | None:
         local_size=size if nodes == 1 else None,
         restarts=_number(variables, "SLURM_RESTART_COUNT", 0, default=0),
         rank_variable="SLURM_PROCID",
-        why=f"task {rank} of {size} in step {job}.{variables['SLURM_STEP_ID']}, which srun started",
     )
 
 
@@ -144,8 +138,7 @@ def _open_mpi(variables: Variables) -> Rendezvous | None:
     rank, size, local_rank, local_size = _ranks(variables, *_OPEN_MPI)
     if size == 1:
         return None
-    why = f"OMPI_COMM_WORLD_RANK {rank} of OMPI_COMM_WORLD_SIZE {size} are set, as mpirun does"
-    return Rendezvous("Open MPI", rank, size, local_rank, local_size, rank_variable=_OPEN_MPI[0], why=why)
+    return Rendezvous("Open MPI", rank, size, local_rank, local_size, rank_variable=_OPEN_MPI[0])
 
 
 def _with_address(rendezvous: Rendezvous, variables: Variables) -> Rendezvous:

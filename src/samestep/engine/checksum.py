@@ -97,14 +97,6 @@ def sum_of_parts(parts: Mapping[str, Part], device: torch.device) -> torch.Tenso
     return total
 
 
-def weights_of(name: str, part: Part, begin: int, end: int) -> torch.Tensor:
-    """Return the factors of the words from `begin` to `end` of a full tensor in the checksum."""
-    positions = torch.arange(begin, end)
-    blocks = positions // _BLOCK
-    powers = _powers(begin // _BLOCK, -(-end // _BLOCK))
-    return _weights(torch.device("cpu"))[positions % _BLOCK] * powers[blocks - begin // _BLOCK] * _key(name, part)[0]
-
-
 def words_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bits of a tensor as a flat tensor of integers of at most 32 bits."""
     tensor = tensor.detach()

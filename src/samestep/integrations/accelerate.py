@@ -119,11 +119,7 @@ class Accelerator(GatheringAccelerator):
 
     @property
     def loop(self) -> MicrobatchLoop:
-        """The steps; created at the first use, a collective.
-
-        Raises:
-            InputError: no model with trained parameters is prepared.
-        """
+        """The steps; created at the first use, a collective."""
         if self._loop is None:
             if self._trained is None:
                 fix = "accelerator.prepare(model, optimizer, loader)"
@@ -141,11 +137,7 @@ class Accelerator(GatheringAccelerator):
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Move a model to the device and prepare it for mixed precision; there is no wrapper.
-
-        Raises:
-            InputError: a second model has trained parameters, or a trained model is not to be moved.
-        """
+        """Move a model to the device and prepare it for mixed precision; there is no wrapper."""
         if any(parameter.requires_grad for parameter in model.parameters()) and not evaluation_mode:
             if self._trained not in (None, model):
                 raise integration_error(
@@ -163,11 +155,7 @@ class Accelerator(GatheringAccelerator):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> PreparedLoader:
-        """Return a loader of microbatches in training, and of whole batches in evaluation.
-
-        Raises:
-            InputError: the dataset has no length and indices, or data are not to be moved.
-        """
+        """Return a loader of microbatches in training, and of whole batches in evaluation."""
         require_placement(device_placement)
         prepared = data_loader if isinstance(data_loader, PreparedLoader) else PreparedLoader(self, data_loader)
         if prepared not in self._loaders:  # as after free_memory
@@ -198,11 +186,7 @@ class Accelerator(GatheringAccelerator):
         """Leave `sync_gradients`, which the prepared loader sets, unchanged."""
 
     def train_on(self, iteration: Iteration) -> Iterator[Any]:
-        """Yield the data of the microbatches of a training iteration.
-
-        Raises:
-            InputError: no optimizer used a gradient, or a scheduler made a step within a global batch.
-        """
+        """Yield the data of the microbatches of a training iteration."""
         loop, begun, schedule = self.loop, -1, ScheduleCheck(self._updating)
         try:
             for data in loop.microbatches(iteration.loader.loader):
@@ -255,11 +239,7 @@ class Accelerator(GatheringAccelerator):
         return is_set
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
-        """Save the state with the position in the data, after a complete optimizer step.
-
-        Raises:
-            InputError: a global batch is not complete.
-        """
+        """Save the state with the position in the data, after a complete optimizer step."""
         if self._loop is not None and (self._loop.is_open or self._needs_update):
             fix = "save `if accelerator.sync_gradients:`, after optimizer.step()"
             raise integration_error("accelerator.save_state within a global batch", fix)

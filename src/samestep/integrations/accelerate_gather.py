@@ -79,9 +79,6 @@ class GatheringAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Within a loop over a prepared loader, rows of samples that were computed a second time are left out, and the
         first dimension can have another length on every process.
-
-        Raises:
-            InputError: an evaluation, or a loop in the body of this one, has ended before, or as `gather_samples`.
         """
         return self._gathered(tensor) if self.iterations else self._gathered_outside(super().gather, tensor)
 
@@ -108,11 +105,7 @@ class GatheringAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return collective(*arguments)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce nested tensors over processes, outside of loops over prepared loaders, and not after an evaluation.
-
-        Raises:
-            InputError: the call is in such a loop, or after an evaluation.
-        """
+        """Reduce nested tensors over processes, outside of loops over prepared loaders, and not after an evaluation."""
         if self.iterations:
             fix = "accelerator.gather_for_metrics(values), or accelerator.step_result.loss in training"
             raise integration_error("accelerator.reduce in a loop over a prepared loader", fix)
@@ -129,10 +122,6 @@ def gather_samples(value: Any, world: World, *, is_counted: bool, by_sample: boo
         world: the ranks.
         is_counted: the samples of this rank count.
         by_sample: lists of tensors have one tensor per sample.
-
-    Raises:
-        InputError: a list of tensors without `by_sample`, a value of another type, or tuples and mappings with other
-            structures on another rank.
     """
     values: list[Any] = []
     own_structure = _describe(value, values)

@@ -140,9 +140,6 @@ class PreparedLoader:
         """Yield every n-th batch of n processes; a process without one at the end computes the first batch again.
 
         Buffers of the prepared models keep their values: each process has other batches.
-
-        Raises:
-            InputError: a forward changed parameters, or an option of the `DataLoader` has no effect.
         """
         owner, loader = self._accelerator, self._torch_loader
         order, size, world = self._evaluation_order(), loader.batch_size, owner.world

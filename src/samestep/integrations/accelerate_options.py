@@ -29,11 +29,7 @@ def require_supported_options(options: Mapping[str, Any]) -> None:
 
 
 def require_supported_state(accelerator: accelerate.Accelerator, world: World) -> None:
-    """Refuse options, settings of the environment or of `accelerate config`, and other ranks than those of the world.
-
-    Raises:
-        InputError: there is one.
-    """
+    """Refuse options, settings of `accelerate config`, and other ranks than those of the world."""
     loading, ranks = accelerator.dataloader_config, (accelerator.process_index, accelerator.num_processes)
     require_no_accumulation(accelerator.gradient_accumulation_steps)
     refuse(
@@ -56,11 +52,7 @@ def require_supported_state(accelerator: accelerate.Accelerator, world: World) -
 
 
 def require_replication(state: accelerate.state.AcceleratorState) -> None:
-    """Refuse other parallelism than replication, and compilation, also from the environment or `accelerate config`.
-
-    Raises:
-        InputError: there is one.
-    """
+    """Refuse other parallelism than replication, and compilation, also from the environment or `accelerate config`."""
     is_replicated = state.distributed_type in _TYPES and state.device.type in ("cpu", "cuda")
     refuse(
         {
@@ -103,11 +95,7 @@ class ScheduleCheck:
         self._before = self._read()
 
     def require_unchanged(self) -> None:
-        """Compare steps and rates with those at the beginning of the global batch.
-
-        Raises:
-            InputError: they have changed.
-        """
+        """Compare steps and rates with those at the beginning of the global batch."""
         if self._read() != self._before:
             raise integration_error(
                 "a step of a scheduler, or another learning rate, within a global batch",

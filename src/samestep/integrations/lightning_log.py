@@ -129,11 +129,7 @@ class BatchLog(Callback):
             self._module.log(name, cast("Metric", self._module.get_submodule(attribute)), **json.loads(arguments))
 
     def require_equal_values(self) -> None:
-        """Refuse values that hooks logged and that differ between ranks; a collective.
-
-        Raises:
-            InputError: there is one.
-        """
+        """Refuse values that hooks logged and that differ between ranks; a collective."""
         trainer = self._module.trainer
         for results in (trainer._results, trainer.fit_loop.epoch_loop._results):
             items: Iterable[Any] = (results or {}).values()
@@ -204,11 +200,7 @@ class WithoutMetrics(torch.nn.Module):
 
 @contextmanager
 def refused_sync() -> Iterator[None]:
-    """Refuse collectives of torchmetrics in the block, such as a step: ranks have different numbers of microbatches.
-
-    Raises:
-        InputError: a metric combines its states over ranks.
-    """
+    """Refuse collectives of torchmetrics in the block, such as a step: ranks have different numbers of microbatches."""
     sync = Metric.sync
 
     def refuse(metric: Metric, *_: Any, should_sync: bool = True, **__: Any) -> None:

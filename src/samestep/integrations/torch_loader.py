@@ -54,9 +54,6 @@ def global_loader(
         batch_size: samples of a global batch; None for the batch size of `loader`.
         microbatches: slices of a global batch.
         batch_sampler: used in place of the batch sampler of `loader`.
-
-    Raises:
-        InputError: the loader has no batches or no length, or its sampler or collate function depends on the rank.
     """
     workers = {"timeout": loader.timeout != 0, "multiprocessing_context": loader.multiprocessing_context is not None}
     workers["in_order"] = not loader.in_order
@@ -94,9 +91,6 @@ def _require_pure_collation(collate: Any) -> None:
     """Refuse a collate function with a seed or a generator of its own.
 
     Its random numbers would depend on the microbatches that this process, or one of its workers, has collated before.
-
-    Raises:
-        InputError: the function, or one that it wraps, has one.
     """
     while isinstance(collate, partial) or hasattr(collate, "data_collator"):  # a wrapper of Transformers
         collate = collate.func if isinstance(collate, partial) else collate.data_collator

@@ -23,9 +23,6 @@ def join_predictions(computed: Sequence[LocalOutputs], world: World) -> tuple[An
 
     Tensors have one row per sample, and dimension 1 is padded with -100 to the largest width of all microbatches. A
     tensor without dimensions, such as a second loss, becomes one value per microbatch.
-
-    Raises:
-        InputError: a tensor has no row per sample, or microbatches have different tensors; on every rank.
     """
     rows = _rows(computed, world)
     specs = list(zip(*(row.tensors for row in rows), strict=True))
@@ -99,11 +96,7 @@ class MicrobatchMetrics:
 
     @contextmanager
     def microbatch(self, number: int) -> Iterator[None]:
-        """Surround the loss of one microbatch.
-
-        Raises:
-            InputError: a collective of the accelerator, in a trainer that does not collect metrics.
-        """
+        """Surround the loss of one microbatch."""
         trainer, is_collecting = self._trainer, hasattr(self._trainer, "_metrics")
         for name in _COLLECTIVES:
             setattr(trainer.accelerator, name, own_values if is_collecting else _refuse(name))

@@ -21,11 +21,7 @@ _OFFLOADING_TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer
 
 
 def require_supported_class(kind: type, mixin: type) -> None:
-    """Refuse a trainer with methods of a step that `mixin` replaces.
-
-    Raises:
-        InputError: a class between the mixin and `transformers.Trainer` has such a method.
-    """
+    """Refuse a trainer with methods of a step that `mixin` replaces."""
     classes = kind.__mro__
     first, last = classes.index(mixin), classes.index(transformers.Trainer)
     own, bases = classes[:first], classes[first + 1 : last]
@@ -40,11 +36,7 @@ def require_supported_class(kind: type, mixin: type) -> None:
 
 
 def require_supported_arguments(args: transformers.TrainingArguments) -> None:
-    """Refuse arguments that do not fit the steps of a global batch.
-
-    Raises:
-        InputError: there is one.
-    """
+    """Refuse arguments that do not fit the steps of a global batch."""
     accelerator: Any = args.accelerator_config
     accumulation = accelerator.gradient_accumulation_kwargs or {}
     reasons = {

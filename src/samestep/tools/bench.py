@@ -6,7 +6,6 @@ Decisions: docs/decisions/recipes.md
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -19,14 +18,14 @@ from samestep.errors import InputError
 from samestep.launcher.launch import RankError, StoppedError
 from samestep.loggers.logger import format_metric
 from samestep.tools.timing import Spread, Timing, run_trial
-from samestep.units import format_duration, plural
+from samestep.units import plural
 
 SINGLE = "one device"
 # Variants that `--ways` selects. The baseline, one device, and the layouts of `--layout` always belong to a comparison.
 WAYS = ("ddp", "recipe", "accumulate", "bf16", "sync_bn", "fast", "compression", "dp")
 DEVICES = (1, 2, 4)
 ACCUMULATE = (4,)  # microbatches of a rank, by default
-PROBED_STEPS = 3  # for the estimate of the time, after as many steps that allocate memory and select kernels
+WARMUP_STEPS = 3  # of a trial, which allocate memory and select kernels
 _TRIALS = "samestep.tools.trials"
 _MAX_WIDTH = 200
 _LEAST_DATA_SHARE = 0.05  # smaller waits for data get no column
@@ -137,15 +136,6 @@ class Trained:
     timing: Timing | None  # of the training steps after the first ones; None without evaluation
 
 
-@dataclass(frozen=True)
-class Probe:
-    """Times of the baseline, for the estimate of the time of a comparison."""
-
-    step_seconds: float
-    steps_in_epoch: int
-    evaluation_batches: int
-
-
 @dataclass
 class Row:
     """Trials of a variant, one per round."""
@@ -193,13 +183,12 @@ def compare(
         RankError: the first variant failed.
         StoppedError: a stop was requested before the first result.
     """
-    estimate = _estimate(contenders, plan, report)
     rows: list[Row] = []
     failed: list[Absent] = []
 
     def results(*, is_complete: bool) -> dict[str, Any]:
         data = comparison_data(plan, rows, [*absent, *failed])
-        data |= {"estimated_seconds": estimate, "complete": is_complete}
+        data["complete"] = is_complete
         save(data)
         return data
 
@@ -225,27 +214,6 @@ def compare(
             raise
         return results(is_complete=False)
     return results(is_complete=True)
-
-
-def _estimate(contenders: Sequence[Contender], plan: Plan, report: Callable[[str], None]) -> float:
-    """Measure a few steps of the baseline, and report and return the approximate time of the comparison in seconds."""
-    began = time.monotonic()
-    probe: Probe = plan.run("probe_contender", contenders[0], processes=1)
-    start = max(0.0, time.monotonic() - began - 2 * PROBED_STEPS * probe.step_seconds)
-    # A step of any variant takes about as long as the baseline's: the work is the same.
-    training = (plan.epochs * probe.steps_in_epoch or 1) * probe.step_seconds
-    # A forward takes about a third of a step.
-    evaluation = probe.evaluation_batches * probe.step_seconds / 3 if plan.epochs else 0.0
-    trial = (plan.steps + PROBED_STEPS) * probe.step_seconds
-    launches = plan.rounds * len({contender.processes for contender in contenders})
-    seconds = launches * start + len(contenders) * (start + training + evaluation + plan.rounds * trial)
-    variants = plural(len(contenders), "variant")
-    trials = f"{plural(plan.rounds, 'trial')} of {plural(plan.steps, 'step')}"
-    report(
-        f"about {format_duration(seconds)}: {variants}, each with {plural(plan.epochs, 'epoch')} and {trials}; "
-        "less with --epochs, --rounds, --devices or --ways; Ctrl-C keeps the results so far"
-    )
-    return seconds
 
 
 def _time_round(rows: Sequence[Row], plan: Plan, *, is_reversed: bool) -> None:

@@ -18,15 +18,11 @@ from samestep.runs import LOOP
 from samestep.tools.run_lines import parse_count, parse_line, parse_number, read_objects, run_errors
 
 SILENT_SECONDS = 10.0
-_EVENT_BYTES = 1 << 22  # some 10,000 steps
+_EVENT_BYTES = 1 << 18  # some hundred steps
 _RANK_BYTES = 1 << 16  # some hundred lines, of which only the last is used
-_STEP = b'"event": "step"'
-_HEAD = 80  # bytes at the start of a line that contain the kind of its event
-_STRIDE = 64
 _MAX_RANKS = 100_000
 _START_SECONDS = 10.0  # error of the start time of a process
-_COUNTS = ("step", "epoch", "step_in_epoch", "steps_in_epoch")
-_NOT_VALUES = ("event", "time", "step", "epochs", "train_loss", "is_best", "skipped_steps", "samples_per_second")
+_COUNTS = ("step", "epoch", "steps_in_epoch")
 # starting: no rank has written. failed: rank 0 has logged a failure. dead: no process holds the lock, and the run has
 # logged no end.
 State = Literal["starting", "running", "stopped", "ended", "failed", "dead"]
@@ -52,9 +48,7 @@ class RunStatus:
     epochs: int | None  # None if unknown, as of a custom loop without `samestep.epochs`
     step: int  # completed optimizer steps
     steps: int | None
-    seconds_left: float | None  # estimate from the last steps, with evaluations and pauses; None if unknown
     loss: float | str | None  # loss of the last step, as a string such as `nan` if it is not finite
-    evaluation: Mapping[str, Any]  # `epoch`, `loss`, `samples` and metrics of the last evaluation
     ranks: Sequence[RankRow]
     failure: Mapping[str, Any]  # `code` and `text` of the failure; empty without
 
@@ -81,21 +75,16 @@ def read_status(run: Path) -> RunStatus | None:
         state = "running"  # without a lock: before rank 0 locks the directory, or no support for locks
     elif log.end is None and not start and not any(row.line for row in rows):
         state = "starting"
-    step, epoch, step_in_epoch, steps_in_epoch = (parse_count(log.step.get(name)) or 0 for name in _COUNTS)
+    step, epoch, steps_in_epoch = (parse_count(log.step.get(name)) or 0 for name in _COUNTS)
     epochs = epochs or parse_count(log.step.get("epochs"))
     steps = (epochs or 0) * steps_in_epoch
-    seconds_left = None
-    if state == "running" and log.seconds_per_step is not None and steps:
-        seconds_left = round((steps - epoch * steps_in_epoch - step_in_epoch) * log.seconds_per_step, 1)
     return RunStatus(
         state=state,
         epoch=epoch + 1 if "epoch" in log.step else 0,
         epochs=epochs,
         step=step,
         steps=steps or None,
-        seconds_left=seconds_left,
-        loss=_number(log.step.get("loss")),
-        evaluation=log.evaluation,
+        loss=log.step["loss"] if parse_number(log.step.get("loss")) is not None else None,
         ranks=rows,
         failure=log.failure,
     )
@@ -111,43 +100,22 @@ def last_lines(path: Path, size: int) -> list[bytes]:
     return []
 
 
-def _number(value: object) -> Any:
-    """Return a number, or the text of one that is not finite; None for any other value."""
-    return value if parse_number(value) is not None else None
-
-
 class _LastEvents:
-    """Last step, last evaluation, speed, and end of a run; of older steps, one in 64 is parsed."""
+    """Last step, and end of a run."""
 
     def __init__(self, lines: Sequence[bytes]) -> None:
         self.step: dict[str, Any] = {}
-        self.evaluation: dict[str, Any] = {}
         self.end: Literal["ended", "stopped", "failed"] | None = None  # if the last event is the end of the run
         self.failure: dict[str, Any] = {}
-        self.seconds_per_step: float | None = None
-        self._first: dict[str, Any] = {}  # step since the last resume
-        for number, line in enumerate(lines):
-            if _STEP in line[:_HEAD] and number % _STRIDE and number < len(lines) - _STRIDE:
-                continue
-            event = parse_line(line) or {}
-            if event.get("event") == "step" and parse_count(event.get("step")) is not None:
-                self._add_step(event)
-            else:
-                self._add(event)
+        for line in lines:
+            self._add(parse_line(line) or {})
 
-    def _add_step(self, event: dict[str, Any]) -> None:
-        self.step, self.end, self.failure = event, None, {}
-        self._first = self._first or event
-        steps = event["step"] - self._first["step"]
-        self.seconds_per_step = (event["time"] - self._first["time"]) / steps if steps > 0 else None
-
-    def _add(self, event: Mapping[str, Any]) -> None:
+    def _add(self, event: dict[str, Any]) -> None:
         kind = event.get("event")
-        if kind == "evaluation":
-            values = {name: _number(value) for name, value in event.items() if name not in _NOT_VALUES}
-            self.evaluation = {name: value for name, value in values.items() if value is not None}
-        elif kind == "resume":
-            self.end, self.failure, self._first = None, {}, {}
+        if kind in ("step", "resume"):
+            self.end, self.failure = None, {}
+        if kind == "step" and parse_count(event.get("step")) is not None:
+            self.step = event
         elif kind == "end":
             self.end = "stopped" if event.get("stopped") else "ended"
         elif kind == "failure":

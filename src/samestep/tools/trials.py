@@ -20,7 +20,7 @@ from samestep.engine.engine import Engine
 from samestep.engine.sync_batch_norm import norm_layers
 from samestep.errors import InputError
 from samestep.recipes.builder import Built, build, start_world
-from samestep.tools.bench import PROBED_STEPS, Contender, Probe, Trained
+from samestep.tools.bench import WARMUP_STEPS, Contender, Trained
 from samestep.tools.timing import Timing
 
 _MANY_WORKERS = "This DataLoader will create"  # start of torch's warning about more workers than cores
@@ -43,7 +43,7 @@ def train_contender(contender: Contender, epochs: int, options: RunOptions) -> T
             accelerator_module().reset_peak_memory_stats(world.device)
         built = _build(contender, options, world)
         steps = epochs * len(built.train) or 1
-        warmup = min(PROBED_STEPS, steps - 1)
+        warmup = min(WARMUP_STEPS, steps - 1)
         try:
             timing = _time_steps(built.engine, built.train, warmup=warmup, steps=steps - warmup)
         except StopRequested:
@@ -56,17 +56,6 @@ def train_contender(contender: Contender, epochs: int, options: RunOptions) -> T
         return Trained(values, held, peak, samples, timing)
 
 
-def probe_contender(contender: Contender, options: RunOptions) -> Probe | None:
-    """Time a few steps of a variant; return None if a stop was requested."""
-    with start_world(contender.recipe, options) as world:
-        built = _build(contender, options, world)
-        try:
-            timing = _time_steps(built.engine, built.train, warmup=PROBED_STEPS, steps=PROBED_STEPS)
-        except StopRequested:
-            return None
-        return Probe(timing.step_seconds, len(built.train), len(built.evaluation))
-
-
 def time_contenders(contenders: Sequence[Contender], steps: int, options: RunOptions) -> list[Timing] | None:
     """Time some steps of each variant; return None if a stop was requested."""
     timings = []
@@ -74,7 +63,7 @@ def time_contenders(contenders: Sequence[Contender], steps: int, options: RunOpt
         with start_world(contender.recipe, options) as world:
             built = _build(contender, options, world)
             try:
-                timings.append(_time_steps(built.engine, built.train, warmup=PROBED_STEPS, steps=steps))
+                timings.append(_time_steps(built.engine, built.train, warmup=WARMUP_STEPS, steps=steps))
             except StopRequested:
                 return None
     return timings
@@ -112,7 +101,7 @@ def _time_loader(built: Built, count: int, prefetch: int, steps: int) -> Timing:
     with built.engine.world.context.status.operation(f"trial of {count} loader processes"):
         loader = data.with_workers(count, prefetch)
         try:
-            return _time_steps(built.engine, loader, warmup=PROBED_STEPS, steps=steps)
+            return _time_steps(built.engine, loader, warmup=WARMUP_STEPS, steps=steps)
         finally:
             loader.close()
             data.cursor = loader.cursor

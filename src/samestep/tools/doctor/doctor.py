@@ -42,7 +42,7 @@ def check_machine(plan: Plan, nvidia: Nvidia, runs: Path, *, quick: bool, preloa
     yield from software.check_variables(variables, usable_processors())
     yield from check_gpus(nvidia, devices)
     yield from machine.check_resources(plan)
-    yield from machine.check_launcher(variables)
+    yield machine.check_launcher(variables)
     yield from machine.check_folder(runs)
     yield self_test
 

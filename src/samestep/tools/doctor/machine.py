@@ -1,11 +1,10 @@
-"""Checks of processors, memory, open files, runs folder, launcher and host name."""
+"""Checks of processors, memory, open files, runs folder and launcher."""
 
 from __future__ import annotations
 
 import os
 import resource
 import shutil
-import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -92,30 +91,13 @@ def check_folder(path: Path) -> Iterator[Finding]:
     )
 
 
-def check_launcher(variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that the launcher's variables are complete, and that host names resolve."""
-    host = socket.gethostname()
-    fix = "add the name to /etc/hosts (127.0.1.1 NAME), or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-    yield _resolved("host name", host, "warn", "gloo and NCCL resolve the name in jobs of several machines", fix)
+def check_launcher(variables: Mapping[str, str]) -> Finding:
+    """Check that the variables of a launcher are complete."""
     try:
         launcher = find_rendezvous(variables)
     except InputError as error:
         expected = error.expected or "complete launcher variables"
-        yield Finding("launcher", "fail", error.value, expected, error.fix or "unset these variables")
-        return
+        return Finding("launcher", "fail", error.value, expected, error.fix or "unset these variables")
     if launcher is None:
-        yield Finding("launcher", "pass", "none; samestep starts the ranks")
-        return
-    place = f"rank {launcher.rank} of {launcher.world_size}"
-    yield Finding("launcher", "pass", f"{launcher.launcher}, {place}: {launcher.why}")
-    yield from (Finding("ignored launcher", "info", other) for other in launcher.also)
-    fix = "set MASTER_ADDR to a name or address that resolves: getent hosts NAME"
-    yield _resolved("rendezvous address", launcher.address, "fail", "every rank connects to this address", fix)
-
-
-def _resolved(name: str, host: str, otherwise: Verdict, expected: str, fix: str) -> Finding:
-    try:
-        address = socket.getaddrinfo(host, None)[0][4][0]
-    except (OSError, UnicodeError):  # unknown or invalid name
-        return Finding(name, otherwise, f"{host} does not resolve", expected, fix)
-    return Finding(name, "pass", f"{host} is {address}")
+        return Finding("launcher", "pass", "none; samestep starts the ranks")
+    return Finding("launcher", "pass", f"{launcher.launcher}, rank {launcher.rank} of {launcher.world_size}")

@@ -58,7 +58,6 @@ class Replayed:
     by_name: dict[str, str] = field(default_factory=dict)  # checksum of each part of the last state
     compared: int = 0  # number of steps with a logged checksum
     first_different: int | None = None  # first step whose logged checksum is another one
-    flipped: str | None = None  # the one bit whose flip turns the last state into the logged one, as text
     is_complete: bool = False  # False after a request to stop
 
 

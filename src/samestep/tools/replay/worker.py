@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from typing import Any
 
-import numpy
-import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from samestep.checkpoint.state import load
 from samestep.config import Recipe, RunOptions
 from samestep.data.batch import GlobalBatch
 from samestep.distributed.logging import logger
-from samestep.distributed.world import all_gather
 from samestep.engine import checksum
 from samestep.engine.callbacks import Callback
 from samestep.engine.engine import Engine
@@ -30,8 +26,6 @@ from samestep.runs.starts import require_same_code
 from samestep.tools.replay.launch import Replayed, ReplayOptions, ScriptCommand, Subject
 from samestep.tools.verify.trials import Trial
 from samestep.tools.verify.worker import Probe
-
-_SEARCHED = 2**20  # words of a search at once
 
 
 class _Steps(Callback):
@@ -69,9 +63,6 @@ class _Steps(Callback):
             self._add_checksum(engine, step, logged)
         if is_last:
             self.result.by_name = checksum.checksums_by_name(engine, self._end)
-            own = self.result.checksums.get(step)
-            difference = int(logged, 16) - int(own, 16) if logged is not None and own is not None else 0
-            self.result.flipped = _flipped_bit(engine, self._end, difference)
             self.result.is_complete = True
         if (is_last or result.stop) and isinstance(self._subject.command, ScriptCommand):
             engine.world.barrier()  # no rank ends while another needs it
@@ -166,37 +157,3 @@ def _recording(subject: Subject, last: int, trial: Trial | None, options: Replay
             process_state.callbacks.append(Probe(trial, rank, size, file))
         process_state.callbacks.append(steps)  # after the record, since it ends a script
         yield steps
-
-
-def _flipped_bit(engine: Engine, cursor: Cursor, difference: int) -> str | None:
-    """Return the bit of the state whose flip changes the checksum by `difference` of rank 0; None without one.
-
-    A collective.
-    """
-    differences = all_gather(str(difference % checksum.MODULUS), engine.world)
-    location = _find(checksum.state_parts(engine, cursor).tensors, int(differences[0]))
-    texts: list[str | None] = all_gather(location, engine.world)
-    return next((text for text in texts if text is not None), None)
-
-
-def _find(parts: Mapping[str, Any], difference: int) -> str | None:
-    """Return the bit of a tensor whose flip changes a checksum by `difference` modulo 2^64, as text, if there is one.
-
-    A flip of bit b of word i changes the checksum by plus or minus 2^b w_i, and w_i is odd. One of n words fits another
-    difference by chance with a probability of about n / 2^58.
-    """
-    if difference == 0:
-        return None
-    bit = (difference & -difference).bit_length() - 1
-    for name, part in parts.items():
-        sample = checksum.words_of(torch.empty(1, dtype=part.tensor.dtype))
-        per_element, width = len(sample), 8 * sample.element_size()
-        words = part.shape.numel() * per_element
-        for begin in range(0, words if bit < width else 0, _SEARCHED):
-            changes = checksum.weights_of(name, part, begin, min(begin + _SEARCHED, words)) << bit
-            hits = ((changes == checksum.signed(difference)) | (changes == checksum.signed(-difference))).nonzero()
-            if len(hits):
-                element, word = divmod(begin + int(hits[0]), per_element)
-                indices = [int(index) for index in numpy.unravel_index(element, part.shape)]
-                return f"bit {width * word + bit} of element {indices} of {name}"
-    return None
