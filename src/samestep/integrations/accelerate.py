@@ -246,12 +246,7 @@ class Accelerator(GatheringAccelerator):
         return super().save_state(output_dir, safe_serialization, **options)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> Any:
-        """Load the state with the position in the data, outside of loops over prepared loaders.
-
-        Raises:
-            InputError: the call is in such a loop.
-            CheckpointError: the data or their batches are others than those of the checkpoint.
-        """
+        """Load the state with the position in the data, outside of loops over prepared loaders."""
         if self.iterations:
             fix = "call accelerator.load_state before the loop, or after its end"
             raise integration_error("accelerator.load_state in a loop over a prepared loader", fix)

@@ -44,21 +44,13 @@ class Iteration:
 
 
 class GatheringAccelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """Accelerator whose `gather`, `gather_for_metrics` and `reduce` count each sample once.
-
-    Args:
-        **options: of `accelerate.Accelerator`.
-
-    Attributes:
-        world: the ranks.
-        iterations: those over prepared loaders that run at present, the innermost one last.
-    """
+    """Accelerator whose `gather`, `gather_for_metrics` and `reduce` count each sample once."""
 
     world: World
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.iterations: list[Iteration] = []
+        self.iterations: list[Iteration] = []  # those that run at present, the innermost one last
         self._has_evaluated = False  # since the last iteration outside of others began
 
     @contextmanager

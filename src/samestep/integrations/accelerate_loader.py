@@ -109,11 +109,7 @@ class PreparedLoader:
         return position_of(self.loader) if self.is_stepped else None
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Move to a saved position.
-
-        Raises:
-            CheckpointError: the data or their batches are others than those of the checkpoint.
-        """
+        """Move to a saved position."""
         restore_position(self.loader, state)
         self.is_stepped = True
 
@@ -166,11 +162,7 @@ class PreparedLoader:
 
 
 class Position:
-    """Steps and positions in the data, as an object that Accelerate saves.
-
-    Args:
-        accelerator: the accelerator with the loaders.
-    """
+    """Steps and positions in the data, as an object that Accelerate saves."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator, self._steps = accelerator, 0
@@ -190,11 +182,7 @@ class Position:
         return {"steps": self.steps, "loaders": [loader.state() for loader in self._accelerator._loaders]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set steps and positions.
-
-        Raises:
-            CheckpointError: the data or their batches are others than those of the checkpoint.
-        """
+        """Set steps and positions."""
         loaders, saved = self._accelerator._loaders, state["loaders"]
         if len(loaders) != len(saved):
             raise CheckpointError(

@@ -78,9 +78,6 @@ class ScheduleCheck:
     """Check that no scheduler makes a step within a global batch.
 
     A scheduler that makes one per microbatch can change the rate between two batches only, so steps are compared too.
-
-    Args:
-        optimizers: the optimizers; their schedulers, prepared or not, exist already.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:

@@ -382,10 +382,6 @@ class _TrainingSignals:
 
     Ranks agree on the requests at the end of a step. Lightning's handlers communicate and save at once, within a step
     in which other ranks wait for other messages, or have not received the signal.
-
-    Args:
-        trainer: the trainer, which has not registered its handlers.
-        world: the ranks.
     """
 
     def __init__(self, trainer: Trainer, world: World) -> None:

@@ -35,11 +35,6 @@ class SamestepDataLoader:
 
     The state that Lightning saves is the position in the data, which does not depend on the number of processes.
 
-    Args:
-        loader: the loader.
-        original: the loader of torch, from which another loader can be made.
-        is_training: batches are those of steps, which move the position.
-
     Attributes:
         dataset: the dataset, which callbacks of Lightning read.
     """
@@ -67,11 +62,7 @@ class SamestepDataLoader:
         return position_of(self.loader)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Move to a saved position.
-
-        Raises:
-            CheckpointError: the data or their batches are others than those of the checkpoint.
-        """
+        """Move to a saved position."""
         restore_position(self.loader, state)
 
 
@@ -84,12 +75,7 @@ class _SeenIndices(_IndexBatchSamplerWrapper):
 
 
 class PredictionDataLoader(SamestepDataLoader):
-    """Loader for predictions: notes the indices of each global batch, over all ranks, for `BasePredictionWriter`.
-
-    Args:
-        loader: the loader.
-        original: the loader of torch.
-    """
+    """Loader for predictions: notes the indices of each global batch for `BasePredictionWriter`."""
 
     def __init__(self, loader: Loader, original: DataLoader[Any]) -> None:
         super().__init__(loader, original, is_training=False)

@@ -39,10 +39,6 @@ class BatchLog(Callback):
     `batch_size`. All ranks log the same bits, so `sync_dist` is not needed. Metrics of torchmetrics are updated by each
     rank, and combine their own states at the end of the epoch. Every rank logs those that any rank has logged, in the
     same order, because each of them is a collective.
-
-    Args:
-        module: the module.
-        world: the ranks.
     """
 
     def __init__(self, module: LightningModule, world: World) -> None:

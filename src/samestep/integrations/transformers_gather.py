@@ -83,10 +83,6 @@ class MicrobatchMetrics:
     Trainers of TRL gather each value over ranks in `compute_loss`, and append it to `_metrics[mode][name]`. Ranks have
     different numbers of microbatches, so each value is that of one microbatch at first, and the lists are gathered
     after the last one, in the order of the microbatches. Other trainers have no such lists: collectives are refused.
-
-    Args:
-        trainer: the trainer, whose accelerator gathers.
-        world: the ranks.
     """
 
     def __init__(self, trainer: Any, world: World) -> None:

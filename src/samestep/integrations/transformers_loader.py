@@ -36,11 +36,7 @@ def trainer_loader(
 
 
 class StepDataset(Dataset[GlobalBatch]):
-    """Global batches of one epoch by number; consecutive ones are loaded ahead.
-
-    Args:
-        loader: the loader, whose position moves.
-    """
+    """Global batches of one epoch by number; consecutive ones are loaded ahead."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader, self._epoch = loader, 0
@@ -88,12 +84,7 @@ def _only_item(items: list[Any]) -> Any:
 
 
 class EvaluationDataLoader:
-    """Loader of global batches for an evaluation.
-
-    Args:
-        loader: the loader, whose position stays.
-        dataset: the dataset, whose length the trainer reads.
-    """
+    """Loader of global batches for an evaluation."""
 
     def __init__(self, loader: Loader, dataset: Any) -> None:
         self.dataset, self._loader = dataset, loader
@@ -121,11 +112,7 @@ class SamestepCallback(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"settings": settings}}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Refuse a resumption with other batches.
-
-        Raises:
-            CheckpointError: a setting differs from that of the checkpoint.
-        """
+        """Refuse a resumption with other batches."""
         callbacks: Any = state.stateful_callbacks  # states by name, once the trainer has begun
         # A checkpoint of `transformers.Trainer` has no such state, and saving needs one.
         saved = callbacks.setdefault(type(self).__name__, self.state())["attributes"]["settings"]

@@ -28,7 +28,6 @@ ACCUMULATE = (4,)  # microbatches of a rank, by default
 WARMUP_STEPS = 3  # of a trial, which allocate memory and select kernels
 _TRIALS = "samestep.tools.trials"
 _MAX_WIDTH = 200
-_LEAST_DATA_SHARE = 0.05  # smaller waits for data get no column
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,6 @@ class Trained:
     held: int  # bytes of parameters, gradients, buffers and optimizer state; the largest of all ranks
     peak: int | None  # peak GPU memory in bytes, the largest of all ranks; None on a CPU
     samples_in_epoch: int
-    timing: Timing | None  # of the training steps after the first ones; None without evaluation
 
 
 @dataclass
@@ -249,9 +247,8 @@ def _row_data(row: Row, baseline: Row, rounds: int) -> dict[str, Any]:
         "evaluation": trained.evaluation,
         "rounds": [asdict(timing) for timing in row.rounds[:rounds]],
     }
-    timings = _timings(row, rounds)
-    base = _timings(baseline, rounds)
-    if not timings or not base:
+    timings, base = row.rounds[:rounds], baseline.rounds[:rounds]
+    if not rounds:
         return data
     speeds = [timing.samples_per_second for timing in timings]
     speed = Spread.of(speeds)
@@ -265,13 +262,6 @@ def _row_data(row: Row, baseline: Row, rounds: int) -> dict[str, Any]:
     }
 
 
-def _timings(row: Row, rounds: int) -> list[Timing]:
-    """Return the trials of the complete rounds; before the first of them, the speed of the training."""
-    if rounds:
-        return row.rounds[:rounds]
-    return [row.trained.timing] if row.trained.timing is not None else []
-
-
 def show(data: dict[str, Any]) -> None:
     """Print a comparison."""
     console = Console()
@@ -281,8 +271,7 @@ def show(data: dict[str, Any]) -> None:
     Console(width=max(console.width, width)).print(shown)
     rounds = len(data["ways"][0]["rounds"])
     metric = first_metric(data["ways"])
-    base = f"in the same round: median of {rounds} ± half the interquartile range" if rounds else "while training"
-    print(f"\nspeed-up    relative to one device {base}")
+    print(f"\nspeed-up    relative to one device in the same round: median of {rounds} ± half the interquartile range")
     if not data["complete"]:
         print("stopped     before the end: these are the results so far")
     if metric is not None:
@@ -302,7 +291,6 @@ def table(ways: Sequence[dict[str, Any]]) -> Table:
     """Return a table with a row per variant."""
     metric = first_metric(ways)
     is_peak = any(way["memory_peak_bytes"] is not None for way in ways)
-    shows_waits = any((way["data_share"] or 0) > _LEAST_DATA_SHARE for way in ways)
     shown = Table(box=None, pad_edge=False, header_style="bold")
     last = None
     for way in ways:
@@ -311,10 +299,9 @@ def table(ways: Sequence[dict[str, Any]]) -> Table:
             "devices": str(way["devices"]) if way["devices"] != last else "",
             "variant": way["name"],
             **_speed_cells(way),
+            "waits for data": f"{way['data_share'] or 0:.0%}",
             "peak MiB" if is_peak else "MiB held": f"{memory / 2**20:,.1f}",
         }
-        if shows_waits:
-            cells["waits for data"] = f"{way['data_share'] or 0:.0%}"
         if metric is not None:
             cells[metric] = format_metric(metric, way["evaluation"][metric])
         if not shown.columns:

@@ -55,7 +55,7 @@ def write_repository(run: Path, which: str, certificate: Path | None, out: Path)
     if certificate is not None:
         verified = _read_certificate(certificate)
         shutil.copyfile(certificate, out / "certificate.json")
-        lines = differences(verified["recipe"] or {}, recipe_data(recipe))
+        lines = differences(verified["recipe"], recipe_data(recipe))
     start = log.starts[-1] if log.starts else {}
     software = ", ".join(f"{name} {start[name]}" for name in ("samestep", "torch") if name in start)
     texts = {name: format_metric(name, value) for name, value in metrics.items()}
@@ -66,7 +66,7 @@ def write_repository(run: Path, which: str, certificate: Path | None, out: Path)
 
 
 def _read_certificate(path: Path) -> dict[str, Any]:
-    """Return `holds`, `subject` and the verified `recipe` of a certificate, which is None for a script.
+    """Return `holds`, `subject` and the verified `recipe` of a certificate, which is empty for a script.
 
     Raises:
         InputError: the certificate is missing, damaged or of another format.
@@ -75,15 +75,11 @@ def _read_certificate(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_bytes())
         if data["format"] != FORMAT:
             raise ValueError(f"format {data['format']}, not {FORMAT}")
-        return {
-            "holds": bool(data["holds"]),
-            "subject": " ".join([str(data["subject"]), *map(str, data["arguments"])]),
-            "recipe": None if data["recipe"] is None else dict(data["recipe"]),
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        cause = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        subject = " ".join([str(data["subject"]), *map(str, data["arguments"])])
+        return {"holds": bool(data["holds"]), "subject": subject, "recipe": dict(data["recipe"] or {})}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
-            f"{path} cannot be read: {cause}",
+            f"{path} cannot be read: {error}",
             expected=f"a folder written by samestep verify --out, which contains {path.name}",
             fix="correct the path, or repeat samestep verify --out",
             code="E_UNREADABLE",

@@ -43,17 +43,16 @@ def train_contender(contender: Contender, epochs: int, options: RunOptions) -> T
             accelerator_module().reset_peak_memory_stats(world.device)
         built = _build(contender, options, world)
         steps = epochs * len(built.train) or 1
-        warmup = min(WARMUP_STEPS, steps - 1)
         try:
-            timing = _time_steps(built.engine, built.train, warmup=warmup, steps=steps - warmup)
+            _train(built.engine, islice(built.train.endless(), steps))
         except StopRequested:
             return None
         held, peak = _measure_memory(built.engine)
         samples = built.train.samples
         if not epochs:
-            return Trained({}, held, peak, samples, None)
+            return Trained({}, held, peak, samples)
         values = built.engine.evaluate(built.evaluation, list(built.metrics))
-        return Trained(values, held, peak, samples, timing)
+        return Trained(values, held, peak, samples)
 
 
 def time_contenders(contenders: Sequence[Contender], steps: int, options: RunOptions) -> list[Timing] | None:

@@ -79,7 +79,7 @@ def test_ways_and_accumulate_select_variants(recipe: Recipe) -> None:
 
 def row(name: str, devices: int, speeds: list[float], accuracy: float) -> Row:
     contender = Contender(name, devices, devices, load_recipe("digits", []))
-    trained = Trained({"loss": 0.1, "samples": 360.0, "accuracy": accuracy}, 2**21, None, 1437, Timing(0.1, 0.0, 10.0))
+    trained = Trained({"loss": 0.1, "samples": 360.0, "accuracy": accuracy}, 2**21, None, 1437)
     return Row(contender, trained, [Timing(60 / speed, 0.01, speed) for speed in speeds])
 
 
@@ -105,7 +105,7 @@ def test_interrupted_round_is_left_out() -> None:
     assert ways[1]["speed_up"]["median"] == pytest.approx(1.8)
     rows = [row(SINGLE, 1, [], 0.99), row("ddp", 2, [], 0.98)]
     ways = comparison_data(plan, rows, [])["ways"]
-    assert [way["samples_per_second"]["median"] for way in ways] == [10.0, 10.0], "the speed of the training"
+    assert [way["samples_per_second"] for way in ways] == [None, None]
 
 
 def test_comparison_is_printed_and_plain_data() -> None:
@@ -115,7 +115,6 @@ def test_comparison_is_printed_and_plain_data() -> None:
     headers = [str(column.header) for column in table(data["ways"]).columns]
     assert headers[:3] == ["devices", "variant", "samples/s"]
     assert headers[-1] == "accuracy"
-    assert "waits for data" not in headers
 
 
 def test_fewest_workers_of_the_fastest_are_chosen(monkeypatch: pytest.MonkeyPatch, recipe: Recipe) -> None:
