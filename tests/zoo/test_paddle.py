@@ -95,15 +95,6 @@ def test_any_plain_array(tmp_path_factory: pytest.TempPathFactory, array: Any, p
     assert arrays_read.tobytes() == array.astype(arrays_read.dtype).tobytes()
 
 
-def test_file_written_by_python_2(tmp_path: Path) -> None:
-    """Bytes are text, and modules have the names of Python 2."""
-    head = b"\x80\x02}U\x01acnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
-    kind = b"cnumpy\ndtype\nU\x02f4K\x00K\x01\x87R(K\x03U\x01<NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
-    path = tmp_path / "old.pdparams"
-    path.write_bytes(head + b"(K\x01K\x02\x85" + kind + b"\x89U\x08\x00\x00\x80?\x00\x00\x00\xc0tbs.")
-    assert read_arrays(path)[0]["a"].tolist() == [1.0, -2.0]
-
-
 # --- no execution --------------------------------------------------------------------------------------
 
 
@@ -203,7 +194,6 @@ WRONG: list[Any] = [
     {"a": {"b": numpy.ones(1)}},
     numpy.ones(3),
     [numpy.ones(3)],
-    {"UnpackBigParamInfor@@": {}, "a@@.0": numpy.ones(1)},
     {3: numpy.ones(1)},
 ]
 

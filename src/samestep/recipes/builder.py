@@ -170,7 +170,6 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         model, notes = build_model(recipe, splits.classes, splits.model_options)
     if recipe.model.pretrained is not None and not receives_weights:
         check_same_weights(model, world)
-    notes = splits.notes + notes
     train, evaluation = _loaders(recipe, options, splits, world, has_batch_norm=uses_batch_statistics(model))
     if train.samples < len(splits.train) and not recipe.data.drop_last:
         notes += ("the last batch of an epoch has 1 sample, too few for batch norm, and is left out",)

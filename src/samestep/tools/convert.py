@@ -87,13 +87,13 @@ def convert_recipe(file: Path, devices: int | None) -> ConvertedRecipe:
     Raises:
         RecipeError: the file is of another model, has no equivalent recipe, or `devices` is None.
     """
-    raw = _read_keys(file, 0)
+    raw = dict(_leaves(read_yaml(file)))
+    if any(raw.pop("BASE", None) or ()):
+        raise _refused(f"{file} includes other files by BASE", "all keys in one file", "copy the keys into the file")
     kind, name = str(raw.get("MODEL.TYPE", "ViT")), str(raw.get("MODEL.NAME", "")).lower()
-    families = f"{', '.join(FAMILIES)}, without distillation"
-    if kind.lower() not in FAMILIES:
-        raise _refused(f"{file}: MODEL.TYPE is {kind}", families, "write a recipe with another model")
-    if "distilled" in name:
-        raise _refused(f"{file}: MODEL.NAME is {name}", families, f"samestep train images --set model.name=timm:{name}")
+    if kind.lower() not in FAMILIES or "distilled" in name:
+        families = f"{', '.join(FAMILIES)}, without distillation"
+        raise _refused(f"{file}: MODEL.TYPE is {kind}, MODEL.NAME is {name}", families, "write a recipe")
     family = FAMILIES[kind.lower()]
     known = [*family.keys, *family.old_names]
     for key in raw:
@@ -122,19 +122,6 @@ def convert_recipe(file: Path, devices: int | None) -> ConvertedRecipe:
 
 def _refused(problem: str, expected: str, fix: str = "change the value, or write a new recipe") -> RecipeError:
     return RecipeError(problem, expected, fix, code="E_PADDLE_FILE")
-
-
-def _read_keys(file: Path, depth: int) -> dict[str, Any]:
-    """Return the keys of a file, merged over those of the files in its BASE."""
-    if depth > 10:
-        raise _refused(f"{file} includes itself through BASE", "no cycles", "remove the cycle")
-    raw = dict(read_yaml(file))
-    bases = raw.pop("BASE", None) or []
-    keys: dict[str, Any] = {}
-    for base in [bases] if isinstance(bases, str) else bases:
-        if base:
-            keys |= _read_keys(file.parent / str(base), depth + 1)
-    return keys | dict(_leaves(raw))
 
 
 def _leaves(raw: Values, prefix: str = "") -> Iterator[tuple[str, Any]]:

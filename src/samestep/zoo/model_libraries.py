@@ -38,7 +38,7 @@ def find_in_library(name: str) -> Builder | None:
         RecipeError: the library is not installed, or has no such model.
     """
     library, colon, model = name.partition(":")
-    finders = {
+    finders: Mapping[str, Callable[[str], Builder]] = {
         "torchvision": torchvision_model,
         "timm": _timm_model,
         "transformers": transformers_model,
@@ -61,63 +61,54 @@ def torchvision_model(name: str) -> Builder:
     Raises:
         RecipeError: torchvision has no such model.
     """
-    if name not in (names := torchvision_names()):
-        raise _unknown("torchvision", name, names, "a name of torchvision.models.list_models()")
+    _require_known("torchvision", name, torchvision_names())
     from torchvision.models import get_model_builder
 
     builder = get_model_builder(name)
     # The defaults of segmentation and detection models download a backbone.
     no_weights = {key: None for key in ("weights", "weights_backbone") if takes(builder, key)}
-
-    def build(*, num_classes: int, **options: Any) -> torch.nn.Module:
-        return _build(f"torchvision:{name}", builder, {**no_weights, **options, "num_classes": num_classes})
-
-    return build
+    return _offline(f"torchvision:{name}", partial(builder, **no_weights), "num_classes")
 
 
 def _timm_model(name: str) -> Builder:
     timm = import_optional("timm", f"model timm:{name}")
-    if not timm.is_model(name):
-        raise _unknown("timm", name, timm.list_models(), "a name of timm.list_models()")
-
-    def build(*, num_classes: int, **options: Any) -> torch.nn.Module:
-        create = partial(timm.create_model, name, pretrained=False)
-        return _build(f"timm:{name}", create, {**options, "num_classes": num_classes})
-
-    return build
+    if not timm.is_model(name):  # a name can have a tag of weights
+        _require_known("timm", name, timm.list_models())
+    return _offline(f"timm:{name}", partial(timm.create_model, name, pretrained=False), "num_classes")
 
 
 def _segmentation_model(name: str) -> Builder:
     library = import_optional("segmentation_models_pytorch", f"model segmentation_models_pytorch:{name}")
     classes = {cls.__name__: cls for cls in library.MODEL_ARCHITECTURES_MAPPING.values()}
-    if name not in classes:
-        raise _unknown("segmentation_models_pytorch", name, classes, f"one of {', '.join(classes)}")
+    _require_known("segmentation_models_pytorch", name, classes)
+    return _offline(f"segmentation_models_pytorch:{name}", partial(classes[name], encoder_weights=None), "classes")
+
+
+def _offline(name: str, builder: Builder, classes: str) -> Builder:
+    """Return a builder that refuses downloads; `classes` is the library's name of the number of classes."""
 
     def build(*, num_classes: int, **options: Any) -> torch.nn.Module:
-        arguments = {"encoder_weights": None, "classes": num_classes, **options}
-        return _build(f"segmentation_models_pytorch:{name}", classes[name], arguments)
+        for key, disabled in _DOWNLOADS.items():
+            if options.get(key, disabled) != disabled:
+                raise RecipeError(
+                    f"model.options.{key} is {options[key]!r}",
+                    expected="no option that downloads weights",
+                    fix=f"remove model.options.{key} and set model.pretrained to a file of weights",
+                    code="E_VALUE",
+                )
+        try:
+            return builder(**{**options, classes: num_classes})
+        except (KeyError, TypeError, ValueError) as error:
+            problem, expected = f"model {name!r}: {error}", f"options of {name}"
+            raise RecipeError(problem, expected, "correct model.options", code="E_VALUE") from error
 
     return build
 
 
-def _build(name: str, builder: Builder, options: Mapping[str, Any]) -> torch.nn.Module:
-    for key, disabled in _DOWNLOADS.items():
-        if options.get(key, disabled) != disabled:
-            raise RecipeError(
-                f"model.options.{key} is {options[key]!r}",
-                expected="no option that downloads weights",
-                fix=f"remove model.options.{key} and set model.pretrained to a file of weights",
-                code="E_VALUE",
-            )
-    try:
-        return builder(**options)
-    except (KeyError, TypeError, ValueError) as error:
-        raise RecipeError(
-            f"model {name!r}: {error}", expected=f"options of {name}", fix="correct model.options", code="E_VALUE"
-        ) from error
-
-
-def _unknown(library: str, name: str, names: Iterable[str], expected: str) -> RecipeError:
-    meant = suggest(name, names)
-    fix = "choose a name of the list" if meant is None else f"did you mean {library}:{meant}?"
-    return RecipeError(f"{library} has no model {name!r}", expected=expected, fix=fix, code="E_UNKNOWN_NAME")
+def _require_known(library: str, name: str, names: Iterable[str]) -> None:
+    known = list(names)
+    if name not in known:
+        meant = suggest(name, known)
+        fix = "choose a model of the library" if meant is None else f"did you mean {library}:{meant}?"
+        expected = f"one of the {len(known)} models of {library}, such as {', '.join(known[:5])}"
+        raise RecipeError(f"{library} has no model {name!r}", expected, fix, code="E_UNKNOWN_NAME")

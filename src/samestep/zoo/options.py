@@ -97,18 +97,13 @@ def _fields(kind: Any, path: Sequence[str]) -> list[str]:
 
 
 def _require_type(key: str, parameter: inspect.Parameter, value: object) -> None:
-    """Require a boolean for a parameter of type `bool`, because all text is true, and text for one of type `str`.
-
-    YAML reads `123` and `no` as other values than text.
-    """
-    if value is not None and not isinstance(value, bool) and str(parameter.annotation) == "bool":
-        problem = f"{key} is {json.dumps(value)}"
-        raise RecipeError(problem, expected="true or false", fix=f"--set {key}=true", code="E_VALUE")
-    if value is not None and not isinstance(value, str) and str(parameter.annotation) in ("str", "str | None"):
+    """Require a boolean for a parameter of type `bool`, because all text is true, and text for one of type `str`."""
+    kind = {"bool": bool, "str": str, "str | None": str}.get(str(parameter.annotation))
+    if value is not None and kind is not None and not isinstance(value, kind):
         raise RecipeError(
-            f"{key} is {json.dumps(value)}, which is not text",
-            expected="text; YAML reads some words as numbers or booleans",
-            fix=f"""quote the value: --set '{key}="..."'""",
+            f"{key} is {json.dumps(value)}",
+            expected="true or false" if kind is bool else "text; YAML reads some words as numbers or booleans",
+            fix=f"--set {key}=true" if kind is bool else f"""quote the value: --set '{key}="..."'""",
             code="E_VALUE",
         )
 
@@ -120,14 +115,9 @@ def _is_library(function: Callable[..., Any]) -> bool:
 def _refused(where: str, options: Mapping[str, Any], error: Exception) -> RecipeError:
     """Return the error for values of options that a constructor refuses with an exception of Python or PyTorch."""
     message = next(iter(message_of(error).strip().splitlines()), "")
-    keys = ", ".join(f"{where}.{key}" for key in options)
     values = ", ".join(f"{where}.{key} is {value!r}" for key, value in options.items())
-    return RecipeError(
-        f"{values}: {class_name(error)}: {message}",
-        expected="values with which the component can be built",
-        fix=f"correct {keys}" if len(options) == 1 else f"correct one of {keys}",
-        code="E_VALUE",
-    )
+    problem, expected = f"{values}: {class_name(error)}: {message}", "values with which the component can be built"
+    return RecipeError(problem, expected, "correct one of them", code="E_VALUE")
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from samestep.errors import DataError
 
-# Paddle's additions to a state dict: its own names of the arrays, and parts of arrays above a gigabyte.
-_OWN_NAMES, _PARTS = "StructuredToParameterName@@", "UnpackBigParamInfor@@"
+_OWN_NAMES = "StructuredToParameterName@@"  # Paddle's addition to a state dict
 # Not `u2`, in which Paddle saves bfloat16.
 _DTYPES = ("b1", "i1", "i2", "i4", "i8", "u1", "f2", "f4", "f8")
 
@@ -99,13 +98,11 @@ def read_arrays(file: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
     """
     try:
         with file.open("rb") as stream:
-            content = _Unpickler(stream, encoding="latin1").load()  # bytes that Python 2 wrote as text
+            content = _Unpickler(stream).load()
         left_out: tuple[str, ...] = ()
         if isinstance(content.get("model"), dict):
             left_out = tuple(str(name) for name in content if name != "model")
             content = content["model"]
-        if _PARTS in content:
-            raise ValueError("arrays are in parts; save them with protocol=4")
         return {name: _array(name, value) for name, value in content.items() if name != _OWN_NAMES}, left_out
     except DataError:
         raise
@@ -183,7 +180,6 @@ def _array(name: Any, value: Any) -> NDArray[Any]:
     if code not in _DTYPES or order not in ("<", ">", "=", "|") or others != [None, None, None]:
         raise ValueError(f"{name} has elements of type {code!r}, not one of {', '.join(_DTYPES)}")
     numpy_dtype = numpy.dtype(order + code)
-    content = content.encode("latin1") if isinstance(content, str) else content
     is_shape = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
     size = math.prod(shape) * numpy_dtype.itemsize if is_shape else -1
     if not isinstance(content, bytes | bytearray) or len(content) != size:

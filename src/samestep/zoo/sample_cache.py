@@ -35,8 +35,7 @@ DESCRIPTION = "cache.json"
 _FORMAT = 2
 _DATA, _INDEX = ".data", ".index"
 _ALIGNMENT = 64
-# The fields of `Entry`.
-_RECORD = struct.Struct("<QQQQIIII")
+_RECORD = struct.Struct("<QQQQIIII")  # the fields of `Entry`
 _TYPE = numpy.dtype(
     [(name, "<u8") for name in ("high", "low", "offset", "length")]
     + [(name, "<u4") for name in ("height", "width", "crc", "part")]
@@ -94,7 +93,7 @@ class SampleCache:
 
     Args:
         folder: created if missing.
-        description: facts about the contents for users: `kind`, and `source`, the folder of the files.
+        description: facts about the contents for users, with `source`, the folder of the files.
         limit: bytes up to which the cache grows, or None. Each process can exceed the limit by the entries that others
             have written since its last `refresh`.
         samples: number of samples, for the size of a table.
@@ -187,9 +186,7 @@ class SampleCache:
             if self._writer is None or not self._writer.is_current():
                 self._writer = _Writer(self.folder)
             self._writer.append(key, data, height, width)
-        except FileNotFoundError:  # another process clears the cache
-            self._end_growth(f"{self.folder} was removed")
-        except OSError as error:
+        except OSError as error:  # also if another process clears the cache
             self._end_growth(f"{self.folder} cannot be written: {error.strerror}")
         else:
             self._parts[self._number_of(self._writer.name)].bytes = self._writer.bytes
@@ -383,15 +380,11 @@ def remove_cache(name: str) -> None:
         RunError: the files cannot be removed.
     """
     folder = cache_folder() / name
+    # A run that builds the cache finds no folder for new files, so that the removal meets no new names.
+    removed = folder.with_name(f"removed-{secrets.token_hex(4)}")
     try:
-        # A run that builds the cache finds no folder for new files, so that the removal meets no new names.
-        removed = folder.with_name(f"removed-{secrets.token_hex(4)}")
         folder.rename(removed)
         shutil.rmtree(removed)
     except OSError as error:
-        raise RunError(
-            f"{folder} cannot be removed: {error.strerror}",
-            expected="a folder that can be written",
-            fix="make the folder writable, and repeat the command",
-            code="E_OUTPUT",
-        ) from error
+        problem = f"{folder} cannot be removed: {error.strerror}"
+        raise RunError(problem, "a writable folder", "make the folder writable, and repeat", code="E_OUTPUT") from error

@@ -47,7 +47,6 @@ class Splits:
         model_options: model options that follow from the data, such as the vocabulary size. Options of the recipe take
             precedence; options that the model does not have are ignored.
         count_tokens: function from a collated microbatch to the number of tokens without and with padding.
-        notes: messages for the user, one line each.
         count_foreground: function from the index of a training sample to the numbers of background and foreground
             pixels of its mask, for losses that weight foreground.
         open_cache: function of `samestep.zoo.images.source` with source and files already given, or None for data
@@ -67,7 +66,6 @@ class Splits:
     evaluation_lengths: Sequence[int] | None = None
     model_options: Mapping[str, Any] = field(default_factory=dict)
     count_tokens: Callable[[Any], tuple[int, int]] | None = None
-    notes: tuple[str, ...] = ()
     count_foreground: Callable[[int], tuple[int, int]] | None = None
     open_cache: Callable[[Any], SampleCache] | None = None
     fingerprint: str = ""

@@ -35,11 +35,18 @@ def transformers_model(name: str) -> Callable[..., torch.nn.Module]:
     """
     transformers = import_optional("transformers", f"model transformers:{name}")
     transformers.utils.logging.disable_progress_bar()  # of loading weights
-    folder = Path(name) if "/" in name else None
-    configure = partial(_configure_class, transformers, name)
-    if folder is not None:
-        _require_config(folder)
-        configure = partial(_configure_folder, transformers, folder)
+    is_folder = "/" in name
+    if is_folder:
+        fix = "download the model first (hf download NAME --local-dir FOLDER), or name a class"
+        require_path(Path(name) / "config.json", "file", "a folder of save_pretrained; models are not downloaded", fix)
+    elif name not in (kinds := _kinds()):
+        meant = suggest(name, kinds)
+        raise RecipeError(
+            f"transformers has no model {name!r}",
+            expected="a class for image or sequence classification or a causal language model; or a folder (./FOLDER)",
+            fix="choose a class of transformers" if meant is None else f"did you mean transformers:{meant}?",
+            code="E_UNKNOWN_NAME",
+        )
 
     def build(
         *,
@@ -52,16 +59,25 @@ def transformers_model(name: str) -> Callable[..., torch.nn.Module]:
         **options: Any,
     ) -> torch.nn.Module:
         text_sizes = None if vocabulary is None else (vocabulary, padding, longest)
-        kind, config = configure(num_classes, text_sizes, options)
-        if attn_implementation is None and kind != "image":
-            attn_implementation = "eager"  # fused kernels depend on type, shape and device
-        arguments = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-        auto = getattr(transformers, _KINDS[kind][0])
-        if load_weights:
-            create = partial(auto.from_pretrained, str(folder), local_files_only=True, config=config)
-        else:
-            create = partial(auto.from_config, config)
-        model = _create(name, create, arguments)
+        configure = _configure_folder if is_folder else _configure_class
+        try:
+            kind, config = configure(transformers, name, num_classes, text_sizes, options)
+            if attn_implementation is None and kind != "image":
+                attn_implementation = "eager"  # fused kernels depend on type, shape and device
+            arguments = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+            auto = getattr(transformers, _KINDS[kind][0])
+            if load_weights:
+                create = partial(auto.from_pretrained, name, local_files_only=True, config=config)
+            else:
+                create = partial(auto.from_config, config)
+            model: torch.nn.Module = create(dtype=torch.float32, **arguments)
+        except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise RecipeError(
+                f"model 'transformers:{name}': {str(error).splitlines()[0]}",
+                expected="options and a folder that fit the data; with load_weights, weights for their classes",
+                fix="correct model.options, data.options.tokenizer or the folder; models are not downloaded",
+                code="E_VALUE",
+            ) from error
         # A wrapper module would add a prefix to the parameter names; a hook keeps the names of the library.
         model.register_forward_hook(_next_token_logits if kind == "language" else _logits)
         return model
@@ -83,18 +99,9 @@ def _configure_class(
     transformers: Any, name: str, num_classes: int, text_sizes: tuple[int, int, int] | None, options: Mapping[str, Any]
 ) -> tuple[str, Any]:
     """Return the kind of a class and a configuration for the data, with default sizes for the other keys."""
-    kinds = _kinds()
-    if name not in kinds:
-        meant = suggest(name, kinds)
-        raise RecipeError(
-            f"transformers has no model {name!r}",
-            expected="a class for image or sequence classification or a causal language model; or a folder (./FOLDER)",
-            fix="choose a class of transformers" if meant is None else f"did you mean transformers:{meant}?",
-            code="E_UNKNOWN_NAME",
-        )
     config_class = getattr(transformers, name).config_class
     _check_options(config_class, options)
-    kind = kinds[name]
+    kind = _kinds()[name]
     sizes: dict[str, Any] = {"num_labels": num_classes}
     if kind == "language":
         sizes = {"vocab_size": num_classes, "use_cache": False, **_NO_TOKENS}
@@ -108,70 +115,23 @@ def _configure_class(
 
 
 def _configure_folder(
-    transformers: Any,
-    folder: Path,
-    num_classes: int,
-    text_sizes: tuple[int, int, int] | None,
-    options: Mapping[str, Any],
+    transformers: Any, name: str, num_classes: int, text_sizes: tuple[int, int, int] | None, options: Mapping[str, Any]
 ) -> tuple[str, Any]:
     """Return the kind of a model and the configuration of a folder; text must fit its sizes."""
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise RecipeError(
-            f"model 'transformers:{folder}': {error}",
-            expected="a config.json of transformers",
-            fix=f"correct {folder / 'config.json'}, or download the folder again",
-            code="E_UNREADABLE",
-        ) from error
+    config = transformers.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     _check_options(type(config), options)
-    architecture = (config.architectures or [""])[0]
-    kind = "text" if text_sizes is not None else _kinds().get(architecture, "image")
-    changes: dict[str, Any] = {"num_labels": num_classes}
-    if kind == "language":
-        _require_fit(config, folder, "vocab_size", num_classes)
-        changes = {"use_cache": False}
-    elif text_sizes is not None:
-        vocabulary, _, longest = text_sizes
-        _require_fit(config, folder, "vocab_size", vocabulary)
+    kind = "text" if text_sizes is not None else _kinds().get((config.architectures or [""])[0], "image")
+    changes: dict[str, Any] = {"use_cache": False} if kind == "language" else {"num_labels": num_classes}
+    least = {"vocab_size": num_classes if kind == "language" else 0}
+    if text_sizes is not None:
         offset = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
-        _require_fit(config, folder, "max_position_embeddings", longest + offset)
+        least = {"vocab_size": text_sizes[0], "max_position_embeddings": text_sizes[2] + offset}
+    for key, size in least.items():
+        if getattr(config, key, size) < size:
+            raise ValueError(f"config.json has {key} {getattr(config, key)}; the data need {size}")
     for key, value in {**changes, **options}.items():
         setattr(config, key, value)
     return kind, config
-
-
-def _require_config(folder: Path) -> None:
-    require_path(
-        folder / "config.json",
-        "file",
-        "a folder written by save_pretrained; models are not downloaded",
-        "download the model first (hf download NAME --local-dir FOLDER), or name a class: "
-        "transformers:ViTForImageClassification",
-    )
-
-
-def _require_fit(config: Any, folder: Path, key: str, least: int) -> None:
-    value = getattr(config, key, least)
-    if value < least:
-        raise RecipeError(
-            f"{folder / 'config.json'} has {key} {value}; the data need {least}",
-            expected="a model that fits the tokenizer and the length of texts",
-            fix="set data.options.tokenizer to the same folder, and data.options.longest to the model's maximum",
-            code="E_WEIGHTS",
-        )
-
-
-def _create(name: str, create: Callable[..., torch.nn.Module], arguments: Mapping[str, Any]) -> torch.nn.Module:
-    try:
-        return create(dtype=torch.float32, **arguments)
-    except (OSError, TypeError, ValueError, RuntimeError) as error:
-        raise RecipeError(
-            f"model 'transformers:{name}': {str(error).splitlines()[0]}",
-            expected="options of the model; with load_weights, a folder with weights for the classes of the data",
-            fix="correct model.options; models are not downloaded",
-            code="E_VALUE",
-        ) from error
 
 
 def _check_options(config_class: Any, options: Mapping[str, Any]) -> None:

@@ -140,15 +140,6 @@ def test_keys_without_equivalent_are_omitted_with_a_reason(tmp_path: Path) -> No
     assert omitted == {key: f"{key} = {flat[key]}: omitted, {REASONS[key]}".replace("1e-5", "1e-05") for key in REASONS}
 
 
-def test_file_overrides_its_base(tmp_path: Path) -> None:
-    (tmp_path / "base.yaml").write_text("TRAIN: {NUM_EPOCHS: 5, BASE_LR: 0.002}\nSEED: 1", encoding="utf-8")
-    assert recipe_of(tmp_path, {"BASE": ["base.yaml"], "TRAIN.NUM_EPOCHS": 6}).epochs == 6
-    assert recipe_of(tmp_path, {"BASE": ["base.yaml"], "TRAIN.NUM_EPOCHS": 6}).step.seed == 1
-    assert recipe_of(tmp_path, {"BASE": [""], "SEED": 2}).step.seed == 2
-    with pytest.raises(RecipeError, match="includes itself"):
-        convert(tmp_path, {"BASE": ["paddle.yaml"]})
-
-
 # --- refusals -------------------------------------------------------------------------------------
 
 
@@ -197,6 +188,7 @@ DEIT = {
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "other file": ({"BASE": ["base.yaml"]}, "includes other files by BASE"),
     "other model": ({"MODEL.TYPE": "CaiT"}, "MODEL.TYPE is CaiT"),
     "unknown key": ({"MODEL.TRANS.WINDOW_SIZE": 7}, "MODEL.TRANS.WINDOW_SIZE is not a key"),
     "typo": ({"TRAIN.NUM_EPOCH": 7}, "TRAIN.NUM_EPOCH is not a key"),

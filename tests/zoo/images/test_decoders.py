@@ -1,6 +1,5 @@
 """Decoders of image files, and crops at reduced scale."""
 
-import sys
 from io import BytesIO
 from typing import Any
 
@@ -11,7 +10,6 @@ from PIL import Image, ImageFilter
 from simplejpeg import decode_jpeg
 
 from helpers.image_kinds import encoded, noise
-from samestep.errors import RecipeError
 from samestep.zoo.images.datasets import load_images
 from samestep.zoo.images.decoders import SCALES, EncodedImage, image_reader
 from samestep.zoo.images.files import read_image
@@ -133,11 +131,3 @@ def test_normalization_of_bytes_is_that_of_floats() -> None:
     torch.testing.assert_close(images, (pixels / 255 - mean) / std, rtol=1e-5, atol=1e-6)
     assert labels.tolist() == [1, 2]
     assert transforms.normalize(images) is images
-
-
-def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "simplejpeg", None)
-    with pytest.raises(RecipeError) as error:
-        views(8)[1].reader()
-    assert error.value.code == "E_NOT_INSTALLED"
-    assert "pip install" in str(error.value)

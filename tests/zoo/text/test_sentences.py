@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from samestep.errors import DataError, RecipeError
+from samestep.errors import RecipeError
 from samestep.zoo.options import call
 from samestep.zoo.text.sentences import ALPHABET, TokensNet, collate_padded, encode_lines, load_tokens, make_lines
 
@@ -37,12 +37,6 @@ def test_every_fifth_line_is_for_validation() -> None:
     train, validation = texts(splits.train), texts(splits.evaluation)
     assert sorted([*train, *validation]) == sorted(f"\n{line}\n" for line in make_lines(100))
     assert validation[1] == f"\n{make_lines(6)[5]}\n"
-
-
-@pytest.mark.parametrize("lines", [0, 9, 10_001])
-def test_count_out_of_range_is_refused(lines: int) -> None:
-    with pytest.raises(DataError, match=rf"data\.options\.lines is {lines}"):
-        load_tokens(lines=lines)
 
 
 def test_padding_targets_are_ignored() -> None:
@@ -76,9 +70,3 @@ def test_options_with_which_no_model_can_be_built_are_refused(options: dict[str,
     with pytest.raises(RecipeError) as caught:
         call(TokensNet, options, where="model.options")
     assert caught.value.code == "E_VALUE"
-
-
-def test_dropout_is_active_in_training() -> None:
-    model, tokens = net(dropout=0.5), torch.zeros(1, 4, dtype=torch.int64)
-    with torch.random.fork_rng():
-        assert not torch.equal(model(tokens), model(tokens))

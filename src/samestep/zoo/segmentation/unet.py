@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from samestep.errors import RecipeError
 from samestep.zoo.model_libraries import find_in_library
 
 
@@ -66,12 +65,7 @@ class UNet(nn.Module):
     ) -> None:
         super().__init__()
         if dimensions not in (2, 3) or levels < 1 or width < 1:
-            raise RecipeError(
-                f"model.options: dimensions is {dimensions}, levels is {levels}, width is {width}",
-                expected="dimensions 2 or 3, levels >= 1, width >= 1",
-                fix="set model.options: {dimensions: 2, levels: 3, width: 16}",
-                code="E_VALUE",
-            )
+            raise ValueError("dimensions is not 2 or 3, levels or width is less than 1")
         widths = [width * 2**level for level in range(levels + 1)]
         self.stem = _double_convolution(dimensions, in_channels, widths[0])
         self.down = nn.ModuleList(

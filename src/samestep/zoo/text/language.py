@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import sysconfig
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -105,7 +104,6 @@ def load_language(
         train, validation = train[:bound], train[bound:]
     train = _first(train, train_tokens, "train_tokens")
     validation = _first(validation, evaluation_tokens, "evaluation_tokens")
-    targets = f"{len(train) - 1:,} train, {len(validation) - 1:,} evaluation"
     return Splits(
         train=Blocks(train, block_size),
         evaluation=Blocks(validation, block_size),
@@ -113,7 +111,6 @@ def load_language(
         collate=collate_padded,
         count_tokens=count_tokens,
         fingerprint=fingerprint_of([file.name for file in documents], [], [file.digest for file in documents]),
-        notes=(_note(path, [*documents, *validation_documents], targets),),
     )
 
 
@@ -165,12 +162,6 @@ def _first(tokens: Tokens, limit: int | None, option: str) -> Tokens:
     is_valid = (limit is None or is_count(limit)) and len(first) >= 2
     require_option(option, limit, is_valid, f"null or at least 1, of {len(tokens)} tokens; at least two", "null")
     return first
-
-
-def _note(path: str | None, documents: Sequence[Document], targets: str) -> str:
-    source = f"source of Python {platform.python_version()}'s library" if path is None else path
-    digest = hashlib.sha256("".join(sorted(document.digest for document in documents)).encode()).hexdigest()[:16]
-    return f"text: {source}: {len(documents)} files, hash {digest}; target tokens: {targets}"
 
 
 def complete(model: torch.nn.Module, prompt: str, count: int, *, tokenizer: Tokenizer, block_size: int) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from samestep.errors import InputError, RecipeError
+from samestep.errors import InputError
 
 _STD = 0.02  # of initial weights
 
@@ -41,7 +41,7 @@ class GPT(nn.Module):
         fused: bool = False,
     ) -> None:
         super().__init__()
-        require_divisible(n_embd, n_head, "n_embd", "n_head")
+        require_divisible(n_embd, n_head)
         self.block_size = block_size
         self.wte, self.wpe = nn.Embedding(num_classes, n_embd), nn.Embedding(block_size, n_embd)
         self.dropout = nn.Dropout(dropout)
@@ -123,19 +123,10 @@ def causal_attention(projections: torch.Tensor, heads: int, dropout: float = 0.0
     return values.transpose(1, 2).flatten(2)
 
 
-def require_divisible(size: int, heads: int, size_option: str, heads_option: str) -> None:
-    """Refuse an embedding size that is no multiple of the number of attention heads.
-
-    Raises:
-        InputError: it is not.
-    """
+def require_divisible(size: int, heads: int) -> None:
+    """Raise `ValueError` for an embedding size that is no multiple of the number of attention heads."""
     if size % heads:
-        raise RecipeError(
-            f"model.options.{size_option} is {size} and model.options.{heads_option} is {heads}",
-            expected=f"{size_option} is a multiple of {heads_option}",
-            fix=f"--set model.options.{size_option}={heads * max(1, round(size / heads))}",
-            code="E_VALUE",
-        )
+        raise ValueError(f"the size {size} is no multiple of {heads} heads")
 
 
 def _positions(tokens: torch.Tensor, block_size: int) -> torch.Tensor:

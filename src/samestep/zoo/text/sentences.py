@@ -90,7 +90,7 @@ class TokensNet(nn.Module):
         longest: int = 128,
     ) -> None:
         super().__init__()
-        require_divisible(width, heads, "width", "heads")
+        require_divisible(width, heads)
         self.tokens = nn.Embedding(num_classes, width)
         self.positions = nn.Embedding(longest, width)
         self.blocks = nn.Sequential(*(_Block(width, heads, dropout) for _ in range(blocks)))
