@@ -81,7 +81,6 @@ def test_invalid_range_of_processes_is_an_error(refused: Refused, processes: str
 
 OUT_OF_RANGE = (
     "--workers=-1",
-    "--prefetch=0",
     "--checkpoint-every=0",
     "--keep=0",
     "--max-restarts=-1",

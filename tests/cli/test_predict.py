@@ -101,7 +101,7 @@ def test_exported_file_computes_the_same(
         return
     assert 0 <= found["difference"] < 1e-5
     assert here("export", "runs/a", "--format", kind, "--like", "3.png", "--out", out, cwd=place) == 2
-    assert "no file is overwritten" in capsys.readouterr().err
+    assert "[E_OUTPUT]" in capsys.readouterr().err
 
 
 def test_exported_program_accepts_any_batch_size(place: Path, tmp_path: Path) -> None:

@@ -57,15 +57,6 @@ def test_the_schedule_of_a_continued_run_is_that_of_the_new_number_of_epochs(tmp
     assert {step: continued[step] for step in range(14, 27)} == {step: expected[step] for step in range(14, 27)}
 
 
-def test_a_new_run_of_an_existing_name_is_offered_a_free_name(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("a", "a-2"):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-    assert here("train", RECIPE, "--name", "a", cwd=tmp_path) == 2
-    assert "--name a-3, or samestep resume runs/a" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(("first", "code"), [(5, 1), (29, 0)])
 def test_skipped_steps_are_counted_and_a_run_of_mostly_skipped_steps_fails(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], first: int, code: int

@@ -76,10 +76,6 @@ def test_script_with_too_few_steps_is_an_error(folder: Path, capsys: pytest.Capt
     assert "[E_SCRIPT]" in err
 
 
-def test_bench_refuses_a_script(refused: Refused) -> None:
-    assert "[E_SCRIPT]" in refused("bench", "train.py")
-
-
 @pytest.mark.parametrize("command", ["verify", "profile"])
 def test_invalid_scripts_and_options_are_errors(refused: Refused, folder: Path, command: str) -> None:
     assert "[E_FILE_MISSING]" in refused(command, "gone.py")

@@ -39,9 +39,7 @@ class Options(JsonOption, LaunchOptions):
     step: int | None = option("step to compute again (needed with one run)", "N")
     no_replay: bool = option("compare the logs only", default=False)
     trust: bool = option("import the code that the recipe of the run names (docs/security.md)", default=False)
-    accept_changes: bool = option(
-        "replay although the user's Python modules have changed since the last start of the run", default=False
-    )
+    accept_changes: bool = option("replay although the user's Python modules have changed", default=False)
 
 
 def run(options: Options) -> int:
@@ -68,11 +66,15 @@ def run(options: Options) -> int:
     data = {"runs": [str(run.folder) for run in runs], "equal": equal, "note": note}
     data |= {"finding": None if finding is None else asdict(finding), "replays": list(map(asdict, replays))}
     data |= {} if logs is None else asdict(logs)
-    lines = {} if logs is None else {**_compared(logs), "note": [] if equal or note is None else [note]}
+    lines = {} if logs is None else _compared(logs)
+    if note is not None and not equal:
+        lines["note"] = [note]
     if replays:
         lines["replays"] = list(map(_replayed, replays))
-        lines["difference"] = ["none" if finding is None else finding.text]
-    texts = [f"{title:<14}{printable(line)}" for title, values in lines.items() for line in values]
+        lines["difference"] = [] if finding is None else [finding.text]
+    texts = []
+    for title, values in lines.items():
+        texts += [f"{'' if number else title:<14}{printable(line)}" for number, line in enumerate(values or ["equal"])]
     options.result(data, *texts)
     return EXIT_DONE if equal else EXIT_DIFFERS
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from samestep.cli.commands import PRELOAD
 from samestep.cli.options import DeviceOption, count, option, option_conflict
-from samestep.config import DEFAULT_PREFETCH, Recipe, resolve_mesh
+from samestep.config import Recipe, resolve_mesh
 from samestep.distributed.devices import select_devices
 from samestep.distributed.env import SHARE_GPU, read_environment, read_rendezvous, read_slurm_job
 from samestep.distributed.launcher_detection import Rendezvous
@@ -88,9 +88,6 @@ class LaunchOptions(DeviceOption):
         text, colon, maximum = self.size.partition(":")
         maximum = maximum if colon else text
         count = self._auto_processes(recipe) if maximum == "auto" else parse_process_count(maximum)
-        if self.selected_devices is not None and count > len(self.selected_devices) and not self.share_gpu:
-            value = f"--processes {self.size} with {len(self.selected_devices)} devices"
-            raise InputError(value, "one GPU per rank", "name more devices, or add --share-gpu", code="E_PROCESSES")
         minimum = parse_process_count(text) if colon else count
         if recipe is not None:
             for number in (count, minimum):
@@ -124,9 +121,6 @@ class LoaderOptions(LaunchOptions):
     group: ClassVar = "loader (results do not depend on these options)"
 
     workers: int | None = option("loader processes per rank (default: depends on the cores)", "N", type=count)
-    prefetch: int | None = option(
-        f"microbatches that each loader process prepares in advance (default {DEFAULT_PREFETCH})", "N"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,10 +130,7 @@ class FaultOptions(LaunchOptions):
     group: ClassVar = "faults (results do not depend on these options)"
 
     max_restarts: int = option(
-        "restart up to K times from the newest complete checkpoint after ranks failed (default 0)",
-        "K",
-        default=0,
-        type=count,
+        "restarts from the newest complete checkpoint after ranks failed (default 0)", "K", default=0, type=count
     )
     hang_after: float = option(
         "end the run, with the stacks of all ranks, after this time without progress, such as 90s or 10m (default 10m)",

@@ -29,12 +29,7 @@ class Options(JsonOption, BatchOptions, StrategyOptions, LoaderOptions, SubjectO
 
     warmup: int = option("unmeasured steps at the start (default 4)", "N", default=4, type=count)
     active: int = option("measured steps (default 20)", "N", default=20)
-    traced: int = option(
-        "following steps with torch's profiler, after one more warm-up step (default 3; 0: none)",
-        "N",
-        default=3,
-        type=count,
-    )
+    traced: int = option("following steps with torch's profiler (default 3; 0: none)", "N", default=3, type=count)
     out: Path | None = option("folder for profile.json and traces (default runs/profile-...)", "DIR")
 
 

@@ -23,7 +23,7 @@ from samestep.units import plural
 _DATA_OF_TORCHVISION = ("images", "image_list", "hub_images", "stream_images")
 _RECIPES = ", ".join(shipped_recipes())
 # Options without a meaning for a script.
-_OF_RECIPES = ("overrides", "strategy", "mesh", "shares", "per_device_batch_size", "accumulate", "workers", "prefetch")
+_OF_RECIPES = ("overrides", "strategy", "mesh", "shares", "per_device_batch_size", "accumulate", "workers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +60,10 @@ class StrategyOptions:
 
     group: ClassVar = "strategy (results are equal, under tp without step.tensor_slices to rounding)"
 
-    strategy: StrategyName | None = option(
-        "parallel strategy instead of the recipe's (docs/guides/strategies/index.md)"
-    )
-    mesh: str | None = option(
-        f"sizes of the axes {', '.join(AXES)}; the product is the number of processes", "AXIS=N,..."
-    )
+    strategy: StrategyName | None = option("parallel strategy (docs/guides/strategies/index.md)")
+    mesh: str | None = option(f"sizes of the axes {', '.join(AXES)}", "AXIS=N,...")
     shares: tuple[int, ...] | None = option(
-        "share of the microbatches of each rank, for devices of different speeds, such as 5,3 for 8 microbatches",
-        "N,...",
-        type=integers,
+        "microbatches of each rank, for devices of different speeds, such as 5,3", "N,...", type=integers
     )
 
     def strategy_overrides(self) -> list[str]:
@@ -89,15 +83,8 @@ class StrategyOptions:
 class BatchOptions:
     """Batch size by process."""
 
-    per_device_batch_size: int | None = option(
-        "set batch_size to N times --processes; the run keeps this batch_size on any number of processes",
-        "N",
-    )
-    accumulate: int | None = option(
-        "set microbatches to K times --processes: each process computes K microbatches of a step one after another; "
-        "batch_size stays the samples of a step, or is K times larger with --per-device-batch-size",
-        "K",
-    )
+    per_device_batch_size: int | None = option("samples of each microbatch: sets batch_size of the run", "N")
+    accumulate: int | None = option("set microbatches to K times --processes: K microbatches of each process", "K")
 
     def batch_overrides(self, overrides: Sequence[str], processes: str) -> list[str]:
         """Return overrides of a recipe with those of these options.

@@ -18,10 +18,7 @@ class Options(TrainingOptions, SetOption, RunArgument):
     example: ClassVar = "samestep resume runs/first --processes 3"
 
     checkpoint: str = option("best, last, epoch-N, or a step (default last)", "WHICH", default="last")
-    accept_changes: bool = option(
-        "continue although the training data or the user's Python modules have changed since the run began",
-        default=False,
-    )
+    accept_changes: bool = option("continue although the data or the user's Python modules have changed", default=False)
 
 
 def run(options: Options) -> int:

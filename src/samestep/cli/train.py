@@ -59,7 +59,6 @@ class NewRun:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._folder: HeldFolder | None = None
-        self._creates_parent = False
 
     def plan(self, restarts: int) -> RunPlan:
         """Create the run; with `--or-resume`, or after a restart by a launcher, resume the run of this name."""
@@ -83,7 +82,6 @@ class NewRun:
         return RunPlan(recipe, folder)
 
     def _create(self, folder: Path) -> None:
-        self._creates_parent = not folder.parent.exists()
         with output_errors(f"the run {folder} cannot be created", "a writable folder", "--runs DIR"):
             try:
                 folder.mkdir(parents=True)
@@ -99,5 +97,5 @@ class NewRun:
         path = self._folder.path
         if not (path / "checkpoints").exists():
             shutil.rmtree(path)
-            if self._creates_parent and not any(path.parent.iterdir()):
+            if not any(path.parent.iterdir()):
                 path.parent.rmdir()

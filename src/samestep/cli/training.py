@@ -35,14 +35,9 @@ class CheckpointOptions:
 
     checkpoint_every: int | None = option("steps between checkpoints within epochs (default: none)", "STEPS")
     max_lost_work: float | None = option(
-        "limit of the work that a kill can cost, such as 30s, 5m, 1h",
-        "TIME",
-        type=partial(parse_duration, "--max-lost-work"),
+        "limit of the work that a kill can cost, such as 5m", "TIME", type=partial(parse_duration, "--max-lost-work")
     )
-    keep: int | None = option(
-        f"newest checkpoints to keep (default {DEFAULT_KEEP}; for a resumed run, that of its last start)",
-        "K",
-    )
+    keep: int | None = option(f"newest checkpoints to keep (default {DEFAULT_KEEP}, or as before)", "K")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +48,12 @@ class CheckOptions:
 
     check_every: int | None = option("steps between comparisons of the ranks' weights", "STEPS")
     checksum_every: int = option(
-        f"steps between logged checksums of the state; 0 for none (default {DEFAULT_CHECKSUM_EVERY})",
+        f"steps between checksums of the state (default {DEFAULT_CHECKSUM_EVERY}; 0: none)",
         "STEPS",
         default=DEFAULT_CHECKSUM_EVERY,
         type=count,
     )
-    witness_every: int | None = option(
-        "steps between steps in which a second rank repeats a microbatch of each rank and compares the bits",
-        "STEPS",
-    )
+    witness_every: int | None = option("steps between repeated microbatches, on other ranks, to compare bits", "STEPS")
     loggers: tuple[str, ...] = option(
         f"loggers of metrics and events: {', '.join(LOGGERS)} (default {','.join(RunOptions.loggers)})",
         "NAME,...",
@@ -74,16 +66,16 @@ class CheckOptions:
 class TrainingOptions(JsonOption, FaultOptions, CheckOptions, CheckpointOptions, StrategyOptions, LoaderOptions):
     """Options that `train` and `resume` share."""
 
-    requeue: bool = option(
-        "under Slurm: after a stop by SIGUSR1 (sbatch --signal) and the checkpoint, requeue the job, which continues "
-        "the run of the same --name",
-        default=False,
-    )
+    requeue: bool = option("under Slurm: requeue the job after a stop by SIGUSR1 (sbatch --signal)", default=False)
 
     @property
     def run(self) -> RunOptions:
         """Options of the run; with `--json`, only the summary is printed."""
         return options_of(RunOptions, self, quiet=self.json)
+
+    def rank_arguments(self, plan: RunPlan) -> tuple[Any, ...]:
+        """Return the arguments of the function `train` of the ranks."""
+        return plan.recipe, self.run, plan.folder, plan.checkpoint, plan.step, plan.accept_changes
 
     def with_microbatches(self, recipe: Recipe) -> Recipe:
         """Return the recipe with a number of microbatches, and print the choice of `auto`."""
@@ -98,11 +90,7 @@ def run_training(options: TrainingOptions, make_plan: Callable[[int], RunPlan]) 
     rendezvous = options.rendezvous
     if rendezvous is None:
         return _launch(options, make_plan(slurm_restarts(options.requeue)))
-
-    def rank_arguments(plan: RunPlan) -> tuple[Any, ...]:
-        return plan.recipe, options.run, plan.folder, plan.checkpoint, plan.step, plan.accept_changes
-
-    plan, summary = run_as_rank(options, rendezvous, "train", make_plan, rank_arguments)
+    plan, summary = run_as_rank(options, rendezvous, "train", make_plan, options.rank_arguments)
     if rendezvous.rank == 0:
         return _finish(options, summary, plan.folder)
     if summary["stopped"]:
@@ -112,35 +100,33 @@ def run_training(options: TrainingOptions, make_plan: Callable[[int], RunPlan]) 
 
 
 def _launch(options: TrainingOptions, plan: RunPlan) -> int:
-    folder, recipe = plan.folder, plan.recipe
-    start = (plan.checkpoint, plan.step, plan.accept_changes)
+    folder, first_step = plan.folder, plan.step
     held = HeldFolder(folder)
     processes = options.process_range(plan.recipe)
 
     def attempt(count: int, config: LaunchConfig) -> LaunchResult:
-        return options.launch("train", recipe, options.run, folder, *start, processes=count, config=config)
+        return options.launch("train", *options.rank_arguments(plan), processes=count, config=config)
 
     def newest_step() -> int:
-        nonlocal recipe, start
+        nonlocal plan
         held.require_in_place()
-        checkpoint = CheckpointFolder(folder / "checkpoints").newest_valid()
-        start = (checkpoint, _step_of(checkpoint) if checkpoint else 0, False)
+        checkpoint, recipe = CheckpointFolder(folder / "checkpoints").newest_valid(), plan.recipe
         if checkpoint is not None:
             saved = make_recipe(read_state(checkpoint).progress.recipe, (), origin=str(checkpoint))
             recipe = with_saved_weight(recipe, saved)
-        return start[1]
+        plan = RunPlan(recipe, folder, checkpoint, _step_of(checkpoint) if checkpoint else 0)
+        return plan.step
 
     try:
         result = options.launch_with_restarts(
-            processes, attempt, log_dir=folder / "logs", first_step=plan.step, newest_step=newest_step
+            processes, attempt, log_dir=folder / "logs", first_step=first_step, newest_step=newest_step
         )
     except RankError as error:
         # To read the folder could take without end; and the newest checkpoint can contain wrong values.
         if error.failure.code in (E_DISK_HANG, WitnessError.default_code):
             raise
         steps = CheckpointFolder(folder / "checkpoints").steps()
-        command = _command("resume", folder)
-        hint = f"after the fix, resume after step {_step_of(steps[-1])} with: {command}" if steps else ""
+        hint = f"after the fix, resume with: {_command('resume', folder)}" if steps else ""
         raise error.with_next_step(hint) from None
     return _finish(options, result.value, folder, stop_signal=result.stop_signal)
 

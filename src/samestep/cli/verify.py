@@ -34,10 +34,7 @@ class Options(JsonOption, DeviceOption, StrategyOptions, SubjectOptions):
     group: ClassVar = "comparison"
 
     processes: tuple[int, ...] = option(
-        "numbers of ranks; the first is the reference (default 1,2,3,4)",
-        "N,N,...",
-        default=(1, 2, 3, 4),
-        type=integers,
+        "numbers of ranks; the first is the reference (default 1,2,3,4)", "N,N,...", default=(1, 2, 3, 4), type=integers
     )
     steps: int | None = option(f"optimizer steps (default {_STEPS}; for a script, all)", "N")
     reduction: Literal["exact", "fast"] | None = option(

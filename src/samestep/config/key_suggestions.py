@@ -44,7 +44,6 @@ _WORDS = {
     "--devices": "deviceids gpuids gpu gpuid visibledevices",
     "--device": "accelerator cuda usecuda",
     "--workers": "numworkers nw j dataloadernumworkers",
-    "--prefetch": "prefetchfactor",
     "--strategy": "dp ddp fsdp dataparallel",
     "--name": "expname runname experimentname",
     "--runs": "output outputdir savedir outdir workdir logdir",

@@ -329,7 +329,6 @@ class RunOptions(Constrained):
     Attributes:
         device: `auto` selects one GPU per rank if the machine has GPUs.
         workers: loader processes per rank; None selects `default_workers` for samples in files, otherwise 0.
-        prefetch: microbatches that each loader process prepares in advance.
         checkpoint_every: optimizer steps between checkpoints within epochs, or None.
         max_lost_work: limit in seconds for the work that a kill can cost, or None. Sets the checkpoint interval.
         keep: number of newest checkpoints that are kept, in addition to the best; None for that of the last start, or
@@ -343,7 +342,6 @@ class RunOptions(Constrained):
 
     device: DeviceKind = "auto"
     workers: Annotated[int, Ge(0), Le(256)] | None = None
-    prefetch: Annotated[int, Ge(1), Le(1024)] = DEFAULT_PREFETCH
     checkpoint_every: Annotated[int, Ge(1)] | None = None
     max_lost_work: Annotated[float, Gt(0), Lt(math.inf)] | None = None
     keep: Annotated[int, Ge(1)] | None = None

@@ -295,7 +295,6 @@ def _loaders(
         world=world,
         seed=recipe.step.seed,
         num_workers=workers,
-        prefetch_factor=options.prefetch,
         persistent_workers=True,
         bad_samples=recipe.data.bad_samples,
         count_tokens=splits.count_tokens,

@@ -11,7 +11,7 @@ from itertools import islice
 
 import torch
 
-from samestep.config import Recipe, RunOptions
+from samestep.config import DEFAULT_PREFETCH, Recipe, RunOptions
 from samestep.data.batch import GlobalBatch
 from samestep.data.loader import Loader
 from samestep.distributed.devices import accelerator_module, is_accelerator
@@ -84,21 +84,21 @@ def time_workers(
                 print(f"timing, round {number + 1} of {rounds}", file=sys.stderr, flush=True)
             order = counts[::-1] if number % 2 else counts
             try:
-                timings = {count: _time_loader(built, count, options.prefetch, steps) for count in order}
+                timings = {count: _time_loader(built, count, steps) for count in order}
             except StopRequested:
                 return None
             result.append([timings[count] for count in counts])
     return result
 
 
-def _time_loader(built: Built, count: int, prefetch: int, steps: int) -> Timing:
+def _time_loader(built: Built, count: int, steps: int) -> Timing:
     """Time steps with `count` loader processes, on the samples after those of the previous trial.
 
     No trial reads files that the operating system has kept in memory since another trial.
     """
     data = built.train
     with built.engine.world.context.status.operation(f"trial of {count} loader processes"):
-        loader = data.with_workers(count, prefetch)
+        loader = data.with_workers(count, DEFAULT_PREFETCH)
         try:
             return _time_steps(built.engine, loader, warmup=WARMUP_STEPS, steps=steps)
         finally:
