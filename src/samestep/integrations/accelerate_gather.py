@@ -26,21 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Iteration:
-    """An iteration over a prepared loader.
-
-    Attributes:
-        loader: the loader.
-        is_training: the iteration computes steps.
-        length: in an evaluation, the number of iterations of the body on this process.
-        is_filler: the current samples are computed a second time, and do not count.
-        has_inner_loop: another iteration has ended since the current samples.
-    """
+    """An iteration over a prepared loader."""
 
     loader: PreparedLoader
-    is_training: bool
-    length: int = 0
-    is_filler: bool = False
-    has_inner_loop: bool = False
+    is_training: bool  # the iteration computes steps
+    length: int = 0  # in an evaluation, the number of iterations of the body on this process
+    is_filler: bool = False  # the current samples are computed a second time, and do not count
+    has_inner_loop: bool = False  # another iteration has ended since the current samples
 
 
 class GatheringAccelerator(accelerate.Accelerator):  # type: ignore[misc]

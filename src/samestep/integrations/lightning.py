@@ -61,12 +61,7 @@ class SamestepStrategy(DDPStrategy):
         buffers: rules for buffers that a training forward changes, as in `samestep.Engine`.
         threads: intra-op threads of a rank; another number changes bits.
         run: name or path of a run directory, as in `samestep.start`; None for none.
-        cluster_environment: as in `DDPStrategy`.
-        checkpoint_io: as in `DDPStrategy`.
-        precision_plugin: as in `DDPStrategy`.
-        process_group_backend: as in `DDPStrategy`.
-        timeout: as in `DDPStrategy`; None for 10 minutes.
-        start_method: as in `DDPStrategy`.
+        timeout: as in `DDPStrategy`, as the following ones; None for 10 minutes.
 
     Raises:
         InputError: the module or the trainer uses a feature that does not fit the steps of a global batch.

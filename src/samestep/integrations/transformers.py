@@ -22,6 +22,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from samestep.config import DeviceKind, StepConfig
 from samestep.data.batch import GlobalBatch
+from samestep.data.loader import Loader
 from samestep.distributed.devices import set_tf32
 from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World, all_gather
@@ -32,14 +33,9 @@ from samestep.engine.gather import LocalOutputs
 from samestep.engine.sync_batch_norm import norm_layers
 from samestep.integrations.accelerate_options import require_replication
 from samestep.integrations.microbatch_loop import GradientsOnly, counted_loss, with_numbers
-from samestep.integrations.torch_loader import integration_error
+from samestep.integrations.torch_loader import global_loader, integration_error
 from samestep.integrations.transformers_gather import MicrobatchMetrics, join_predictions, own_values
-from samestep.integrations.transformers_loader import (
-    EvaluationDataLoader,
-    SamestepCallback,
-    StepDataLoader,
-    trainer_loader,
-)
+from samestep.integrations.transformers_loader import EvaluationDataLoader, SamestepCallback, StepDataLoader
 from samestep.integrations.transformers_options import require_supported_arguments, require_supported_class
 from samestep.microbatches import Microbatches, auto_microbatches
 from samestep.session import init
@@ -113,7 +109,7 @@ class SamestepTrainerMixin(_Trainer):
         # In any mode: models of `from_pretrained` are in evaluation mode until the first step.
         if number == "auto" and not norm_layers(self.model):
             number = auto_microbatches(self._global_batch_size, batch_norm=False)
-        loader = trainer_loader(super().get_train_dataloader(), self.args, self._world, self._global_batch_size, number)
+        loader = self._global_loader(super().get_train_dataloader(), self._global_batch_size, number)
         self._position.loader = loader
         return StepDataLoader(loader)
 
@@ -264,8 +260,16 @@ class SamestepTrainerMixin(_Trainer):
         # Complete, also with dataloader_drop_last, whose batches of one process are smaller.
         batches = BatchSampler(loader.sampler, 1, drop_last=False) if loader.sampler is not None else None
         samples = self.args.eval_batch_size * number
-        batched = trainer_loader(loader, self.args, self._world, samples, number, batches)
-        return EvaluationDataLoader(batched, loader.dataset)
+        return EvaluationDataLoader(self._global_loader(loader, samples, number, batches), loader.dataset)
+
+    def _global_loader(
+        self, loader: DataLoader[Any], size: int, number: Microbatches, batches: BatchSampler | None = None
+    ) -> Loader:
+        """Return a loader of global batches, in the order of `data_seed`, or of `seed` without one."""
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return global_loader(
+            loader, world=self._world, seed=seed, batch_size=size, microbatches=number, batch_sampler=batches
+        )
 
     def _engine_of(self, model: torch.nn.Module) -> Engine:
         if self._engine is None or self._engine.model is not model:

@@ -11,28 +11,8 @@ from transformers.trainer_callback import ExportableState
 
 from samestep.data.batch import GlobalBatch
 from samestep.data.loader import Loader
-from samestep.distributed.world import World
-from samestep.integrations.torch_loader import global_loader, require_same_data
-from samestep.microbatches import Cursor, Microbatches
-
-
-def trainer_loader(
-    loader: DataLoader[Any],
-    arguments: TrainingArguments,
-    world: World,
-    batch_size: int,
-    microbatches: Microbatches,
-    batches: BatchSampler | None = None,
-) -> Loader:
-    """Return the loader of global batches of a trainer, in the order of `data_seed`, or of `seed` without one."""
-    return global_loader(
-        loader,
-        world=world,
-        seed=arguments.seed if arguments.data_seed is None else arguments.data_seed,
-        batch_size=batch_size,
-        microbatches=microbatches,
-        batch_sampler=batches,
-    )
+from samestep.integrations.torch_loader import require_same_data
+from samestep.microbatches import Cursor
 
 
 class StepDataset(Dataset[GlobalBatch]):

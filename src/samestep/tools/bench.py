@@ -247,17 +247,21 @@ def _row_data(row: Row, baseline: Row, rounds: int) -> dict[str, Any]:
         "evaluation": trained.evaluation,
         "rounds": [asdict(timing) for timing in row.rounds[:rounds]],
     }
-    timings, base = row.rounds[:rounds], baseline.rounds[:rounds]
     if not rounds:
         return data
+    data |= speeds_of(row.rounds[:rounds], baseline.rounds[:rounds])
+    data["efficiency"] = data["speed_up"]["median"] / contender.devices
+    data["epoch_seconds"] = trained.samples_in_epoch / data["samples_per_second"]["median"]
+    return data
+
+
+def speeds_of(timings: Sequence[Timing], base: Sequence[Timing]) -> dict[str, Any]:
+    """Return the speed of trials, relative to those of the baseline in the same rounds, and the share of waits."""
     speeds = [timing.samples_per_second for timing in timings]
-    speed = Spread.of(speeds)
-    speed_up = Spread.of([own / other.samples_per_second for own, other in zip(speeds, base, strict=True)])
-    return data | {
-        "samples_per_second": asdict(speed),
-        "speed_up": asdict(speed_up),
-        "efficiency": speed_up.median / contender.devices,
-        "epoch_seconds": trained.samples_in_epoch / speed.median,
+    speed_ups = [own / other.samples_per_second for own, other in zip(speeds, base, strict=True)]
+    return {
+        "samples_per_second": asdict(Spread.of(speeds)),
+        "speed_up": asdict(Spread.of(speed_ups)),
         "data_share": statistics.median(timing.data_share for timing in timings),
     }
 

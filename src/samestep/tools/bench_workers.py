@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from samestep.config import Recipe
-from samestep.tools.bench import Plan
+from samestep.tools.bench import Plan, speeds_of
 from samestep.tools.timing import Spread, Timing
 from samestep.units import plural
 
@@ -48,16 +47,8 @@ def compare_workers(
 
 def _row(devices: int, count: int, position: int, rounds: Sequence[Sequence[Timing]]) -> dict[str, Any]:
     timings = [timings[position] for timings in rounds]
-    speeds = [timing.samples_per_second for timing in timings]
-    speed_ups = [timings[position].samples_per_second / timings[0].samples_per_second for timings in rounds]
-    return {
-        "devices": devices,
-        "workers": count,
-        "samples_per_second": asdict(Spread.of(speeds)),
-        "speed_up": asdict(Spread.of(speed_ups)),
-        "data_share": statistics.median(timing.data_share for timing in timings),
-        "rounds": [asdict(timing) for timing in timings],
-    }
+    speeds = speeds_of(timings, [timings[0] for timings in rounds])
+    return {"devices": devices, "workers": count, **speeds, "rounds": [asdict(timing) for timing in timings]}
 
 
 def _fewest_of_fastest(rows: Sequence[dict[str, Any]]) -> int:
