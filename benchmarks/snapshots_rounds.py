@@ -15,7 +15,7 @@ import torch
 from step_models import build_dataset, build_model, build_optimizer
 
 import samestep
-from samestep.checkpoint.async_writer import AsyncCheckpointWriter, SavedCheckpoint
+from samestep.checkpoint.snapshot import AsyncCheckpointWriter, SavedCheckpoint
 from samestep.checkpoint.state import Progress, Training, snapshot
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.data.batch import GlobalBatch

@@ -12,20 +12,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from samestep.checkpoint.async_writer import AsyncCheckpointWriter, SavedCheckpoint
 from samestep.checkpoint.compatibility import (
+    Tensors,
+    encode,
     encode_objects,
     require_same_names,
     require_savable,
     require_unchanged_settings,
     setting_changes,
 )
-from samestep.checkpoint.contents import Progress, SavedLoader, SavedState
+from samestep.checkpoint.contents import Progress, SavedLoader, SavedState, file_names
 from samestep.checkpoint.files import Contents
-from samestep.checkpoint.json_values import Tensors, encode
 from samestep.checkpoint.lock import FolderLock
-from samestep.checkpoint.manifest import file_names
-from samestep.checkpoint.snapshot import HostBuffers
+from samestep.checkpoint.snapshot import AsyncCheckpointWriter, HostBuffers, SavedCheckpoint
 from samestep.checkpoint.state import Training, load, read_verified, snapshot
 from samestep.checkpoint.store import STATE, CheckpointFolder
 from samestep.data.loader import Loader, epochs

@@ -72,20 +72,17 @@ def require_shares(shares: tuple[int, ...], data_ranks: int, microbatches: int |
     Raises:
         InputError: there are other numbers of shares than ranks, or a rank would have no microbatch.
     """
-    text = ",".join(map(str, shares))
-    if len(shares) != data_ranks or min(shares) < 1:
-        raise InputError(
-            f"shares {text} for {plural(data_ranks, 'rank')} that share the data",
-            expected="one positive share of the microbatches for each of these ranks",
-            fix=f"--shares {','.join(['1'] * data_ranks)} for equal shares",
-            code="E_SHARES",
-        )
-    if microbatches is None or all(owned_microbatches(microbatches, shares, rank) for rank in range(data_ranks)):
+    numbers = range(data_ranks)
+    is_positive = len(shares) == data_ranks and min(shares) >= 1
+    if is_positive and (
+        microbatches is None or all(owned_microbatches(microbatches, shares, rank) for rank in numbers)
+    ):
         return
+    of = "" if microbatches is None else f" of {plural(microbatches, 'microbatch')}"
     raise InputError(
-        f"shares {text} of {plural(microbatches, 'microbatch')}: a rank would have no microbatch",
-        expected=f"at least one microbatch for each rank; shares that add up to {microbatches} are numbers of them",
-        fix="a larger smallest share, or more microbatches, with other results",
+        f"shares {','.join(map(str, shares))}{of} for {plural(data_ranks, 'rank')} that share the data",
+        expected="a positive share for each of these ranks, with at least one microbatch",
+        fix=f"--shares {','.join(['1'] * data_ranks)} for equal shares; or more microbatches, with other results",
         code="E_SHARES",
     )
 

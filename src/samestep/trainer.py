@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,10 +14,9 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from samestep.checkpoint.async_writer import AsyncCheckpointWriter, SavedCheckpoint
-from samestep.checkpoint.checkpoint_interval import CheckpointInterval
 from samestep.checkpoint.compatibility import require_unchanged_settings, setting_changes
 from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.snapshot import AsyncCheckpointWriter, SavedCheckpoint
 from samestep.checkpoint.state import load, snapshot
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import RunOptions
@@ -38,6 +39,7 @@ from samestep.units import plural
 
 _MAX_SKIPPED_IN_TEXT = 5  # skipped samples in one line of text; the event has all of them
 
+_REMEMBERED_SAVES = 8
 _MAX_CACHE_REPORTS = 20  # per epoch; damage can concern all entries of a disk
 
 
@@ -109,6 +111,40 @@ class StepTimer:
         self._samples += samples
         self._step_seconds += self.last_step
         self.last_speed = samples / self.last_step
+
+
+class CheckpointInterval:
+    """Times of checkpoints that bound the work lost by a kill.
+
+    The next checkpoint must be complete, not started, before the state of the previous one reaches the maximum age. The
+    durations of steps and writes are predicted from the last step and the longest of the last few saves.
+
+    Args:
+        seconds: maximum lost work, or None for no bound.
+    """
+
+    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._clock = seconds, clock
+        self._state_time, self._is_exceeded = clock(), False
+        self._durations: deque[float] = deque(maxlen=_REMEMBERED_SAVES)
+
+    def is_due(self, ahead: float) -> bool:
+        """Return whether to save at the next opportunity; the one after that is in `ahead` seconds."""
+        if self._seconds is None:
+            return False
+        age = self._clock() - self._state_time
+        return age + ahead + max(self._durations, default=0.0) >= self._seconds
+
+    def begin_save(self) -> None:
+        """Record the start of a save of the current state."""
+        self._state_time = self._clock()
+
+    def end_save(self, seconds: float) -> bool:
+        """Record the end of a save; return whether its duration exceeds the bound for the first time."""
+        self._durations.append(seconds)
+        was_exceeded = self._is_exceeded
+        self._is_exceeded = was_exceeded or seconds > (self._seconds or math.inf)
+        return self._is_exceeded and not was_exceeded
 
 
 class Trainer:
@@ -223,20 +259,16 @@ class Trainer:
             with self._writer:
                 if self._continues_changed_data:
                     self._save()  # an automatic restart compares the data with those that were accepted
-                self._finish_epoch()
+                if self._ends_with_evaluation:
+                    self._end_epoch()
+                elif self._progress.cursor.epoch >= self._epochs:
+                    self._last_evaluation = self._evaluate() or {}
                 while self._progress.cursor.epoch < self._epochs and not self._stop:
                     self._train_epoch()
                 if self._stop:
                     self._save()
                 self._writer.wait()  # before the summary reports success
             return self._summarize()
-
-    def _finish_epoch(self) -> None:
-        """Evaluate first if a resumed run ended between the last step of an epoch and the end of the evaluation."""
-        if self._ends_with_evaluation:
-            self._end_epoch()
-        elif self._progress.cursor.epoch >= self._epochs:
-            self._last_evaluation = self._evaluate() or {}
 
     def _train_epoch(self) -> None:
         """Train the rest of an epoch, then evaluate."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.disk_faults import SAVES, content, fail_with, intercepting, mounted, names, run_saves
-from samestep.checkpoint.manifest import verify
+from samestep.checkpoint.contents import verify
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.errors import EXIT_FAILED, CheckpointWriteError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers.disk_faults import SAVES, content, intercepting, kill, names, run_saves
-from samestep.checkpoint.manifest import verify
+from samestep.checkpoint.contents import verify
 from samestep.checkpoint.store import CheckpointFolder
 
 

@@ -14,7 +14,7 @@ import pytest
 from helpers.recorded import read_calls
 from helpers.system import Running, events, flip_bit, here, last_saved, samestep, state_of, steps_saved, tree, weights
 from samestep.config import DEFAULT_KEEP
-from samestep.data.batch_planner import microbatches_of_short_batch
+from samestep.data.microbatch_dataset import microbatches_of_short_batch
 from samestep.microbatches import owned_microbatches
 
 pytestmark = pytest.mark.slow

@@ -12,9 +12,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, S
 from samestep import World
 from samestep.config import RunOptions, ScheduleConfig
 from samestep.errors import RecipeError
-from samestep.recipes.builder import Built, build
+from samestep.recipes.builder import Built, build, schedule_factor
 from samestep.recipes.recipe_files import load_recipe
-from samestep.recipes.schedules import schedule_factor
 
 SMALL = ("data.options.lines=50", "model.options.width=16", "batch_size=16", "microbatches=4", "schedule.name=constant")
 LINEAR = ("learning_rate.rule=linear", "learning_rate.base_batch_size=8")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from annotated_types import Ge, Gt, Le, Len, Lt
 
+from samestep.checkpoint.files import Contents, pieces
 from samestep.errors import CheckpointError
 from samestep.microbatches import Cursor
 
@@ -17,7 +22,7 @@ if TYPE_CHECKING:
 
     from pydantic import TypeAdapter
 
-Contents = TypeVar("Contents")
+Kind = TypeVar("Kind")
 _Count = Annotated[int, Ge(0), Le(2**62)]
 _Finite = Annotated[float, Gt(-math.inf), Lt(math.inf)]
 
@@ -77,7 +82,7 @@ class SavedState(_Strict):
     objects: dict[str, Any] = field(default_factory=dict)  # state of other objects by name
 
 
-def parse(kind: type[Contents], data: bytes, path: Path) -> Contents:
+def parse(kind: type[Kind], data: bytes, path: Path) -> Kind:
     """Return the contents of a JSON file.
 
     Raises:
@@ -86,7 +91,7 @@ def parse(kind: type[Contents], data: bytes, path: Path) -> Contents:
     from pydantic import ValidationError  # lazy: a program that reads no checkpoint does not need the package
 
     try:
-        contents: Contents = validator_of(kind).validate_json(data, strict=True)  # type: ignore[arg-type]  # a class is hashable
+        contents: Kind = validator_of(kind).validate_json(data, strict=True)  # type: ignore[arg-type]  # a class is hashable
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -110,3 +115,100 @@ def validator_of(kind: type[object]) -> TypeAdapter[Any]:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
+
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+
+
+def verify(checkpoint: Path, *names: str) -> None:
+    """Verify every file of a checkpoint, including `names`, against the manifest.
+
+    Raises:
+        CheckpointError: a file is missing, a link, outside the folder, unreadable, or has another length or hash; or
+            the manifest itself is damaged.
+    """
+    files = _read_manifest(checkpoint)
+    missing = [name for name in names if name not in files]
+    if missing:
+        raise damaged(checkpoint / missing[0], "is not in the manifest")
+    for name, entry in files.items():
+        try:
+            _verify_file(checkpoint / name, entry)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise damaged(checkpoint / name, f"cannot be read: {error}") from error
+
+
+def file_names(checkpoint: Path) -> set[str]:
+    """Return the names of the files in the manifest.
+
+    Raises:
+        CheckpointError: the manifest is damaged.
+    """
+    return set(_read_manifest(checkpoint))
+
+
+def damaged(path: Path, problem: str) -> CheckpointError:
+    """Return the error for a damaged checkpoint."""
+    return CheckpointError(
+        f"{path} {problem}",
+        expected="a complete checkpoint, verified before any part is loaded",
+        fix="resume from another one: --checkpoint best, or --checkpoint STEP",
+        code="E_CHECKPOINT",
+    )
+
+
+def build_manifest(files: Mapping[str, Contents]) -> bytes:
+    """Return the manifest of files with these contents."""
+    manifest = {"format": _FORMAT, "files": {name: _entry(contents) for name, contents in files.items()}}
+    manifest["sha256"] = _digest(manifest)
+    return json.dumps(manifest, indent=1).encode()
+
+
+def _entry(contents: Contents) -> dict[str, object]:
+    digest, size = hashlib.sha256(), 0
+    for piece in pieces(contents):
+        digest.update(piece)
+        size += len(piece)
+    return {"sha256": digest.hexdigest(), "bytes": size}
+
+
+def _read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """Return length and hash by file name."""
+    path = checkpoint / MANIFEST
+    try:
+        if not path.is_file() or path.is_symlink():
+            raise damaged(path, "is missing")
+        manifest = json.loads(path.read_bytes())
+        digest = manifest.pop("sha256")
+        is_unchanged = digest == _digest(manifest)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise damaged(path, f"cannot be read: {error}") from error
+    if not is_unchanged:
+        raise damaged(path, "was changed: its SHA-256 differs")
+    if manifest.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{path} has format {manifest.get('format')}",
+            expected=f"format {_FORMAT}",
+            fix="read the checkpoint with the version that wrote the files",
+            code="E_CHECKPOINT",
+        )
+    files: dict[str, dict[str, Any]] = manifest["files"]
+    if any("/" in name for name in files):
+        raise damaged(path, "names a file outside of its folder")
+    return files
+
+
+def _verify_file(path: Path, entry: dict[str, Any]) -> None:
+    if path.is_symlink() or not path.is_file():
+        raise damaged(path, "is missing, or a link")
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        raise damaged(path, f"has {size} bytes instead of {entry['bytes']}")
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+            raise damaged(path, "was changed: its SHA-256 differs")
+
+
+def _digest(manifest: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

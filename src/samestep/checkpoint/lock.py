@@ -44,9 +44,11 @@ class FolderLock:
         path = folder.resolve() / LOCK
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Only users who may write to the folder can open the file: who can open it can lock it.
+            writers = path.parent.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
             lock = FileLock(
                 path,
-                mode=_mode(path.parent),
+                mode=stat.S_IRUSR | stat.S_IWUSR | writers | writers << 1,
                 thread_local=False,
                 is_singleton=True,
                 fallback_to_soft=False,
@@ -84,15 +86,6 @@ class FolderLock:
 
     def __exit__(self, *error: object) -> None:
         self.release()
-
-
-def _mode(folder: Path) -> int:
-    """Return the mode of a lock file: only users who may write to the folder can open the file.
-
-    Any user who can open a file can lock it, and keep the owner of a run out.
-    """
-    writers = folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_IRUSR | stat.S_IWUSR | writers | writers << 1
 
 
 def _write_holder(descriptor: int) -> None:

@@ -22,6 +22,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.checkpoint.compatibility import (
     EXTRA_STATE,
+    Tensors,
+    decode,
+    encode,
     encode_objects,
     groups_like,
     load_object,
@@ -29,10 +32,8 @@ from samestep.checkpoint.compatibility import (
     other_state,
     require_same_names,
 )
-from samestep.checkpoint.contents import Progress, SavedOptimizer, SavedState, invalid_contents
+from samestep.checkpoint.contents import Progress, SavedOptimizer, SavedState, file_names, invalid_contents
 from samestep.checkpoint.files import Contents, pieces
-from samestep.checkpoint.json_values import Tensors, decode, encode
-from samestep.checkpoint.manifest import file_names
 from samestep.checkpoint.snapshot import HostBuffers, TensorFile, distinct
 from samestep.checkpoint.store import STATE, read_state, read_states
 from samestep.errors import CheckpointError

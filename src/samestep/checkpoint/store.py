@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from samestep.checkpoint.contents import SavedState, parse
+from samestep.checkpoint.contents import MANIFEST, SavedState, build_manifest, parse, verify
 from samestep.checkpoint.files import (
     Contents,
     disk_errors,
@@ -26,7 +26,6 @@ from samestep.checkpoint.files import (
     sync_folder,
     write_file,
 )
-from samestep.checkpoint.manifest import MANIFEST, build_manifest, verify
 from samestep.config import DEFAULT_KEEP
 from samestep.distributed.disk_operations import HeldFolder, disk_operations
 from samestep.errors import CheckpointError, InputError
@@ -241,10 +240,6 @@ class CheckpointFolder:
             if step != best:
                 # Renamed first: a partly removed folder must not count as a checkpoint.
                 remove(path.rename(self._temporary(f"removed-{path.name}")))
-        self._remove_dangling_links()
-
-    def _remove_dangling_links(self) -> None:
-        """Remove the links of epochs whose checkpoints were removed."""
         checkpoints = self._by_step()
         for link in self.path.glob(f"{_EPOCH_PREFIX}*"):
             is_copy = link.is_dir() and not link.is_symlink()

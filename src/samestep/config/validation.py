@@ -7,6 +7,7 @@ from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from samestep.errors import RecipeError
@@ -67,6 +68,17 @@ def require(condition: bool, value: str, expected: str, fix: str, *, code: str =
     """Raise a `RecipeError` with these sections unless the condition is true."""
     if not condition:
         raise RecipeError(value, expected=expected, fix=fix, code=code)
+
+
+def require_package(subject: str, package: str, fix: str) -> None:
+    """Require an optional package.
+
+    Raises:
+        RecipeError: it is not installed.
+    """
+    if find_spec(package) is None:
+        expected = "installed packages of the selected loggers, formats and plots"
+        raise RecipeError(f"{subject} needs {package}", expected, f"pip install {fix}", code="E_NOT_INSTALLED")
 
 
 def match_patterns(names: Iterable[str], patterns: Sequence[str], *, key: str, kind: str, example: str) -> list[str]:

@@ -17,15 +17,19 @@ from torch.utils.data import DataLoader, default_collate
 
 from samestep.config import DEFAULT_PREFETCH, BadSamples, SampleOrder
 from samestep.data.batch import GlobalBatch, Microbatch, digest_of, prefetch_to_device
-from samestep.data.batch_planner import BatchPlanner
-from samestep.data.loader_workers import MicrobatchLoader, RequestQueue, end_workers, init_worker, read
 from samestep.data.microbatch_dataset import (
     PROBE,
+    BatchPlanner,
     Collate,
     FailedMicrobatch,
     MicrobatchDataset,
+    MicrobatchLoader,
     MicrobatchRequest,
+    RequestQueue,
     SizedDataset,
+    end_workers,
+    init_worker,
+    read,
 )
 from samestep.data.order import (
     Indices,

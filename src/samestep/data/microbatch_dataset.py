@@ -1,24 +1,35 @@
-"""Microbatches of a dataset: random numbers seeded per sample, skipped samples, microbatches without a usable one."""
+"""Microbatches of a dataset: random numbers seeded per sample, skipped samples, loader workers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.queues import Queue
 from typing import Any, NamedTuple, Protocol
 
 import numpy
 import torch
-from torch.utils.data import ConcatDataset, Subset
+from torch._utils import ExceptionWrapper
+from torch.utils.data import ConcatDataset, Sampler, Subset, get_worker_info
 
 from samestep.config import BadSamples
 from samestep.data.batch import Microbatch, digest_of
-from samestep.data.order import Indices
+from samestep.data.order import Indices, Order
+from samestep.data.streams.dataset import BatchSizes
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
+from samestep.distributed.signals import die_with_parent
+from samestep.distributed.world import World
 from samestep.errors import DataError, SamestepError
+from samestep.microbatches import microbatch_bounds, owned_microbatches, rank_count
 from samestep.report_limits import message_of
 
 Collate = Callable[[list[Any]], Any]
 PROBE = -1  # number in a request for the hashes of some samples
+_WORKER_EXIT_SECONDS = 2.0  # time limit for the end of a worker with a broken connection to be visible
 
 
 class SizedDataset(Protocol):
@@ -147,3 +158,153 @@ def _parts(dataset: Any) -> Iterator[Any]:
             yield from _parts(part)
     else:
         yield dataset
+
+
+MicrobatchLoader = torch.utils.data.DataLoader[Microbatch | FailedMicrobatch]
+
+
+class RequestQueue(Sampler[MicrobatchRequest]):
+    """Sampler with the requests of the next iteration; workers can persist between iterations."""
+
+    requests: Iterable[MicrobatchRequest] = ()
+
+    def __iter__(self) -> Iterator[MicrobatchRequest]:
+        return iter(self.requests)
+
+
+def read(loader: MicrobatchLoader) -> Iterator[Microbatch | FailedMicrobatch]:
+    """Yield the microbatches of a loader; name a worker that is killed."""
+    try:
+        yield from loader
+    except (ConnectionError, EOFError) as error:
+        # A worker killed during a transfer breaks the connection shortly before its end is visible. Then torch
+        # raises the error, here or in its handler of SIGCHLD.
+        iterator, deadline = loader._iterator, time.monotonic() + _WORKER_EXIT_SECONDS
+        while iterator is not None and time.monotonic() < deadline:
+            for worker in iterator._workers:  # type: ignore[attr-defined]
+                if not worker.is_alive():
+                    raise RuntimeError(f"DataLoader worker (pid {worker.pid}) exited unexpectedly") from error
+            time.sleep(0.05)
+        raise
+
+
+def end_workers(loader: MicrobatchLoader) -> None:
+    """End the worker processes of a loader; the next iteration starts new ones."""
+    if loader._iterator is not None:
+        loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
+        loader._iterator = None
+
+
+def init_worker(dataset: SizedDataset, init: Callable[[int], None] | None, number: int) -> None:
+    """Prepare a worker process, and call the function of the user."""
+    die_with_parent(os.getppid())
+    # torch resets SIGTERM in workers to its default; a rank that finishes its step on SIGTERM still needs data.
+    handler = signal.getsignal(signal.SIGTERM)
+    if callable(handler):
+        signal.signal(signal.SIGTERM, handler)
+    torch.set_num_threads(1)
+    Queue._on_queue_feeder_error = _send_failure  # type: ignore[attr-defined]  # the hook of multiprocessing
+    if init is not None:
+        object.__setattr__(get_worker_info(), "dataset", dataset)  # the user's; frozen for other changes
+        init(number)
+
+
+def _send_failure(queue: Any, error: Exception, item: tuple[int, Any]) -> None:
+    """In a loader worker: send an error in place of data that cannot be pickled; the rank would wait for the data."""
+    number, data = item
+    if isinstance(data, ExceptionWrapper):  # of an exception whose class only the worker has
+        failure: Exception = RuntimeError(f"Caught {data.exc_type.__name__} {data.where}.\nOriginal {data.exc_msg}")
+    else:
+        failure = DataError(
+            f"a loader worker cannot send a microbatch: {message_of(error)}",
+            expected="samples of tensors, numbers, strings, and lists, tuples and dicts of these",
+            fix="return plain values from the dataset and the collate function, or load without workers: "
+            "num_workers=0 (--workers 0)",
+            code="E_NOT_PICKLABLE",
+        )
+    queue.put((number, FailedMicrobatch(failure)))
+
+
+class BatchPlan(NamedTuple):
+    """One global batch, with the requests of this rank."""
+
+    span: slice  # positions in the epoch
+    indices: Indices
+    requests: list[MicrobatchRequest]
+
+
+@dataclass
+class BatchPlanner:
+    """Divides global batches into microbatches, and requests those of this rank.
+
+    Attributes:
+        batch_size: samples of a complete global batch.
+        microbatches: number of microbatches of a complete global batch.
+        keeps_size: a batch with fewer samples has fewer microbatches.
+        equal_counts: every rank requests equally many microbatches of a batch, with fillers after its own. Fillers have
+            no share in the result. Strategies that communicate in every forward and backward, such as `fsdp`, need
+            them on ranks with fewer microbatches than others.
+        world: the ranks.
+    """
+
+    batch_size: int
+    microbatches: int
+    keeps_size: bool
+    equal_counts: bool
+    world: World
+
+    def plans(self, epoch: int, order: Order, repeats: Indices | None, positions: range) -> Iterator[BatchPlan]:
+        """Yield the batches that start at `positions` and end before `positions.stop`, each computed when needed.
+
+        `repeats` has one number per position of the epoch, or is None if no index occurs twice.
+        """
+        for start in positions:
+            span = slice(start, min(start + self.batch_size, positions.stop))
+            indices = order[span]
+            counts = numpy.zeros_like(indices) if repeats is None else repeats[span]
+            yield BatchPlan(span, indices, self.requests(epoch, indices, counts))
+
+    def number_of(self, size: int) -> int:
+        """Return the number of microbatches of a batch of `size` samples."""
+        if not self.keeps_size or size == self.batch_size:
+            return self.microbatches
+        return microbatches_of_short_batch(size, self.batch_size, self.microbatches)
+
+    def slot_sizes(self, samples: int) -> BatchSizes:
+        """Return the sizes for the slots of an epoch of `samples` samples."""
+        return BatchSizes(self.batch_size, self.microbatches, self.number_of(samples % self.batch_size))
+
+    def requests(self, epoch: int, batch: Indices, repeats: Indices) -> list[MicrobatchRequest]:
+        """Return the requests of this rank: for its non-empty microbatches, and for fillers.
+
+        Args:
+            epoch: number of the epoch.
+            batch: indices of the samples of the global batch.
+            repeats: how often each index occurs before in the epoch.
+        """
+        number, shares = self.number_of(len(batch)), self.world.data.shares
+        bounds = [slice(*bound) for bound in microbatch_bounds(len(batch), number)]
+
+        def filled(rank: int) -> list[int]:
+            owned = owned_microbatches(number, shares, rank)
+            return [number for number in owned if bounds[number].start < bounds[number].stop]
+
+        own = filled(self.world.data.rank)
+        local = [MicrobatchRequest(epoch, n, batch[bounds[n]], repeats[bounds[n]]) for n in own]
+        if not self.equal_counts:
+            return local
+        largest = max(len(filled(rank)) for rank in range(rank_count(shares)))
+        # Two samples if possible, because batch norm cannot train on one.
+        filler = MicrobatchRequest(epoch, 0, batch[:2], repeats[:2], is_filler=True)
+        return local + [filler] * (largest - len(own))
+
+
+def microbatches_of_short_batch(size: int, batch_size: int, microbatches: int) -> int:
+    """Return the number of microbatches of a batch of `size` samples for a model with batch norm.
+
+    As many as in other batches if each has at least 2 samples, of which a variance exists; otherwise as many as have
+    the size of microbatches in other batches, and at least one.
+    """
+    if size >= 2 * microbatches:
+        return microbatches
+    return max(1, size // max(2, batch_size // microbatches))

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from samestep.checkpoint.compatibility import encode_objects
-from samestep.checkpoint.json_values import Tensors, encode
+from samestep.checkpoint.compatibility import Tensors, encode, encode_objects
 from samestep.checkpoint.state import Training
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.world import all_gather

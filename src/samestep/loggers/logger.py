@@ -8,13 +8,12 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO, runtime_checkable
 
 from samestep.distributed.disk_operations import HeldFolder, disk_operations
-from samestep.errors import EXIT_FAILED, EXIT_STOPPED, InputError, RunError, RunMovedError, SamestepError
+from samestep.errors import EXIT_FAILED, EXIT_STOPPED, RunError, RunMovedError, SamestepError
 from samestep.report_limits import class_name, message_of
 
 Event = Mapping[str, Any]
@@ -160,17 +159,6 @@ def write_errors(*kinds: type[Exception]) -> Iterator[None]:
             fix="free disk space, check the terminal, or select other loggers with --loggers",
             code="E_LOG_WRITE",
         ) from error
-
-
-def require_package(logger: str, package: str) -> None:
-    """Raise `InputError` if the package of an optional logger is not installed."""
-    if find_spec(package) is None:
-        raise InputError(
-            f"the logger {logger} needs the package {package}, which is not installed",
-            expected="packages of the selected loggers are installed",
-            fix="pip install 'samestep[loggers]'",
-            code="E_NOT_INSTALLED",
-        )
 
 
 class JsonlLogger(Logger):

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from samestep.config.validation import require_package
 from samestep.distributed.disk_operations import disk_operations
 from samestep.distributed.env import read_wandb_mode
-from samestep.loggers.logger import EVENTS, Event, JsonlLogger, Logger, MetricLogger, require_package, write_errors
+from samestep.loggers.logger import EVENTS, Event, JsonlLogger, Logger, MetricLogger, write_errors
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -137,7 +138,7 @@ class WandbLogger(Tracker):
         mode: Literal["offline", "online", "disabled"] | None = None,
         resume: bool = False,
     ) -> None:
-        require_package("wandb", "wandb")
+        require_package("the logger wandb", "wandb", "'samestep[loggers]'")
         super().__init__(run, "wandb", resume=resume)
         self._project = project
         self._mode = mode
@@ -195,7 +196,7 @@ class MLflowLogger(Tracker):
         self, run: Path, *, experiment: str = "samestep", tracking_uri: str | None = None, resume: bool = False
     ) -> None:
         for package in ("mlflow", "sqlalchemy", "alembic"):
-            require_package("mlflow", package)
+            require_package("the logger mlflow", package, "'samestep[loggers]'")
         super().__init__(run, "mlflow", resume=resume)
         self._experiment = experiment
         self._uri = tracking_uri

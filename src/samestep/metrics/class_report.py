@@ -6,13 +6,13 @@ import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-from samestep.errors import InputError, RunError
+from samestep.config.validation import require_package
+from samestep.errors import RunError
 
 _MAX_ROWS = 40  # of a table; the file has all classes
 _MAX_NAME, _MAX_LABEL = 30, 16  # characters of a name in the table and in the plot
@@ -81,13 +81,7 @@ def require_matplotlib(subject: str) -> None:
     Raises:
         InputError: matplotlib is not installed.
     """
-    if find_spec("matplotlib") is None:
-        raise InputError(
-            f"a plot of the {subject} needs matplotlib",
-            expected="matplotlib, an optional dependency of Samestep",
-            fix="pip install 'samestep[zoo]'",
-            code="E_NOT_INSTALLED",
-        )
+    require_package(f"a plot of the {subject}", "matplotlib", "'samestep[zoo]'")
 
 
 def write_report(folder: Path, by_class: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ A component that is missing or invalid raises `InputError`, mostly `RecipeError`
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,15 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from samestep.config import DataConfig, NamedConfig, OptimizerConfig, Recipe, RunOptions, default_workers
+from samestep.config import (
+    DataConfig,
+    NamedConfig,
+    OptimizerConfig,
+    Recipe,
+    RunOptions,
+    ScheduleConfig,
+    default_workers,
+)
 from samestep.config.key_suggestions import suggest
 from samestep.config.validation import require
 from samestep.data.loader import Loader
@@ -39,7 +48,6 @@ from samestep.metrics.counts import CountMetric
 from samestep.metrics.metrics import LossMetric, build_metrics
 from samestep.recipes.parameter_groups import apply_layer_decay, freeze, parameter_groups, set_training_mode
 from samestep.recipes.recipe_files import DatasetInfo
-from samestep.recipes.schedules import schedule_factor
 from samestep.recipes.weights import check_same_weights, load_matching
 from samestep.session import start
 from samestep.zoo.model_libraries import find_in_library, torchvision_model, torchvision_names
@@ -341,3 +349,28 @@ def _loss(config: NamedConfig) -> LossFunction | MultiLoss:
             names = list(inspect.signature(function).parameters)[2:]  # after outputs and targets
             raise unknown_option("loss.options", key, names)
     return partial(function, **options) if options else function
+
+
+def schedule_factor(schedule: ScheduleConfig, steps_per_epoch: int, epochs: int) -> Callable[[int], float]:
+    """Return a function from a step (from 0) to the factor of the learning rate.
+
+    `cosine` is the schedule of Loshchilov & Hutter, "SGDR" (2017), without restarts. `cosine` and `linear` start after
+    the warm-up and reach `final` at the last step. The decreases of `step` count from the first step of the run, so
+    that the warm-up does not move them (Goyal et al., "Accurate, large minibatch SGD", 2017).
+    """
+    warmup = round(schedule.warmup_epochs * steps_per_epoch)
+    decay = max(1, steps_per_epoch * epochs - 1 - warmup)
+    period = max(1, round(schedule.step_epochs * steps_per_epoch))
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if schedule.name == "constant":
+            return 1.0
+        if schedule.name == "step":
+            return schedule.gamma ** (step // period)
+        progress = min(1.0, (step - warmup) / decay)
+        remaining = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1 - progress
+        return schedule.final + (1 - schedule.final) * remaining
+
+    return factor

@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from samestep.checkpoint.manifest import file_names, verify
+from samestep.checkpoint.contents import file_names, verify
 from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.errors import InputError, RunError
 from samestep.loggers.logger import format_metric

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.checkpoint.async_writer import AsyncCheckpointWriter, SavedCheckpoint
-from samestep.checkpoint.snapshot import HostBuffers
+from samestep.checkpoint.snapshot import AsyncCheckpointWriter, HostBuffers, SavedCheckpoint
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.errors import CheckpointWriteError, InputError
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from samestep.checkpoint.checkpoint_interval import CheckpointInterval
+from samestep.trainer import CheckpointInterval
 
 
 class Clock:

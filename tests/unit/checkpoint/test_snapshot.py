@@ -11,9 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.simulated_accelerator import simulated_accelerator
-from samestep.checkpoint.async_writer import AsyncCheckpointWriter
 from samestep.checkpoint.contents import Progress
-from samestep.checkpoint.snapshot import HostBuffers, TensorFile
+from samestep.checkpoint.snapshot import AsyncCheckpointWriter, HostBuffers, TensorFile
 from samestep.checkpoint.state import MODEL, Training, pack, snapshot
 from samestep.checkpoint.store import CheckpointFolder
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep import launch
-from samestep.checkpoint.manifest import MANIFEST, verify
+from samestep.checkpoint.contents import MANIFEST, verify
 from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.errors import CheckpointError, CheckpointWriteError, InputError
 from samestep.launcher.launch import RankError

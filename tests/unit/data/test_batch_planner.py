@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data.batch_planner import microbatches_of_short_batch
+from samestep.data.microbatch_dataset import microbatches_of_short_batch
 from samestep.microbatches import microbatch_bounds
 
 

@@ -31,7 +31,7 @@ from samestep.loggers.trackers import TensorBoardLogger
 from samestep.metrics.metrics import BestRule
 from samestep.recipes.builder import build, start_world
 from samestep.recipes.recipe_files import load_recipe, recipe_data
-from samestep.runs.starts import append_start
+from samestep.runs.folder import append_start
 from samestep.trainer import StepTimer, Trainer
 
 STEP = {

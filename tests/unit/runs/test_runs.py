@@ -23,8 +23,7 @@ from samestep.errors import EXIT_FAILED, InputError
 from samestep.launcher.failure import RankError
 from samestep.loggers.logger import JsonlLogger
 from samestep.runs import loop_events
-from samestep.runs.folder import run_directory
-from samestep.runs.starts import recorded_keep
+from samestep.runs.folder import recorded_keep, run_directory
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:

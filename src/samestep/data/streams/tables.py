@@ -9,6 +9,7 @@ from typing import IO, Any
 
 import numpy
 
+from samestep.config.validation import require_package
 from samestep.data.streams.source import Reader, SampleFiles
 from samestep.errors import DataError
 
@@ -32,7 +33,7 @@ class ParquetFiles(SampleFiles):
 
     def __init__(self, address: str, columns: Sequence[str] | None = None) -> None:
         self._columns = columns
-        _pyarrow()
+        require_package("a Parquet or Arrow file", "pyarrow", "pyarrow")
         super().__init__(address, ".parquet")
 
     def reader(self, file: IO[bytes], name: str) -> Reader:
@@ -55,7 +56,7 @@ class ArrowFiles(SampleFiles):
 
     def __init__(self, address: str, columns: Sequence[str] | None = None) -> None:
         self._columns = columns
-        _pyarrow()
+        require_package("a Parquet or Arrow file", "pyarrow", "pyarrow")
         super().__init__(address, ".arrow")
 
     def reader(self, file: IO[bytes], name: str) -> Reader:
@@ -123,23 +124,6 @@ class _ArrowReader(Reader):
         number = int(numpy.searchsorted(self._ends, index, side="right"))
         batch = self._batches[number]
         return _row(batch, index - (int(self._ends[number]) - batch.num_rows))
-
-
-def _pyarrow() -> None:
-    """Require pyarrow.
-
-    Raises:
-        DataError: it is not installed.
-    """
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise DataError(
-            f"Parquet and Arrow files need pyarrow: {error}",
-            expected="the optional package pyarrow",
-            fix="pip install pyarrow",
-            code="E_NOT_INSTALLED",
-        ) from error
 
 
 def _require_columns(columns: Sequence[str] | None, known: Collection[str], place: str) -> None:

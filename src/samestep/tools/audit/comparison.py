@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 from samestep.errors import InputError
 from samestep.tools.audit.events import read_events
 from samestep.tools.audit.findings import batches_per_update, differs, plural
-from samestep.tools.audit.worlds import Event, Pass, World, group_worlds, matching_passes
+from samestep.tools.audit.worlds import Event, World, group_worlds, matching_passes
 from samestep.tools.verify.causes import Cause
 
 TOLERANCE = 1e-3  # relative, of norms and losses; ranks add in another order
@@ -61,7 +61,10 @@ class Trace:
         size = max(1, round(batches_per_update(world)))
         for group in matching_passes(world):
             if all(one.trains for one in group.values()):
-                trace.batches += _global_batches(group, size)
+                length = max(len(one.batches) for one in group.values())
+                for start in range(0, length, size):
+                    batches = [batch for one in group.values() for batch in one.batches[start : start + size]]
+                    trace.batches.append(batches)
         for rank in range(world.size):
             for event in world.ranks[rank]:
                 if event["kind"] == "loss":
@@ -86,12 +89,6 @@ def first_difference(reference: Trace, other: Trace) -> Difference | None:
     return min(differences, key=lambda difference: difference.order_key, default=None)
 
 
-def _global_batches(group: Mapping[int, Pass], size: int) -> Iterator[list[Event]]:
-    """Yield the batches of all ranks for each optimizer step."""
-    for start in range(0, max(len(one.batches) for one in group.values()), size):
-        yield [batch for one in group.values() for batch in one.batches[start : start + size]]
-
-
 def _samples(reference: Trace, other: Trace) -> Iterator[Difference]:
     size = sum(len(batch["samples"]) for batch in reference.batches[0]) if reference.batches else 0
     for one, many in zip(reference.batches, other.batches, strict=False):
@@ -104,7 +101,11 @@ def _samples(reference: Trace, other: Trace) -> Iterator[Difference]:
         different = [key for key in ours_hashes.keys() & theirs_hashes.keys() if ours_hashes[key] != theirs_hashes[key]]
         if different:
             count = len({sample for _, sample in different})
-            text = f"{plural(count, 'sample')} of the same indices have different contents: {_example(different)}"
+            leaf, sample = min(different)
+            text = (
+                f"{plural(count, 'sample')} of the same indices have different contents: tensor {leaf} of the batch, "
+            )
+            text += f"sample {sample}"
             yield Difference("inputs", step, Cause.AUGMENTATION.value, [text])
             return
 
@@ -134,11 +135,6 @@ def _hashes(batches: list[Event]) -> dict[tuple[int, int], set[int]]:
             for sample, value in zip(batch["samples"], values, strict=True):
                 result[leaf, sample].add(value)
     return result
-
-
-def _example(different: list[tuple[int, int]]) -> str:
-    leaf, sample = min(different)
-    return f"tensor {leaf} of the batch, sample {sample}"
 
 
 def _values(reference: Trace, other: Trace) -> Iterator[Difference]:
@@ -320,12 +316,8 @@ def _new(folder: Path) -> Path:
 
 def _traces(folder: Path) -> list[Trace]:
     """Return the trainings of a command, in the order of their programs."""
-    worlds = [world for world in group_worlds(read_events(folder)) if _trains(world)]
+    worlds = [world for world in group_worlds(read_events(folder)) if world.events("update")[0]]
     return [Trace.of(world) for world in sorted(worlds, key=lambda world: world.program)]
-
-
-def _trains(world: World) -> bool:
-    return bool(world.events("update")[0])
 
 
 def _pairs(references: list[Trace], others: list[Trace]) -> list[tuple[Trace, Trace]]:

@@ -139,7 +139,9 @@ def _replicas(world: World) -> Iterator[Finding]:
         has_cause = (
             len(gradients) == len(updates) >= _MIN_UPDATES
             and not _different(updates[0], "values")
-            and _divides_samples(world)
+            and all(
+                any(one.info["replicas"] == world.size for one in passes(events)) for events in world.ranks.values()
+            )
             and bool(values)
         )
     if has_cause and (not values or gradients[0][0]["step"] <= values[0][0]["step"]):
@@ -149,11 +151,6 @@ def _replicas(world: World) -> Iterator[Finding]:
     elif values and (_is_replicated(updates[0]) or all(map(_has_equal_gradients, updates))):
         share = f"in {len(values)} of {plural(len(updates), 'observed step')}"
         yield _difference("different-parameters", values[0], "values", share)
-
-
-def _divides_samples(world: World) -> bool:
-    infos = [[one.info for one in passes(events)] for events in world.ranks.values()]
-    return all(any(info["replicas"] == world.size for info in rank) for rank in infos)
 
 
 def _become_equal(updates: list[Update], values: list[Update]) -> bool:

@@ -22,7 +22,7 @@ from samestep.errors import InputError
 from samestep.launcher.job import ReplayedFolder, process_state, rank_and_size
 from samestep.launcher.worker import EndOfScript, run_script
 from samestep.microbatches import Cursor, require_position
-from samestep.runs.starts import require_same_code
+from samestep.runs.folder import require_same_code
 from samestep.tools.replay.launch import Replayed, ReplayOptions, ScriptCommand, Subject
 from samestep.tools.verify.trials import Trial
 from samestep.tools.verify.worker import Probe

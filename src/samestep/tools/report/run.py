@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,27 +59,11 @@ class Curve:
         return unique, values[last]
 
 
-class JsonLines:
-    """Iterable of the objects in a JSON-lines file; empty if the file does not exist.
-
-    Attributes:
-        unreadable: number of lines so far that a kill cut, or that are damaged.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.unreadable = 0
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        if not self._path.is_file():
-            return
-        with self._path.open("rb") as file:
-            for line in file:
-                value = parse_line(line)
-                if value is not None:
-                    yield value
-                elif line.strip(b"\0 \t\r\n"):
-                    self.unreadable += 1
+def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the objects in a JSON-lines file, and the number of lines that a kill cut; nothing without a file."""
+    content = path.read_bytes() if path.is_file() else b""
+    values = [parse_line(line) for line in content.split(b"\n") if line.strip(b"\0 \t\r")]
+    return [value for value in values if value is not None], values.count(None)
 
 
 class EventLog:
@@ -106,8 +90,8 @@ class EventLog:
         self.resumed: list[int] = []
         self.step = 0
         self.end: dict[str, Any] | None = None
-        lines = JsonLines(path)
-        self.unreadable = sum(not self._add(event) for event in lines) + lines.unreadable
+        events, unreadable = read_json_lines(path)
+        self.unreadable = sum(not self._add(event) for event in events) + unreadable
 
     def _add(self, event: dict[str, Any]) -> bool:
         """Add an event; return whether the event is valid."""
@@ -182,7 +166,8 @@ def read_ranks(folder: Path) -> list[RankLog]:
 
 
 def _read_rank(rank: int, path: Path) -> RankLog:
-    log, lines = RankLog(rank), JsonLines(path)
+    lines, unreadable = read_json_lines(path)
+    log = RankLog(rank, unreadable=unreadable)
     previous: dict[str, Any] = {}
     for line in lines:
         is_same_process = (line.get("pid"), line.get("host")) == (previous.get("pid"), previous.get("host"))
@@ -197,7 +182,6 @@ def _read_rank(rank: int, path: Path) -> RankLog:
         log.gpu_memory = max(log.gpu_memory, parse_finite(gpu.get("memory_bytes")) or 0.0)
         log.host = parse_text(line.get("host"))
         previous = line
-    log.unreadable = lines.unreadable
     return log
 
 

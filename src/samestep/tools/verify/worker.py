@@ -26,24 +26,28 @@ from samestep.config import Recipe, RunOptions, StepConfig
 from samestep.data.batch import GlobalBatch, Microbatch
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.interception import intercept_collectives
-from samestep.distributed.rng import preserved_generators
+from samestep.distributed.rng import generator_state, preserved_generators
 from samestep.engine.callbacks import Intervention
 from samestep.engine.consistency import optimizer_tensors
 from samestep.engine.engine import Engine
-from samestep.engine.loss import Loss
+from samestep.engine.loss import Loss, LossFunction, as_step_loss
+from samestep.engine.multi_loss import MultiLoss
+from samestep.engine.nested_data import has_rows, rows
 from samestep.engine.step_stats import StepResult
 from samestep.errors import EXIT_FAILED
 from samestep.launcher.job import process_state, rank_and_size
 from samestep.launcher.worker import EndOfScript, run_script
 from samestep.microbatches import Cursor
 from samestep.session import start
-from samestep.tools.verify.additivity import check_additivity
 from samestep.tools.verify.interventions import EngineInterventions, StateValue, apply_to_process, hidden_state
 from samestep.tools.verify.tensor_comparison import StepTensors, digest_any, digest_rows
 from samestep.tools.verify.trials import Subject, Trial
 
 if TYPE_CHECKING:
     from samestep.recipes.builder import Built
+
+# Far above the rounding of a float32 sum, far below the effect of a wrong divisor.
+_TOLERANCE = 1e-4
 
 
 @dataclass
@@ -210,6 +214,54 @@ class Probe(Intervention):
                 forward.modules.append((name, digest_any(outputs)))
 
 
+def check_additivity(loss: LossFunction | MultiLoss, outputs: Any, microbatch: Microbatch) -> dict[str, Any]:
+    """Split outputs and targets of a microbatch at several positions and compare the loss with that of the pieces.
+
+    The model is not called, so neither batch norm nor dropout can affect the comparison.
+
+    Returns:
+        `checked`: whether outputs and targets can be split; `cuts`: positions at which the pieces do not add up;
+        `repeats`: false if a second call has another value.
+    """
+    targets, size = microbatch.data[1], microbatch.size
+    step_loss, cuts = as_step_loss(loss), []
+    unchecked = {"checked": False, "microbatch": microbatch.number, "cuts": []}
+    if size < 2 or not (has_rows(outputs, size) and has_rows(targets, size)):
+        return unchecked
+    with torch.no_grad(), preserved_generators():
+        whole = step_loss.term_losses(outputs, targets, size)
+    with torch.no_grad():
+        before = generator_state()
+        again = step_loss.term_losses(outputs, targets, size)
+        if [float(term.sum) for term in whole] != [float(term.sum) for term in again]:
+            return {**unchecked, "repeats": False}
+        is_random = generator_state() != before  # pieces draw other numbers
+        if is_random:
+            return unchecked
+        for position in sorted({1, size // 3 or 1, size // 2}):
+            pieces = [
+                step_loss.term_losses(rows(outputs, size, *piece), rows(targets, size, *piece), piece[1] - piece[0])
+                for piece in ((0, position), (position, size))
+            ]
+            compared = [_compare_pieces(*terms) for terms in zip(whole, *pieces, strict=True)]
+            cuts += [{"at": position, **cut} for cut in compared if cut is not None]
+    return {"checked": True, "microbatch": microbatch.number, "size": size, "cuts": cuts}
+
+
+def _compare_pieces(whole: Loss, first: Loss, rest: Loss) -> dict[str, Any] | None:
+    """Return sums, counts and means if those of the pieces do not add up to those of the whole."""
+    total, count = float(whole.sum), float(whole.count)
+    totals, counts = float(first.sum) + float(rest.sum), float(first.count) + float(rest.count)
+    if _is_close(totals, total) and _is_close(counts, count):
+        return None
+    means = [float(loss.sum) / float(loss.count) if float(loss.count) else 0.0 for loss in (whole, first, rest)]
+    return {"sum": total, "sum_of_pieces": totals, "count": count, "count_of_pieces": counts, "means": means}
+
+
+def _is_close(value: float, other: float) -> bool:
+    return abs(value - other) <= _TOLERANCE * max(abs(value), abs(other))
+
+
 def _model_state(engine: Engine) -> dict[str, torch.Tensor]:
     """Return the tensors of a model's checkpoint: parameters and persistent buffers. A collective."""
     state: dict[str, torch.Tensor] = dict(engine.model.named_parameters())
@@ -284,17 +336,12 @@ def _run_recipe(recipe: Recipe, trial: Trial, probe: Probe) -> None:
                     _save(built, trial, result.step, batch.end)
                 if result.step >= trial.steps or batch.end.epoch > batch.begin.epoch:
                     break
-        _step_last_batch(built)
+        train = built.train
+        if train.cursor.samples:  # the last batch of the epoch, unless the earlier steps included it
+            train.cursor = Cursor(train.cursor.epoch, (len(train) - 1) * train.batch_size)
+            for batch in train:
+                built.engine.step(batch)
         built.engine.evaluate(built.evaluation, list(built.metrics))
-
-
-def _step_last_batch(built: Built) -> None:
-    """Step the last batch of the epoch, unless the earlier steps did."""
-    train = built.train
-    if train.cursor.samples:
-        train.cursor = Cursor(train.cursor.epoch, (len(train) - 1) * train.batch_size)
-        for batch in train:
-            built.engine.step(batch)
 
 
 def _save(built: Built, trial: Trial, step: int, cursor: Cursor) -> None:

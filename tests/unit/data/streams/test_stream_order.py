@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from helpers.number_files import NumberFiles
 from samestep.data.order import Order
-from samestep.data.streams.dataset import StreamDataset
-from samestep.data.streams.order import BatchSizes
+from samestep.data.streams.dataset import BatchSizes, StreamDataset
 
 FILES = st.lists(st.integers(0, 20), min_size=1, max_size=30).filter(any)
 

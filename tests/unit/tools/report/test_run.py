@@ -9,7 +9,7 @@ import pytest
 
 from helpers.rank_files import line, write_ranks
 from helpers.run_folders import START, step_event
-from samestep.tools.report.run import EventLog, JsonLines, read_ranks
+from samestep.tools.report.run import EventLog, read_json_lines, read_ranks
 
 
 def log_of(path: Path, events: list[dict[str, Any]]) -> EventLog:
@@ -88,10 +88,10 @@ def test_invalid_events_are_counted(tmp_path: Path) -> None:
 )
 def test_json_lines(content: bytes, objects: list[int], unreadable: int, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(content)
-    lines = JsonLines(tmp_path / "a")
-    assert [value["time"] for value in lines] == objects
-    assert lines.unreadable == unreadable
-    assert list(JsonLines(tmp_path / "none")) == []
+    values, count = read_json_lines(tmp_path / "a")
+    assert [value["time"] for value in values] == objects
+    assert count == unreadable
+    assert read_json_lines(tmp_path / "none") == ([], 0)
 
 
 def test_means_of_ranks_are_weighted_by_time(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ _TENSORS = 8  # of a step
 _FIRST_TENSORS = 64  # of the first and the last step
 _FINALIZE_PRIORITY = 100  # before the temporary files of multiprocessing
 _VALUES = 1024  # of a tensor
+_SCHEDULE_FACTS = ("name", "period", "steps", "updates", "zero_updates", "line")
 
 Summaries = dict[str, list[float] | None]
 
@@ -189,7 +190,9 @@ class StepObserver:
             [values] = summaries(state.pop("values"))
             session.emit("end", optimizer=number, **state, values=values)
         for schedule in self._all_schedules:
-            session.emit("schedule", optimizers=self._optimizer_count, **_description(schedule))
+            facts = {name: getattr(schedule, name) for name in _SCHEDULE_FACTS}
+            gaps = {str(count): number for count, number in schedule.per_update.items()}
+            session.emit("schedule", optimizers=self._optimizer_count, **facts, per_update=gaps)
 
 
 def observe_steps(session: Session) -> Callable[..., None]:
@@ -219,12 +222,6 @@ def observe_steps(session: Session) -> Callable[..., None]:
     scheduler.step = observed_step
     replica.__init__ = observed_init
     return session.guarded(observer.evaluates)
-
-
-def _description(schedule: _Schedule) -> dict[str, Any]:
-    names = ("name", "period", "steps", "updates", "zero_updates", "line")
-    gaps = {str(count): number for count, number in schedule.per_update.items()}
-    return {name: getattr(schedule, name) for name in names} | {"per_update": gaps}
 
 
 def first_values(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
