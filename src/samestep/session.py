@@ -112,11 +112,7 @@ def start(
             with check.until_end(), _handlers_installed(context.stop) if own.rendezvous else nullcontext():
                 yield world
     except BaseException:
-        if own.watchdog is not None:
-            own.watchdog.join_if_ending()
-        # With other ranks the group stays: they may wait in a collective for this rank, and the teardown for them.
-        if own.size == 1 and not own.is_adopted:
-            dist.destroy_process_group()
+        _leave_after_failure(own)
         raise
     _leave(world, own, is_launched=worker is not None)
 
@@ -229,6 +225,14 @@ def _leave(world: World, own: Membership, *, is_launched: bool) -> None:
     if is_launched:
         process_state.finished_groups.append(dist.group.WORLD)
     dist.destroy_process_group()
+
+
+def _leave_after_failure(own: Membership) -> None:
+    if own.watchdog is not None:
+        own.watchdog.join_if_ending()
+    # With other ranks the group stays: they may wait in a collective for this rank, and the teardown for them.
+    if own.size == 1 and not own.is_adopted:
+        dist.destroy_process_group()
 
 
 def _stop_request(worker: WorkerSpec | None) -> StopRequest:
