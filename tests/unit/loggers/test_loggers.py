@@ -17,6 +17,7 @@ from helpers.system import here, until
 from helpers.terminal import Screen
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import RunOptions
+from samestep.config.validation import require_package
 from samestep.distributed.status import WaitClock
 from samestep.errors import EXIT_INPUT, InputError, RunError
 from samestep.loggers.logger import (
@@ -24,7 +25,6 @@ from samestep.loggers.logger import (
     JsonlLogger,
     RunLogger,
     parse_json_line,
-    require_package,
 )
 from samestep.loggers.progress import ProgressLogger, evaluation_line
 from samestep.loggers.trackers import TensorBoardLogger
@@ -135,7 +135,7 @@ def test_failure_is_the_last_event() -> None:
 
 def test_missing_package_is_an_input_error() -> None:
     with pytest.raises(InputError, match="no_such_package") as failure:
-        require_package("wandb", "no_such_package")
+        require_package("the logger wandb", "no_such_package", "wandb")
     assert failure.value.code == "E_NOT_INSTALLED"
 
 
