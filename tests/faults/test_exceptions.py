@@ -51,7 +51,7 @@ CASES = (
         "local class in a worker", ".*RuntimeError: Caught Local in DataLoader worker", workers=1, inside=("sample",)
     ),
     Fault("unpicklable sample", "a loader worker cannot send a microbatch: .*generator", code=2, workers=1),
-    Fault("hang in a worker", r"ranks? .* hangs?: no progress", workers=1, inside=("a loader worker of", " hang")),
+    Fault("hang in a worker", r"ranks? .* hangs?: no progress", workers=1),
 )
 ROWS = {
     "unprintable": "an exception whose `__str__` and `__repr__` raise",

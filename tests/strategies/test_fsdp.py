@@ -103,8 +103,8 @@ def test_a_rank_stores_a_shard_and_computes_with_full_parameters() -> None:
     [
         ("optimizer", "the optimizer Adafactor with parameters that are divided among ranks|"),
         ("batch norm", "batch_norm: sync"),
-        ("channels last", "the parameter 0.weight of the shape (8, 3, 3, 3), which is not contiguous|"),
-        ("scalar", "the mesh fsdp with the parameter scale without dimensions|"),
+        ("channels last", "the parameter 0.weight of the shape (8, 3, 3, 3)|"),
+        ("scalar", "the mesh fsdp with the parameter scale of the shape ()|"),
         ("tied", "strategy.meta with a model that uses a parameter under two names|remove strategy.meta"),
     ],
 )

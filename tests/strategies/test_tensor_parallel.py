@@ -215,19 +215,19 @@ def test_a_pattern_without_match_is_an_error_with_close_names() -> None:
 
 
 def test_a_module_that_cannot_be_divided_is_an_error() -> None:
-    assert "matches norm (BatchNorm1d)" in plan_error(Layers(), {"norm": "column"}).value
-    assert "matches norm (BatchNorm1d)" in plan_error(Layers(), {"norm": "heads"}).value
-    assert "matches embed (Embedding)" in plan_error(Layers(), {"embed": "row"}).value
+    assert "matches no module that can be" in plan_error(Layers(), {"norm": "column"}).value
+    assert "matches no module that can be" in plan_error(Layers(), {"norm": "heads"}).value
+    assert "matches no module that can be" in plan_error(Layers(), {"embed": "row"}).value
     computed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-    assert "matches one (ParametrizedLinear)" in plan_error(nn.ModuleDict({"one": computed}), {"one": "row"}).value
+    assert "matches no module that can be" in plan_error(nn.ModuleDict({"one": computed}), {"one": "row"}).value
     attention = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
-    assert "attention.out_proj" in plan_error(attention, {"*.out_proj": "row"}).value
+    assert "'*.out_proj' matches no module" in plan_error(attention, {"*.out_proj": "row"}).value
 
 
 def test_an_unknown_kind_is_an_error() -> None:
     error = plan_error(Layers(), {"*.up": "colum"})
     assert "'*.up' is 'colum'" in error.value
-    assert error.fix == "did you mean column?"
+    assert error.fix == "use one of these kinds"
 
 
 @pytest.mark.parametrize(("ranks", "fitting"), [(3, "2, 4, 8, 16"), (5, "2, 4, 8, 16")])

@@ -154,22 +154,11 @@ def select_devices(text: str, setting: str | None, count: int) -> tuple[str, ...
             fix="--devices 0,2; put names of devices into CUDA_VISIBLE_DEVICES",
         )
     positions = [int(part) for part in parts]
-    if count == 0:
+    if max(positions) >= count or len(set(positions)) < len(positions):
         raise _device_error(
-            f"--devices {text}, but torch sees no GPU on this machine",
-            expected="one GPU per rank",
-            fix="omit --devices and set --processes; nvidia-smi lists the GPUs of the machine",
-        )
-    missing = [str(position) for position in positions if position >= count]
-    if missing:
-        raise _device_error(
-            f"--devices {text}, but there is no device {', '.join(missing)}: torch sees {count}",
-            expected=f"0 to {count - 1}" + (f", counted within CUDA_VISIBLE_DEVICES={setting}" if setting else ""),
+            f"--devices {text}, but torch sees {count}",
+            expected=f"different positions from 0 to {count - 1}, counted within CUDA_VISIBLE_DEVICES if it is set",
             fix="samestep doctor lists the devices",
-        )
-    if len(set(positions)) < len(positions):
-        raise _device_error(
-            f"--devices {text} names a device twice", expected="one GPU per rank", fix="name each device once"
         )
     names = visible_devices(setting, count)
     return tuple(names[position] for position in positions)
@@ -237,10 +226,8 @@ def first_gpu_index(local_rank: int, gpus_per_rank: int, available: int, *, shar
     if places == 0 or (local_rank >= places and not share):
         sees = f"torch sees {plural(available, 'GPU')}"
         raise _device_error(
-            f"ranks {local_rank % places} and {local_rank} of this machine would share a GPU: {sees}"
-            if places
-            else f"rank {local_rank} of this machine has no GPU: {sees}",
-            expected="one GPU per rank" if gpus_per_rank == 1 else f"strategy.devices: {gpus_per_rank} GPUs per rank",
+            f"rank {local_rank} of this machine has no GPU of its own: {sees}",
+            expected=f"{plural(gpus_per_rank, 'GPU')} per rank",
             fix=f"use --processes {places}, --share-gpu, or --device cpu" if places else "use --device cpu",
         )
     return local_rank % places * gpus_per_rank

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,6 @@ from samestep.distributed.launcher_detection import LAUNCH_VARIABLES, Rendezvous
 from samestep.errors import InputError
 
 _TOKEN = "SAMESTEP_TOKEN"
-_LOG_LEVEL = "SAMESTEP_LOG_LEVEL"
 _VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 SHARE_GPU = "SAMESTEP_SHARE_GPU"  # 1: several ranks may use one GPU
@@ -64,26 +62,6 @@ def read_environment() -> Environment:
             f"{_TOKEN} is empty", expected="a secret that all ranks share", fix=f"set {_TOKEN} to a secret, or unset it"
         )
     return environment
-
-
-def read_log_level() -> int | None:
-    """Return the level of SAMESTEP_LOG_LEVEL, or None if the variable is not set.
-
-    Raises:
-        InputError: the value is not a level of Python's `logging` module.
-    """
-    name = os.environ.get(_LOG_LEVEL)
-    if name is None:
-        return None
-    level = logging.getLevelNamesMapping().get(name.upper())
-    if level is None:
-        raise InputError(
-            f"{_LOG_LEVEL} is {name!r}",
-            expected="DEBUG, INFO, WARNING, ERROR or CRITICAL",
-            fix=f"{_LOG_LEVEL}=INFO",
-            code="E_VALUE",
-        )
-    return level
 
 
 def read_wandb_mode() -> str | None:

@@ -1,4 +1,4 @@
-"""Logger `samestep` for diagnostics, with the rank in every record."""
+"""Logger `samestep` for diagnostics."""
 
 from __future__ import annotations
 
@@ -6,20 +6,9 @@ import logging
 import sys
 from typing import TextIO
 
-from samestep.distributed.env import read_log_level
 from samestep.report_limits import printable
 
 logger = logging.getLogger("samestep")
-
-
-class _RankFilter(logging.Filter):
-    """Adds the rank to every record."""
-
-    rank: int | None = None
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.rank = "-" if self.rank is None else self.rank
-        return True
 
 
 class _PrintableFormatter(logging.Formatter):
@@ -40,28 +29,16 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
         return sys.stderr
 
 
-_rank_filter = _RankFilter()
-logger.addFilter(_rank_filter)
-
-
 def configure_logging(rank: int | None = None) -> None:
-    """Set the rank and the level of the logger, and add a handler for stderr.
-
-    Without SAMESTEP_LOG_LEVEL, messages of level INFO and above are written as plain text. With the variable, each line
-    also has the time, the level and the rank.
+    """Write messages of level INFO and above to stderr, unless the script has set another level or handlers.
 
     Args:
         rank: rank of this process, whose program may have configured logging: then no handler is added. None in the
             `samestep` command, which has no other configuration.
-
-    Raises:
-        InputError: SAMESTEP_LOG_LEVEL is not a level.
     """
-    level = read_log_level()
-    _rank_filter.rank = rank
-    logger.setLevel(level or logging.INFO)
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
     if not logger.handlers and (rank is None or not logger.hasHandlers()):
         handler = _StderrHandler()
-        text = "%(message)s" if level is None else "%(asctime)s %(levelname)s rank %(rank)s: %(message)s"
-        handler.setFormatter(_PrintableFormatter(text))
+        handler.setFormatter(_PrintableFormatter("%(message)s"))
         logger.addHandler(handler)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from samestep.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, PeerLostError, SamestepError
+from samestep.errors import EXIT_FAILED, EXIT_STOPPED, PeerLostError, SamestepError
 from samestep.report_limits import bounded, class_name, indented, message_of, printable
 
 _SIGNAL_FIXES = {
@@ -19,8 +19,6 @@ _SIGNAL_FIXES = {
     "SIGSEGV": "C code of a library failed: run on one process and look at the innermost call",
     "SIGABRT": "C code of a library aborted: read its message above, or in the rank's log",
     "SIGBUS": "shared memory or a mapped file ran out of space: check /dev/shm and the disk",
-    "SIGXFSZ": "a file exceeded the size limit of this process: see ulimit -f",
-    "SIGXCPU": "the process exceeded its limit of processor time: see ulimit -t",
 }
 _OUT_OF_MEMORY = re.compile("out of memory|allocate memory|not enough memory", re.IGNORECASE)
 _MEMORY_FIX = "use less memory per rank: more microbatches on more processes, a smaller model, or fewer loader workers"
@@ -120,8 +118,6 @@ class Failure:
             problem = f"ended with exit code {exit_code}{_spaced(activity)}, before {end}"
             expected = f"{'the script ends with exit code 0' if is_script else 'the function returns'} in every rank"
             fix, code = "look for sys.exit() or os._exit() in code that only this rank runs", "E_RANK_EXITED"
-            if is_script and exit_code == EXIT_INPUT:
-                fix = "see the message above: argparse ends a script with this code if its arguments are invalid"
         title, *details = message.strip().splitlines() or [""]
         lines = [f"error: rank {rank} {problem}{f': {title}' if title else ''} [{code}]", *map(indented, details)]
         if stack:
@@ -134,24 +130,23 @@ class Failure:
         return cls(rank, time.monotonic(), text, EXIT_FAILED, by_signal=by_signal, activity=activity, code=code)
 
     @classmethod
+    def _of_report(cls, rank: int, code: str, problem: str, fix: str, activity: str, **fields: Any) -> Failure:
+        text = f"error: {problem} [{code}]\n  fix:      {fix}"
+        return cls(rank, time.monotonic(), text, EXIT_FAILED, activity=activity, code=code, **fields)
+
+    @classmethod
     def of_ended_process(cls, rank: int, activity: str) -> Failure:
         """Return the failure of a rank whose process another rank has found ended."""
-        text = (
-            f"error: the process of rank {rank} has ended{_spaced(activity)} [E_RANK_EXITED]\n"
-            f"  fix:      read the output of rank {rank}; without any, look for an out-of-memory kill in the system log"
-        )
-        return cls(rank, time.monotonic(), text, EXIT_FAILED, True, activity=activity, code="E_RANK_EXITED")
+        problem = f"the process of rank {rank} has ended{_spaced(activity)}"
+        fix = f"read the output of rank {rank}; without any, look for an out-of-memory kill in the system log"
+        return cls._of_report(rank, "E_RANK_EXITED", problem, fix, activity, is_consequence=True)
 
     @classmethod
     def of_fork_server(cls, activity: str) -> Failure:
         """Return the failure of all ranks after their fork server was killed."""
-        text = (
-            f"error: the fork server of the ranks was killed{_spaced(activity)}, and they ended with it "
-            "[E_FORK_SERVER]\n"
-            "  fix:      look for a memory limit of this machine, or an administrator, that kills processes"
-        )
-        when = time.monotonic()
-        return cls(0, when, text, EXIT_FAILED, by_signal=signal.SIGKILL, activity=activity, code="E_FORK_SERVER")
+        problem = f"the fork server of the ranks was killed{_spaced(activity)}, and they ended with it"
+        fix = "look for a memory limit of this machine, or an administrator, that kills processes"
+        return cls._of_report(0, "E_FORK_SERVER", problem, fix, activity, by_signal=signal.SIGKILL)
 
     @classmethod
     def of_hang(cls, rank: int, text: str, activity: str, code: str = "E_HANG") -> Failure:
@@ -161,12 +156,10 @@ class Failure:
     @classmethod
     def of_unkillable(cls, rank: int, process: int | None, activity: str) -> Failure:
         """Return the failure for a killed process that the kernel does not end."""
-        text = (
-            f"error: rank {rank}, process {process}, was killed{_spaced(activity)} and does not end [{E_DISK_HANG}]\n"
-            "  fix:      check the disk, the network file system or the driver for which the kernel waits"
-        )
-        when = time.monotonic()
-        return cls(rank, when, text, EXIT_FAILED, True, by_signal=signal.SIGKILL, activity=activity, code=E_DISK_HANG)
+        problem = f"rank {rank}, process {process}, was killed{_spaced(activity)} and does not end"
+        fix = "check the disk, the network file system or the driver for which the kernel waits"
+        fields = {"is_consequence": True, "by_signal": signal.SIGKILL}
+        return cls._of_report(rank, E_DISK_HANG, problem, fix, activity, **fields)
 
     def reported(self, log_dir: Path | None) -> Failure:
         """Return the failure with a bounded text; a longer text is appended to the rank's log in `log_dir`, if any."""

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,9 +50,6 @@ _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):$")
 # Frames down to the launched function or script belong to the launcher.
 _LAUNCHER_FRAME = re.compile(r"launcher.worker\.py:\d+ (_call|run_script)$")
-# A loader worker is a fork of its rank, so its stack begins with frames of the rank.
-_LOADER_FRAME = re.compile(r"torch.utils.data._utils.worker\.py:\d+ _worker_loop$")
-_IDLE_FRAME = re.compile(r"multiprocessing.queues\.py:\d+ get$")
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -82,8 +79,6 @@ class Hang:
     hang_after: float  # limit of that time, in seconds
     states: Mapping[int, RankState]  # of all ranks
     stacks: Mapping[int, Sequence[str]]  # Python frames, outermost first; empty for a rank that does not answer
-    # Frames of a busy loader worker of a rank; empty for a rank without one.
-    loader_stacks: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
     @property
     def culprits(self) -> list[int]:
@@ -240,11 +235,10 @@ def hang_text(hang: Hang) -> str:
 
 
 def _stack_lines(hang: Hang, culprits: Sequence[int]) -> Iterator[str]:
-    for owner, stacks in (("", hang.stacks), ("a loader worker of ", hang.loader_stacks)):
-        shown = {rank: tuple(frames[-_SHOWN_FRAMES:]) for rank, frames in stacks.items() if frames or not owner}
-        for frames, ranks in _grouped(shown, culprits).items():
-            yield f"  stack of {owner}{ranks_text(ranks)}, innermost last:"
-            yield from [f"    {frame}" for frame in frames] or ["    none: the process does not answer"]
+    shown = {rank: tuple(frames[-_SHOWN_FRAMES:]) for rank, frames in hang.stacks.items()}
+    for frames, ranks in _grouped(shown, culprits).items():
+        yield f"  stack of {ranks_text(ranks)}, innermost last:"
+        yield from [f"    {frame}" for frame in frames] or ["    none: the process does not answer"]
 
 
 def hang_failure(hang: Hang) -> Failure:
@@ -304,17 +298,6 @@ class StackFile:
                 return parse_stack(text)
         return []
 
-    def request_loader_worker(self, rank_pid: int) -> list[str]:
-        """In the launcher: return the frames of a loader worker of a rank that does not wait for a request, if any."""
-        for pid in _forks(rank_pid):
-            frames = self.request(pid)
-            if not frames:
-                return []  # each worker without an answer costs a second
-            start = next((index for index, frame in enumerate(frames) if _LOADER_FRAME.search(frame)), None)
-            if start is not None and not any(map(_IDLE_FRAME.search, frames[start + 1 : start + 2])):
-                return frames[start + 1 :]
-        return []
-
     def crash(self) -> list[str]:
         """In the launcher: return the frames written at a fatal signal, outermost first."""
         return parse_stack(self._read(0))
@@ -345,30 +328,6 @@ def parse_stack(text: str) -> list[str]:
     frames = next((frames for is_current, frames in threads if is_current), last)[::-1]
     launcher = [index for index, frame in enumerate(frames) if _LAUNCHER_FRAME.search(frame)]
     return frames[launcher[-1] + 1 :] if launcher else frames
-
-
-def waits_for_loader(frames: Sequence[str]) -> bool:
-    """Whether the frames of a rank are those of a wait for its loader workers."""
-    return any("dataloader.py:" in frame for frame in frames)
-
-
-def _forks(pid: int) -> list[int]:
-    """Return the children of a process that handle the stack signal, as forks of a rank do; none without /proc.
-
-    The signal would end any other program that the rank has started.
-    """
-    children: list[int] = []
-    with suppress(OSError):
-        for path in Path(f"/proc/{pid}/task").glob("*/children"):
-            children += map(int, path.read_text().split())
-    return [child for child in children if _handles_stack_signal(child)]
-
-
-def _handles_stack_signal(pid: int) -> bool:
-    with suppress(OSError):
-        fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        return bool(int(fields["SigCgt"], 16) >> (_STACK_SIGNAL - 1) & 1)
-    return False
 
 
 def _received(handle: Any) -> StackFile:

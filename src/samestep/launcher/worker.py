@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -126,7 +125,7 @@ def end_loader_workers() -> None:
 
 def _set_up(worker_spec: WorkerSpec) -> None:
     """Set the name, the output and the environment of this process."""
-    _name_process(worker_spec.rank, worker_spec.size)
+    _name_process(worker_spec.rank)
     if worker_spec.log is not None:
         _redirect_output(worker_spec.log)
     # A rank that waits for the reader of its output must continue before it counts as hung.
@@ -136,13 +135,8 @@ def _set_up(worker_spec: WorkerSpec) -> None:
     prepare_torch_environment(loopback=True)
 
 
-def _name_process(rank: int, size: int) -> None:
-    """Show the rank in lists of processes: by `ps -e` and `top`, and with setproctitle by `ps aux` and `nvidia-smi`."""
-    if find_spec("setproctitle") is not None:
-        set_environment({"SPT_NOENV": "1"})  # otherwise a long title overwrites the environment in /proc
-        import setproctitle
-
-        setproctitle.setproctitle(f"samestep rank {rank} of {size}")
+def _name_process(rank: int) -> None:
+    """Show the rank in lists of processes, such as those of `ps -e` and `top`."""
     with suppress(OSError):  # systems without /proc
         Path("/proc/self/comm").write_text(f"samestep-{rank}", encoding="ascii")
 

@@ -28,7 +28,6 @@ from samestep.launcher.watchdog import (
     hang_failure,
     is_running,
     process_stat,
-    waits_for_loader,
 )
 from samestep.launcher.worker import RankResult, WorkerSpec, run_rank
 
@@ -40,7 +39,6 @@ _CHECK_SECONDS = 0.5
 KILL_SECONDS = 4.0
 # Time after which running threads and child processes of a rank whose function has returned are reported.
 _RUNNING_SECONDS = 3.0
-Stacks = dict[int, list[str]]  # by rank, outermost frame first
 # Exit code that multiprocessing reports for a fork whose server is gone.
 _SERVER_GONE = 255
 _SERVER_END_SECONDS, _SERVER_POLL_SECONDS = 1.0, 0.02
@@ -270,7 +268,7 @@ class WorkerGroup:
         if self._config.stop_at_checkpoint and states[0].status.checkpoints and not self._is_stopping:
             self._forward_stop()
         if seconds := self._watchdog.hang_seconds(states):
-            failure = hang_failure(Hang(seconds, self._config.hang_after, states, *self._stacks()))
+            failure = hang_failure(Hang(seconds, self._config.hang_after, states, self._stacks()))
             self._workers[failure.rank].result = failure
             self._deadline = time.monotonic()
         elif message := self._slow_ranks.message(states):
@@ -279,16 +277,10 @@ class WorkerGroup:
         for worker in self._workers:
             self._check_end(worker)
 
-    def _stacks(self) -> tuple[Stacks, Stacks]:
-        """Return the stacks of running ranks, and those of their busy loader workers."""
+    def _stacks(self) -> dict[int, list[str]]:
+        """Return the stacks of running ranks."""
         running = [(worker, pid) for worker in self._workers if worker.is_running and (pid := worker.process.pid)]
-        stacks = {worker.rank: worker.stacks.request(pid) for worker, pid in running}
-        loader_stacks = {
-            worker.rank: worker.stacks.request_loader_worker(pid)
-            for worker, pid in running
-            if waits_for_loader(stacks[worker.rank])
-        }
-        return stacks, loader_stacks
+        return {worker.rank: worker.stacks.request(pid) for worker, pid in running}
 
     def _end_stuck_exits(self, states: Mapping[int, RankState]) -> None:
         """End the wait for ranks that have returned and whose threads wait for a disk, such as those of monitors."""

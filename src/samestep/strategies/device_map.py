@@ -45,19 +45,6 @@ class DeviceMap:
             for name in numbers
         ]
 
-    def describe(self) -> str:
-        """Return one line per device with its outermost modules."""
-        outermost = {
-            name: number
-            for name, number in self.numbers.items()
-            if not any(outer in self.numbers for outer in _with_ancestors(name) if outer != name)
-        }
-        lines = []
-        for number, device in enumerate(self.devices):
-            names = [name or "the whole model" for name, index in outermost.items() if index == number]
-            lines.append(f"device {number} ({device}): {', '.join(names) or 'nothing'}")
-        return "\n".join(lines)
-
     def begin_forward(self, module: nn.Module, args: Any) -> None:
         """Hook of the model: draw the first random numbers from the generator of the first device."""
         self._generator_device = self.devices[0]
@@ -150,12 +137,10 @@ def _in_order(model: nn.Module, devices: int) -> dict[str, int]:
     """Return the device of each module of an nn.Sequential: consecutive parts of similar size."""
     units = _sequential_units("", model)
     if list(units) == [""]:
-        names = [name for name, _ in model.named_children()]
-        example = f"'{names[0]}*': 0, '{names[-1]}*': 1" if len(names) > 1 else "'*': 0"
         raise _device_map_error(
             f"strategy device_map of a {type(model).__name__} without strategy.place",
             expected="the automatic device map needs an nn.Sequential, which calls its modules in order",
-            fix=f"set strategy.place: {{{example}}}",
+            fix="set strategy.place, such as {'features.*': 0, 'classifier.*': 1}",
         )
     sizes = [sum(p.nbytes for p in module.parameters()) for module in units.values()]
     count = sum(size > 0 for size in sizes)
@@ -185,9 +170,8 @@ def _sequential_units(name: str, module: nn.Module) -> dict[str, nn.Module]:
 def _require_one_device_per_tensor(modules: dict[str, nn.Module], assigned: dict[str, int]) -> None:
     missing = [name for name, module in modules.items() if _own_tensors(module) and name not in assigned]
     if missing:
-        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         raise _device_map_error(
-            f"strategy.place assigns no device to {', '.join(name or 'the model' for name in missing[:_NAMED])}{more}",
+            f"strategy.place assigns no device to {', '.join(name or 'the model' for name in missing[:_NAMED])}",
             expected="each module with parameters or buffers has a device",
             fix="begin strategy.place with '*': 0",
         )

@@ -75,17 +75,11 @@ def shard_model(model: nn.Module, world: World, *, is_exact: bool) -> None:
 
 def _require_divisible(model: nn.Module, world: World) -> None:
     for name, parameter in model.named_parameters():
-        problem = fix = ""
-        if parameter.dim() == 0:
-            problem, fix = f"{name} without dimensions", f"{name} with one element, torch.ones(1)"
-        elif not parameter.is_contiguous():
-            problem = f"{name} of the shape {tuple(parameter.shape)}, which is not contiguous"
-            fix = "remove step.channels_last, or model.to(memory_format=torch.contiguous_format)"
-        if problem:
+        if parameter.dim() == 0 or not parameter.is_contiguous():
             raise InputError(
-                f"the mesh {world.mesh_shape.name} with the parameter {problem}",
+                f"the mesh {world.mesh_shape.name} with the parameter {name} of the shape {tuple(parameter.shape)}",
                 expected="contiguous parameters with at least one dimension, which ranks divide by rows",
-                fix=f"{fix}; or --strategy ddp",
+                fix="torch.ones(1) in place of a scalar; no step.channels_last; or --strategy ddp",
                 code="E_INCOMPATIBLE",
             )
 

@@ -76,8 +76,6 @@ class MicrobatchTree(NamedTuple):  # hashed several times per microbatch
     @lru_cache(maxsize=4096)  # noqa: B019
     def pairs_up(self, shares: Shares) -> bool:
         """Return whether each rank owns one subtree, and these merge in pairs, level by level."""
-        if self._is_even(shares):
-            return True
         level: list[Node] = [(0, self.microbatches)]
         while len(level) < rank_count(shares):
             level = [child for node in level for child in children(node)]
@@ -90,20 +88,13 @@ class MicrobatchTree(NamedTuple):  # hashed several times per microbatch
 
     def is_shared_by_all(self, shares: Shares) -> bool:
         """Return whether each rank has samples; a last batch may be too small."""
-        return self._is_even(shares) or all(self.covers(shares))
+        return all(self.covers(shares))
 
     @lru_cache(maxsize=4096)  # noqa: B019
     def is_shared_equally(self, shares: Shares) -> bool:
         """Return whether each rank has equally many microbatches with samples."""
-        if self._is_even(shares):
-            return True
         owned = [owned_microbatches(self.microbatches, shares, rank) for rank in range(rank_count(shares))]
         return len({len(set(self.filled).intersection(numbers)) for numbers in owned}) == 1
-
-    def _is_even(self, shares: Shares) -> bool:
-        """Return whether a power of two of ranks divides filled microbatches; found without a loop over the ranks."""
-        is_power = isinstance(shares, int) and shares & (shares - 1) == 0
-        return is_power and self.microbatches % rank_count(shares) == 0 and self.samples >= self.microbatches
 
     def merge(self, node: Node, values: Mapping[Node, T], add: Callable[[T, T], T]) -> dict[Node, T]:
         """Return the values of subtrees below `node`, with all pairs added of which both operands are available."""

@@ -304,9 +304,7 @@ def _require_only_columns(name: str, attention: nn.Module, columns: dict[str, Di
         raise plan_error(
             f"step.tensor_plan: heads of {name}, which has {others[0] if others else 'no column'}",
             expected="all parameters of an attention with divided heads belong to modules that are `column`",
-            fix=f"set column_gathered for its modules in place of heads, or column for {others[0].rpartition('.')[0]}"
-            if others
-            else "set column for its queries, keys and values",
+            fix="set column for its queries, keys and values, or column_gathered for its modules in place of heads",
         )
 
 

@@ -70,11 +70,8 @@ def resolve_plan(model: nn.Module, patterns: Mapping[str, str], slices: int) -> 
 def _match(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
     for pattern, kind in patterns.items():
         if kind not in _KINDS:
-            close = get_close_matches(kind, _KINDS, n=1, cutoff=0.3)
             raise plan_error(
-                f"step.tensor_plan: {pattern!r} is {kind!r}",
-                expected=f"one of {', '.join(_KINDS)}",
-                fix=f"did you mean {close[0] if close else _KINDS[1]}?",
+                f"step.tensor_plan: {pattern!r} is {kind!r}", f"one of {', '.join(_KINDS)}", "use one of these kinds"
             )
     plan: dict[str, str] = {}
     for pattern, kind in patterns.items():
@@ -122,32 +119,24 @@ def divided_dims(module: nn.Module, kind: str) -> dict[str, int]:
 
 
 def _no_match(model: nn.Module, pattern: str, kind: str) -> InputError:
-    classes = {name: type(module).__name__ for name, module in model.named_modules() if name}
-    matches, possible = [name for name in classes if fnmatchcase(name, pattern)], _candidates(model, kind)
-    if matches:
-        return plan_error(
-            f"step.tensor_plan: {pattern!r} is {kind!r} and matches {matches[0]} ({classes[matches[0]]})",
-            expected="column and column_gathered divide torch.nn.Linear and Embedding, row divides Linear, heads an "
-            "attention module with an attribute for the number of heads",
-            fix=f"remove {pattern!r}, or name one of {', '.join(possible[:3]) or 'another model'}",
-        )
+    possible = _candidates(model, kind)
     close = get_close_matches(pattern, possible, n=3, cutoff=0.3) or possible[:3]
     return plan_error(
-        f"step.tensor_plan: {pattern!r} matches no module",
-        expected="shell patterns of module names, such as blocks.*.fc1",
-        fix=f"use names such as {', '.join(close)}" if close else f"remove it: no module of this model can be {kind}",
+        f"step.tensor_plan: {pattern!r} matches no module that can be {kind!r}",
+        expected="a shell pattern of module names, such as blocks.*.fc1: column and column_gathered divide "
+        "torch.nn.Linear and Embedding, row divides Linear, heads an attention with an attribute for their number",
+        fix=f"name one of {', '.join(close) or 'another model'}, or remove the pattern",
     )
 
 
 def _missing_plan(model: nn.Module, slices: int) -> InputError:
     names = _candidates(model)
     examples = ", ".join(f'"{name}": column_gathered' for name in names[:3]) or '"*": column_gathered'
-    more = ", ..." if len(names) > 3 else ""
     return plan_error(
         f"{slices} slices of a {type(model).__name__}, which has no built-in plan",
         expected="step.tensor_plan gives the kind of division by module name: column_gathered for any layer, column "
         "for one whose result passes through elementwise functions to a row layer",
-        fix=f"--set 'step.tensor_plan={{{examples}{more}}}'",
+        fix=f"--set 'step.tensor_plan={{{examples}}}'",
     )
 
 

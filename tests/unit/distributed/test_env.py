@@ -1,6 +1,5 @@
 """Environment variables: settings of launchers, devices and torch."""
 
-import logging
 import os
 
 import pytest
@@ -9,7 +8,6 @@ from samestep.distributed.env import (
     environment_copy,
     prepare_torch_environment,
     read_environment,
-    read_log_level,
     read_rendezvous,
     relevant_variables,
 )
@@ -23,7 +21,7 @@ TORCH = ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_NVML_BASED_CUDA_CHECK", "GLOO_SOCKE
 @pytest.fixture(autouse=True)
 def unset_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unset all variables in question, and restore them afterwards."""
-    for name in (*LAUNCH_VARIABLES, *TORCH, "SAMESTEP_TOKEN", "SAMESTEP_LOG_LEVEL", "CUDA_VISIBLE_DEVICES"):
+    for name in (*LAUNCH_VARIABLES, *TORCH, "SAMESTEP_TOKEN", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -45,16 +43,6 @@ def test_token_and_devices_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAMESTEP_TOKEN", "")
     with pytest.raises(InputError, match="SAMESTEP_TOKEN is empty"):
         read_environment()
-
-
-def test_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_log_level() is None
-    monkeypatch.setenv("SAMESTEP_LOG_LEVEL", "warning")
-    assert read_log_level() == logging.WARNING
-    monkeypatch.setenv("SAMESTEP_LOG_LEVEL", "loud")
-    with pytest.raises(InputError) as error:
-        read_log_level()
-    assert error.value.code == "E_VALUE"
 
 
 def test_relevant_variables(monkeypatch: pytest.MonkeyPatch) -> None:

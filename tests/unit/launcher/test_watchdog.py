@@ -114,14 +114,6 @@ def test_report_has_the_culprit_first_and_each_stack_once() -> None:
     ]
 
 
-def test_report_has_the_stack_of_a_busy_loader_worker() -> None:
-    hang = Hang(12, 10, states(WAITING, BEHIND), {0: ["a.py:1 f"], 1: ["a.py:9 f"]}, {0: [], 1: ["data.py:3 read"]})
-    lines = hang_text(hang).splitlines()
-    begin = lines.index("  stack of a loader worker of rank 1, innermost last:")
-    assert lines[begin + 1] == "    data.py:3 read"
-    assert sum("loader worker" in line for line in lines) == 1
-
-
 def test_rank_that_does_not_answer_has_no_stack() -> None:
     ranks = states(WAITING, WAITING)
     ranks[1] = RankState(BEHIND, process_state="T")
