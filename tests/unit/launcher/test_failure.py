@@ -119,7 +119,6 @@ def test_out_of_memory_has_a_fix() -> None:
     [
         (5, False, "the function returns in every rank", "look for sys.exit()"),
         (5, True, "the script ends with exit code 0 in every rank", "look for sys.exit()"),
-        (2, True, "the script ends with exit code 0 in every rank", "see the message above: argparse"),
     ],
 )
 def test_early_exit(exit_code: int, is_script: bool, expected: str, hint: str) -> None:
