@@ -28,7 +28,8 @@ class ParquetFiles(SampleFiles):
         columns: names of the columns, also of nested ones as `a.b`; None for all.
 
     Raises:
-        DataError: there are no such files, or one is damaged or lacks a column, or pyarrow is not installed.
+        DataError: there are no such files, or one is damaged or lacks a column.
+        RecipeError: pyarrow is not installed.
     """
 
     def __init__(self, address: str, columns: Sequence[str] | None = None) -> None:
@@ -51,7 +52,8 @@ class ArrowFiles(SampleFiles):
         columns: names of the columns; None for all.
 
     Raises:
-        DataError: there are no such files, or one is damaged or lacks a column, or pyarrow is not installed.
+        DataError: there are no such files, or one is damaged or lacks a column.
+        RecipeError: pyarrow is not installed.
     """
 
     def __init__(self, address: str, columns: Sequence[str] | None = None) -> None:

@@ -24,7 +24,7 @@ from samestep.data.streams.source import SampleFiles
 from samestep.data.streams.tables import ArrowFiles, ParquetFiles
 from samestep.data.streams.tar import TarFiles
 from samestep.data.streams.tokens import TokenFiles
-from samestep.errors import DataError, RunError
+from samestep.errors import DataError, RecipeError, RunError
 
 WEBDATASET = Path(__file__).with_name("webdataset")  # written by webdataset 1.0.2
 COUNT = 10
@@ -177,8 +177,9 @@ def test_columns_of_tables(kind: str, tmp_path: Path) -> None:
 
 def test_tables_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with refused("E_NOT_INSTALLED"):
+    with pytest.raises(RecipeError, match="pyarrow") as error:
         ParquetFiles(str(tmp_path))
+    assert error.value.code == "E_NOT_INSTALLED"
 
 
 @pytest.mark.slow
