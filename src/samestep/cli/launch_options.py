@@ -78,6 +78,8 @@ class LaunchOptions(DeviceOption):
     @property
     def environment(self) -> dict[str, str] | None:
         """Environment variables that select the devices; None without `--devices` and `--share-gpu`."""
+        if self.share_gpu and self.device == "cpu":
+            raise option_conflict("--share-gpu with --device cpu")
         variables = {SHARE_GPU: "1"} if self.share_gpu else {}
         if self.selected_devices:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.selected_devices)

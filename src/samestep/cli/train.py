@@ -59,6 +59,7 @@ class NewRun:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._folder: HeldFolder | None = None
+        self._creates_runs = False
 
     def plan(self, restarts: int) -> RunPlan:
         """Create the run; with `--or-resume`, or after a restart by a launcher, resume the run of this name."""
@@ -82,6 +83,7 @@ class NewRun:
         return RunPlan(recipe, folder)
 
     def _create(self, folder: Path) -> None:
+        self._creates_runs = not folder.parent.exists()
         with output_errors(f"the run {folder} cannot be created", "a writable folder", "--runs DIR"):
             try:
                 folder.mkdir(parents=True)
@@ -97,5 +99,5 @@ class NewRun:
         path = self._folder.path
         if not (path / "checkpoints").exists():
             shutil.rmtree(path)
-            if not any(path.parent.iterdir()):
+            if self._creates_runs and not any(path.parent.iterdir()):
                 path.parent.rmdir()
