@@ -93,7 +93,7 @@ def test_killed_and_resumed_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
     run = make_run(tmp_path / "a", [*first])
     resume = {"time": START + 3606, "event": "resume", "step": 6, "epoch": 0, "samples": 192}
     with (run / "events.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"time": 17953000' + json.dumps(resume) + "\n")
+        file.write('{"time": 17953000\n' + json.dumps(resume) + "\n")
         file.writelines(json.dumps(event) + "\n" for event in later)
         file.write('{"time": 1795')
     (summary,) = report(capsys, "a", cwd=tmp_path)["runs"]

@@ -82,7 +82,7 @@ def test_an_unreadable_file_is_damage(two: Path, tmp_path: Path, monkeypatch: py
 
     folder = CheckpointFolder(Path(shutil.copytree(two, tmp_path / "copy", symlinks=True)))
     monkeypatch.setattr(hashlib, "file_digest", broken)
-    with pytest.raises(CheckpointError, match="cannot be read: Input/output error"):
+    with pytest.raises(CheckpointError, match="Input/output error"):
         load(folder.find("last"), training())
     assert folder.newest_valid() is None
 

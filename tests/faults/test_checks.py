@@ -63,5 +63,4 @@ def test_check_every_zero_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     for command in (("train", RECIPE, "--name", "b"), ("resume", tmp_path / "runs" / "a")):
         capsys.readouterr()
         assert here(*command, "--check-every", 0, cwd=tmp_path) == 2
-        errors = capsys.readouterr().err
-        assert errors.startswith("error: --check-every is 0 [E_VALUE]\n")
+        assert "[E_VALUE]" in capsys.readouterr().err

@@ -110,7 +110,7 @@ def test_exceptions(
 
 
 @pytest.mark.slow
-def test_first_interrupt_ends_ranks_that_only_threads_keep_alive(tmp_path: Path, record_fault: RecordFault) -> None:
+def test_interrupt_of_threads(tmp_path: Path, record_fault: RecordFault) -> None:
     (tmp_path / "loop.py").write_text(
         "import threading, time, samestep\n"
         "with samestep.start() as world:\n"

@@ -41,7 +41,7 @@ SECONDS = 2
 
 
 @pytest.mark.parametrize("fault", REFUSED)
-def test_machine_that_cannot_run_ranks_is_refused(fault: str, tmp_path: Path, record_fault: RecordFault) -> None:
+def test_refused_machine(fault: str, tmp_path: Path, record_fault: RecordFault) -> None:
     setup, unshare, code = REFUSED[fault]
     variables, command = temporary_folder(tmp_path), in_shell(setup, unshare=unshare)
     with Running(*TRAIN, "--processes", 2, cwd=tmp_path, variables=variables, command=command) as running:
@@ -91,9 +91,7 @@ def handles_sigterm(process: int) -> bool:
 
 
 @pytest.mark.parametrize("seconds", [0.1, pytest.param(2.0, marks=pytest.mark.long)])
-def test_first_process_of_a_container_ends_on_request_during_its_start(
-    seconds: float, tmp_path: Path, record_fault: RecordFault
-) -> None:
+def test_end_at_start_as_pid_1(seconds: float, tmp_path: Path, record_fault: RecordFault) -> None:
     command = in_shell("true", unshare="--pid --fork --mount-proc")
     variables = temporary_folder(tmp_path)
     with Running("train", HOLDING, "--name", "a", cwd=tmp_path, variables=variables, command=command) as running:

@@ -34,7 +34,10 @@ def require_single_report(done: Done, code: int) -> str:
 
 
 def temporary_folder(path: Path) -> dict[str, str]:
-    """Return the environment variable of an empty temporary folder below `path`, for `nothing_left_behind`."""
+    """Return the environment variable of an empty temporary folder below `path`, for `nothing_left_behind`.
+
+    The names of tests that use it are short, because the kernel limits the paths of sockets.
+    """
     folder = path / "t"
     folder.mkdir(exist_ok=True)
     return {"TMPDIR": str(folder)}

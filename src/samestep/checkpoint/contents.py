@@ -34,6 +34,22 @@ class _Strict:
 
 
 @dataclass(frozen=True)
+class SavedFile(_Strict):
+    """Entry of a file in the manifest."""
+
+    bytes: _Count
+    sha256: Annotated[str, Len(64, 64)]
+
+
+@dataclass(frozen=True)
+class Manifest(_Strict):
+    """Files of a checkpoint by name."""
+
+    format: int
+    files: dict[str, SavedFile]
+
+
+@dataclass(frozen=True)
 class SavedLoader(_Strict):
     """Position of a loader, and the settings on which its batches depend."""
 
@@ -173,7 +189,7 @@ def _entry(contents: Contents) -> dict[str, object]:
     return {"sha256": digest.hexdigest(), "bytes": size}
 
 
-def _read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
+def _read_manifest(checkpoint: Path) -> dict[str, SavedFile]:
     """Return length and hash by file name."""
     path = checkpoint / MANIFEST
     try:
@@ -193,20 +209,22 @@ def _read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
             fix="read the checkpoint with the version that wrote the files",
             code="E_CHECKPOINT",
         )
-    files: dict[str, dict[str, Any]] = manifest["files"]
-    if any("/" in name for name in files):
-        raise damaged(path, "names a file outside of its folder")
+    files = parse(Manifest, json.dumps(manifest).encode(), path).files
+    for name in files:
+        # A name with a folder part could point outside the checkpoint.
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise invalid_contents(path, f"{name!r} is not the name of a file")
     return files
 
 
-def _verify_file(path: Path, entry: dict[str, Any]) -> None:
+def _verify_file(path: Path, entry: SavedFile) -> None:
     if path.is_symlink() or not path.is_file():
         raise damaged(path, "is missing, or a link")
     size = path.stat().st_size
-    if size != entry["bytes"]:
-        raise damaged(path, f"has {size} bytes instead of {entry['bytes']}")
+    if size != entry.bytes:
+        raise damaged(path, f"has {size} bytes instead of {entry.bytes}")
     with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+        if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
             raise damaged(path, "was changed: its SHA-256 differs")
 
 

@@ -159,7 +159,7 @@ def test_invalid_weights_are_refused(place: Path, capsys: pytest.CaptureFixture[
         "set without a file": (("runs/plain", "--set", "batch_size=5"), "--set batch_size=5 with a run"),
         "checkpoint and file": (
             ("vit_tiny_patch16_224", "--pretrained", "a.pth", "--checkpoint", "last"),
-            "--checkpoint last with --pretrained a.pth",
+            "--checkpoint with --pretrained",
         ),
     }[what]
     capsys.readouterr()
