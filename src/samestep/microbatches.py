@@ -1,7 +1,4 @@
-"""Division of a global batch into microbatches, and their ownership by ranks, in integer arithmetic.
-
-Decisions: docs/decisions/numerics.md
-"""
+"""Division of a global batch into microbatches, and their ownership by ranks, in integer arithmetic."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Copies of tensors in host memory as files of safetensors, and background writing of checkpoints.
-
-Decisions: docs/decisions/runs.md
-"""
+"""Copies of tensors in host memory as files of safetensors, and background writing of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """State of a training run as checkpoint files: tensors as safetensors, other state as JSON.
 
 The files do not depend on the number of ranks: names are the model's own, the position is a cursor.
-
-Decisions: docs/decisions/runs.md
 """
 
 from __future__ import annotations

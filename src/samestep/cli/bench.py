@@ -26,8 +26,7 @@ from samestep.config import RunOptions
 from samestep.errors import EXIT_DONE, EXIT_STOPPED
 from samestep.loggers.logger import to_json
 from samestep.recipes.recipe_files import recipe_data
-from samestep.tools.bench import ACCUMULATE, DEVICES, WAYS, Plan
-from samestep.tools.bench_workers import WORKERS
+from samestep.tools.bench import ACCUMULATE, DEVICES, WAYS, WORKERS, Plan
 from samestep.tools.timing import describe_machine
 
 
@@ -85,8 +84,7 @@ class Options(JsonOption, DeviceOption, RecipeOptions):
 def run(options: Options) -> int:
     """Compare and print."""
     # Imported here: the other commands do not need these modules.
-    from samestep.tools.bench import compare, contenders, show
-    from samestep.tools.bench_workers import compare_workers, show_workers
+    from samestep.tools.bench import compare, compare_workers, contenders, show, show_workers
 
     recipe = load_resolved(options.recipe, options.overrides, options.note)
     gpus = [] if options.device == "cpu" else gpu_names()

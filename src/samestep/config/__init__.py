@@ -25,32 +25,3 @@ from samestep.config.recipe import (
     default_workers,
 )
 from samestep.config.strategy import MeshConfig, MeshShape, StrategyConfig, resolve_mesh
-
-__all__ = [
-    "DEFAULT_CHECKSUM_EVERY",
-    "DEFAULT_KEEP",
-    "DEFAULT_PREFETCH",
-    "LOGGERS",
-    "BadSamples",
-    "BatchNorm",
-    "DataConfig",
-    "DeviceKind",
-    "EmaConfig",
-    "LearningRateConfig",
-    "LearningRateRule",
-    "MeshConfig",
-    "MeshShape",
-    "ModelConfig",
-    "NamedConfig",
-    "OptimizerConfig",
-    "Precision",
-    "Recipe",
-    "Reduction",
-    "RunOptions",
-    "SampleOrder",
-    "ScheduleConfig",
-    "StepConfig",
-    "StrategyConfig",
-    "default_workers",
-    "resolve_mesh",
-]

@@ -1,7 +1,4 @@
-"""Loader of global batches, one microbatch at a time, from any cursor, and epochs of a training loop.
-
-Decisions: docs/decisions/data.md
-"""
+"""Loader of global batches, one microbatch at a time, from any cursor, and epochs of a training loop."""
 
 from __future__ import annotations
 

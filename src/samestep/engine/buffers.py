@@ -10,8 +10,6 @@ buffer, which depends on its type and on `Engine(buffers=...)`:
 - `sum`, by choice: the value at the beginning plus the sum of the changes by all microbatches.
 
 State that no microbatch changed keeps its bits and is not communicated.
-
-Decisions: docs/decisions/own-loops.md
 """
 
 from __future__ import annotations

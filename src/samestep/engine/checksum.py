@@ -1,8 +1,6 @@
 """64-bit checksums of named tensors, whose parts ranks can hash separately, and of the state of a training run.
 
 The checksum of a state is equal for every strategy and number of ranks that gives the same state.
-
-Decisions: docs/decisions/rank-checks.md
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Checks that ranks have the same settings, and hold the same weights, buffers and optimizer state.
-
-Decisions: docs/decisions/rank-checks.md
-"""
+"""Checks that ranks have the same settings, and hold the same weights, buffers and optimizer state."""
 
 from __future__ import annotations
 

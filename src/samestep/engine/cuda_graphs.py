@@ -4,8 +4,6 @@ A replay launches all kernels of a microbatch by one call, which saves the time 
 The Python code of model and loss does not run in a replay. So a graph is used only after a replay had the bits of the
 same microbatch computed as usual, in a later step than that of the recording, with other data, weights and random
 numbers; and it is dropped if numbers that the forward can read, or the memory of parameters and buffers, change.
-
-Decisions: docs/decisions/speed.md
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Every rank receives the outputs and targets of all microbatches, and computes th
 respect to the outputs. The backward of each microbatch continues with its own rows of this gradient, as in GradCache
 (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021), but the graphs of all
 microbatches of a rank stay in memory, and no forward is repeated.
-
-Decisions: docs/decisions/losses.md
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Learning rate as a function of the global batch size and the step, never of the number of devices.
-
-Decisions: docs/decisions/losses.md
-"""
+"""Learning rate as a function of the global batch size and the step, never of the number of devices."""
 
 from __future__ import annotations
 

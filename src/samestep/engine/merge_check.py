@@ -1,7 +1,4 @@
-"""Check in float64 of a model's results for several microbatches together against those for each of them.
-
-Decisions: docs/decisions/speed.md
-"""
+"""Check in float64 of a model's results for several microbatches together against those for each of them."""
 
 from __future__ import annotations
 

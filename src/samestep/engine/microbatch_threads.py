@@ -2,8 +2,6 @@
 
 Threads persist because libraries keep state per thread, such as oneDNN's prepared kernels: a new thread needs
 milliseconds more in every layer.
-
-Decisions: docs/decisions/batch-norm.md
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Changes of a model by the script between steps: parameters, optimizer groups, hooks, numbers and functions.
-
-Decisions: docs/decisions/own-loops.md
-"""
+"""Changes of a model by the script between steps: parameters, optimizer groups, hooks, numbers and functions."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 Each rank contributes a float64 vector; if buffers are summed, one per microbatch, in the order of the gradients. Losses
 and counts have one element per microbatch, so their sum is the list of all of them.
-
-Decisions: docs/decisions/speed.md
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@
 thread that waits while the body computes, and the body waits while the step computes. Never do both run.
 
 The optimizer and the losses of such steps serve the adapters of other libraries too.
-
-Decisions: docs/decisions/own-loops.md
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Fork server of the ranks, and its environment.
-
-Decisions: docs/decisions/launching.md
-"""
+"""Fork server of the ranks, and its environment."""
 
 from __future__ import annotations
 

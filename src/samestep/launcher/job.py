@@ -1,7 +1,4 @@
-"""State of a rank's process, and the job of another launcher: store, rendezvous, reports of failures.
-
-Decisions: docs/decisions/package.md
-"""
+"""State of a rank's process, and the job of another launcher: store, rendezvous, reports of failures."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ threads run even if the main threads are stuck. A rank whose thread writes no st
 
 A rank whose process has ended on this machine is noticed within seconds, also in a wait for a GPU: gloo breaks a
 connection at once, but NCCL's kernels wait for a killed rank forever (https://github.com/NVIDIA/nccl/issues/585).
-
-Decisions: docs/decisions/launching.md
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 The user's modules are those outside of the standard library, of installed packages and of Samestep. They are known by
 name, so that a project can move between a stop and a resumption.
-
-Decisions: docs/decisions/rank-checks.md
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Watchdog: detection of ranks that hang and of slow ranks, and the Python stacks of ranks.
-
-Decisions: docs/decisions/launching.md
-"""
+"""Watchdog: detection of ranks that hang and of slow ranks, and the Python stacks of ranks."""
 
 from __future__ import annotations
 

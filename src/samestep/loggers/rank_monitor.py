@@ -1,7 +1,4 @@
-"""Periodic resource samples of each rank, one JSON file per rank.
-
-Decisions: docs/decisions/runs.md
-"""
+"""Periodic resource samples of each rank, one JSON file per rank."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 Components of Samestep and of well-known libraries are imported from any run. Other import paths are code of the author
 of the run: they need `--trust`, or a signature of this account, whose key is outside of the run directory.
-
-Decisions: docs/decisions/runs.md
 """
 
 from __future__ import annotations

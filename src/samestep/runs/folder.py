@@ -1,7 +1,4 @@
-"""Run directory of a custom loop: lock, events, rank files, environment and trackers.
-
-Decisions: docs/decisions/runs.md
-"""
+"""Run directory of a custom loop: lock, events, rank files, environment and trackers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Events and progress of a custom loop, from the hooks of its engines.
-
-Decisions: docs/decisions/own-loops.md
-"""
+"""Events and progress of a custom loop, from the hooks of its engines."""
 
 from __future__ import annotations
 

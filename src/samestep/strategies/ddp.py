@@ -1,7 +1,4 @@
-"""Distributed data parallel: torch's DistributedDataParallel with a communication hook for the reduction.
-
-Decisions: docs/decisions/speed.md
-"""
+"""Distributed data parallel: torch's DistributedDataParallel with a communication hook for the reduction."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
 

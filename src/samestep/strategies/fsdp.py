@@ -2,8 +2,6 @@
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020); Zhao et al.,
 "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (2023).
-
-Decisions: docs/decisions/numerics.md
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ A row is an index of the first dimension, along which FSDP divides. The squares 
 depends on its length alone; on an accelerator, those of each block of the row, so that few kernels suffice. The sums
 are added without rounding, so their order is free: each is rounded to two fixed grids on which all sums are exact
 (Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", 2013).
-
-Decisions: docs/decisions/numerics.md
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 In the model, a divided parameter is a DTensor. Everywhere else (optimizer, gradients, averages, checksums) the local
 part is a plain tensor that shares memory with the DTensor.
-
-Decisions: docs/decisions/layouts.md
 """
 
 from __future__ import annotations

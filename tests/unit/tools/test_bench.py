@@ -14,12 +14,12 @@ from samestep.tools.bench import (
     Plan,
     Row,
     Trained,
+    compare_workers,
     comparison_data,
     contenders,
     first_metric,
     table,
 )
-from samestep.tools.bench_workers import compare_workers
 from samestep.tools.timing import Spread, Timing
 
 

@@ -1,7 +1,4 @@
-"""Dataset of samples in sharded files, and its order: each microbatch draws from its own range of the files.
-
-Decisions: docs/decisions/data.md
-"""
+"""Dataset of samples in sharded files, and its order: each microbatch draws from its own range of the files."""
 
 from __future__ import annotations
 

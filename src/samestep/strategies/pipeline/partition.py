@@ -1,7 +1,4 @@
-"""Partition of a model into pipeline stages: stage boundaries, and the graph that each stage computes.
-
-Decisions: docs/decisions/layouts.md
-"""
+"""Partition of a model into pipeline stages: stage boundaries, and the graph that each stage computes."""
 
 from __future__ import annotations
 

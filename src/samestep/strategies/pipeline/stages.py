@@ -1,7 +1,4 @@
-"""Pipeline stages of one rank: execution of their graphs, and of each stage under a schedule of torch.
-
-Decisions: docs/decisions/layouts.md
-"""
+"""Pipeline stages of one rank: execution of their graphs, and of each stage under a schedule of torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Analysis of the events of an audit, findings about files, and its report.
-
-Decisions: docs/decisions/proofs.md
-"""
+"""Analysis of the events of an audit, findings about files, and its report."""
 
 from __future__ import annotations
 

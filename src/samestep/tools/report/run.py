@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ import numpy
 from numpy.typing import NDArray
 
 from samestep.errors import InputError
-from samestep.loggers.logger import to_json
 from samestep.recipes.recipe_files import read_yaml
 from samestep.runs import LOOP
 from samestep.tools.run_lines import (
@@ -38,25 +36,23 @@ _MAX_LOGGED = 100
 
 
 class Curve:
-    """Values by step in the order of a file; of a step that occurs twice, the later value counts."""
+    """Values by step; of a step that occurs twice, the later value counts."""
 
     def __init__(self) -> None:
-        self._points = array("d")
+        self._values: dict[int, float] = {}
 
     def add(self, step: int, value: float) -> None:
         """Add one point."""
-        self._points.extend((step, value))
+        self._values[step] = value
 
     def drop_after(self, step: int) -> None:
         """Drop the points of later steps, which a run that continues after `step` computes again."""
-        points = numpy.array(self._points).reshape(-1, 2)
-        self._points = array("d", points[points[:, 0] <= step].reshape(-1).tobytes())
+        self._values = {at: value for at, value in self._values.items() if at <= step}
 
     def points(self) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:
         """Return ascending steps and their values, which can be NaN and infinite."""
-        steps, values = numpy.array(self._points).reshape(-1, 2)[::-1].T
-        unique, last = numpy.unique(steps, return_index=True)  # the first index in reverse order
-        return unique, values[last]
+        steps, values = numpy.array(sorted(self._values.items())).reshape(-1, 2).T
+        return steps, values
 
 
 def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -191,8 +187,7 @@ class Run:
 
     folder: Path
     name: str  # unique name within a report
-    recipe: dict[str, Any]  # recipe as plain data; `recipe_text` is the YAML
-    recipe_text: str
+    recipe: dict[str, Any]  # recipe as plain data
     starts: list[dict[str, Any]]  # entries of `environment.json`, one for each start and resume
     events: EventLog
     ranks: list[RankLog]
@@ -252,5 +247,4 @@ def read_run(folder: Path, name: str) -> Run:
         logs = {"events.jsonl": events.unreadable, **{f"ranks/rank-{log.rank}.jsonl": log.unreadable for log in ranks}}
         remarks = [f"{file}: {plural(count, 'unreadable line')} skipped" for file, count in logs.items() if count]
         recipe = events.config if is_loop else recipe
-        text = to_json(recipe) if is_loop else path.read_text(encoding="utf-8")
-    return Run(folder, name, recipe, text, starts, events, ranks, remarks)
+    return Run(folder, name, recipe, starts, events, ranks, remarks)
