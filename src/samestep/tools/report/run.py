@@ -12,6 +12,7 @@ import numpy
 from numpy.typing import NDArray
 
 from samestep.errors import InputError
+from samestep.loggers.logger import to_json
 from samestep.recipes.recipe_files import read_yaml
 from samestep.runs import LOOP
 from samestep.tools.run_lines import (
@@ -187,7 +188,8 @@ class Run:
 
     folder: Path
     name: str  # unique name within a report
-    recipe: dict[str, Any]  # recipe as plain data
+    recipe: dict[str, Any]  # recipe as plain data; `recipe_text` is the YAML
+    recipe_text: str
     starts: list[dict[str, Any]]  # entries of `environment.json`, one for each start and resume
     events: EventLog
     ranks: list[RankLog]
@@ -247,4 +249,5 @@ def read_run(folder: Path, name: str) -> Run:
         logs = {"events.jsonl": events.unreadable, **{f"ranks/rank-{log.rank}.jsonl": log.unreadable for log in ranks}}
         remarks = [f"{file}: {plural(count, 'unreadable line')} skipped" for file, count in logs.items() if count]
         recipe = events.config if is_loop else recipe
-    return Run(folder, name, recipe, starts, events, ranks, remarks)
+        text = to_json(recipe) if is_loop else path.read_text(encoding="utf-8")
+    return Run(folder, name, recipe, text, starts, events, ranks, remarks)
