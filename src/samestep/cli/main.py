@@ -115,9 +115,11 @@ def _unknown_command(arguments: Sequence[str]) -> InputError:
     expected = f"one of {', '.join(COMMANDS)}"
     if not arguments:
         return InputError("samestep without a command", expected, "samestep train digits", code="E_MISSING_KEY")
+    problem = f"unknown command {arguments[0]}"
     meant = suggest(arguments[0], COMMANDS)
-    fix = "samestep --help" if meant is None else f"did you mean samestep {meant}?"
-    return InputError(f"unknown command {arguments[0]}", expected, fix, code="E_UNKNOWN_NAME")
+    if meant is None:
+        return InputError(f"{problem}; samestep --help lists all", code="E_UNKNOWN_NAME")
+    return InputError(problem, expected, f"did you mean samestep {meant}?", code="E_UNKNOWN_NAME")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

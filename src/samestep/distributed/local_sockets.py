@@ -2,8 +2,6 @@
 
 A message of gloo passes through two threads of every rank. With more ranks than processor cores, their switches take
 most of the time of a small message. Here the calling thread sends and receives.
-
-Decisions: docs/decisions/launching.md
 """
 
 from __future__ import annotations
