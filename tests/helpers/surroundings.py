@@ -1,6 +1,7 @@
 """Requirements that every fault of the surroundings of a run must meet, and its row on the page of faults."""
 
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,12 +35,13 @@ def require_single_report(done: Done, code: int) -> str:
 
 
 def temporary_folder(path: Path) -> dict[str, str]:
-    """Return the environment variable of an empty temporary folder below `path`, for `nothing_left_behind`.
+    """Return the environment variable of an empty temporary folder, `t` below `path`, for `nothing_left_behind`.
 
-    The names of tests that use it are short, because the kernel limits the paths of sockets.
+    The folder has a short path, because the kernel limits the paths of sockets in it.
     """
-    folder = path / "t"
+    folder = path.parent / f"t{zlib.crc32(path.name.encode())}"
     folder.mkdir(exist_ok=True)
+    (path / "t").symlink_to(folder)
     return {"TMPDIR": str(folder)}
 
 
