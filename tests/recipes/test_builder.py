@@ -211,10 +211,10 @@ def test_refusal_of_an_own_constructor_names_the_options(width: int, message: st
     with pytest.raises(RecipeError) as error:
         call(as_own(refuses), {"width": width}, where="model.options")
     assert error.value.value == f"model.options.width is {width}: {message}"
-    assert (error.value.fix, error.value.code) == ("correct one of them", "E_VALUE")
+    assert (error.value.fix, error.value.code) == ("correct model.options.width", "E_VALUE")
     with pytest.raises(RecipeError) as error:
         call(as_own(refuses), {"width": width, "depth": 1}, where="model.options")
-    assert error.value.code == "E_VALUE"
+    assert error.value.fix == "correct model.options.width or model.options.depth"
 
 
 def test_errors_of_user_code_and_of_memory_are_not_those_of_options() -> None:

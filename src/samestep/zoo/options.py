@@ -117,7 +117,8 @@ def _refused(where: str, options: Mapping[str, Any], error: Exception) -> Recipe
     message = next(iter(message_of(error).strip().splitlines()), "")
     values = ", ".join(f"{where}.{key} is {value!r}" for key, value in options.items())
     problem, expected = f"{values}: {class_name(error)}: {message}", "values with which the component can be built"
-    return RecipeError(problem, expected, "correct one of them", code="E_VALUE")
+    fix = f"correct {' or '.join(f'{where}.{key}' for key in options)}"
+    return RecipeError(problem, expected, fix, code="E_VALUE")
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

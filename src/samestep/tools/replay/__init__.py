@@ -1,1 +1,1 @@
-"""`samestep replay` and `samestep diff`: steps of a run computed again, and the first difference of two runs."""
+"""`samestep diff`: the first difference of two runs, and steps of a run computed again."""
