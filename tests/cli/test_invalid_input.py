@@ -456,7 +456,9 @@ def test_run_of_a_script_is_continued_by_the_script(refused: Refused, run: Path,
 @pytest.mark.parametrize("command", ["resume", "eval"])
 @pytest.mark.parametrize("which", ["worst", "99"])
 def test_missing_checkpoint_is_an_error(refused: Refused, run: Path, command: str, which: str) -> None:
-    assert "steps: 13" in refused(command, run, f"--checkpoint={which}")
+    err = refused(command, run, f"--checkpoint={which}")
+    assert "[E_CHECKPOINT_NOT_FOUND]" in err
+    assert "steps: 13" in err
 
 
 @pytest.mark.parametrize("command", [("resume", "--checkpoint=13"), ("resume", "--checkpoint=best"), ("eval",)])

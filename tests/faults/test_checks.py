@@ -63,4 +63,5 @@ def test_check_every_zero_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     for command in (("train", RECIPE, "--name", "b"), ("resume", tmp_path / "runs" / "a")):
         capsys.readouterr()
         assert here(*command, "--check-every", 0, cwd=tmp_path) == 2
-        assert "[E_VALUE]" in capsys.readouterr().err
+        title = capsys.readouterr().err.splitlines()[0]
+        assert "--check-every: 0 is below 1 [E_VALUE]" in title

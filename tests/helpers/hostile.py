@@ -66,6 +66,7 @@ BAD_EVENTS = (
 EVENTS = (
     _line({**_STEP, "step": 1}),
     *BAD_EVENTS,
+    _line({**_STEP, "step": 1, "time": 1e300}),
     _line({"time": 1e9, "event": "note", "text": _ESCAPES}),
     _line({"time": 1e9, "event": "note", "text": {"a": 1}}),
     _line({"time": 1e9, "event": "evaluation", "step": 2, "epoch": 1, "loss": _ESCAPES, _ESCAPES: 0.5, "samples": "9"}),

@@ -246,6 +246,7 @@ def test_buckets_contain_gradients_of_one_device() -> None:
 
 def test_tied_weights_must_be_on_one_device() -> None:
     error = engine_error(at({"*": 0, "out": 1}), Tokens())
+    assert error.code == "E_DEVICE_MAP"
     assert "'embed' on device 0 and 'out' on device 1 share a tensor" in error.value
     assert device_map_of(Tokens(), at({"*": 0, "mix": 1})).numbers["out"] == 0
 

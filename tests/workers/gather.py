@@ -61,7 +61,7 @@ def rejected(world: samestep.World) -> list[str]:
         try:
             samestep.reduce_dict(values, world, count=count)
         except InputError as error:
-            messages.append(error.value)
+            messages.append(f"{error.value} [{error.code}]")
     return messages
 
 

@@ -103,9 +103,9 @@ def test_means_are_over_all_counted_items(results: dict[str, list[Any]]) -> None
 
 def test_different_keys_and_zero_counts_are_rejected_on_every_rank(results: dict[str, list[Any]]) -> None:
     keys, counts, shapes = results["rejected"][0]
-    assert keys == "reduce_dict: rank 1 has the keys rank 1, rank 0 has rank 0"
-    assert counts == "reduce_dict: the counts of all ranks sum to 0"
-    assert shapes == "reduce_dict: rank 1 has the shapes [2], rank 0 has [1]"
+    assert keys == "reduce_dict: rank 1 has the keys rank 1, rank 0 has rank 0 [E_REDUCE_DICT]"
+    assert counts == "reduce_dict: the counts of all ranks sum to 0 [E_REDUCE_DICT]"
+    assert shapes == "reduce_dict: rank 1 has the shapes [2], rank 0 has [1] [E_REDUCE_DICT]"
     assert results["rejected"] == [[keys, counts, shapes]] * RANKS
 
 

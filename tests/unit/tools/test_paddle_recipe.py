@@ -214,8 +214,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused_file(tmp_path: Path, kind: str) -> None:
     flat, message = REFUSED[kind]
-    with pytest.raises(RecipeError, match=message.replace(".", r"\.")):
+    with pytest.raises(RecipeError, match=message.replace(".", r"\.")) as raised:
         convert(tmp_path, flat)
+    assert raised.value.code == "E_PADDLE_FILE"
 
 
 @pytest.mark.parametrize("flat", [SWIN, OLD_SWIN, DEIT], ids=["swin", "older swin", "deit"])
