@@ -1,4 +1,4 @@
-"""Contents of a checkpoint's JSON files: types and ranges of every value, checked when a file is read."""
+"""Contents of a checkpoint's JSON files, checked when a file is read, and its manifest: SHA-256 of every file."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from samestep.errors import CheckpointError
 from samestep.microbatches import Cursor
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pydantic import TypeAdapter
 
+MANIFEST = "manifest.json"
+_FORMAT = 1
 Kind = TypeVar("Kind")
 _Count = Annotated[int, Ge(0), Le(2**62)]
 _Finite = Annotated[float, Gt(-math.inf), Lt(math.inf)]
@@ -133,10 +133,6 @@ def validator_of(kind: type[object]) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-MANIFEST = "manifest.json"
-_FORMAT = 1
-
-
 def verify(checkpoint: Path, *names: str) -> None:
     """Verify every file of a checkpoint, including `names`, against the manifest.
 
@@ -203,12 +199,7 @@ def _read_manifest(checkpoint: Path) -> dict[str, SavedFile]:
     if not is_unchanged:
         raise damaged(path, "was changed: its SHA-256 differs")
     if manifest.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"{path} has format {manifest.get('format')}",
-            expected=f"format {_FORMAT}",
-            fix="read the checkpoint with the version that wrote the files",
-            code="E_CHECKPOINT",
-        )
+        raise invalid_contents(path, f"its format is {manifest.get('format')}, not {_FORMAT}")
     files = parse(Manifest, json.dumps(manifest).encode(), path).files
     for name in files:
         # A name with a folder part could point outside the checkpoint.

@@ -17,49 +17,47 @@ _GROUP_BYTES = 1 << 27  # of the decoded row groups of a file: a window of a str
 _ARROW_MAGIC = b"ARROW1"
 
 
-class ParquetFiles(SampleFiles):
-    """Rows of Parquet files: dictionaries with a Python value per column.
-
-    A read decodes its whole row group. The last ones of each file stay in memory, up to 128 MiB: small row groups
-    are faster for reads in random order.
+class _TableFiles(SampleFiles):
+    """Rows of files that pyarrow reads: dictionaries with a Python value per column.
 
     Args:
-        address: folder with files `*.parquet`; see `SampleFiles`.
-        columns: names of the columns, also of nested ones as `a.b`; None for all.
+        address: folder with the files; see `SampleFiles`.
+        columns: names of the columns, in Parquet files also of nested ones as `a.b`; None for all.
 
     Raises:
         DataError: there are no such files, or one is damaged or lacks a column.
         RecipeError: pyarrow is not installed.
     """
 
+    suffix: str
+
     def __init__(self, address: str, columns: Sequence[str] | None = None) -> None:
         self._columns = columns
         require_package("a Parquet or Arrow file", "pyarrow", "pyarrow")
-        super().__init__(address, ".parquet")
+        super().__init__(address, self.suffix)
+
+
+class ParquetFiles(_TableFiles):
+    """Rows of Parquet files, `*.parquet`.
+
+    A read decodes its whole row group. The last ones of each file stay in memory, up to 128 MiB: small row groups
+    are faster for reads in random order.
+    """
+
+    suffix = ".parquet"
 
     def reader(self, file: IO[bytes], name: str) -> Reader:
         """Return the reader of a file."""
         return _ParquetReader(file, self._columns, self.place_of(name))
 
 
-class ArrowFiles(SampleFiles):
-    """Rows of Arrow IPC files and streams, such as those of Hugging Face `save_to_disk`.
+class ArrowFiles(_TableFiles):
+    """Rows of Arrow IPC files and streams, `*.arrow`, such as those of Hugging Face `save_to_disk`.
 
     A local file is mapped into memory; another one is read as a whole.
-
-    Args:
-        address: folder with files `*.arrow`; see `SampleFiles`.
-        columns: names of the columns; None for all.
-
-    Raises:
-        DataError: there are no such files, or one is damaged or lacks a column.
-        RecipeError: pyarrow is not installed.
     """
 
-    def __init__(self, address: str, columns: Sequence[str] | None = None) -> None:
-        self._columns = columns
-        require_package("a Parquet or Arrow file", "pyarrow", "pyarrow")
-        super().__init__(address, ".arrow")
+    suffix = ".arrow"
 
     def reader(self, file: IO[bytes], name: str) -> Reader:
         """Return the reader of a file."""
