@@ -215,9 +215,11 @@ def _read_starts(run: Path) -> list[dict[str, Any]]:
     path = run / _FILE
     try:
         entries = json.loads(path.read_bytes())
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise ValueError("it is no list of entries")
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError) as error:
         logger.warning("%s cannot be read and is replaced; its earlier entries are lost: %s", path, error)
         return []
-    return entries if isinstance(entries, list) else []
+    return entries
