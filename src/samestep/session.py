@@ -45,7 +45,7 @@ from samestep.errors import InputError
 from samestep.launcher.adoption import adopt_process_group
 from samestep.launcher.job import TIMEOUT, Job, Membership, host_store, join_job, process_state
 from samestep.launcher.peer_watchdog import PeerWatchdog
-from samestep.launcher.preflight import require_short_temporary_folder
+from samestep.launcher.preflight import use_short_temporary_folder
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER
 from samestep.launcher.worker import WorkerSpec, end_loader_workers
 
@@ -195,7 +195,7 @@ def _create_process_group(
     configure_logging(rank)
     device, own_gpus = _select_devices(kind, worker, rendezvous, strategy, share_gpu=share_gpu)
     disk_operations.rank_status = rank_status
-    require_short_temporary_folder()
+    use_short_temporary_folder()
     # NCCL supports one rank per GPU.
     backend = f"cpu:gloo,{ACCELERATOR}:{'nccl' if own_gpus else 'gloo'}" if is_accelerator(device) else "gloo"
     with rank_status.operation("samestep.start()"), rank_status.waiting("the rendezvous"):

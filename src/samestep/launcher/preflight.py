@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import tempfile
+from multiprocessing import util
 
 from samestep.distributed.resources import usable_processors
 from samestep.errors import InputError
@@ -13,19 +14,18 @@ _USUAL_OPEN_FILES = 1024  # default of most systems
 # More ranks on one processor are a mistake in the command.
 _MAX_RANKS_PER_PROCESSOR = 64
 # unix(7): the path of a socket has at most 107 bytes. multiprocessing appends `/pymp-12345678/listener-12345678`.
-_SOCKET_PATH_BYTES, _SOCKET_NAME_BYTES = 107, 34
+_MAX_FOLDER_BYTES = 107 - 34
 
 
 def require_machine(processes: int) -> None:
     """Require that `processes` ranks can start on this machine, and raise the limit of open files if necessary.
 
     Raises:
-        InputError: there are too many ranks, too few open files are allowed, or the path of the temporary folder is
-            too long.
+        InputError: there are too many ranks, too few open files are allowed, or no folder can hold a socket.
     """
     _require_processors(processes)
     _require_open_files(processes)
-    require_short_temporary_folder()
+    use_short_temporary_folder()
 
 
 def _require_processors(processes: int) -> None:
@@ -57,18 +57,26 @@ def _require_open_files(processes: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (usual if hard == unlimited else min(usual, hard), hard))
 
 
-def require_short_temporary_folder() -> None:
-    """Require that the paths of the sockets of `multiprocessing` fit into the temporary folder.
+def use_short_temporary_folder() -> None:
+    """Let `multiprocessing` create its sockets below /tmp if the path of the temporary folder is too long for them.
+
+    Child processes inherit the choice, loader workers too.
 
     Raises:
-        InputError: the path of the folder is too long.
+        InputError: /tmp is not writable.
     """
     folder = tempfile.gettempdir()
-    length = len(os.fsencode(folder))
-    if length + _SOCKET_NAME_BYTES > _SOCKET_PATH_BYTES:
+    if len(os.fsencode(folder)) <= _MAX_FOLDER_BYTES:
+        return
+    tempfile.tempdir = "/tmp"
+    try:
+        util.get_temp_dir()  # the first call creates the folder of all sockets
+    except OSError as error:
         raise InputError(
-            f"the temporary folder {folder} has a path of {length} bytes",
-            expected=f"at most {_SOCKET_PATH_BYTES - _SOCKET_NAME_BYTES} bytes: the kernel limits the paths of sockets",
-            fix="TMPDIR=/tmp",
+            f"the path of the temporary folder {folder} is too long for sockets, and /tmp is not writable",
+            expected=f"at most {_MAX_FOLDER_BYTES} bytes: the kernel limits the paths of sockets",
+            fix="set TMPDIR to a folder with a shorter path",
             code="E_MACHINE",
-        )
+        ) from error
+    finally:
+        tempfile.tempdir = folder
