@@ -34,14 +34,14 @@ class Options(JsonOption):
 def run(options: Options) -> int:
     """Write the page and print its path."""
     # Imported here: the other commands do not need these modules.
-    from samestep.tools.report.page import MARK, render, summary
+    from samestep.tools.report.page import MARK, report_page, summary
     from samestep.tools.report.run import read_runs
 
     runs = read_runs(options.folders)
     out = options.out
     if out is None:
         out = options.folders[0] / _REPORT if len(runs) == 1 else Path(_REPORT)
-    _write(render(runs), out, MARK)
+    _write(report_page(runs), out, MARK)
     notes = [f"{'note':<12}{printable(f'{run.name}: {remark}')}" for run in runs for remark in run.remarks]
     data = {"report": str(out), "bytes": out.stat().st_size, "runs": list(map(summary, runs))}
     options.result(data, *notes, f"{'report':<12}{out}")

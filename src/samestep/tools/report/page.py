@@ -6,17 +6,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
-from samestep import units
 from samestep.loggers.logger import format_metric
 from samestep.recipes.recipe_files import differences
 from samestep.tools.report.run import Run
+from samestep.tools.templates import render
 
 # Start of every report. Only a file with this start is overwritten.
 MARK = '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<meta name="generator" content="samestep report">'
@@ -52,14 +51,10 @@ class Chart:
     is_evaluation: bool = False
 
 
-def render(runs: Sequence[Run]) -> str:
+def report_page(runs: Sequence[Run]) -> str:
     """Return the page."""
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"bytes": units.format_bytes, "percent": units.format_percent, "time": units.format_time}
-    template = files("samestep.tools.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
-    return environment.from_string(template).render(
+    return render(
+        "report.html",
         mark=MARK,
         created=time.strftime("%Y-%m-%d %H:%M"),
         version=version("samestep"),

@@ -7,13 +7,21 @@ import shlex
 from functools import partial
 from pathlib import Path
 
+from samestep.units import format_bytes, format_percent, format_time
+
 
 def render(template: str, **values: object) -> str:
-    """Return the text of the template `NAME.jinja` in this folder."""
+    """Return the text of the template `NAME.jinja` in this folder; values of HTML are escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=template.endswith(".html"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     to_json = partial(json.dumps, ensure_ascii=False)
-    environment.filters.update(quote=shlex.quote, join=shlex.join, json=to_json)
+    environment.filters.update(quote=shlex.quote, join_shell=shlex.join, json=to_json)
+    environment.filters.update(bytes=format_bytes, percent=format_percent, time=format_time)
     return environment.get_template(f"{template}.jinja").render(values) + "\n"

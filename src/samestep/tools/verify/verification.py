@@ -9,7 +9,6 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import indent
@@ -19,6 +18,7 @@ from samestep.errors import InputError
 from samestep.launcher.launch import RankError
 from samestep.loggers.logger import to_json
 from samestep.recipes.recipe_files import recipe_data
+from samestep.tools.templates import render
 from samestep.tools.verify.attribution import Attribution
 from samestep.tools.verify.causes import Cause, Finding, additivity_finding, additivity_notes
 from samestep.tools.verify.compare import QUANTITIES, Comparison, compare, first_of
@@ -181,18 +181,14 @@ def _environment(reference: Record) -> dict[str, Any]:
 
 def write_certificate(data: dict[str, Any], folder: Path) -> None:
     """Write `certificate.json` and `certificate.html`."""
-    from jinja2 import Environment, StrictUndefined
-
     text = ""
     if data["recipe"] is not None:
         from samestep.recipes.yaml_text import to_yaml  # a package of the extra `recipes`
 
         text = to_yaml(data["recipe"])
     (folder / "certificate.json").write_text(to_json(data), encoding="utf-8")
-    template = files("samestep.tools.verify").joinpath("certificate.html.jinja").read_text(encoding="utf-8")
-    page = Environment(autoescape=True, undefined=StrictUndefined).from_string(template)
-    html = page.render(**data, title=summary(data), recipe_text=text)
-    (folder / "certificate.html").write_text(html, encoding="utf-8")
+    page = render("certificate.html", **data, title=summary(data), recipe_text=text)
+    (folder / "certificate.html").write_text(page, encoding="utf-8")
 
 
 def summary(data: dict[str, Any]) -> str:
