@@ -162,6 +162,11 @@ def test_recipe_of_the_recipes_page_trains(place: Path) -> None:
     assert "evaluated   200 samples" in printed
 
 
+def test_own_loop_page_shows_the_example_as_it_is() -> None:
+    example = (ROOT / "examples" / "own_loop.py").read_text(encoding="utf-8")
+    assert blocks(ROOT / "docs" / "start" / "own-loop.md", "python")[0] == example
+
+
 def test_make_targets_of_the_documents_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     named = {target for document in DOCUMENTS for target in INDENTED_MAKE.findall(document.read_text(encoding="utf-8"))}

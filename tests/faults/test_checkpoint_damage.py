@@ -213,6 +213,7 @@ STATES = ["", "[]", "3", "null", "{}", '{"progress": 3}', "[" * 100_000, '{"prog
 
 @pytest.mark.parametrize("text", STATES, ids=range(len(STATES)))
 def test_a_malformed_state_is_refused(checkpoint: Path, text: str) -> None:
+    assert read_state(checkpoint).progress == Progress(step=2)
     (checkpoint / STATE).write_bytes(text.encode("latin-1"))
     write_matching_manifest(checkpoint)
     for loader in (load_training, read_state):

@@ -61,6 +61,21 @@ def test_16_bit_gradients_are_equal_to_rounding(
     assert result["evaluation"]["loss"] == pytest.approx(reference["evaluation"]["loss"], rel=tolerance)
 
 
+@pytest.mark.long
+@pytest.mark.slow
+def test_replicas_of_a_divided_model_support_compression() -> None:
+    results = launch(ranks_ddp_options.train_divided, processes=RANKS)
+    for name in ("tp", "pp"):
+        pairs = zip(results[name], results[f"{name} fp16"], strict=True)
+        distance = max(abs(loss - rounded) / loss for (loss, _), (rounded, _) in pairs)
+        assert 1e-9 < distance < 2e-3, (name, distance)
+
+
+@pytest.mark.slow
+def test_one_process_does_not_compress(reference: dict[str, Any]) -> None:
+    assert launch(ranks_ddp_options.train, "fp16", processes=1)["bits"] == reference["bits"]
+
+
 @pytest.fixture(scope="module")
 def sums_16_bit() -> list[dict[str, torch.Tensor]]:
     return launch(ranks_ddp_options.sums_16_bit, processes=RANKS)

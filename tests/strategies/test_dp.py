@@ -16,7 +16,7 @@ from helpers.batches import batch_of, random_batch, random_data
 from helpers.models import Fragile, Perceptron, seeded
 from samestep.config import MeshConfig, StepConfig, StrategyConfig, resolve_mesh
 from samestep.engine.engine import Engine
-from samestep.errors import InputError, NonFiniteError
+from samestep.errors import InputError, NonFiniteError, UnusedParameterError
 from workers.devices import HALF, MODELS, build, engine_error, require_same_bits, resume, single_process, train
 from workers.step import bad_gradient, bad_loss
 
@@ -166,6 +166,14 @@ def test_a_failed_microbatch_does_not_change_the_model_or_later_steps() -> None:
             engine.step(good)
             states.append([tensor.clone() for tensor in model.state_dict().values()])
     assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+
+
+def test_unused_parameters_are_named() -> None:
+    with single_process(dp()) as world:
+        model = seeded(0, MODELS["Toy"])
+        model.register_parameter("idle", nn.Parameter(torch.zeros(2)))
+        with pytest.raises(UnusedParameterError, match="idle"):
+            engine_of(world, model).step(random_batch(world, 8, 4, features=10))
 
 
 def test_more_devices_than_microbatches_are_an_error() -> None:

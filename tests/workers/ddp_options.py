@@ -4,6 +4,7 @@ import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +34,11 @@ OPTIONS: dict[str, StrategyConfig] = {
     "fp16, many buckets": StrategyConfig(hook="fp16", bucket_mb=0.02),
     "bf16": StrategyConfig(hook="bf16"),
 }
+DIVIDED: dict[str, StrategyConfig] = {
+    "tp": StrategyConfig(name="ddp", mesh=MeshConfig(tensor=2)),
+    "pp": StrategyConfig(name="ddp", mesh=MeshConfig(pipeline=2)),
+}
+DIVIDED |= {f"{name} fp16": replace(part, hook="fp16") for name, part in DIVIDED.items()}
 
 
 class Net(nn.Module):
@@ -56,7 +62,7 @@ def train(option: str) -> dict[str, Any]:
     """Train for some steps with an option; return losses, weights and their hash."""
     inputs = torch.randn(SAMPLES, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     data = TensorDataset(inputs, inputs[:, :4].argmax(dim=1))
-    with samestep.start(device="cpu", strategy=OPTIONS[option]) as world:
+    with samestep.start(device="cpu", strategy={**OPTIONS, **DIVIDED}[option]) as world:
         net = seeded(0, Net)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
         config = StepConfig(clip_norm=0.5, tensor_plan={"blocks.*": "column_gathered"})
@@ -81,6 +87,11 @@ def train_all() -> dict[str, list[dict[str, Any]]]:
     results = {option: train(option) for option in OPTIONS}
     with samestep.start(device="cpu") as world:
         return {option: gathered(result) for option, result in results.items()} if world.size > 1 else {}
+
+
+def train_divided() -> dict[str, list[tuple[float, float]]]:
+    """Train replicas of a divided model; return loss and gradient norm of each step."""
+    return {name: train(name)["steps"] for name in DIVIDED}
 
 
 def gradients_of(rank: int, dtype: torch.dtype, size: float) -> torch.Tensor:
