@@ -74,6 +74,12 @@ def test_more_processes_than_microbatches_is_an_error(refused: Refused) -> None:
     assert "--processes 8" in err
 
 
+def test_more_processes_than_devices_is_an_error(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_options, "gpu_names", lambda: ["GPU"] * 4)
+    err = refused("train", "digits", "--devices", "0,2", "--processes", 3)
+    assert "--processes 3 with --devices 0,2 [E_PROCESSES]" in err.splitlines()[0]
+
+
 @pytest.mark.parametrize("processes", ["0:2", "3:2", ":2", "auto:2", "1:9"])
 def test_invalid_range_of_processes_is_an_error(refused: Refused, processes: str) -> None:
     refused("train", "digits", f"--processes={processes}")

@@ -20,7 +20,7 @@ options:
 
 
 class Command(NamedTuple):
-    """A command of `samestep`; the function `add_NAME` of the module `samestep.cli.NAME` makes its parser."""
+    """A command of `samestep`; the class `Options` of the module `samestep.cli.NAME` declares its options."""
 
     group: str
     summary: str

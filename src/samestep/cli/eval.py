@@ -14,7 +14,6 @@ from samestep.cli.run_plans import RunPlan, plan_from_checkpoint
 from samestep.config import RunOptions
 from samestep.errors import EXIT_DONE
 from samestep.launcher.launch import LaunchConfig
-from samestep.launcher.watchdog import HANG_AFTER
 from samestep.loggers.logger import format_metric
 from samestep.recipes.recipe_files import load_recipe, make_recipe, read_dataset_info, recipe_data
 
@@ -42,7 +41,6 @@ class Options(JsonOption, StrategyOptions, LoaderOptions, SetOption):
 def run(options: Options) -> int:
     """Evaluate and print `loss`, `samples` and the metrics."""
     run_options = options_of(RunOptions, options, quiet=options.json)
-    is_rank = options.rendezvous is not None
 
     def rank_arguments(plan: RunPlan) -> tuple[Any, ...]:
         if options.report is not None:
@@ -54,7 +52,7 @@ def run(options: Options) -> int:
 
     def make_plan(restarts: int = 0) -> RunPlan:
         plan = _plan(options)
-        recipe, _ = with_microbatches(plan.recipe, is_rank=is_rank)
+        recipe, _ = with_microbatches(plan.recipe, is_rank=options.rendezvous is not None)
         return replace(plan, recipe=recipe)
 
     if options.rendezvous is not None:
@@ -64,7 +62,7 @@ def run(options: Options) -> int:
     else:
         plan = make_plan()
         processes = options.process_range(plan.recipe)[1]
-        config = LaunchConfig(HANG_AFTER)
+        config = LaunchConfig(options.hang_after)
         values = options.launch("evaluate", *rank_arguments(plan), processes=processes, config=config).value
     by_class = values.pop("by_class", None)
     result = {"checkpoint": str(plan.checkpoint), "step": plan.step, **values}

@@ -90,6 +90,9 @@ class LaunchOptions(DeviceOption):
         text, colon, maximum = self.size.partition(":")
         maximum = maximum if colon else text
         count = self._auto_processes(recipe) if maximum == "auto" else parse_process_count(maximum)
+        if self.selected_devices and not self.share_gpu and count > len(self.selected_devices):
+            problem = f"--processes {count} with --devices {self.devices}"
+            raise InputError(problem, "one GPU per rank", "more --devices, or --share-gpu", code="E_PROCESSES")
         minimum = parse_process_count(text) if colon else count
         if recipe is not None:
             for number in (count, minimum):
