@@ -105,6 +105,12 @@ def test_a_failure_is_raised_once_by_the_next_call(folder: GatedFolder, call: st
     writer.wait()
 
 
+def test_end_of_block_waits(folder: GatedFolder) -> None:
+    with AsyncCheckpointWriter(folder, lambda saved: None) as writer:
+        writer.save(1, lambda _: {"a": b"1"})
+    assert steps(folder) == [1]
+
+
 def test_error_in_the_block_waits_and_reports_both_errors(folder: GatedFolder) -> None:
     with pytest.raises(InputError) as raised, AsyncCheckpointWriter(folder, lambda saved: None) as writer:
         writer.save(1, lambda _: {"a": b"1"})
@@ -117,3 +123,15 @@ def test_error_in_the_block_waits_and_reports_both_errors(folder: GatedFolder) -
         writer.save(2, lambda _: {"a": b"1"})
         raise InputError("no such color")
     assert raised.value.__notes__ == ["no space for step 2 [E_CHECKPOINT_WRITE]"]
+
+
+def test_a_failed_copy_of_the_state_starts_no_write(folder: GatedFolder) -> None:
+    writer = AsyncCheckpointWriter(folder, lambda saved: None)
+    with pytest.raises(MemoryError):
+        writer.save(1, no_memory)
+    writer.wait()
+    assert not folder.steps()
+
+
+def no_memory(_: HostBuffers) -> dict[str, bytes]:
+    raise MemoryError

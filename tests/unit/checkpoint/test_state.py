@@ -133,6 +133,16 @@ def test_resume_before_the_first_step(tmp_path: Path) -> None:
     assert pack(other, PROGRESS) == pack(first, PROGRESS)
 
 
+def test_packing_does_not_change_the_run() -> None:
+    packed, unpacked = training(0, "amsgrad"), training(0, "amsgrad")
+    for run in (packed, unpacked):
+        advance(run, 2)
+    pack(packed, PROGRESS)
+    for run in (packed, unpacked):
+        advance(run, 2)
+    assert pack(packed, PROGRESS) == pack(unpacked, PROGRESS)
+
+
 def test_packed_files_do_not_change_with_the_model() -> None:
     run = training(0)
     before = pack(run, PROGRESS)
@@ -225,6 +235,45 @@ def test_groups_keep_their_settings(tmp_path: Path) -> None:
     assert pack(run, PROGRESS)[MODEL] == pack(other, PROGRESS)[MODEL]
 
 
+def test_resume_of_an_optimizer_with_named_parameters(tmp_path: Path) -> None:
+    def named(seed: int) -> Training:
+        model = Net(seed)
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        return Training(model, torch.optim.AdamW(trained), None, torch.amp.GradScaler("cpu", enabled=False))
+
+    run, other = named(0), named(1)
+    advance(run, 2)
+    state.load(saved(tmp_path, run), other)
+    assert pack(other, PROGRESS) == pack(run, PROGRESS)
+
+
+class EverySecondStep(torch.optim.SGD):
+    """Optimizer that updates parameters every second step, with plain numbers as state."""
+
+    def step(self, closure: None = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["calls"] = state.get("calls", 0) + 1
+            state["rate"] = state.get("rate", 0.1) / 3
+            state["moved"] = state["calls"] % 2 == 0
+            if state["moved"]:
+                parameter.data -= state["rate"] * parameter.grad
+
+
+def test_resume_of_plain_numbers_in_an_optimizer(tmp_path: Path) -> None:
+    def every_second_step(seed: int) -> Training:
+        model = Net(seed)
+        optimizer = EverySecondStep([p for p in model.parameters() if p.requires_grad])
+        return Training(model, optimizer, None, torch.amp.GradScaler("cpu", enabled=False))
+
+    run, other = every_second_step(0), every_second_step(1)
+    advance(run, 3)
+    state.load(saved(tmp_path, run), other)
+    advance(run, 3)
+    advance(other, 3)
+    assert pack(other, PROGRESS) == pack(run, PROGRESS)
+
+
 @pytest.mark.parametrize("best", [None, -math.inf, math.inf, 1e-300])
 def test_progress_is_preserved(tmp_path: Path, best: float | None) -> None:
     progress = Progress(step=3, cursor=Cursor(0, 24), best=best, recipe={"text": "Ü \u2028", "list": [1, None, True]})
@@ -264,6 +313,13 @@ def through_json(value: Any) -> Any:
 def test_values_are_restored_with_their_types(name: str) -> None:
     result = through_json(VALUES[name])
     assert repr(result) == repr(VALUES[name])
+
+
+def test_a_tensor_that_is_referred_to_twice_is_one_tensor() -> None:
+    tensor = torch.ones(3)
+    first, second = through_json((tensor, [tensor]))[0], through_json((tensor, tensor))
+    assert torch.equal(first, tensor)
+    assert second[0] is second[1]
 
 
 class Special(dict[str, int]):
@@ -341,9 +397,37 @@ def test_checkpoint_of_another_model_raises(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
 
 
+def test_checkpoint_of_a_larger_model_raises(tmp_path: Path) -> None:
+    model = Wider()
+    optimizer = torch.optim.SGD(p for p in model.parameters() if p.requires_grad)
+    path = saved(tmp_path, Training(model, optimizer, None, torch.amp.GradScaler("cpu", enabled=False)))
+    with pytest.raises(CheckpointError, match=r"2 unknown \(more.bias, more.weight\)"):
+        load_model(path, Net(0))
+
+
 @pytest.mark.parametrize(("written", "read"), [("momentum", "adamw"), ("adamw", "momentum"), ("sgd", "adamw")])
 def test_checkpoint_of_another_optimizer_raises(tmp_path: Path, written: str, read: str) -> None:
     run, other = training(0, written), training(1, read)
+    advance(run, 2)
+    with pytest.raises(CheckpointError):
+        state.load(saved(tmp_path, run), other)
+
+
+def test_checkpoint_of_other_groups_raises(tmp_path: Path) -> None:
+    run, model = training(0), Net(1)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    grouped = torch.optim.SGD([{"params": trained[:1]}, {"params": trained[1:]}], lr=0.1, momentum=0.9)
+    other = Training(model, grouped, None, torch.amp.GradScaler("cpu", enabled=False))
+    advance(run, 2)
+    with pytest.raises(CheckpointError):
+        state.load(saved(tmp_path, run), other)
+
+
+def test_checkpoint_of_other_trained_layers_raises(tmp_path: Path) -> None:
+    run, model = training(0), Net(1)
+    model.norm.requires_grad_(False)
+    optimizer = OPTIMIZERS["momentum"]([p for p in model.parameters() if p.requires_grad])
+    other = Training(model, optimizer, None, torch.amp.GradScaler("cpu", enabled=False))
     advance(run, 2)
     with pytest.raises(CheckpointError):
         state.load(saved(tmp_path, run), other)

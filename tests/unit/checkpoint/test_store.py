@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,6 +78,14 @@ def test_checkpoint_renamed_for_replacement_counts(folder: CheckpointFolder) -> 
     assert names(folder) == ["best", "last", "step-000000002", "step-000000003"]
 
 
+def test_clean_removes_a_replaced_checkpoint(folder: CheckpointFolder) -> None:
+    path = folder.write(2, {"a": b"new"})
+    shutil.copytree(path, folder.path / ".replaced-step-000000002")
+    assert folder.steps() == [path]
+    folder.clean()
+    assert names(folder) == ["last", "step-000000002"]
+
+
 @pytest.mark.parametrize("keep", [0, -1])
 def test_keep_below_one_raises(tmp_path: Path, keep: int) -> None:
     with pytest.raises(InputError, match=f"keep is {keep}"):
@@ -132,6 +141,21 @@ def test_concurrent_writers_of_the_same_checkpoint(tmp_path: Path) -> None:
         verify(path / "last")
 
 
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_keep_sets_the_number_of_checkpoints(tmp_path: Path, keep: int) -> None:
+    folder = CheckpointFolder(tmp_path, keep)
+    for step in range(10, 60, 10):
+        folder.write(step, FILES)
+    assert steps(folder) == [10, 20, 30, 40, 50][-keep:]
+
+
+def test_the_best_is_kept_in_addition(folder: CheckpointFolder) -> None:
+    for step in range(1, 7):
+        folder.write(step, FILES, is_best=step in (1, 3))
+    assert steps(folder) == [3, 5, 6]
+    assert folder.find("best").name == "step-000000003"
+
+
 # --- pruning ----------------------------------------------------------------------------------------------
 
 
@@ -140,6 +164,13 @@ def test_steps_are_in_order_of_number_not_of_name(folder: CheckpointFolder) -> N
     for step in (999_999_999, 5, 40, 3):
         folder.write(step, FILES)
     assert steps(folder) == [3, 5, 40, 999_999_999]
+
+
+def test_the_newly_written_checkpoint_is_kept_despite_higher_steps(tmp_path: Path) -> None:
+    """After a return to an earlier step, higher steps remain."""
+    folder = CheckpointFolder(tmp_path, keep=1)
+    folder.write(200, FILES)
+    assert folder.write(150, FILES).is_dir()
 
 
 def test_higher_steps_before_a_return_do_not_count(folder: CheckpointFolder) -> None:
@@ -204,6 +235,13 @@ def test_pruning_does_not_depend_on_file_times(folder: CheckpointFolder) -> None
     assert steps(folder) == [20, 30]
 
 
+def test_a_repeated_step_is_the_last(folder: CheckpointFolder) -> None:
+    """After a return to an earlier step, the run reaches the later steps again."""
+    for step in (100, 200, 150, 200):
+        folder.write(step, FILES)
+    assert folder.find("last").name == "step-000000200"
+
+
 @pytest.mark.parametrize("which", ["30", "best", "newest", "last "])
 def test_missing_checkpoint_raises_with_existing_steps(folder: CheckpointFolder, which: str) -> None:
     folder.keep = 3
@@ -251,6 +289,19 @@ def test_a_link_is_not_a_checkpoint(folder: CheckpointFolder) -> None:
     verify(elsewhere)
 
 
+def test_other_names_are_not_checkpoints(folder: CheckpointFolder) -> None:
+    folder.write(10, FILES)
+    for name in ("step-000000020-copy", "step-20", "step-"):
+        (folder.path / name).mkdir()
+    assert steps(folder) == [10]
+
+
+def test_find_last_in_a_copy_without_links(folder: CheckpointFolder, tmp_path: Path) -> None:
+    folder.write(10, FILES)
+    copy = CheckpointFolder(shutil.copytree(folder.path, tmp_path / "copy"))
+    verify(copy.find("last"))
+
+
 # --- verifying --------------------------------------------------------------------------------------------
 
 
@@ -282,6 +333,12 @@ def test_a_flipped_bit_is_detected(checkpoint: Path, data: st.DataObject) -> Non
     verify(checkpoint)
 
 
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+def test_a_longer_file_is_detected(checkpoint: Path, name: str) -> None:
+    with damaged(checkpoint / name, (checkpoint / name).read_bytes() + b"\0"), pytest.raises(CheckpointError):
+        verify(checkpoint)
+
+
 @pytest.mark.parametrize("name", [name for name in [*FILES, MANIFEST] if name != "empty"])
 @given(data=st.data())
 @settings(max_examples=20)
@@ -299,6 +356,14 @@ def test_a_missing_file_is_detected(folder: CheckpointFolder, name: str) -> None
     path = folder.write(1, FILES)
     (path / name).unlink()
     with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        verify(path)
+
+
+def test_a_folder_in_place_of_a_file_is_detected(folder: CheckpointFolder) -> None:
+    path = folder.write(1, FILES)
+    (path / "empty").unlink()
+    (path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="empty is missing"):
         verify(path)
 
 

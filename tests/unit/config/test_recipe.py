@@ -17,6 +17,7 @@ from samestep.config import (
     RunOptions,
     ScheduleConfig,
     StepConfig,
+    default_workers,
 )
 from samestep.config.validation import match_patterns
 from samestep.errors import InputError, RecipeError
@@ -38,17 +39,22 @@ def optimizer(**changes: Any) -> OptimizerConfig:
 
 
 OUT_OF_RANGE: list[tuple[Callable[..., Any], str, Any]] = [
+    (StepConfig, "step.seed", -1),
     (StepConfig, "step.seed", 2**64),
     (StepConfig, "step.threads", "2"),
     (StepConfig, "step.clip_norm", math.nan),
     (ScheduleConfig, "schedule.warmup_epochs", -0.5),
     (ScheduleConfig, "schedule.step_epochs", math.inf),
+    (ScheduleConfig, "schedule.final", 1.5),
+    (ScheduleConfig, "schedule.gamma", 0),
     (optimizer, "optimizer.layer_decay", 1.5),
     (EmaConfig, "ema.decay", 1.0),
     (recipe, "batch_size", 0),
     (recipe, "epochs", 0),
     (recipe, "microbatches", 0),
     (RunOptions, "--workers", -1),
+    (RunOptions, "--checkpoint-every", 0),
+    (RunOptions, "--check-every", 0),
     (RunOptions, "--keep", 0),
     (RunOptions, "--max-lost-work", math.nan),
 ]
@@ -136,6 +142,19 @@ def test_best_checkpoint_is_selected_by_a_result_of_the_evaluation(name: str) ->
     assert caught.value.code == "E_METRIC"
     for valid in (None, "loss", "loss_tokens", "top5"):
         assert recipe(metrics=("accuracy", "top5"), best_by=valid).best_by == valid
+
+
+@pytest.mark.parametrize("values", [{"rule": "linear"}, {"base_batch_size": 256}])
+def test_learning_rate_rule_and_base_batch_size_belong_together(values: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        LearningRateConfig(**values)
+    assert caught.value.code == "E_VALUE"
+    assert LearningRateConfig(rule="sqrt", base_batch_size=256).base_batch_size == 256
+
+
+@pytest.mark.parametrize(("cores", "processes", "workers"), [(1, 1, 0), (2, 2, 0), (8, 2, 3), (64, 1, 8), (4, 8, 0)])
+def test_default_workers_depend_on_cores_per_process(cores: int, processes: int, workers: int) -> None:
+    assert default_workers(cores, processes) == workers
 
 
 # --- shell patterns ---

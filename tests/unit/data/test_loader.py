@@ -149,6 +149,16 @@ def test_each_iteration_with_steps_is_the_next_epoch() -> None:
     assert loader.cursor == Cursor(3, 0)
 
 
+def test_cursor_advances_with_each_step() -> None:
+    loader = loader_of(size=20)
+    cursors = []
+    for batch in loader:
+        cursors.append(loader.cursor)
+        loader.end_step(batch)
+        cursors.append(loader.cursor)
+    assert cursors == [Cursor(0, 0), *[Cursor(0, 8)] * 2, *[Cursor(0, 16)] * 2, Cursor(1, 0)]
+
+
 def test_a_stop_request_ends_epochs() -> None:
     loader = loader_of(size=20)
     epochs = []
@@ -157,6 +167,14 @@ def test_a_stop_request_ends_epochs() -> None:
         for batch in loader:
             loader.end_step(batch, stop=epoch == 2)
     assert epochs == [0, 1, 2]
+
+
+def test_an_interrupted_epoch_continues() -> None:
+    loader = loader_of(size=20)
+    first = next(iter(loader))
+    loader.end_step(first)
+    rest = list(loader)
+    assert used([[first, *rest]]) == global_order(20, seed=SEED, epoch=0, shuffle=True).tolist()
 
 
 def test_a_complete_epoch_is_independent_of_the_cursor() -> None:
@@ -174,6 +192,16 @@ def test_a_cursor_without_a_batch_raises(samples: int) -> None:
         next(iter(loader))
 
 
+def test_augmentation_differs_by_epoch_and_by_seed() -> None:
+    drawn = [
+        draws_of_all({"ranks": 1, "cursor": Cursor(epoch), "seed": seed})
+        for epoch, seed in [(0, SEED), (1, SEED), (0, SEED + 1)]
+    ]
+    for index in range(20):
+        for generator in range(3):
+            assert len({seen[index][generator] for seen in drawn}) == 3
+
+
 def test_draws_in_collate_differ_by_microbatch_epoch_and_seed() -> None:
     drawn = {
         values[3]
@@ -183,6 +211,11 @@ def test_draws_in_collate_differ_by_microbatch_epoch_and_seed() -> None:
     assert len(drawn) == 3 * 12  # three batches of four microbatches each time
 
 
+def test_augmentation_differs_by_sample() -> None:
+    drawn = [values[:3] for values in draws_of_all({"ranks": 1, "cursor": Cursor()}).values()]
+    assert all(len(set(column)) == 20 for column in zip(*drawn, strict=True))
+
+
 def test_loading_preserves_the_generators() -> None:
     with torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
@@ -190,6 +223,13 @@ def test_loading_preserves_the_generators() -> None:
         next(batches)
         next(batches)
         assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("size", "batches"), [(1, 1), (8, 1), (9, 2), (16, 2), (17, 3)])
+def test_length_is_the_number_of_batches(size: int, batches: int) -> None:
+    loader = loader_of(size=size)
+    assert len(loader) == batches == len(list(loader))
+    assert loader.samples == size
 
 
 def test_more_ranks_than_microbatches_raise() -> None:
@@ -348,6 +388,14 @@ def test_data_error_of_a_sample_is_unchanged(workers: int) -> None:
 
 
 @pytest.mark.timeout(40)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_other_error_of_a_dataset_keeps_type_and_message(workers: int) -> None:
+    kind, text = launch(ranks_loader.failure, workers, "ValueError", processes=1)
+    assert kind == "ValueError"
+    assert "sample 11 is odd" in text
+
+
+@pytest.mark.timeout(40)
 def test_a_rank_with_a_referenced_loader_ends_without_output(tmp_path: Path) -> None:
     for _ in range(8):
         assert launch(ranks_loader.end_with_workers_alive, processes=2, log_dir=tmp_path) == 8
@@ -423,6 +471,17 @@ def test_workers_end_with_the_iteration_unless_they_persist(persistent: bool) ->
     loader.close()
 
 
+def test_prefetch_sets_the_microbatches_ahead_per_worker() -> None:
+    counts = []
+    for prefetch in (1, 3):
+        loader = loader_of(num_workers=1, prefetch_factor=prefetch)
+        batches = iter(loader)
+        next(batches)
+        counts.append(loader._used[0]._iterator._tasks_outstanding)  # type: ignore[union-attr]
+        loader.close()
+    assert counts == [1, 3]
+
+
 class BrokenTransfer:
     """Object whose transfer breaks the connection; the worker is then killed or continues."""
 
@@ -455,6 +514,13 @@ def test_a_worker_killed_during_a_transfer_is_named(signal_after: float | None) 
 def test_auto_follows_the_batch_size_alone(batch_size: int, number: int) -> None:
     (batch, *_) = loader_of(size=512, batch_size=batch_size, microbatches="auto")
     assert batch.microbatches == number
+
+
+def test_auto_divides_a_short_batch_into_microbatches_of_two_or_more() -> None:
+    *_, last = loader_of(size=67, batch_size=64, microbatches="auto")
+    assert (last.size, last.microbatches) == (3, 1)
+    *_, last = loader_of(size=67, batch_size=64, microbatches=2)
+    assert (last.size, last.microbatches) == (3, 2), "an explicit number stays"
 
 
 @pytest.mark.parametrize(("size", "batches"), [(20, 2), (16, 2), (8, 1)])

@@ -25,6 +25,17 @@ def test_order_is_a_permutation(size: int, seed: int, epoch: int) -> None:
     assert sorted(order.tolist()) == list(range(size))
 
 
+@given(sizes, seeds, epochs)
+def test_without_shuffle_the_order_is_that_of_the_dataset(size: int, seed: int, epoch: int) -> None:
+    assert global_order(size, seed=seed, epoch=epoch, shuffle=False)[:].tolist() == list(range(size))
+
+
+def test_order_does_not_change_the_generators() -> None:
+    before = numpy.random.get_state()[1].tolist()
+    global_order(100, seed=0, epoch=0, shuffle=True)
+    assert numpy.random.get_state()[1].tolist() == before
+
+
 def test_order_is_stable_between_versions() -> None:
     assert global_order(10, seed=0, epoch=0, shuffle=True).tolist() == [8, 4, 1, 7, 6, 0, 5, 9, 2, 3]
     assert digest(global_order(50_000, seed=3, epoch=7, shuffle=True)) == (
