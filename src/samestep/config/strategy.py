@@ -205,12 +205,12 @@ def resolve_mesh(strategy: StrategyConfig, processes: int, microbatches: int | N
     has_other_size = processes % fixed > 0 or (free is None and fixed != processes)
     lacks_sizes = name == "hsdp" and not sizes and processes > 1
     if has_other_axes or has_other_size or lacks_sizes:
-        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items()) or "without sizes"
+        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items())
         expected = "one process"
         if axes:
             expected = f"sizes of the axes {', '.join(axes)} that multiply to the number of processes"
         raise InputError(
-            f"strategy {name} with the mesh {mesh} on {plural(processes, 'rank')}",
+            f"strategy {name} with {f'the mesh {mesh}' if mesh else 'no mesh'} on {plural(processes, 'rank')}",
             expected=expected,
             fix=f"--mesh {axes[0]}={processes}" if axes else f"--strategy ddp --mesh replicate={processes}",
             code="E_MESH",

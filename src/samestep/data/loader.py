@@ -28,14 +28,7 @@ from samestep.data.microbatch_dataset import (
     init_worker,
     read,
 )
-from samestep.data.order import (
-    Indices,
-    Order,
-    global_order,
-    grouped_order,
-    repeats_of,
-    resolve_order,
-)
+from samestep.data.order import Indices, Order, global_order, grouped_order, repeats_of, resolve_order
 from samestep.data.samplers import Sampler, draw, drawn_order
 from samestep.data.streams.dataset import StreamDataset
 from samestep.distributed.devices import is_accelerator

@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from samestep.distributed.addresses import (
-    accepts_connections,
-    is_loopback,
-    listen,
-    resolve,
-)
+from samestep.distributed.addresses import accepts_connections, is_loopback, listen, resolve
 from samestep.distributed.env import prepare_torch_environment, read_environment
 from samestep.distributed.launcher_detection import Rendezvous
 from samestep.distributed.rendezvous import wait_for_keys, wait_for_ranks
