@@ -65,3 +65,20 @@ def test_keyed_order_gives_the_same_bits_after_a_resumption_on_other_processes(t
         shutil.rmtree(checkpoint)
     assert here("resume", "runs/resumed", "--processes", 2, cwd=tmp_path) == 0
     assert weights(folder) == one["weights"]
+
+
+@pytest.mark.slow
+def test_another_seed_gives_other_bits(tmp_path: Path) -> None:
+    """Control: the comparisons above would also hold for runs without training."""
+    first = train(tmp_path, 1, *SMALL, name="first")
+    second = train(tmp_path, 1, *SMALL, "step.seed=1", name="second")
+    assert first["weights"] != second["weights"]
+    assert first["steps"][0]["loss"] != second["steps"][0]["loss"]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_shipped_recipe_learns_on_two_processes(tmp_path: Path) -> None:
+    run = train(tmp_path, 2)
+    assert len(run["evaluations"]) == 15
+    assert run["evaluations"][-1]["accuracy"] >= 0.98

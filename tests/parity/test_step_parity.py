@@ -77,6 +77,26 @@ def test_fast_gives_equal_weights_except_for_rounding(
             assert distance < 1e-12, ranks
 
 
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("case", DOUBLE)
+def test_fast_gives_equal_losses_except_for_rounding(
+    fast: Outcomes, reference: dict[str, list[dict[str, Any]]], case: str
+) -> None:
+    for ranks in FAST_RANKS:
+        for outcome in fast[ranks][case]:
+            assert outcome["losses"] == pytest.approx(reference[case][0]["losses"], rel=1e-12), ranks
+            assert outcome["evaluation"] == pytest.approx(reference[case][0]["evaluation"], rel=1e-12), ranks
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("case", DOUBLE)
+def test_fast_gives_the_same_bits_on_all_ranks_of_a_world(fast: Outcomes, case: str) -> None:
+    for ranks in FAST_RANKS:
+        assert len({outcome["bits"][MODEL] for outcome in fast[ranks][case]}) == 1
+
+
 @pytest.mark.parametrize("case", ["images fp16", "sentences adamw", "branches sync"])
 def test_resuming_on_other_numbers_of_ranks_gives_the_same_bits(tmp_path: Path, case: str) -> None:
     """Interruptions are within an epoch and at the end of an epoch."""

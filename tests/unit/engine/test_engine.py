@@ -76,6 +76,12 @@ def test_gradient_is_that_of_the_mean_loss_of_the_batch(
     assert_close(updates(engine, random_batch(alone, size, microbatches)), expected)
 
 
+def test_loss_function_that_returns_a_mean_gives_the_same_gradient(alone: World) -> None:
+    engine = engine_of(alone, seeded(0, Perceptron), functional.cross_entropy)
+    expected = mean_gradient(engine.model, *random_data(13))
+    assert_close(updates(engine, random_batch(alone, 13, 5)), expected)
+
+
 def test_gradients_of_steps_are_independent(alone: World) -> None:
     engine = engine_of(alone, seeded(0, Perceptron))
     for seed in range(3):
@@ -190,6 +196,12 @@ def test_gradient_above_clip_norm_is_scaled_to_it(alone: World) -> None:
     assert_close(changes, [g * 0.05 / norm for g in expected], 1e-6)
 
 
+def test_gradient_below_clip_norm_is_unchanged(alone: World) -> None:
+    plain, clipped = (engine_of(alone, seeded(0, Perceptron), clip_norm=limit) for limit in (None, 1e6))
+    pair = [updates(engine, random_batch(alone, 13, 4)) for engine in (plain, clipped)]
+    assert all(torch.equal(one, other) for one, other in zip(*pair, strict=True))
+
+
 # --- buffers ----------------------------------------------------------------------------------------------
 
 
@@ -210,6 +222,16 @@ def test_num_batches_tracked_counts_steps(alone: World, size: int, microbatches:
     for step in range(1, 4):
         engine.step(random_batch(alone, size, microbatches))
         assert int(engine.model[1].num_batches_tracked) == step
+
+
+def test_batch_norm_in_evaluation_mode_keeps_its_statistics(alone: World) -> None:
+    model = seeded(0, Normed)
+    model[1].eval()
+    before = [buffer.clone() for buffer in model[1].buffers()]
+    engine = engine_of(alone, model)
+    inputs, targets = random_data(12)
+    engine.step(batch_of(alone, inputs, targets, 4))
+    assert all(torch.equal(old, new) for old, new in zip(before, model[1].buffers(), strict=True))
 
 
 def test_microbatches_without_samples_do_not_change_buffers(alone: World) -> None:
@@ -331,6 +353,12 @@ def test_batch_that_is_not_a_pair_is_refused(alone: World, data: Any) -> None:
     engine = engine_of(alone, seeded(0, Perceptron))
     with pytest.raises(InputError, match="E_BATCH"):
         engine.step(type(batch)(batch.begin, batch.end, batch.indices, 1, (part,)))
+
+
+def test_loss_function_with_an_invalid_result_is_refused(alone: World) -> None:
+    engine = engine_of(alone, seeded(0, Perceptron), lambda outputs, targets: outputs)
+    with pytest.raises(InputError, match="the loss function returned a Tensor of shape"):
+        engine.step(random_batch(alone, 4, 1))
 
 
 # --- failures ---------------------------------------------------------------------------------------------

@@ -127,6 +127,17 @@ def test_sum_and_count(alone: World) -> None:
     assert_equal_gradients(model, plain)
 
 
+def test_torch_loss_equals_that_of_microbatches(alone: World) -> None:
+    inputs, targets = random_data(13)
+    targets[3:6] = -100
+    models = []
+    for gather in ("global", "microbatch"):
+        models.append(seeded(0, Perceptron))
+        engine = engine_of(alone, models[-1], nn.CrossEntropyLoss(), gather=gather)
+        assert engine.step(batch_of(alone, inputs, targets, 4)).count == 10
+    assert_equal_gradients(*models)
+
+
 def test_multi_loss(alone: World) -> None:
     inputs, targets = random_data(13)
     targets[:5] = -100

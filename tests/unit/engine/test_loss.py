@@ -210,6 +210,13 @@ def test_evaluation_is_the_mean_over_the_dataset(alone: World, name: str) -> Non
     assert values["loss"] == pytest.approx(value, rel=1e-12)
 
 
+def test_module_of_the_user_is_unchanged(alone: World) -> None:
+    loss = nn.CrossEntropyLoss(weight=WEIGHTS)
+    engine_of(alone, loss).step(batch_of(alone, INPUTS, NUMBERS, 4))
+    assert loss.reduction == "mean"
+    assert loss.weight is WEIGHTS
+
+
 @pytest.mark.parametrize(
     ("loss", "code"),
     [
@@ -297,6 +304,15 @@ def test_function_that_is_no_mean_gives_one_warning(
             engine.step(batch_of(alone, INPUTS[:samples], NUMBERS[:samples], 1))
     assert len(caplog.records) == 1
     assert "docs/concepts/losses.md" in caplog.text
+
+
+def test_ignored_targets_of_a_whole_microbatch_count_nothing(alone: World) -> None:
+    targets = NUMBERS.clone()
+    targets[:4] = -100
+    value, _ = plain_step(nn.CrossEntropyLoss(), targets)
+    result = engine_of(alone, nn.CrossEntropyLoss()).step(batch_of(alone, INPUTS, targets, 4))
+    assert result.loss == pytest.approx(value, rel=1e-12)
+    assert not math.isnan(result.loss)
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,12 @@ def test_outputs_have_the_configured_precision(alone: World, precision: str, dty
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
+def test_result_has_the_norm_of_the_unscaled_gradient(alone: World) -> None:
+    full, low = engine_of(alone, "fp32"), engine_of(alone, "fp16")
+    norms = [engine.step(batch_for(alone)).grad_norm for engine in (full, low)]
+    assert norms[1] == pytest.approx(norms[0], rel=0.01)
+
+
 def test_unscaled_gradient_is_clipped(alone: World) -> None:
     engine = engine_of(alone, "fp16", clip_norm=0.01)
     before = weights_of(engine)
@@ -210,6 +216,13 @@ def test_overflow_skips_the_step_and_reduces_the_scale(alone: World, non_finite:
     while engine.step(batch_for(alone)).skipped:
         assert torch.equal(weights_of(engine), before)
     assert not torch.equal(weights_of(engine), before)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_non_finite_loss_is_an_error_in_every_precision(alone: World, precision: str) -> None:
+    engine = engine_of(alone, precision)
+    with pytest.raises(NonFiniteError, match="microbatches 0, 1, 2, 3 "):
+        engine.step(batch_for(alone, math.inf))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

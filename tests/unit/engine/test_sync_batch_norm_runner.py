@@ -294,6 +294,15 @@ def test_failure_leaves_the_state_unchanged(alone: World) -> None:
     assert all(torch.equal(tensor, twin.model.state_dict()[name]) for name, tensor in state_of(model).items())
 
 
+def test_failure_leaves_no_thread(alone: World) -> None:
+    inputs, targets = random_data(19)
+    inputs[9] = 2000
+    engine = engine_of(alone, seeded(0, Fragile))
+    with pytest.raises(ArithmeticError):
+        engine.step(batch_of(alone, inputs, targets, 5))
+    assert microbatch_threads() == []
+
+
 def test_skipped_norm_layer_is_reported_with_its_microbatches(alone: World) -> None:
     inputs, targets = random_data(16)
     inputs[:, 0] = 1

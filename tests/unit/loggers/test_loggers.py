@@ -133,6 +133,12 @@ def test_failure_is_the_last_event() -> None:
     assert logger.is_closed
 
 
+def test_write_error_does_not_hide_the_first_error() -> None:
+    with pytest.raises(ZeroDivisionError) as failure, RunLogger([FullDisk()]):
+        1 / 0  # noqa: B018
+    assert "No space left" in failure.value.__notes__[0]
+
+
 def test_missing_package_is_an_input_error() -> None:
     with pytest.raises(InputError, match="no_such_package") as failure:
         require_package("the logger wandb", "no_such_package", "wandb")
@@ -352,6 +358,12 @@ def test_loggers_option_selects_the_loggers(tmp_path: Path, capfd: pytest.Captur
     files = {path.name for path in (tmp_path / "runs" / "a").iterdir()}
     assert ("events.jsonl" in files) == ("jsonl" in loggers)
     assert ("tensorboard" in files) == ("tensorboard --logdir" in out) == ("tensorboard" in loggers)
+
+
+def test_unknown_logger_is_refused_before_a_run_is_created(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert here("train", "digits", "--loggers", "jsonl,paper", cwd=tmp_path) == EXIT_INPUT
+    assert "'paper' [E_UNKNOWN_NAME]" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_trainer_logs_config_and_events_and_closes_the_loggers(tmp_path: Path) -> None:

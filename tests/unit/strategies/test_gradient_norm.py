@@ -66,6 +66,13 @@ def test_norm_does_not_depend_on_the_division_of_rows(dtype: torch.dtype, ranks:
     assert norm_of_parts([part[::-1] for part in parts]) == norm_of_parts([tensors])
 
 
+def test_norm_does_not_depend_on_strides() -> None:
+    tensors = gradients(torch.float32)
+    matrices, images = [x for x in tensors if x.dim() == 2], [x for x in tensors if x.dim() == 4]
+    strided = [x.t().contiguous().t() for x in matrices] + [x.to(memory_format=torch.channels_last) for x in images]
+    assert norm_of_parts([strided]) == norm_of_parts([matrices + images])
+
+
 @pytest.mark.parametrize("width", [33, 64, 100, 4099])
 @pytest.mark.parametrize("squares", [row_norms, lambda matrix: folded_squares([matrix])], ids=["cpu", "accelerator"])
 def test_sums_of_a_row_depend_on_the_row_alone(squares: Callable[[torch.Tensor], torch.Tensor], width: int) -> None:
@@ -116,6 +123,10 @@ def test_norm_of_a_non_finite_gradient_is_not_finite(bad: float, shape: tuple[in
     spoiled = torch.ones(shape)
     spoiled[1, 1] = bad
     assert not math.isfinite(norm_of_parts([tensors, [spoiled]]))
+
+
+def test_norm_of_nothing_and_of_zeros_is_zero() -> None:
+    assert norm_of_parts([[]]) == norm_of_parts([[torch.zeros(5, 50), torch.zeros(3)], []]) == 0.0
 
 
 def test_sums_are_exact_in_any_order() -> None:

@@ -111,6 +111,17 @@ def test_every_stage_that_uses_an_input_receives_it() -> None:
     assert partition.parameter_stages["scale"] == (0, 3)
 
 
+def test_forward_is_traced_in_both_training_modes() -> None:
+    model, inputs, lengths = Masked(), torch.randn(3, 6), torch.tensor([6, 2, 4])
+    outputs = []
+    for run in (lambda: model(inputs, lengths), lambda: run_stages(model, (), 2, inputs, lengths, training=True)):
+        model.train()
+        torch.manual_seed(0)
+        outputs.append(run())
+    assert torch.equal(*outputs)
+    assert model.training, "the partition restores the training mode"
+
+
 def test_named_stages_can_begin_at_nested_modules() -> None:
     model, images = DigitsNet(dropout=0.0), torch.randn(4, 1, 8, 8)
     names = ("blocks.1.second", "head")

@@ -54,9 +54,21 @@ def test_the_tree_over_eight_microbatches() -> None:
     assert reference(MicrobatchTree(8, 8)) == add(add(add(0, 1), add(2, 3)), add(add(4, 5), add(6, 7)))
 
 
+def test_the_tree_over_five_microbatches() -> None:
+    assert reference(MicrobatchTree(5, 5)) == add(add(0, 1), add(2, add(3, 4)))
+
+
 def test_microbatches_without_samples_are_omitted() -> None:
     assert present(MicrobatchTree(8, 3)) == [2, 5, 7]
     assert reference(MicrobatchTree(8, 3)) == add(2, add(5, 7))
+
+
+@given(trees())
+def test_a_node_has_samples_if_a_microbatch_below_has(tree: MicrobatchTree) -> None:
+    filled = present(tree)
+    for lo in range(tree.microbatches):
+        for hi in range(lo + 1, tree.microbatches + 1):
+            assert tree.has_samples((lo, hi)) == any(lo <= microbatch < hi for microbatch in filled)
 
 
 @given(worlds())
@@ -91,6 +103,17 @@ def test_early_addition_gives_the_same_sum(world: tuple[MicrobatchTree, Shares])
     for rank in range(rank_count(shares)):
         sums |= add_early(tree, rank, shares, lambda sums: None)
     assert tree.sum(sums, add) == reference(tree)
+
+
+@given(worlds())
+def test_early_addition_stores_one_sum_per_level(world: tuple[MicrobatchTree, Shares]) -> None:
+    tree, shares = world
+    levels = tree.microbatches.bit_length() + 1
+    for rank in range(rank_count(shares)):
+        cover = len(tree.cover(rank, shares))
+        counts: list[int] = []
+        add_early(tree, rank, shares, lambda sums, counts=counts: counts.append(len(sums)))
+        assert max(counts, default=0) <= cover + levels
 
 
 def add_early(

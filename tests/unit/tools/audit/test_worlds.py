@@ -1,5 +1,6 @@
 """Grouping of events by world, and rules against false alarms that need no training."""
 
+import json
 import math
 import os
 from pathlib import Path
@@ -80,10 +81,29 @@ def test_rounding_is_no_difference() -> None:
     assert names([update(0, 1.0)], [update(0, 1.0 + 1e-6, gradient=1.0 - 1e-6)]) == []
 
 
+def test_averaged_parameters_have_no_finding() -> None:
+    first = [update(0, 1.0, 1.0), update(1, 2.0, 1.0), update(2, 1.5)]
+    second = [update(0, 1.0, 3.0), update(1, 3.0, 3.0), update(2, 1.5)]
+    assert names(first, second) == []
+    assert names(first[:2], second[:2]) == ["unreduced-gradients"]
+
+
+def test_different_models_have_no_finding() -> None:
+    first = [update(step, 1.0, 1.0, replicated=False) for step in range(4)]
+    second = [update(step, 2.0, 2.0, rate=0.2, replicated=False) for step in range(4)]
+    assert names(first, second) == []
+
+
 def test_learning_rate_is_the_cause_of_different_parameters() -> None:
     assert names([update(0, 1.0), update(1, 2.0)], [update(0, 1.0, rate=0.2), update(1, 3.0, rate=0.2)]) == [
         "different-learning-rates"
     ]
+
+
+def test_last_step_that_is_not_finite_has_no_finding() -> None:
+    finite, last = update(0, 1.0), update(1, math.nan)
+    assert names([finite, last]) == []
+    assert names([finite, last, update(2, math.nan)]) == ["non-finite-values"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -106,3 +126,8 @@ def test_writer_of_a_forked_process_has_its_own_file(tmp_path: Path) -> None:
     assert [e["kind"] for e in parent] == ["process", "world", "parent"]
     assert [e["kind"] for e in child] == ["process", "child"]
     assert child[0]["world"] == ["a", 0, 1]
+
+
+def test_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "1.jsonl").write_text(json.dumps(process(1)) + '\n{"kind": "upd')
+    assert [len(events) for events in read_events(tmp_path)] == [1]

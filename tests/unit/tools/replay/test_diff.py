@@ -4,8 +4,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from helpers.run_folders import START, make_run
 from samestep.config import MeshConfig
+from samestep.errors import InputError
 from samestep.recipes.recipe_files import load_recipe, recipe_data
 from samestep.tools.replay.diff import Comparison, compare_logs
 from samestep.tools.report.run import read_runs
@@ -51,3 +54,10 @@ def test_strategies_belong_to_the_mathematics_unless_they_are_exact(tmp_path: Pa
     assert exact.other_keys
     rounded = compared(tmp_path / "rounded", *logs, name="ddp", hook="bf16")
     assert rounded.recipe == ['strategy.name: "auto" -> "ddp"', 'strategy.hook: "none" -> "bf16"']
+
+
+def test_runs_without_checksums_of_the_same_steps(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        compared(tmp_path, [checksum(1, "a")], [checksum(2, "a")])
+    assert caught.value.code == "E_NO_CHECKSUM"
+    assert "samestep.start(checksum_every=1)" in caught.value.fix

@@ -68,6 +68,12 @@ def test_non_additive_loss_is_detected(name: str) -> None:
     assert (first["sum"], first["count"]) != (first["sum_of_pieces"], first["count_of_pieces"])
 
 
+def test_indivisible_data_are_not_checked() -> None:
+    assert not check(cross_entropy, LOGITS, CLASSES, size=1)["checked"]
+    assert not check(lambda o, t: o.mean(), torch.tensor(1.0), CLASSES)["checked"]
+    assert not check(cross_entropy, LOGITS, [1, 2, 3, 4, 5, 6])["checked"]
+
+
 def test_terms_of_a_loss_are_checked_separately() -> None:
     tokens = LossTerm("tokens", lambda o, t: cross_entropy(o, t).sum, count=lambda targets: (targets != -100).sum())
     penalty = LossTerm("penalty", lambda o, t: torch.tensor(3.0), count="once")

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from samestep.tools.verify.causes import FIXES, Cause
 from samestep.tools.verify.compare import QUANTITIES, Comparison, compare
-from samestep.tools.verify.trials import Record, join
+from samestep.tools.verify.trials import Record, join, read_record
 
 Note = dict[str, Any]
 
@@ -172,6 +173,14 @@ def test_one_sample_across_a_border_is_rounding_and_two_are_not() -> None:
         assert compare(record(), other, None).first is not None
 
 
+def test_number_of_samples_is_exact_under_any_tolerance() -> None:
+    other = record()
+    other.events[0][4]["values"]["samples"] = 31
+    first = compare(record(), other, 1.0).first
+    assert first is not None
+    assert first.detail == "samples 30 and 31"
+
+
 def test_killed_and_resumed_trials_are_joined() -> None:
     killed, resumed = record(2), record()
     for notes in killed.events:
@@ -182,3 +191,14 @@ def test_killed_and_resumed_trials_are_joined() -> None:
     assert list(joined.steps) == [1, 2, 3]
     assert joined.steps[1].microbatches.keys() == {0, 1}
     assert compare(record(), joined, None).first is None
+
+
+def test_incomplete_line_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.jsonl").write_text('{"kind": "engine"}\n{"kind": "st', encoding="utf-8")
+    result = read_record(tmp_path, 2)
+    assert result.events == (({"kind": "engine"},), ())
+    assert result.steps == {}
+
+
+def test_every_cause_has_a_fix() -> None:
+    assert set(FIXES) == set(Cause)

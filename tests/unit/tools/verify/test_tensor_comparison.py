@@ -34,6 +34,12 @@ def test_dtype_and_shape_change_the_digest(dtype: torch.dtype) -> None:
     assert digest(torch.zeros(0, dtype=dtype)) != digest(torch.zeros(0, 2, dtype=dtype))
 
 
+def test_strides_do_not_change_the_digest() -> None:
+    tensor = torch.arange(6.0).view(2, 3)
+    assert digest(tensor.t().contiguous().t()) == digest(tensor)
+    assert digest(torch.tensor(1.5)) == digest(torch.tensor([1.5, 2.0])[0])
+
+
 def test_rows_are_those_of_the_first_tensor_with_one_row_per_sample() -> None:
     rows = digest_rows({"length": torch.tensor(3), "ids": torch.tensor([[1, 2], [3, 4], [1, 2]])}, 3)
     assert rows[0] == rows[2] != rows[1]
@@ -94,6 +100,11 @@ def test_state_that_differs_after_equal_gradients_is_a_difference(tmp_path: Path
     state[element] += 0.01
     result = distances(tmp_path, torch.tensor([-2e-9, 0.5, -0.5]), state)
     assert result["state"]["blocks.1.mixed.bias"] > TOLERANCE
+
+
+def test_elements_of_rounding_do_not_hide_others(tmp_path: Path) -> None:
+    result = distances(tmp_path, torch.tensor([-2e-9, 0.5, -0.5]), torch.tensor([-0.010, 0.250, 0.300]))
+    assert result["state"]["blocks.1.mixed.bias"] == pytest.approx(0.05 / 0.3, rel=0.5)
 
 
 def test_every_difference_counts_without_a_tolerance(tmp_path: Path) -> None:
