@@ -1,6 +1,7 @@
 """Files of `samestep submit` as a function of recipe and resources."""
 
 import subprocess
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -88,6 +89,44 @@ def test_job_set() -> None:
     assert list(config_map["data"]) == ["train.py"]
     (container,) = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
     assert container["command"][-3:] == ["/samestep/train.py", "--epochs", "2"]
+
+
+def is_known(job_set: dict[str, Any]) -> bool:
+    """Whether Kubeflow's models read a JobSet and write it again: they drop unknown keys."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs kubeflow-trainer-api")
+    try:
+        return bool(models.JobsetV1alpha2JobSet.from_dict(deepcopy(job_set)).to_dict() == job_set)
+    except ValueError:  # a required key is missing
+        return False
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the path of every key of a mapping with fixed keys."""
+    if isinstance(value, list):
+        return [place for index, item in enumerate(value) for place in places(item, (*path, index))]
+    if not isinstance(value, dict):
+        return []
+    own = [] if path[-1:] == ("limits",) else [(*path, key) for key in value]
+    return own + [place for key, item in value.items() for place in places(item, (*path, key))]
+
+
+def misspelt(value: Any, path: tuple[Any, ...]) -> Any:
+    """Return a copy with another letter in one key."""
+    copy = deepcopy(value)
+    parent = copy
+    for key in path[:-1]:
+        parent = parent[key]
+    parent[f"{path[-1]}x"] = parent.pop(path[-1])
+    return copy
+
+
+def test_keys_of_the_job_set_are_known() -> None:
+    for job in (JOB, ELASTIC, SCRIPT, replace(JOB, gpus=0, minimum=4, maximum=4)):
+        assert is_known(documents(job)[-1])
+    job_set = documents(JOB)[-1]
+    paths = places(job_set)
+    assert len(paths) > 25
+    assert [path for path in paths if is_known(misspelt(job_set, path))] == []
 
 
 @pytest.mark.parametrize(

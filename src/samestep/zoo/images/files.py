@@ -15,8 +15,8 @@ from PIL import Image, ImageOps
 from samestep.errors import DataError, RunError, SamestepError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".jfif", ".ppm", ".pgm")
-# Formats by content: Pillow starts another program for some others, whatever the name of the file.
 _BITS_PER_SAMPLE = 258  # TIFF tag
+# Formats by content: Pillow starts another program for some others, whatever the name of the file.
 _FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "GIF", "TIFF", "PPM")
 
 # Errors of the operating system with these numbers concern the file; all others concern the machine.
