@@ -75,6 +75,14 @@ def test_rank_without_gpus_is_rejected(rank: int, per_rank: int, available: int,
     assert (error.value.code, error.value.fix) == ("E_DEVICES", fix)
 
 
+def test_shared_gpus_are_filled_by_turns() -> None:
+    assert [first_gpu_index(rank, 1, 2, share=True) for rank in range(5)] == [0, 1, 0, 1, 0]
+    assert [first_gpu_index(rank, 2, 5, share=True) for rank in range(4)] == [0, 2, 0, 2]
+    with pytest.raises(InputError) as error:
+        first_gpu_index(0, 2, 1, share=True)
+    assert error.value.code == "E_DEVICES"
+
+
 def own_gpus_error(uuids: list[list[str]]) -> list[str]:
     """Call `require_own_gpus` as every rank, with one store; return the messages."""
     store, messages = dist.HashStore(), []

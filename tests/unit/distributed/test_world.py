@@ -5,6 +5,7 @@ every rank.
 """
 
 import json
+import math
 import threading
 from typing import Any
 
@@ -130,6 +131,13 @@ def test_values_other_than_json_are_rejected(alone: World, value: Any) -> None:
         samestep.all_gather(value, alone)
 
 
+def test_cycle_is_rejected(alone: World) -> None:
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+    with pytest.raises(InputError, match="E_NOT_PICKLABLE"):
+        samestep.all_gather(cyclic, alone)
+
+
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 plain = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
 
@@ -139,3 +147,9 @@ plain = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.
 def test_json_values_arrive_unchanged(alone: World, value: Any) -> None:
     (received,) = samestep.all_gather(value, alone)
     assert json.dumps(received) == json.dumps(value)
+
+
+def test_nan_arrives_unchanged(alone: World) -> None:
+    (received,) = samestep.all_gather(math.nan, alone)
+    assert math.isnan(received)
+    assert math.isnan(samestep.reduce_dict({"a": math.nan}, alone)["a"])

@@ -175,6 +175,14 @@ def test_columns_of_tables(kind: str, tmp_path: Path) -> None:
         files(str(tmp_path / kind), columns=["number", "numbre"])
 
 
+def test_nested_columns_of_parquet(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_pylist([{"a": {"b": 1, "c": {"d": 2}}, "e": 3}])
+    pyarrow.parquet.write_table(table, str(tmp_path / "part.parquet"))
+    source = ParquetFiles(str(tmp_path), columns=["a.c", "e"])
+    assert source.read(0, 0) == {"a": {"c": {"d": 2}}, "e": 3}
+    source.close()
+
+
 def test_tables_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(RecipeError, match="pyarrow") as error:
