@@ -56,3 +56,9 @@ def test_lost_work_stays_below_the_bound(seed: int) -> None:
             writing = (clock.now + draw.uniform(1.0, 2.0), clock.now)
             interval.begin_save()
     assert 9.0 < worst <= 10.0 + 0.5  # the last step may take longer than the one before it
+
+
+def test_a_save_longer_than_the_bound_is_reported_once() -> None:
+    interval = CheckpointInterval(1.0)
+    assert [interval.end_save(seconds) for seconds in (0.9, 1.1, 0.5, 1.2)] == [False, True, False, False]
+    assert not CheckpointInterval(None).end_save(1e9)

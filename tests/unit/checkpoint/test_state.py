@@ -168,6 +168,14 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     assert torch.equal(other.model.out.weight, run.model.embed.weight)
 
 
+def test_tied_weights_load_into_untied_layers(tmp_path: Path) -> None:
+    run, other = training(0), Net(1)
+    other.out.weight = nn.Parameter(torch.zeros(5, 4))
+    load_model(saved(tmp_path, run), other)
+    assert torch.equal(other.out.weight, run.model.embed.weight)
+    assert other.out.weight is not other.embed.weight
+
+
 def test_views_of_a_tensor_keep_their_values(tmp_path: Path) -> None:
     class Views(nn.Module):
         def __init__(self, start: float) -> None:

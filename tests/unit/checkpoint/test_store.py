@@ -359,6 +359,13 @@ def test_a_missing_file_is_detected(folder: CheckpointFolder, name: str) -> None
         verify(path)
 
 
+def test_files_of_another_checkpoint_are_detected(folder: CheckpointFolder) -> None:
+    first, second = folder.write(1, {"a": b"12"}), folder.write(2, {"a": b"34"})
+    (second / "a").write_bytes((first / "a").read_bytes())
+    with pytest.raises(CheckpointError, match="SHA-256 differs"):
+        verify(second)
+
+
 def test_a_folder_in_place_of_a_file_is_detected(folder: CheckpointFolder) -> None:
     path = folder.write(1, FILES)
     (path / "empty").unlink()

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep.checkpoint.store import CheckpointFolder
+from samestep.config import DEFAULT_KEEP
 from samestep.data.loader import Loader
 from samestep.distributed.world import World
 from samestep.engine.engine import Engine
@@ -260,3 +261,10 @@ def test_a_run_without_a_record_keeps_its_checkpoints(
     for step in range(present):
         CheckpointFolder(tmp_path / "checkpoints", 9).write(step, {"state.json": b"{}"})
     assert recorded_keep(tmp_path) == expected
+
+
+@pytest.mark.parametrize("entries", ["[1, 2]", "{}", "3", "[{", ""])
+def test_damaged_entries_of_starts_are_reported(entries: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "environment.json").write_text(entries, encoding="utf-8")
+    assert recorded_keep(tmp_path) == DEFAULT_KEEP
+    assert "its earlier entries are lost" in caplog.text
