@@ -51,9 +51,20 @@ def test_invalid_value_is_an_error_with_key_and_value(refused: Refused, override
     assert override.partition("=")[0] in refused("train", "digits", "--set", override).splitlines()[0]
 
 
-@pytest.mark.parametrize("override", ["batch_size", "=3", "epochs=[1", "batch_size.x=1", "data.name.x=1"])
+INVALID_OVERRIDES = {
+    "batch_size": "E_RECIPE",
+    "=3": "E_RECIPE",
+    "epochs=[1": "E_VALUE",
+    "batch_size.x=1": "E_UNKNOWN_KEY",
+    "data.name.x=1": "E_UNKNOWN_KEY",
+}
+
+
+@pytest.mark.parametrize("override", INVALID_OVERRIDES)
 def test_invalid_override_is_an_error(refused: Refused, override: str) -> None:
-    assert override in refused("train", "digits", "--set", override).splitlines()[0]
+    title = refused("train", "digits", "--set", override).splitlines()[0]
+    assert override in title
+    assert title.endswith(f"[{INVALID_OVERRIDES[override]}]")
 
 
 def test_batch_size_below_microbatches_is_an_error(refused: Refused) -> None:

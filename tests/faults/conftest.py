@@ -30,12 +30,10 @@ def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 def record_fault(area: list[Row], request: pytest.FixtureRequest) -> RecordFault:
     """Record a case; without `--faults-page`, require its row on the page.
 
-    `expected` documents the case at its call; its test holds it.
-
     To write the table of a file, run all of its cases: `pytest tests/faults/test_NAME.py --faults-page`.
     """
 
-    def record(fault: str, expected: str, observed: str) -> None:
+    def record(fault: str, observed: str) -> None:
         area.append(Row(fault, observed))
         if not request.config.getoption("--faults-page"):
             rows = area_rows(PAGE.read_text(encoding="utf-8"), request.path.stem.removeprefix("test_"))

@@ -134,7 +134,7 @@ def observed(case: Case, report: str, done: Done, resumed: str) -> str:
     return "; ".join(filter(None, [*parts, resumed]))
 
 
-def test_page_has_every_fault_with_the_expected_result(request: pytest.FixtureRequest) -> None:
+def test_page_has_every_fault(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--faults-page"):
         pytest.skip("the page is written after all cases")
     rows = read_rows(PAGE.read_text(encoding="utf-8"))

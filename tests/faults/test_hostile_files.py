@@ -13,7 +13,6 @@ from helpers.system import TESTS, environment, here
 from samestep.recipes.recipe_files import load_recipe, write_recipe
 
 SECONDS = 2.0
-REFUSED = "refused within 2 s and 500 MB"
 
 
 @pytest.mark.slow
@@ -39,7 +38,7 @@ def test_hostile_data_files_are_refused(tmp_path: Path, record_fault: RecordFaul
         assert code == "E_UNREADABLE", (name, text)
         assert seconds < SECONDS, name
         require_bounded(text)
-        record_fault(name, REFUSED, f"`{code}`")
+        record_fault(name, f"`{code}`")
     assert not (tmp_path / "executed").exists()
 
 
@@ -80,7 +79,6 @@ def test_top_and_report_skip_and_count_hostile_lines(
     assert "<script>alert" not in page
     record_fault(
         "events and lines of ranks with wrong types, huge values and terminal escapes",
-        "`top` and `report` skip and count the lines",
         "exit code 0; no control characters",
     )
 

@@ -76,8 +76,7 @@ def test_ranks_end_with_their_launcher(
     assert here("resume", run, cwd=tmp_path) == 0
     assert weights(run) == undisturbed
     stuck = ", while a rank is stuck" if is_stuck else ""
-    expected = "the ranks end within 10 s; resumed to the same weights"
-    record_fault(f"{name} is killed{stuck}", expected, "the ranks ended; resumed on 1: the same weights")
+    record_fault(f"{name} is killed{stuck}", "the ranks ended; resumed on 1: the same weights")
     assert seconds < END_SECONDS
     assert step >= (3 if is_stuck else 9), "a rank that is not stuck saves before it ends"
 
@@ -91,7 +90,7 @@ def test_ranks_that_wait_for_others_end_with_their_launcher(tmp_path: Path, reco
         time.sleep(6)  # it imports, then waits for rank 1
         running.kill(signal.SIGKILL)
         until(lambda: not running.processes(), "the rank has ended", END_SECONDS, running.processes)
-    record_fault("srun is killed while a rank waits for others", "the ranks end within 10 s", "the ranks ended")
+    record_fault("srun is killed while a rank waits for others", "the ranks ended")
 
 
 @pytest.mark.long
@@ -104,4 +103,4 @@ def test_rank_in_user_code_ends_with_the_store(tmp_path: Path, record_fault: Rec
         assert started.processes[1].wait(END_SECONDS) == 1
         _, done = started.wait()
     assert done.err.startswith("error: rank 0 has ended"), done.err
-    record_fault("rank 0, which hosts the store, is killed", "the ranks end within 10 s", "the ranks ended")
+    record_fault("rank 0, which hosts the store, is killed", "the ranks ended")

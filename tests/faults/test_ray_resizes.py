@@ -120,5 +120,4 @@ def test_random_resizes(tmp_path: Path, record_fault: RecordFault) -> None:
     fault = (
         f"{RESIZES} times a node of a Ray cluster joins, is killed, or is drained for a preemption, `--processes 1:3`"
     )
-    expected = "continues on 1 to 3 workers to the same weights; a drained node first leads to a checkpoint"
-    record_fault(fault, expected, "exit code 0; the same weights")
+    record_fault(fault, "exit code 0; the same weights")

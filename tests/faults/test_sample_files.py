@@ -13,7 +13,6 @@ from helpers.surroundings import RecordFault, nothing_left_behind, require_singl
 from helpers.system import Done, Running, here, last_saved, weights
 
 RUN = "runs/a"
-RESUMES = "ends with the name of the file; resumed to the same weights"
 FILE = re.compile(r"\d\.parquet")
 
 
@@ -54,7 +53,7 @@ def test_truncated_file(root: Path, record_fault: RecordFault) -> None:
     assert "9.parquet" in title
     assert title.endswith("[E_UNREADABLE]")
     fault = "a sample file is truncated"
-    record_fault(fault, "ends with the name of the file", "exit code 2; E_UNREADABLE names the file")
+    record_fault(fault, "exit code 2; E_UNREADABLE names the file")
 
 
 def lose(folder: Path) -> None:
@@ -95,4 +94,4 @@ def test_files_lost_during_an_epoch(
         (root / "photos").rename(root / "truncated")
     (root / "lost").rename(root / "photos")
     require_resumable(root, undisturbed)
-    record_fault(fault, RESUMES, f"exit code 2; {' or '.join(codes)} names a file; resumed on 3: the same weights")
+    record_fault(fault, f"exit code 2; {' or '.join(codes)} names a file; resumed on 3: the same weights")

@@ -58,14 +58,6 @@ class Case:
     is_quick: bool = False
     is_variant: bool = False
 
-    @property
-    def expected(self) -> str:
-        """Expected result, for the table."""
-        if self.code == 0:
-            return "continues to the same weights"
-        ends = {1: "report within 10 s", 2: "input error", 130: "stops on request", -9: "all processes end"}[self.code]
-        return f"{ends}; resumed to the same weights"
-
 
 def in_step(kind: str, rank: int = 2, step: int = 7) -> dict[str, object]:
     """Return a fault inside the loss of a training step."""

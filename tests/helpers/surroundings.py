@@ -13,8 +13,8 @@ REPORT_LINES = 60
 REPORT_BYTES = 8192
 END_SECONDS = 10
 
-# Called with fault, expected result and observed result.
-RecordFault = Callable[[str, str, str], None]
+# Called with fault and observed result.
+RecordFault = Callable[[str, str], None]
 
 
 def require_bounded(report: str) -> None:
