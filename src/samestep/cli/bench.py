@@ -114,12 +114,14 @@ def run(options: Options) -> int:
                 temporary.write_text(to_json({**facts, **results}), encoding="utf-8")
 
         if compares_workers:
+            print_table = show_workers
             results = compare_workers(recipe, workers, options.devices or (1,), plan, options.note)
             save(results)
         else:
+            print_table = show
             results = compare(variants, absent, plan, options.note, save)
     data = {**facts, **results}
     if not options.json:
-        show_workers(data) if compares_workers else show(data)
+        print_table(data)
     options.result({**data, "folder": str(folder)}, f"written     {folder / 'bench.json'}")
     return EXIT_DONE if data.get("complete", True) else EXIT_STOPPED

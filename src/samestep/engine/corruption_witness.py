@@ -37,7 +37,8 @@ class Witness(Callback):
     repeats_microbatches = True
 
     def __init__(self, every: int) -> None:
-        self._every, self._last_clean = every, "never witnessed before"
+        self._every = every
+        self._last_clean = "never witnessed before"
         self._own: Microbatch | None = None  # witnessed microbatch of this rank
         self._hooks = ExitStack()  # which record the checksums of gradients
 
@@ -45,10 +46,12 @@ class Witness(Callback):
         require_witness_support(self._every, engine.config, engine.world, engine.step_runner)
 
     def begin_step(self, engine: Engine, batch: GlobalBatch) -> None:
-        self._own, self._is_due = None, (engine.steps + 1) % self._every == 0
+        self._own = None
+        self._is_due = (engine.steps + 1) % self._every == 0
         if self._is_due:
             engine.world.context.collective_check.agree(f"the witness of step {engine.steps + 1}", {})
-            self._runner, self._samples = engine.step_runner, batch.size
+            self._runner = engine.step_runner
+            self._samples = batch.size
             self._sums: dict[str, int] = {}  # checksums of the results of a microbatch
             if local := batch.local_microbatches:
                 self._own = local[(engine.steps + 1) // self._every % len(local)]
@@ -83,17 +86,18 @@ class Witness(Callback):
             self._hooks.callback(hook.remove)
 
     def _record_forward(self, loss: Loss) -> None:
-        self._sums["loss"] = checksum({"": loss.sum})
-        self._sums["count"] = checksum({"": torch.as_tensor(loss.count)})
-        for name, buffer in buffers_of(self._runner.model).items():
-            self._sums[f"buffer {name}"] = checksum({"": buffer})
+        buffers = {f"buffer {name}": buffer for name, buffer in buffers_of(self._runner.model).items()}
+        values = {"loss": loss.sum, "count": torch.as_tensor(loss.count), **buffers}
+        self._sums |= {name: checksum({"": value}) for name, value in values.items()}
 
     def _repeat(self, packed: Packed, position: int) -> dict[str, int]:
         """Compute a microbatch from the state at the beginning of the step, and leave everything unchanged."""
-        self._sums, values = {}, unpack(packed)
+        self._sums = {}
+        values = unpack(packed)
         if values is None:
             return {}
-        runner, results = self._runner, dict(self._runner.forward.results)
+        runner = self._runner
+        results = dict(runner.forward.results)
         gradients = {parameter: parameter.grad for parameter in runner.names}
         for parameter in gradients:
             parameter.grad = None

@@ -75,7 +75,6 @@ class MergeCheck:
         separate = self._separately(replica, microbatches, names, alone)
         _set_buffers(replica.module, start)
         merged = self._together(replica, microbatches, names, together)
-        sizes = [microbatch.size for microbatch in microbatches]
         if isinstance(merged, str):
             return merged
         is_equal = all(
@@ -86,7 +85,7 @@ class MergeCheck:
         parameters = [name for name, p in replica.module.named_parameters() if p.requires_grad]
         unequal = _unequal_gradients(parameters, separate.gradients, merged.gradients)
         if not is_equal or unequal:
-            culprit = _first_difference(alone, together, sizes)
+            culprit = _first_difference(alone, together)
             return culprit or (f"the gradient of {unequal[0]}" if unequal else "the outputs") + _DIFFERS
         return _changed_state(separate.states, merged.states)
 
@@ -258,7 +257,7 @@ def _unequal_gradients(
     return unequal
 
 
-def _first_difference(alone: Sequence[Sequence[Call]], together: Sequence[Call], sizes: Sequence[int]) -> str | None:
+def _first_difference(alone: Sequence[Sequence[Call]], together: Sequence[Call]) -> str | None:
     """Return the first module whose outputs for all samples are not those for each microbatch in order."""
     for call, *calls in zip(together, *alone, strict=False):
         if any(other.name != call.name or len(other.outputs) != len(call.outputs) for other in calls):

@@ -57,10 +57,10 @@ def _analysis(world: World, worlds: list[World]) -> WorldAnalysis:
         *data_findings(world),
         *checkpoint_findings(world, others),
     )
-    # Later epochs repeat a finding.
-    first = {(finding.name, finding.line): finding for finding in reversed(findings)}
-    unique = [finding for finding in findings if first[finding.name, finding.line] is finding]
-    return WorldAnalysis(world.program, world.size, steps, unique)
+    first: dict[tuple[str, str], Finding] = {}
+    for finding in findings:  # later epochs repeat a finding
+        first.setdefault((finding.name, finding.line), finding)
+    return WorldAnalysis(world.program, world.size, steps, list(first.values()))
 
 
 def file_findings(world: World) -> Iterator[Finding]:

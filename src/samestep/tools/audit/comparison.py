@@ -102,10 +102,8 @@ def _samples(reference: Trace, other: Trace) -> Iterator[Difference]:
         if different:
             count = len({sample for _, sample in different})
             leaf, sample = min(different)
-            text = (
-                f"{plural(count, 'sample')} of the same indices have different contents: tensor {leaf} of the batch, "
-            )
-            text += f"sample {sample}"
+            text = f"{plural(count, 'sample')} of the same indices have different contents"
+            text += f": tensor {leaf} of the batch, sample {sample}"
             yield Difference("inputs", step, Cause.AUGMENTATION.value, [text])
             return
 

@@ -7,13 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from samestep.config import DeviceKind, Recipe
-from samestep.launcher.launch import LaunchConfig, StoppedError, run_workers
-from samestep.launcher.pickling import ByName
-from samestep.launcher.watchdog import HANG_AFTER
-from samestep.tools.timing import stop_errors
+from samestep.tools.timing import run_trial
 from samestep.tools.verify.trials import Trial
-
-_WORKER = "samestep.tools.replay.worker"
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,6 @@ class Replayed:
     by_name: dict[str, str] = field(default_factory=dict)  # checksum of each part of the last state
     compared: int = 0  # number of steps with a logged checksum
     first_different: int | None = None  # first step whose logged checksum is another one
-    is_complete: bool = False  # False after a request to stop
 
 
 def replay(subject: Subject, last: int, trial: Trial | None, options: ReplayOptions) -> Replayed:
@@ -68,16 +62,12 @@ def replay(subject: Subject, last: int, trial: Trial | None, options: ReplayOpti
         StoppedError: a stop was requested.
     """
     function = "replay_recipe" if isinstance(subject.command, Recipe) else "replay_script"
-    with stop_errors("the replay was stopped before the last step"):
-        result = run_workers(
-            ByName(_WORKER, function),
-            *(subject, last, trial, options),
-            processes=subject.processes,
-            launch_config=LaunchConfig(HANG_AFTER),
-            preload=(*options.preload, _WORKER),
-            environment=options.environment,
-        )
-        replayed: Replayed = result.value
-        if result.stop_signal is not None or not replayed.is_complete:
-            raise StoppedError("stopped")
+    replayed: Replayed = run_trial(
+        "samestep.tools.replay.worker",
+        function,
+        *(subject, last, trial, options),
+        processes=subject.processes,
+        preload=options.preload,
+        environment=options.environment,
+    )
     return replayed

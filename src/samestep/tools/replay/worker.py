@@ -35,6 +35,7 @@ class _Steps(Callback):
         self._subject, self._last, self._options = subject, last, options
         self._engine: Engine | None = None
         self._is_created = False
+        self.is_complete = False
         self.is_stopped = False
         self._end = Cursor()
         self.result = Replayed(str(subject.folder), subject.processes)
@@ -63,7 +64,7 @@ class _Steps(Callback):
             self._add_checksum(engine, step, logged)
         if is_last:
             self.result.by_name = checksum.checksums_by_name(engine, self._end)
-            self.result.is_complete = True
+            self.is_complete = True
         if (is_last or result.stop) and isinstance(self._subject.command, ScriptCommand):
             engine.world.barrier()  # no rank ends while another needs it
             raise EndOfScript
@@ -79,8 +80,8 @@ class _Steps(Callback):
             self.result.first_different = step
 
 
-def replay_recipe(subject: Subject, last: int, trial: Trial | None, options: ReplayOptions) -> Replayed:
-    """Compute the steps on this rank, and return the result.
+def replay_recipe(subject: Subject, last: int, trial: Trial | None, options: ReplayOptions) -> Replayed | None:
+    """Compute the steps on this rank, and return the result; None after a request to stop.
 
     Raises:
         InputError: the user's code has changed since the run, or the run has fewer steps.
@@ -110,11 +111,11 @@ def replay_recipe(subject: Subject, last: int, trial: Trial | None, options: Rep
                 raise _too_few_steps(subject, last)
             if engine.step(batch).stop or engine.steps >= last:
                 break
-        return steps.result
+        return steps.result if steps.is_complete else None
 
 
-def replay_script(subject: Subject, last: int, trial: Trial | None, options: ReplayOptions) -> Replayed:
-    """Run the script on this rank up to the last step, and return the result.
+def replay_script(subject: Subject, last: int, trial: Trial | None, options: ReplayOptions) -> Replayed | None:
+    """Run the script on this rank up to the last step, and return the result; None after a request to stop.
 
     Raises:
         InputError: the script has changed since the run, or makes fewer steps.
@@ -132,9 +133,11 @@ def replay_script(subject: Subject, last: int, trial: Trial | None, options: Rep
         # The output of the script is not that of the command.
         stack.enter_context(redirect_stdout(sys.stderr if rank == 0 else nothing))
         run_script(command.path, command.arguments)
-    if not steps.result.is_complete and not steps.is_stopped:
-        raise _too_few_steps(subject, last)
-    return steps.result
+    if steps.is_complete:
+        return steps.result
+    if steps.is_stopped:
+        return None
+    raise _too_few_steps(subject, last)
 
 
 def _too_few_steps(subject: Subject, last: int) -> InputError:

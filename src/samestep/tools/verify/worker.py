@@ -307,7 +307,7 @@ def run(subject: Subject, trial: Trial) -> bool:
         _watch_progress(probe, trial.patience)
         with contextlib.suppress(EndOfScript):
             if subject.recipe is not None:
-                _run_recipe(subject.recipe, trial, probe)
+                _run_recipe(subject.recipe, trial)
             else:
                 _run_script(subject, trial, trial.folder / f"output-{rank}.log")
         process_state.source_files.note_imports()
@@ -315,7 +315,7 @@ def run(subject: Subject, trial: Trial) -> bool:
         return probe.is_stopped
 
 
-def _run_recipe(recipe: Recipe, trial: Trial, probe: Probe) -> None:
+def _run_recipe(recipe: Recipe, trial: Trial) -> None:
     """Run the first steps, the last batch of the epoch and one evaluation."""
     from samestep.recipes.builder import build  # needs packages that scripts do not need
 
