@@ -23,7 +23,7 @@ from samestep.cli.options import (
 )
 from samestep.cli.recipe_options import RecipeOptions, load_resolved, parse_strategy
 from samestep.config import RunOptions
-from samestep.errors import EXIT_DONE, EXIT_STOPPED
+from samestep.errors import EXIT_DONE, EXIT_STOPPED, InputError
 from samestep.loggers.logger import to_json
 from samestep.recipes.recipe_files import recipe_data
 from samestep.tools.bench import ACCUMULATE, DEVICES, WAYS, WORKERS, Plan
@@ -32,7 +32,8 @@ from samestep.tools.timing import describe_machine
 
 def _ways(text: str) -> tuple[str, ...]:
     for name in names(text):
-        WAYS.index(name)  # a ValueError for an unknown name
+        if name not in WAYS:
+            raise InputError(f"--ways {name}", f"some of {', '.join(WAYS)}", f"--ways {WAYS[0]}", code="E_VALUE")
     return names(text)
 
 

@@ -77,6 +77,8 @@ def _export_to_hub(options: Options, repository: str) -> int:
     """Write the files of a repository, and upload them or move them to `--out`."""
     from samestep.tools.hub import upload, write_repository
 
+    if options.like is not None or options.format != "safetensors":
+        raise option_conflict("--hub with --format or --like")
     refuse_script_run(options.folder)
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from samestep.cli.launch_options import parse_process_count
-from samestep.cli.options import JsonOption, argument, count, option, option_conflict, options_of, timed_name
+from samestep.cli.options import (
+    JsonOption,
+    argument,
+    count,
+    option,
+    option_conflict,
+    options_of,
+    output_errors,
+    timed_name,
+)
 from samestep.cli.recipe_options import SubjectOptions, load_resolved
 from samestep.config import resolve_mesh
 from samestep.errors import EXIT_DONE, InputError, RunError
@@ -91,10 +100,11 @@ def _job(options: Options) -> Job:
 def _run(submission: Submission) -> str:
     """Write the file, run the command, and return its output."""
     path, command = Path(submission.file), shlex.join(submission.command)
-    if path.exists() and path.read_text(encoding="utf-8") != submission.text:
-        expected, fix = "a new file: no file is overwritten", "another --name, or remove the file"
-        raise InputError(f"{path} exists with other content", expected, fix, code="E_OUTPUT")
-    path.write_text(submission.text, encoding="utf-8")
+    with output_errors(f"{path} cannot be written", "a writable folder", "another --name, or another current folder"):
+        if path.exists() and path.read_bytes() != submission.text.encode():
+            expected, fix = "a new file: no file is overwritten", "another --name, or remove the file"
+            raise InputError(f"{path} exists with other content", expected, fix, code="E_OUTPUT")
+        path.write_text(submission.text, encoding="utf-8")
     try:
         done = subprocess.run(submission.command, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:

@@ -63,6 +63,7 @@ def run_trial(
     processes: int,
     preload: Sequence[str],
     environment: Mapping[str, str] | None = None,
+    hang_after: float = HANG_AFTER,
 ) -> Any:
     """Run a function of `module`, which ranks import in advance, on all ranks; return the result of rank 0.
 
@@ -75,7 +76,7 @@ def run_trial(
             ByName(module, function),
             *arguments,
             processes=processes,
-            launch_config=LaunchConfig(HANG_AFTER, grace=None),
+            launch_config=LaunchConfig(hang_after),
             preload=(*preload, module),
             environment=environment,
         )

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.padding import Padding
 
 from samestep.tools.audit.events import read_events
-from samestep.tools.audit.findings import Finding, data_findings, plural, step_findings
+from samestep.tools.audit.findings import Finding, data_findings, step_findings
 from samestep.tools.audit.worlds import Pass, World, group_worlds, passes
+from samestep.units import plural
 
 _PATHS = 3  # of files in one finding
 

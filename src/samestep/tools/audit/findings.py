@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from samestep.tools.audit.worlds import Event, Pass, World, matching_passes, passes
+from samestep.units import plural
 
 # Stable names; the table of docs/guides/audit.md has the same.
 NAMES = {
@@ -48,11 +49,6 @@ class Finding:
     name: str
     evidence: str
     line: str  # of the user's script, empty if unknown
-
-
-def plural(count: int, noun: str) -> str:
-    """Return a count with a noun."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def step_findings(world: World) -> Iterator[Finding]:

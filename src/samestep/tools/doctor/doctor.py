@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from samestep.config import DeviceKind
 from samestep.distributed.devices import ACCELERATOR, accelerator_module
 from samestep.distributed.env import relevant_variables
 from samestep.distributed.resources import usable_processors
 from samestep.errors import RunError, SamestepError
-from samestep.launcher.launch import LaunchConfig, StoppedError, run_workers
-from samestep.launcher.pickling import ByName
+from samestep.launcher.launch import StoppedError
 from samestep.tools.doctor import machine, software
 from samestep.tools.doctor.findings import Finding, Plan
 from samestep.tools.doctor.gpus import Nvidia, TorchDevices, check_gpus
+from samestep.tools.timing import run_trial
 
 _HANG_AFTER_SECONDS = 40.0
 _MAX_RANKS = 8
@@ -54,12 +54,13 @@ def run_self_test(preload: Sequence[str]) -> tuple[TorchDevices, Finding]:
         StoppedError: a stop was requested; it is no finding about the machine.
     """
     devices = TorchDevices()
+    run = partial(run_trial, __name__, preload=preload, hang_after=_HANG_AFTER_SECONDS)
     try:
-        devices = _launch(preload, 1, "read_devices")
+        devices = run("read_devices", processes=1)
         if len(devices.gpus) > 1:
-            summary = _launch(preload, min(len(devices.gpus), _MAX_RANKS), "run_rank", ACCELERATOR)
+            summary = run("run_rank", ACCELERATOR, processes=min(len(devices.gpus), _MAX_RANKS))
         else:
-            summary = _launch(preload, 2, "run_rank", "cpu")
+            summary = run("run_rank", "cpu", processes=2)
         return devices, Finding("self-test", "pass", summary)
     except StoppedError:
         raise
@@ -67,15 +68,6 @@ def run_self_test(preload: Sequence[str]) -> tuple[TorchDevices, Finding]:
         value = (str(error) or type(error).__name__).splitlines()[0]
         fix = "fix the other failures; if there are none, do not train on this machine"
         return devices, Finding("self-test", "fail", value, "ranks start, connect and sum", fix)
-
-
-def _launch(preload: Sequence[str], processes: int, function: str, *arguments: Any) -> Any:
-    config = LaunchConfig(_HANG_AFTER_SECONDS)
-    call = ByName(__name__, function)
-    result = run_workers(call, *arguments, processes=processes, launch_config=config, preload=preload)
-    if result.stop_signal is not None:  # ranks end before the request has an effect
-        raise StoppedError("the self-test was stopped", fix="start the command again")
-    return result.value
 
 
 def read_devices() -> TorchDevices:
