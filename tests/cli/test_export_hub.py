@@ -151,7 +151,11 @@ def test_refused_upload(place: Path, hub: Hub, name: str, token: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("runs/a", "--certificate", "c.json"), ("runs/none", *HUB, "--out", "other")],
+    [
+        ("runs/a", "--certificate", "c.json"),
+        ("runs/none", *HUB, "--out", "other"),
+        ("runs/a", *HUB, "--out", "other", "--format", "onnx"),
+    ],
 )
 def test_invalid_arguments(place: Path, arguments: tuple[str, ...]) -> None:
     assert here("export", *arguments, cwd=place) == EXIT_INPUT

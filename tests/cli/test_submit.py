@@ -91,6 +91,10 @@ def test_missing_and_failing_commands_keep_the_file(
     assert here(*KUBERNETES, cwd=tmp_path) == 2
     assert "[E_OUTPUT]" in capsys.readouterr().err
     assert (tmp_path / "a.jobset.yaml").read_text() == "own: work\n"
+    (tmp_path / "a.jobset.yaml").unlink()
+    (tmp_path / "a.jobset.yaml").mkdir()
+    assert here(*KUBERNETES, cwd=tmp_path) == 2
+    assert "[E_OUTPUT]" in capsys.readouterr().err
 
 
 def test_examples_of_other_systems_train() -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.tools.verify.tensor_comparison import StepTensors, digest, digest_rows, distance
+from samestep.tools.verify.tensor_comparison import StepTensors, digest, digest_any, digest_rows, distance, leaves
 from samestep.tools.verify.trials import Trial
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -38,6 +38,13 @@ def test_strides_do_not_change_the_digest() -> None:
     tensor = torch.arange(6.0).view(2, 3)
     assert digest(tensor.t().contiguous().t()) == digest(tensor)
     assert digest(torch.tensor(1.5)) == digest(torch.tensor([1.5, 2.0])[0])
+
+
+def test_leaves_have_paths() -> None:
+    tree = {"ids": torch.zeros(2), "more": [1, (torch.ones(1), "word")]}
+    assert [path for path, _ in leaves(tree)] == ["ids", "more.0", "more.1.0", "more.1.1"]
+    assert digest_any(tree) != digest_any({**tree, "more": [1, (torch.ones(1), "world")]})
+    assert digest_any([torch.zeros(1), torch.ones(1)]) != digest_any([torch.ones(1), torch.zeros(1)])
 
 
 def test_rows_are_those_of_the_first_tensor_with_one_row_per_sample() -> None:
