@@ -181,13 +181,6 @@ def test_number_of_samples_is_exact_under_any_tolerance() -> None:
     assert first.detail == "samples 30 and 31"
 
 
-def test_incomplete_line_is_dropped(tmp_path: Path) -> None:
-    (tmp_path / "rank-0.jsonl").write_text('{"kind": "engine"}\n{"kind": "st', encoding="utf-8")
-    result = read_record(tmp_path, 2)
-    assert result.events == (({"kind": "engine"},), ())
-    assert result.steps == {}
-
-
 def test_killed_and_resumed_trials_are_joined() -> None:
     killed, resumed = record(2), record()
     for notes in killed.events:
