@@ -1,0 +1,46 @@
+"""How the calls of a kind are divided: rows of arguments and outputs, random draws, form of the graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Output:
+    """One leaf of the outputs of a divided call, in the order of `torch.utils._pytree.tree_flatten`.
+
+    Attributes:
+        kind: `rows`: the first dimension is `factor` times the number of rows, and outputs of ranks are concatenated;
+            `mean`: outputs of ranks are averaged with the numbers of own rows as weights; `sum`: they are added;
+            `constant`: a tensor that does not depend on the rows, equal on all ranks; `value`: not a tensor, equal on
+            all ranks.
+        factor: rows of the output per row of the batch, for `rows`.
+    """
+
+    kind: Literal["rows", "mean", "sum", "constant", "value"]
+    factor: int = 1
+
+
+@dataclass(frozen=True)
+class Division:
+    """Result of a trial for one list of operations: the call can be divided.
+
+    Attributes:
+        inputs: for each leaf of (args, kwargs) in the order of `tree_flatten`: whether it is a tensor whose first
+            dimension is cut into own rows. Other leaves are given to each rank as they are.
+        outputs: leaves of the outputs.
+        draw_factors: for each random draw in order: numbers per row in its first dimension; None if shared.
+        minimum_rows: smallest number of own rows for which whole and divided agree (1 or 2).
+        form: `flat` or `inner` graph (`view/parallel.py`).
+    """
+
+    inputs: tuple[bool, ...]
+    outputs: tuple[Output, ...]
+    draw_factors: tuple[int | None, ...] = ()
+    minimum_rows: int = 1
+    form: Literal["flat", "inner"] = "flat"
+
+
+class ComputedWhole(Exception):
+    """The calls of a kind are computed whole, for the reason that is the text of this exception."""

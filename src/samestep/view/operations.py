@@ -1,0 +1,101 @@
+"""Operations of a call: their list, numbers taken out of tensors, random draws, and the rules inside divided calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from samestep.view.batch_norm import BATCH_NORM_RULES
+from samestep.view.draws import DRAW_RULES
+from samestep.view.losses import LOSS_RULES
+from samestep.view.region import Make, Region
+
+# A rule receives the operations of the call, the function, and its arguments; it returns the result.
+Rule = Callable[["Operations", Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+RULES: dict[Callable[..., Any], Rule] = {**DRAW_RULES, **LOSS_RULES, **BATCH_NORM_RULES}
+
+# Functions whose results are Python numbers that depend on shapes and dtypes, not on values.
+_SHAPE_FUNCTIONS = frozenset(
+    {
+        *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.numel, torch.Tensor.nelement),
+        *(torch.Tensor.__len__, torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.element_size),
+        *(torch.Tensor.is_contiguous, torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.is_signed),
+        *(torch.Tensor.data_ptr, torch.Tensor.get_device, torch.Tensor.is_shared, torch.Tensor.is_pinned),
+        *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor, torch.is_same_size),
+        *(torch.Tensor.is_same_size, torch.Tensor.is_set_to, torch.Tensor.__hash__, torch.Tensor.__format__),
+        *(torch.Tensor.is_inference, torch.is_inference, torch.Tensor.is_neg, torch.Tensor.is_conj),
+        *(torch.is_neg, torch.is_conj),
+    }
+)
+# Functions that copy values of a tensor into Python objects.
+_VALUE_FUNCTIONS = frozenset(
+    {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__, torch.Tensor.__format__}
+)
+
+
+class Recorder(Protocol):
+    """Observer of the operations of a watched call."""
+
+    def operation(self, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
+        """Called before an operation."""
+        ...
+
+    def result(self, function: Callable[..., Any], arguments: Sequence[Any], result: Any) -> None:
+        """Called after an operation."""
+        ...
+
+
+class Operations(TorchFunctionMode):
+    """Function mode around a call. It records the operations and applies the rules of a divided call.
+
+    Attributes:
+        region: the rows that are computed; None for a whole call, in which every function runs as it is.
+        functions: operations in order.
+        numbers: values that left tensors (`item`, `bool`, `tolist`, ...), in order.
+        draws: shapes of the random draws, in order.
+    """
+
+    def __init__(self, region: Region | None = None, recorder: Recorder | None = None) -> None:
+        super().__init__()
+        self.region = region
+        self.recorder = recorder
+        self.functions: list[Callable[..., Any]] = []
+        self.numbers: list[Any] = []
+        self.draws: list[tuple[int, ...]] = []
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        arguments: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = options or {}
+        if function.__name__ == "__get__":  # attributes of tensors, such as `shape`
+            return function(*arguments, **options)
+        self.functions.append(function)
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.operation(function, arguments, options)
+        rule = RULES.get(function)
+        if rule is None:
+            result = function(*arguments, **options)
+        else:
+            result = rule(self, function, arguments, options)
+        if isinstance(result, bool | int | float | complex):
+            if function not in _SHAPE_FUNCTIONS:
+                self.numbers.append(result)
+        elif function in _VALUE_FUNCTIONS:
+            self.numbers.append(result)
+        if recorder is not None:
+            recorder.result(function, arguments, result)
+        return result
+
+    def draw(self, shape: Sequence[int], make: Make, device: torch.device) -> torch.Tensor:
+        """Return the numbers of a random draw inside of a divided call, for the own rows."""
+        assert self.region is not None
+        self.draws.append(tuple(shape))
+        return self.region.draw(len(self.draws) - 1, shape, make, device)

@@ -1,0 +1,117 @@
+"""Part of a divided call that one rank computes: its rows, its exchange with other ranks, and its random draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from samestep.distributed.rng import derive_seed
+
+# Returns random numbers of a shape. With a generator they come from it, otherwise from the script's stream.
+Make = Callable[[tuple[int, ...], torch.Generator | None], torch.Tensor]
+
+
+class Exchange(Protocol):
+    """Communication inside of a divided call."""
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `values` over all ranks, on every rank. Differentiable.
+
+        Args:
+            values: a tensor whose shape and dtype are equal on all ranks.
+        """
+        ...
+
+
+@dataclass
+class Region:
+    """Rows of one divided call that are computed here.
+
+    Attributes:
+        rows: rows of the whole batch.
+        start: first own row.
+        stop: first row after the own rows.
+        exchange: communication with the ranks that compute the other rows.
+        draw_factors: for each random draw of the call, in order: numbers per row in the first dimension, or None if
+            the first dimension does not depend on the number of rows.
+        microbatches: slices of the own rows with random streams of their own.
+        seed: seed of the draws as a function of (seed, draw, microbatch); None for the script's own stream.
+    """
+
+    rows: int
+    start: int
+    stop: int
+    exchange: Exchange
+    draw_factors: Sequence[int | None]
+    microbatches: Sequence[tuple[int, int, int]] = ()  # number, first row, first row after
+    seed: int | None = None
+
+    @property
+    def own(self) -> int:
+        """Number of own rows."""
+        return self.stop - self.start
+
+    def draw(self, index: int, shape: Sequence[int], make: Make, device: torch.device) -> torch.Tensor:
+        """Return the numbers of a random draw that belong to the own rows.
+
+        Args:
+            index: number of the draw in this call.
+            shape: shape of the numbers for the own rows.
+            make: function that draws.
+            device: device of the numbers.
+
+        Raises:
+            UnknownDraw: the trial has seen no such draw, or its shape does not follow the own rows.
+        """
+        if index >= len(self.draw_factors):
+            raise UnknownDraw(f"draw {index + 1} of the call was not there in the trial")
+        factor = self.draw_factors[index]
+        if factor is not None and (not shape or shape[0] != factor * self.own):
+            raise UnknownDraw(f"draw {index + 1} of the call has the shape {tuple(shape)} for {self.own} rows")
+        if self.seed is not None:
+            return self._draw_by_microbatch(index, factor, tuple(shape), make, device)
+        if factor is None:
+            return make(tuple(shape), None)
+        numbers = make((factor * self.rows, *shape[1:]), None)
+        return numbers[factor * self.start : factor * self.stop]
+
+    def _draw_by_microbatch(
+        self, index: int, factor: int | None, shape: tuple[int, ...], make: Make, device: torch.device
+    ) -> torch.Tensor:
+        assert self.seed is not None
+        generator = torch.Generator(device)
+        if factor is None:
+            generator.manual_seed(derive_seed("model", self.seed, index))
+            return make(shape, generator)
+        parts = []
+        for microbatch, start, stop in self.microbatches:
+            generator.manual_seed(derive_seed("model", self.seed, index, microbatch))
+            parts.append(make((factor * (stop - start), *shape[1:]), generator))
+        return torch.cat(parts)
+
+
+class UnknownDraw(Exception):
+    """A random draw that the trial has not seen; the call is computed whole."""
+
+
+_current: ContextVar[Region | None] = ContextVar("region", default=None)  # other threads have none
+
+
+def current_region() -> Region | None:
+    """Return the region that this thread computes, or None outside of divided calls."""
+    return _current.get()
+
+
+@contextmanager
+def inside(region: Region | None) -> Iterator[None]:
+    """Make `region` the current one in this thread."""
+    token = _current.set(region)
+    try:
+        yield
+    finally:
+        _current.reset(token)
