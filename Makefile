@@ -8,6 +8,7 @@ KILLS ?= 100
 # Of the soak: parts, pipeline or launcher (tests/helpers/soak.py).
 MODE ?= parts
 RESULTS ?= benchmarks/results
+PLAIN_LOOP ?=
 STARTUP ?= --repeats 5
 STEP_TIME ?= --rounds 20
 # Of the checks on a GPU: cuda or cpu, and options of benchmarks/gpu.py. Without .venv the Python with torch is used.
@@ -19,7 +20,7 @@ GPU_PY ?= $(if $(wildcard .venv/bin/python),$(PY),$(PYTHON))
 PYTEST := $(PY) -m pytest -n 3 --dist loadfile
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-slow test-long faults soak lint types format bench gpu gpu-wheels nccl docs clean
+.PHONY: demo test test-slow test-long faults soak plain-loop lint types format bench gpu gpu-wheels nccl docs clean
 
 demo: .venv/.installed
 	.venv/bin/samestep $(DEMO)
@@ -41,6 +42,10 @@ faults: .venv/.installed
 # Kills a run at random moments; about four seconds per kill.
 soak: .venv/.installed
 	PYTHONPATH=tests $(PY) -m helpers.soak --kills $(KILLS) --mode $(MODE)
+
+# Runs all scripts of tests/plain_loop on 1 to 4 processes; PLAIN_LOOP="NAME --processes 2" runs fewer.
+plain-loop: .venv/.installed
+	PYTHONPATH=tests:. $(PY) -m plain_loop.runner --result $(RESULTS)/plain_loop_scripts.json $(PLAIN_LOOP)
 
 lint: .venv/.installed
 	$(PY) -m ruff check .

@@ -1,0 +1,223 @@
+"""Runs plain scripts by plain Python, and with one added line on several processes.
+
+    PYTHONPATH=src:tests python -m plain_loop.runner                    # all scripts
+    PYTHONPATH=src:tests python -m plain_loop.runner NAME... --processes 1,2 --json FILE
+
+`--processes 0` runs a script twice by plain Python. Two runs are compared: criterion in judge.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe_machine, machine_line, markdown_table, save
+
+from plain_loop.forks import Run, preload
+from plain_loop.judge import Verdict, deviation, judge
+from plain_loop.script import Script, find_scripts
+
+POLL_SECONDS = 0.005
+
+
+@dataclass(eq=False)
+class ScriptRuns:
+    """All runs of one script.
+
+    Attributes:
+        script: the script.
+        plain: the run by plain Python.
+        permuted: a plain run with permuted rows, if the tolerance is measured.
+        others: runs that are compared with the plain one.
+    """
+
+    script: Script
+    plain: Run
+    permuted: Run | None
+    others: list[Run] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, script: Script, processes: Sequence[int], folder: Path) -> ScriptRuns:
+        permuted = None
+        if script.tolerance is None:
+            permuted = Run(script, 0, folder / f"{script.name}.permuted", permuted=True)
+        numbers = [number for number in processes if number == 0 or number in script.processes]
+        return cls(
+            script,
+            Run(script, 0, folder / f"{script.name}.plain"),
+            permuted,
+            [Run(script, number, folder / f"{script.name}.{number}") for number in numbers],
+        )
+
+    def all(self) -> list[Run]:
+        first = [self.plain] if self.permuted is None else [self.plain, self.permuted]
+        return first + self.others
+
+    def verdicts(self) -> list[Verdict]:
+        """Return the verdicts of the runs, which have all ended."""
+        outcome = self.plain.outcomes()[0]
+        if outcome.code or self.plain.hung:
+            problem = f"plain Python fails with {outcome.code}: {outcome.errors[-2000:]}"
+            return [Verdict(self.script.name, run.processes, "failed", problem=problem) for run in self.others]
+        tolerance = self.script.tolerance
+        if tolerance is None:
+            assert self.permuted is not None
+            found = deviation(outcome.lines, self.permuted.outcomes()[0].lines)
+            tolerance = 2 * found if isinstance(found, float) else 0.0
+        return [judge(self.script, outcome.lines, tolerance, run) for run in self.others]
+
+
+def run_scripts(
+    scripts: Sequence[Script],
+    processes: Sequence[int],
+    *,
+    slots: int | None = None,
+    report: Callable[[Verdict], None] = lambda verdict: None,
+    keep: Path | None = None,
+) -> list[Verdict]:
+    """Run scripts, and return a verdict for each number of processes.
+
+    Args:
+        scripts: the scripts.
+        processes: numbers of processes; 0 for a second run of plain Python.
+        slots: processes at a time; None for two per core.
+        report: called with each verdict as soon as it is known.
+        keep: folder for files of the runs, which are kept; None for a temporary one.
+    """
+    folder = keep or Path(tempfile.mkdtemp(prefix="plain-loop-"))
+    limit = slots or 2 * len(os.sched_getaffinity(0))
+    verdicts = []
+    try:
+        todo = [ScriptRuns.of(script, processes, folder) for script in scripts if not script.missing]
+        for script in scripts:
+            if script.missing:
+                reason = f"needs {', '.join(script.missing)}"
+                verdicts += [Verdict(script.name, number, "skipped", reasons=[reason]) for number in processes]
+        for runs in _ended(todo, limit):
+            found = runs.verdicts()
+            verdicts += found
+            for verdict in found:
+                report(verdict)
+            if keep is None and all(verdict.passed for verdict in found):
+                for run in runs.all():
+                    shutil.rmtree(run.folder)
+    finally:
+        if keep is None:
+            shutil.rmtree(folder)
+    return sorted(verdicts, key=lambda verdict: (verdict.script, verdict.processes))
+
+
+def _ended(todo: list[ScriptRuns], limit: int) -> Iterator[ScriptRuns]:
+    """Yield scripts whose runs have ended. At most `limit` processes run at a time, at least one run."""
+    waiting = [run for runs in todo for run in runs.all()]
+    running: list[Run] = []
+    left = list(todo)
+    ended: set[int] = set()
+    try:
+        while left:
+            while waiting and (not running or sum(run.ranks for run in running) + waiting[0].ranks <= limit):
+                run = waiting.pop(0)
+                run.start()
+                running.append(run)
+            for run in list(running):
+                if run.poll():
+                    running.remove(run)
+                    ended.add(id(run))
+            for runs in list(left):
+                if all(id(run) in ended for run in runs.all()):
+                    left.remove(runs)
+                    yield runs
+            time.sleep(POLL_SECONDS)
+    finally:
+        for run in running:
+            run.end()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return 0 if all verdicts are as expected."""
+    parser = argparse.ArgumentParser(prog="plain_loop.runner", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="names of scripts; all if none")
+    parser.add_argument("--processes", default="1,2,3,4", help="numbers of processes; 0: plain Python once more")
+    parser.add_argument("--json", type=Path, help="file of the verdicts")
+    parser.add_argument("--result", type=Path, help="file of the verdicts with the machine, and a page next to it")
+    parser.add_argument("--keep", type=Path, help="new folder for output and files of the runs")
+    parser.add_argument("--slots", type=int, help="processes at a time")
+    options = parser.parse_args(arguments)
+    scripts = find_scripts(options.names)
+    machine = describe_machine()
+    preload()
+    began = time.monotonic()
+    processes = [int(number) for number in options.processes.split(",")]
+    verdicts = run_scripts(scripts, processes, slots=options.slots, report=_print, keep=options.keep)
+    seconds = round(time.monotonic() - began, 1)
+    wrong = [verdict for verdict in verdicts if not verdict.passed]
+    print(f"{len(verdicts)} runs of {len(scripts)} scripts in {seconds} s, {len(wrong)} not as expected")
+    rows = [verdict.as_json() for verdict in verdicts]
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    if options.result is not None:
+        result = {"machine": machine, "seconds": seconds, "runs": rows}
+        save(options.result, result, page(verdicts, machine))
+    return 3 if wrong else 0
+
+
+def _print(verdict: Verdict) -> None:
+    state = "ok   " if verdict.passed else "WRONG"
+    calls = f"{verdict.divided} divided, {verdict.whole} whole"
+    text = f"{state} {verdict.script:45} {verdict.processes}  {verdict.outcome:10} {verdict.kind:8} {calls}"
+    if verdict.deviation:
+        text += f"  {verdict.deviation:.0e}"
+    if verdict.reasons:
+        text += f"  [{'; '.join(verdict.reasons)}]"
+    print(f"{text}  {verdict.seconds:.1f} s", flush=True)
+    if verdict.problem:
+        print("      " + verdict.problem.replace("\n", "\n      "), flush=True)
+
+
+def page(verdicts: Sequence[Verdict], machine: dict[str, Any]) -> str:
+    """Return the Markdown page of a result: one row for each script."""
+    by_script: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        by_script.setdefault(verdict.script, []).append(verdict)
+    rows = []
+    for name, found in by_script.items():
+        several = [verdict for verdict in found if verdict.processes > 1] or found
+        kinds = list(dict.fromkeys(verdict.kind or verdict.outcome for verdict in several))
+        reasons = list(dict.fromkeys(reason for verdict in several for reason in verdict.reasons))
+        deviations = [verdict.deviation for verdict in several if verdict.deviation is not None]
+        largest = f"{max(deviations):.0e}" if deviations else ""
+        numbers = ", ".join(_result(verdict) for verdict in found)
+        rows.append([name, numbers, ", ".join(kinds), largest, "; ".join(reasons).replace("|", "\\|")])
+    header = ["script", "processes and result", "calls", "deviation", "reasons for whole calls"]
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[row[2]] = counts.get(row[2], 0) + 1
+    wrong = sum(not verdict.passed for verdict in verdicts)
+    summary = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    return (
+        "# Plain scripts with one added line\n\n"
+        "Written by `make plain-loop`. Each script of `tests/plain_loop/scripts` runs by plain Python, and with\n"
+        "`samestep.parallel` on 1 to 4 processes. *Equal* on one process: the same text. On several: the deviation of\n"
+        "each number, relative to the largest number of its line, is within the tolerance of the script (1e-10 in\n"
+        "float64).\n\n"
+        f"{len(rows)} scripts: {summary}. {len(verdicts)} runs, {wrong} not as expected.\n\n"
+        f"{markdown_table(header, rows)}\n\n{machine_line(machine)}\n"
+    )
+
+
+def _result(verdict: Verdict) -> str:
+    state = verdict.outcome if verdict.passed else f"**{verdict.outcome}, not as expected**"
+    return f"{verdict.processes}: {state}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
