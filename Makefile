@@ -11,6 +11,7 @@ RESULTS ?= benchmarks/results
 PLAIN_LOOP ?=
 STARTUP ?= --repeats 5
 STEP_TIME ?= --rounds 20
+PLAIN_LOOP_SPEED ?=
 # Of the checks on a GPU: cuda or cpu, and options of benchmarks/gpu.py. Without .venv the Python with torch is used.
 DEVICE ?= cuda
 GPU ?=
@@ -20,7 +21,7 @@ GPU_PY ?= $(if $(wildcard .venv/bin/python),$(PY),$(PYTHON))
 PYTEST := $(PY) -m pytest -n 3 --dist loadfile
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-slow test-long faults soak plain-loop lint types format bench gpu gpu-wheels nccl docs clean
+.PHONY: demo test test-slow test-long faults soak plain-loop lint types format bench plain-loop-speed gpu gpu-wheels nccl docs clean
 
 demo: .venv/.installed
 	.venv/bin/samestep $(DEMO)
@@ -66,6 +67,10 @@ docs: .venv/.installed
 bench: .venv/.installed
 	$(PY) benchmarks/startup.py --output $(RESULTS)/startup.json $(STARTUP)
 	$(PY) benchmarks/step_time.py --output $(RESULTS)/step_time.json $(STEP_TIME)
+
+# A plain loop with samestep.parallel, DDP, Accelerate and Fabric; about 20 minutes on two idle cores.
+plain-loop-speed: .venv/.installed
+	$(PY) benchmarks/plain_loop.py --output $(RESULTS)/plain_loop.json $(PLAIN_LOOP_SPEED)
 
 # Checks on one GPU, at most ten minutes. Installs nothing: docs/guides/gpu.md.
 gpu:

@@ -34,6 +34,20 @@ def test_bench_measures_every_contender(tmp_path: Path) -> None:
     assert step_time["results"]
 
 
+@pytest.mark.slow
+def test_plain_loop_is_measured_with_ddp(tmp_path: Path) -> None:
+    """The other contenders and cases take minutes: `make plain-loop-speed` runs them."""
+    output = tmp_path / "plain_loop.json"
+    settings = "--cases linear-32 --contenders plain ddp-2 --rounds 2 --turn 0.01 --no-memory --output"
+    command = [sys.executable, "benchmarks/plain_loop.py", *settings.split(), str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (result,) = json.loads(output.read_text(encoding="utf-8"))["results"]
+    assert [row["contender"] for row in result["rows"]] == ["plain loop", "DDP"]
+    assert result["notes"] == []
+    assert "| DDP " in output.with_suffix(".md").read_text(encoding="utf-8")
+
+
 @pytest.mark.timeout(500)
 @pytest.mark.skipif(shutil.which("make") is None, reason="the test runs make")
 @pytest.mark.parametrize(

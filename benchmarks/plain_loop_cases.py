@@ -1,0 +1,172 @@
+"""Cases of `plain_loop.py`: models, batches in memory, optimizers and the steps of a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torchvision
+from torch import nn
+from torch.nn import functional
+
+from samestep.zoo.segmentation.unet import UNet
+
+PLAIN, DDP, PARALLEL, UNWATCHED = "plain loop", "DDP", "parallel", "parallel, not watched"
+ACCELERATE, FABRIC = "Accelerate", "Fabric"
+
+BATCHES = 4  # global batches in memory that a loop repeats
+CLASSES, VOCABULARY, TOKENS = 10, 256, 64
+BACKWARDS = 8  # per step, of the case with accumulation
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Largest ratio of `samestep.parallel` on a number of processes to another contender.
+
+    Attributes:
+        processes: of `samestep.parallel`.
+        base: the other contender, as (name, processes).
+        limit: largest ratio.
+    """
+
+    processes: int
+    base: tuple[str, int]
+    limit: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """One loop.
+
+    Attributes:
+        build: returns the model.
+        data: returns inputs and targets for a number of samples.
+        optimizer: returns the optimizer of parameters.
+        batch_size: samples of a global batch.
+        kind: `train`, `evaluate`, or `accumulate` for several backwards per step.
+        has_batch_norm: results of DDP differ, since each rank has its own statistics.
+    """
+
+    title: str
+    build: Callable[[], nn.Module]
+    data: Callable[[int], Batch]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    batch_size: int
+    goals: tuple[Goal, ...]
+    kind: Literal["train", "evaluate", "accumulate"] = "train"
+    has_batch_norm: bool = False
+
+
+class Block(nn.Module):
+    """Transformer layer with causal attention."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm_1 = nn.LayerNorm(width)
+        self.norm_2 = nn.LayerNorm(width)
+        self.attention = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = x.shape
+        heads = self.attention(self.norm_1(x)).view(batch, tokens, 3, 4, width // 4)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).reshape(batch, tokens, width))
+        return x + self.down(functional.gelu(self.up(self.norm_2(x))))
+
+
+class GPT(nn.Module):
+    """Language model; 4.9 million parameters by default."""
+
+    def __init__(self, width: int = 256, layers: int = 6) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Parameter(torch.zeros(TOKENS, width))
+        self.blocks = nn.Sequential(*[Block(width) for _ in range(layers)])
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.blocks(self.embedding(tokens) + self.positions))
+        return logits.transpose(1, 2)  # classes in the second dimension, as cross entropy expects
+
+
+def linear_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, CLASSES))
+
+
+def vectors(size: int) -> Batch:
+    return torch.randn(size, 64), torch.randint(CLASSES, (size,))
+
+
+def images(size: int) -> Batch:
+    return torch.randn(size, 3, 64, 64), torch.randint(CLASSES, (size,))
+
+
+def masks(size: int) -> Batch:
+    return torch.randn(size, 3, 64, 64), torch.randint(2, (size, 64, 64))
+
+
+def texts(size: int) -> Batch:
+    return torch.randint(VOCABULARY, (size, TOKENS)), torch.randint(VOCABULARY, (size, TOKENS))
+
+
+def resnet() -> nn.Module:
+    return torchvision.models.resnet18(num_classes=CLASSES)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+
+def _goals(one: float, several: float, base: str = DDP) -> tuple[Goal, ...]:
+    return Goal(1, (PLAIN, 1), one), Goal(2, (base, 1 if base == PLAIN else 2), several)
+
+
+_LINEAR, _NORMED, _PLAIN, _EVALUATION = (
+    _goals(1.05, 1.3),
+    _goals(1.02, 1.15),
+    _goals(1.02, 1.03),
+    _goals(1.02, 0.6, PLAIN),
+)
+_ACCUMULATION = (Goal(2, (DDP, 2), 1.05),)
+_WATCH = (Goal(2, (UNWATCHED, 2), 1.02),)
+
+
+def _unet() -> nn.Module:
+    return UNet(num_classes=2)
+
+
+CASES = {
+    "linear-32": Case("two linear layers, batch 32", linear_layers, vectors, sgd, 32, _LINEAR),
+    "linear-64": Case("two linear layers, batch 64", linear_layers, vectors, sgd, 64, _LINEAR),
+    "resnet-16": Case("ResNet-18, 64 px, batch 16", resnet, images, sgd, 16, _NORMED, has_batch_norm=True),
+    "resnet-64": Case("ResNet-18, 64 px, batch 64", resnet, images, sgd, 64, _NORMED, has_batch_norm=True),
+    "unet-16": Case("U-Net, 64 px, batch 16", _unet, masks, sgd, 16, _NORMED, has_batch_norm=True),
+    "gpt-8": Case("GPT, 5 million parameters, batch 8", GPT, texts, adamw, 8, _PLAIN),
+    "gpt-32": Case("GPT, 5 million parameters, batch 32", GPT, texts, adamw, 32, _PLAIN),
+    "eval-resnet-16": Case("evaluation: ResNet-18, batch 16", resnet, images, sgd, 16, _EVALUATION, "evaluate"),
+    "eval-resnet-64": Case("evaluation: ResNet-18, batch 64", resnet, images, sgd, 64, _EVALUATION, "evaluate"),
+    "eval-unet-16": Case("evaluation: U-Net, batch 16", _unet, masks, sgd, 16, _EVALUATION, "evaluate"),
+    "eval-gpt-8": Case("evaluation: GPT, batch 8", GPT, texts, adamw, 8, _EVALUATION, "evaluate"),
+    "eval-gpt-32": Case("evaluation: GPT, batch 32", GPT, texts, adamw, 32, _EVALUATION, "evaluate"),
+    "no-sync": Case(f"GPT, batch 8, {BACKWARDS} backwards per step", GPT, texts, adamw, 8, _ACCUMULATION, "accumulate"),
+    "watch": Case(
+        "checks of a call: GPT with 2 layers, a step of about 20 ms",
+        lambda: GPT(width=128, layers=2),
+        texts,
+        adamw,
+        16,
+        _WATCH,
+    ),
+}
