@@ -17,7 +17,13 @@ Make = Callable[[tuple[int, ...], torch.Generator | None], torch.Tensor]
 
 
 class Exchange(Protocol):
-    """Communication inside of a divided call."""
+    """Communication inside of a divided call. All ranks call the same methods equally often.
+
+    Attributes:
+        joins_graph: the ranks are slices of one process whose graphs are joined by `total`, and there is no `sum`.
+    """
+
+    joins_graph: bool
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of `values` over all ranks, on every rank. Differentiable.
@@ -25,6 +31,10 @@ class Exchange(Protocol):
         Args:
             values: a tensor whose shape and dtype are equal on all ranks.
         """
+        ...
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `values` over all ranks without a graph. It may overwrite `values`."""
         ...
 
 
@@ -41,6 +51,7 @@ class Region:
             the first dimension does not depend on the number of rows.
         microbatches: slices of the own rows with random streams of their own.
         seed: seed of the draws as a function of (seed, draw, microbatch); None for the script's own stream.
+        local_batch_norm: batch norm uses the statistics of the own rows.
     """
 
     rows: int
@@ -50,6 +61,7 @@ class Region:
     draw_factors: Sequence[int | None]
     microbatches: Sequence[tuple[int, int, int]] = ()  # number, first row, first row after
     seed: int | None = None
+    local_batch_norm: bool = False
 
     @property
     def own(self) -> int:
