@@ -119,7 +119,11 @@ def _read_summary(verdict: Verdict, outcome: Outcome) -> None:
 def _judge_failure(script: Script, plain: list[str], outcomes: list[Outcome], verdict: Verdict) -> None:
     """A rank ended with an error: right if it is the expected one, on all ranks, with no other number before it."""
     texts = [f"{outcome.error} {outcome.errors}" for outcome in outcomes]
-    codes = script.words.split() if script.expected == "error" and verdict.processes > 1 else []
+    codes = list(script.allowed)
+    if script.expected == "error":
+        codes += script.words.split()
+    if verdict.processes <= 1:
+        codes = []
     found = [code for code in codes if any(re.search(rf"\b{code}\b", text) for text in texts)]
     errors = sorted({outcome.error or f"exit code {outcome.code}" for outcome in outcomes if outcome.code})
     verdict.outcome = f"error {' '.join(found or errors)}"
@@ -162,7 +166,7 @@ def _judge_numbers(
 
 def _unexpected(script: Script, verdict: Verdict) -> str:
     """Return how the summary differs from the expectation; empty if it does not."""
-    if script.expected == "error":
+    if script.expected == "error" or verdict.outcome.startswith("error"):
         return ""
     if verdict.kind != script.expected:
         reasons = "; ".join(verdict.reasons) or "no reason"

@@ -3,6 +3,7 @@
 The first lines of a script are comments:
 
     # expect: divided | whole: WORDS OF A REASON | mixed | mixed: WORDS | error: E_CODE [E_CODE...]
+    # allows: E_CODE [E_CODE...]    errors that are right as well
     # tolerance: 1e-4        relative to the largest number of a line; 1e-10 if absent
     # tolerance: permuted    twice the deviation of the plain loop whose batches have their rows in another order
     # processes: 2,3         1,2,3,4 if absent
@@ -45,6 +46,7 @@ class Script:
         path: file of the script.
         expected: kind of the expected verdict.
         words: words of an expected reason, or expected error codes.
+        allowed: codes of errors that are right as well.
         tolerance: relative tolerance of the numbers; None to measure it with permuted rows.
         processes: numbers of processes.
         needs: packages without which the script is skipped.
@@ -55,6 +57,7 @@ class Script:
     path: Path
     expected: Expectation
     words: str = ""
+    allowed: tuple[str, ...] = ()
     tolerance: float | None = TOLERANCE
     processes: tuple[int, ...] = PROCESSES
     needs: tuple[str, ...] = ()
@@ -111,6 +114,7 @@ def read_script(path: Path) -> Script:
         path=path,
         expected=kind,  # type: ignore[arg-type]
         words=words.strip(),
+        allowed=tuple(header.get("allows", "").split()),
         tolerance=None if tolerance == PERMUTED else float(tolerance),
         processes=PROCESSES if processes is None else tuple(int(number) for number in processes.split(",")),
         needs=tuple(header.get("needs", "").replace(",", " ").split()),

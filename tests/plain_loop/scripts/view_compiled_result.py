@@ -1,0 +1,13 @@
+# expect: divided
+# limit: 120
+# The model with the line is compiled.
+import torch
+import torch.nn.functional as F
+from common import report, train
+from torch import nn
+
+model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 4))
+# + model = samestep.parallel(model)
+compiled = torch.compile(model, backend="aot_eager")
+losses = train(model, lambda x, y: F.cross_entropy(compiled(x), y))
+report(losses, model)

@@ -1,0 +1,28 @@
+# expect: divided
+# A thread evaluates the model after each step.
+import threading
+
+import torch
+import torch.nn.functional as F
+from common import batches, inputs, perceptron, report, sgd
+
+model = perceptron()
+# + model = samestep.parallel(model)
+optimizer = sgd(model)
+results = []
+
+
+def evaluate():
+    with torch.no_grad():
+        results.append(model(inputs[:20]).square().mean().item())
+
+
+for x, y in batches():
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    thread.join()
+report(results, model)
