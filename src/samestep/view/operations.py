@@ -75,7 +75,10 @@ class Operations(TorchFunctionMode):
     ) -> Any:
         options = options or {}
         if function.__name__ == "__get__":  # attributes of tensors, such as `shape`
-            return function(*arguments, **options)
+            value = function(*arguments, **options)
+            if self.recorder is not None and isinstance(value, torch.Tensor):  # such as `data`
+                self.recorder.result(function, arguments, value)
+            return value
         self.functions.append(function)
         recorder = self.recorder
         if recorder is not None:

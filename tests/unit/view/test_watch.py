@@ -1,0 +1,681 @@
+"""Watched calls: a reason for each side door, and none for what scripts may do."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import logging
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from samestep.view import operations
+from samestep.view import watch as watch_module
+from samestep.view.watch import Watched, watch
+
+ROWS = 6
+
+
+def call(module: nn.Module, *arguments: Any, **options: Any) -> Watched:
+    return watch(module, lambda: module(*arguments, **options), arguments, options)
+
+
+def data(seed: int = 0) -> Tensor:
+    return torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(seed))
+
+
+class Net(nn.Module):
+    """One linear layer whose output passes through a function of the test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.after(self.layer(x))
+
+    def after(self, x: Tensor) -> Any:
+        return x.relu()
+
+
+# ----- state outside of the module -----------------------------------------------------------------------------------
+
+steps = 0
+history: list[float] = []
+settings = {"scale": 2.0}
+table = torch.arange(4.0)
+o = 0
+log = logging.getLogger("test_watch")
+pattern = re.compile("a+")
+numbers = itertools.count()
+stream = iter([1.0, 2.0, 3.0])
+own_numpy = numpy.random.default_rng(0)
+own_python = random.Random(0)
+own_torch = torch.Generator().manual_seed(0)
+teacher = nn.Linear(4, 4).requires_grad_(False)
+queue: collections.deque[float] = collections.deque(maxlen=3)
+array = numpy.zeros(3)
+root = Path("/data")
+
+
+class Meter:
+    total = 0.0
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def update(self) -> None:
+        self.count += 1
+
+    def update_by_function(self) -> None:
+        count_step()
+
+
+meter = Meter()
+
+
+def count_step() -> None:
+    global steps  # noqa: PLW0603
+    steps += 1
+
+
+def remember(value: float, kept: list[float] = []) -> None:  # noqa: B006
+    kept.append(value)
+
+
+class WritesGlobal(Net):
+    def after(self, x: Tensor) -> Tensor:
+        count_step()
+        return x
+
+
+class AppendsToGlobal(Net):
+    def after(self, x: Tensor) -> Tensor:
+        history.append(x.shape[0])
+        return x
+
+
+class CallsMethodOfGlobal(Net):
+    def after(self, x: Tensor) -> Tensor:
+        meter.update()
+        return x
+
+
+class CallsFunctionThroughMethod(Net):
+    def after(self, x: Tensor) -> Tensor:
+        meter.update_by_function()
+        return x
+
+
+class WritesClass(Net):
+    def after(self, x: Tensor) -> Tensor:
+        Meter.total += 1.0
+        return x
+
+
+class WritesOwnClass(Net):
+    calls = 0
+
+    def after(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        return x
+
+
+class WritesDefault(Net):
+    def after(self, x: Tensor) -> Tensor:
+        remember(1.0)
+        return x
+
+
+class WritesGlobalTensor(Net):
+    def after(self, x: Tensor) -> Tensor:
+        table.add_(1)
+        return x
+
+
+class WritesArray(Net):
+    def after(self, x: Tensor) -> Tensor:
+        array[1] += 1
+        return x
+
+
+class ChangesTeacher(Net):
+    def after(self, x: Tensor) -> Tensor:
+        teacher.weight.mul_(0.5)
+        return x
+
+
+class DrawsFromNumpy(Net):
+    def after(self, x: Tensor) -> Tensor:
+        return x * own_numpy.random()
+
+
+class DrawsFromPython(Net):
+    def after(self, x: Tensor) -> Tensor:
+        return x * own_python.random()
+
+
+class DrawsFromTorch(Net):
+    def after(self, x: Tensor) -> Tensor:
+        return x * torch.rand((), generator=own_torch)
+
+
+class Counts(Net):
+    def after(self, x: Tensor) -> Tensor:
+        return x * next(numbers)
+
+
+class ReadsStream(Net):
+    def after(self, x: Tensor) -> Tensor:
+        return x * next(stream)
+
+
+class FillsQueue(Net):
+    def after(self, x: Tensor) -> Tensor:
+        queue.append(1.0)
+        return x
+
+
+class ByName(Net):
+    def after(self, x: Tensor) -> Tensor:
+        getattr(meter, "update")()  # noqa: B009
+        return x
+
+
+def objects_in_attributes() -> Iterator[tuple[str, Any, Callable[[Any, Tensor], Any]]]:
+    yield "generator", numpy.random.RandomState(0), lambda value, x: x * value.rand()
+    yield "iterator", iter([1, 2, 3]), lambda value, x: x * next(value)
+    yield "generator function", (number for number in range(9)), lambda value, x: x * next(value)
+    yield "deque", collections.deque([1]), lambda value, x: value.append(2)
+    yield "object", Meter(), lambda value, x: value.update()
+    yield "count", itertools.count(), lambda value, x: next(value)
+
+
+class UsesAttribute(Net):
+    def __init__(self, value: Any, use: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.value = value
+        self.use = use
+
+    def after(self, x: Tensor) -> Tensor:
+        self.use(self.value, x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (WritesGlobal, "changes the global variable steps"),
+        (AppendsToGlobal, "changes the global variable history"),
+        (CallsMethodOfGlobal, "changes the global variable meter"),
+        (CallsFunctionThroughMethod, "changes the global variable steps"),
+        (ByName, "changes the global variable meter"),
+        (WritesClass, "changes the variable total of the class Meter"),
+        (WritesOwnClass, "changes the variable calls of the class WritesOwnClass"),
+        (WritesDefault, "changes a default argument of remember"),
+        (WritesGlobalTensor, "changes the global variable table"),
+        (WritesArray, "changes the global variable array"),
+        (ChangesTeacher, "changes the global variable teacher"),
+        (DrawsFromNumpy, "changes the global variable own_numpy"),
+        (DrawsFromPython, "changes the global variable own_python"),
+        (DrawsFromTorch, "changes the global variable own_torch"),
+        (Counts, "changes the global variable numbers"),
+        (ReadsStream, "uses the global variable stream, which cannot be compared (list_iterator)"),
+        (FillsQueue, "changes the global variable queue"),
+    ],
+)
+def test_state_outside_is_a_reason(kind: type[nn.Module], words: str) -> None:
+    with torch.no_grad():
+        assert call(kind(), data()).reason == words
+
+
+@pytest.mark.parametrize(("name", "value", "use"), list(objects_in_attributes()))
+def test_object_in_attribute_is_a_reason(name: str, value: Any, use: Callable[[Any, Tensor], Any]) -> None:
+    reason = call(UsesAttribute(value, use), data()).reason
+    assert reason is not None
+    assert "the attribute value of UsesAttribute" in reason, name
+
+
+def test_closure_of_a_hook_is_a_reason() -> None:
+    features: dict[str, Tensor] = {}
+    net = Net()
+    net.layer.register_forward_hook(lambda module, inputs, output: features.update(layer=output))
+    assert call(net, data()).reason == "changes the variable features of the closure <lambda>"
+
+
+def test_hook_of_the_module_itself_runs_outside() -> None:
+    features: dict[str, Tensor] = {}
+    net = Net()
+    net.register_forward_hook(lambda module, inputs, output: features.update(out=output))
+    assert watch(net, lambda: net.forward(data()), (data(),), {}).reason is None
+
+
+def test_replaced_forward_is_followed() -> None:
+    net = Net()
+    calls = []
+
+    def forward(x: Tensor) -> Tensor:
+        calls.append(1)
+        return net.layer(x)  # type: ignore[no-any-return]
+
+    net.forward = forward  # type: ignore[method-assign]
+    assert call(net, data()).reason == "changes the variable calls of the closure forward"
+
+
+def test_decorated_and_partial_functions_are_followed() -> None:
+    class Decorated(Net):
+        @torch.no_grad()
+        def after(self, x: Tensor) -> Tensor:
+            functools.partial(count_step)()
+            return x
+
+    assert call(Decorated(), data()).reason == "changes the global variable steps"
+
+
+# ----- no reason -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Config:
+    scale: float = 2.0
+    kind: str = "relu"
+
+    @functools.cached_property
+    def double(self) -> float:
+        return 2 * self.scale
+
+
+config = Config()
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * settings["scale"] * config.scale
+
+
+@functools.lru_cache
+def half(size: int) -> int:
+    return size // 2
+
+
+class NamesAttributeLikeGlobal(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.o = 1
+
+    def after(self, x: Tensor) -> Tensor:
+        global_like_names()
+        return x * self.o
+
+
+def global_like_names() -> None:
+    """A function that changes nothing."""
+
+
+class Harmless(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = config
+        self.device = torch.device("cpu")
+        self.root = root
+        self.calls = 0
+        self.losses: list[float] = []
+        self.cache: dict[int, Tensor] = {}
+        self.activation = nn.GELU()
+        self.function = F.relu
+        self.unused_stream = iter([1, 2])
+        self.mask: Tensor | None
+        self.register_buffer("mask", None)
+
+    def after(self, x: Tensor) -> Tensor:
+        log.debug("rows %d", x.shape[0])
+        assert pattern.match("aa")
+        assert self.root.name == "data"
+        self.calls += 1
+        self.losses.append(0.0)
+        if x.shape[1] not in self.cache:
+            self.cache[x.shape[1]] = torch.ones(x.shape[1])
+        if self.mask is None:
+            self.mask = torch.ones(4)
+        with torch.autocast("cpu", enabled=False):
+            y: Tensor = scaled(self.function(self.activation(x))) * self.cache[x.shape[1]] * self.mask
+        y = y * self.config.double + table.to("cpu") * half(4)
+        y += teacher(x) * numpy.random.rand() * random.random()
+        return y
+
+    def never_called(self) -> float:
+        return next(stream)
+
+
+@pytest.mark.parametrize("kind", [Net, NamesAttributeLikeGlobal, Harmless])
+@pytest.mark.parametrize("grad", [True, False])
+def test_ordinary_code_is_no_reason(kind: type[nn.Module], grad: bool) -> None:
+    net = kind()
+    with torch.set_grad_enabled(grad):
+        watched = call(net, data())
+        assert watched.reason is None
+        assert call(net, data()).reason is None
+    assert watched.result.shape == (ROWS, 4)
+    assert not watched.row_tests
+    assert not watched.uses_checkpointing
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_layers_of_torch_are_no_reason(inference: bool) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(2))
+    images = torch.randn(ROWS, 3, 8, 8)
+    first = call(net, images)
+    assert first.reason == "creates parameters, buffers or submodules"
+    assert first.is_first_again
+    with torch.inference_mode(inference):
+        assert call(net, images).reason is None
+
+
+def test_recurrent_and_attention_layers_are_no_reason() -> None:
+    words = torch.randn(ROWS, 5, 8)
+    assert call(nn.LSTM(8, 8, batch_first=True), words).reason is None
+    assert call(nn.TransformerEncoderLayer(8, 2, dropout=0.0, batch_first=True), words).reason is None
+
+
+def test_global_state_of_a_library_is_no_reason() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    bert = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=20, **sizes)).eval()
+    words = torch.randint(20, (ROWS, 5))
+    labels = torch.zeros(ROWS, dtype=torch.long)
+    assert call(bert, input_ids=words, labels=labels).reason is None
+
+
+def test_result_and_generators_are_those_of_the_plain_call() -> None:
+    net = Harmless()
+    torch.manual_seed(0)
+    expected = net(data())
+    state = torch.get_rng_state()
+    result = call(net, data()).result
+    assert torch.equal(torch.get_rng_state(), state)
+    assert result.shape == expected.shape
+
+
+def test_exception_of_the_call_propagates() -> None:
+    with pytest.raises(RuntimeError, match="shapes"):
+        call(Net(), torch.ones(2, 3))
+
+
+# ----- arguments and outputs -----------------------------------------------------------------------------------------
+
+
+class Applies(nn.Module):
+    """A linear layer and a function of the test, which receives the input, the layer's output and other arguments."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: Tensor, *others: Any, **options: Any) -> Any:
+        return self.function(x, self.layer(x), *others, **options)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_writing_into_an_argument_is_a_reason(mode: Any) -> None:
+    with mode():
+        assert call(Applies(lambda x, y: y + x.relu_()), data()).reason == "writes into an argument"
+    assert call(Applies(lambda x, y: y + x.requires_grad_()), data()).reason == "writes into an argument"
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda box: box["inner"].append(1),
+        lambda box: box.update(other=2),
+        lambda box: box.update(number=2),
+        lambda box: box.pop("number"),
+    ],
+)
+def test_changing_a_container_is_a_reason(write: Callable[[Any], None]) -> None:
+    def use(x: Tensor, y: Tensor, box: Any) -> Tensor:
+        write(box)
+        return y
+
+    reason = call(Applies(use), data(), {"inner": [0], "number": 1}).reason
+    assert reason == "changes a container among its arguments"
+
+
+Pair = collections.namedtuple("Pair", ["first", "second"])
+
+
+def test_known_arguments_are_no_reason() -> None:
+    options = {"mask": None, "kind": "a", "scale": 2.0, "dtype": torch.float32, "device": torch.device("cpu")}
+    module = Applies(lambda x, y, *others, **options: {"y": y, "pair": Pair(y, 1), "none": None, "name": "a"})
+    assert call(module, data(), [data(), (1, 2)], Pair(data(), 1), F.relu, **options).reason is None
+
+
+class Opaque:
+    pass
+
+
+def test_unknown_objects_are_a_reason() -> None:
+    given = call(Applies(lambda x, y, other: y), data(), Opaque()).reason
+    returned = call(Applies(lambda x, y: torch.distributions.Normal(y, 1.0)), data()).reason
+    assert given == "is given an object of type Opaque"
+    assert returned == "returns an object of type Normal"
+
+
+# ----- tensors that leave or enter by other ways ---------------------------------------------------------------------
+
+
+class Keeps(Net):
+    def __init__(self, graph: bool) -> None:
+        super().__init__()
+        self.graph = graph
+        self.kept: Any = None
+
+    def after(self, x: Tensor) -> Tensor:
+        self.kept = {"hidden": [x if self.graph else x.detach()]}
+        return x.relu() * 2
+
+
+def test_tensor_with_a_graph_in_an_attribute_is_a_reason() -> None:
+    assert call(Keeps(True), data()).reason == "keeps a tensor with a graph in Keeps (kept)"
+    assert call(Keeps(False), data()).reason is None
+
+
+def test_tensor_kept_outside_is_a_reason() -> None:
+    def keep(x: Tensor, y: Tensor) -> Tensor:
+        setattr(Opaque, "kept", y.detach())  # noqa: B010
+        return y * 2
+
+    try:
+        reason = call(Applies(keep), data()).reason
+    finally:
+        del Opaque.kept  # type: ignore[attr-defined]
+    assert reason in (
+        "keeps a tensor of the call outside of the module",
+        "changes the variable kept of the class Opaque",
+    )
+
+
+def test_tensor_kept_in_an_unknown_place_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "changed", lambda before, after: None)
+    kept: list[Tensor] = []
+
+    def keep(x: Tensor, y: Tensor) -> Tensor:
+        kept.append(y.exp())
+        return y
+
+    assert call(Applies(keep), data()).reason == "keeps a tensor of the call outside of the module"
+
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        context.x = x
+        context.many = [x, x * 2]
+        context.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Tensor:
+        return 2 * gradients[0]
+
+
+def test_tensors_kept_by_the_graph_are_no_reason() -> None:
+    doubles: Any = Doubles
+    assert call(Applies(lambda x, y: doubles.apply(y.exp()).sum(1)), data()).reason is None
+
+
+def test_captured_tensors_are_a_reason() -> None:
+    hidden = nn.Parameter(torch.ones(4))
+    weight = nn.Parameter(torch.ones(4))
+    condition = weight * 2
+    assert call(Applies(lambda x, y: y * hidden), data()).reason == "uses a parameter that is not its own"
+    reason = call(Applies(lambda x, y: y * condition), data()).reason
+    assert reason == "uses a tensor with a graph that is not an argument"
+    assert call(Applies(lambda x, y, z: y * z), data(), condition).reason is None
+    assert call(Applies(lambda x, y: y * torch.ones(4, requires_grad=True)), data()).reason is None
+
+
+def test_hooks_are_a_reason() -> None:
+    def hooked(x: Tensor, y: Tensor) -> Tensor:
+        y.register_hook(lambda gradient: gradient)
+        return y * 2
+
+    assert call(Applies(hooked), data()).reason == "sets a hook of a tensor"
+    assert call(Applies(lambda x, y: [y.retain_grad(), y * 2][1]), data()).reason == "sets a hook of a tensor"
+    net = Net()
+    net.layer.register_full_backward_hook(lambda *arguments: None)
+    assert call(net, data()).reason == "has a backward hook on Linear"
+    net = Net()
+    net.layer.weight.register_hook(lambda gradient: gradient)
+    assert call(net, data()).reason is None
+
+
+def test_backward_and_sparse_gradients_are_a_reason() -> None:
+    assert call(Applies(lambda x, y: [y.sum().backward(), y.detach()][1]), data()).reason == "calls backward"
+    words = torch.zeros(ROWS, 2, dtype=torch.long)
+    assert call(nn.Embedding(3, 4, sparse=True), words).reason == "has sparse gradients"
+    assert call(nn.Embedding(3, 4), words).reason is None
+
+
+# ----- numbers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (lambda x, y: y * y.max().item(), "item"),
+        (lambda x, y: y * float(y.data.mean()), "float"),
+        (lambda x, y: y * len(x.tolist()), "tolist"),
+        (lambda x, y: y if (x > 0).sum() > 3 else -y, "bool"),
+        (lambda x, y: y if (x.mean(0) > 0).any() else -y, "bool"),
+        (lambda x, y: y * x.T[0].sum().item(), "item"),
+        (lambda x, y: y * torch.stack([x, x])[0].sum().item(), "item"),
+        (lambda x, y: y if torch.equal(x, y) else -y, "equal"),
+        (lambda x, y: [f"{y.mean():.2f}", y][1], "format"),
+    ],
+)
+def test_numbers_of_rows_are_a_reason(read: Callable[..., Any], name: str) -> None:
+    assert call(Applies(read), data()).reason == f"turns values of rows into Python numbers ({name})"
+
+
+def test_numbers_written_in_place_are_a_reason() -> None:
+    def write(x: Tensor, y: Tensor) -> Tensor:
+        total = torch.zeros(3, 4)
+        total[0] = y.detach().sum(0)
+        return y * total.sum().item()
+
+    def write_into_view(x: Tensor, y: Tensor) -> Tensor:
+        total = torch.zeros(3, 4)
+        total[0].copy_(y.detach().sum(0))
+        return y * total.sum().item()
+
+    for function in (write, write_into_view):
+        assert call(Applies(function), data()).reason == "turns values of rows into Python numbers (item)"
+
+
+class ReadsStatistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean: Any = self.norm.running_mean
+        y: Tensor = self.norm(x)
+        return y * float(mean.sum())
+
+
+def test_numbers_of_running_statistics_are_no_reason() -> None:
+    # Divided calls compute the statistics of the whole batch.
+    assert call(ReadsStatistics(), data()).reason is None
+    assert call(ReadsStatistics().eval(), data()).reason is None
+
+
+def test_numbers_without_rows_are_no_reason() -> None:
+    module = Applies(lambda x, y, time: y * time.item() * float(torch.linspace(0, 1, 5)[1]) * x.shape[0] * x.numel())
+    assert call(module, data(), torch.tensor(3.0)).reason is None
+
+
+def test_any_and_all_over_rows_are_recorded() -> None:
+    def tests(x: Tensor, y: Tensor) -> Tensor:
+        if torch.isnan(y).any() or not torch.all(x > -100):
+            return y * 0
+        return y
+
+    watched = call(Applies(tests), data())
+    assert watched.reason is None
+    distribution = Applies(lambda x, y: torch.distributions.Normal(y, 1.0).mean)
+    assert call(distribution, data()).reason is None
+    names = [watched.operations[place].__name__ for place in watched.row_tests]
+    assert names == ["any", "all"]
+
+
+# ----- random draws, checkpoints, structure --------------------------------------------------------------------------
+
+
+def test_draws_without_a_rule_are_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(operations.RULES, F.dropout, raising=False)
+    module = Applies(lambda x, y: F.dropout(y, 0.5))
+    assert call(module, data()).reason == "draws random numbers inside of dropout"
+    monkeypatch.setitem(
+        operations.RULES, F.dropout, lambda _, function, arguments, options: function(*arguments, **options)
+    )
+    assert call(module, data()).reason is None
+    lstm = nn.LSTM(4, 4, num_layers=2, dropout=0.5, batch_first=True)
+    assert call(lstm, torch.randn(ROWS, 3, 4)).reason == "draws random numbers inside of lstm"
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_is_seen(reentrant: bool) -> None:
+    layer = nn.Linear(4, 4)
+    module = Applies(lambda x, y: checkpoint(lambda z: z.relu().exp(), y.exp(), use_reentrant=reentrant))
+    watched = call(module, data())
+    assert watched.reason is None
+    assert watched.uses_checkpointing
+    assert not call(layer, data()).uses_checkpointing
+
+
+class Grows(Net):
+    def after(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "scale"):
+            self.scale = nn.Parameter(torch.ones(4))
+        return x * self.scale
+
+
+def test_created_parameters_make_the_next_call_a_first_call() -> None:
+    net = Grows()
+    first = call(net, data())
+    assert first.is_first_again
+    assert first.reason == "creates parameters, buffers or submodules"
+    second = call(net, data())
+    assert not second.is_first_again
+    assert second.reason is None
