@@ -1,0 +1,36 @@
+# expect: divided
+# Activation checkpointing (use_reentrant=False) of blocks with dropout and batch norm.
+import torch
+from common import report
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=0.0), nn.ReLU(), nn.Dropout(0.2))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+model = Net()
+# + model = samestep.parallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+losses = []
+for _ in range(8):
+    loss = nn.functional.cross_entropy(model(torch.randn(11, 6)), torch.randint(0, 3, (11,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+report([*losses, torch.rand(())], model)

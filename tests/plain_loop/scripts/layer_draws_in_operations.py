@@ -1,0 +1,19 @@
+# expect: whole: draws
+# Layers that draw inside one operation: randomized leaky ReLU and fractional pooling.
+import torch
+from common import report
+from torch import nn
+
+model = nn.Sequential(
+    nn.Conv2d(1, 4, 3), nn.RReLU(), nn.FractionalMaxPool2d(2, output_size=3), nn.Flatten(), nn.Linear(36, 3)
+)
+# + model = samestep.parallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+losses = []
+for _ in range(8):
+    loss = nn.functional.cross_entropy(model(torch.randn(9, 1, 9, 9)), torch.randint(0, 3, (9,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+report([*losses, torch.rand(())], model)

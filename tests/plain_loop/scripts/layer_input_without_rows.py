@@ -1,0 +1,31 @@
+# expect: divided
+# Prompt tuning: a trained prompt and a temperature are arguments that belong to the whole batch.
+import torch
+from common import report
+from torch import nn
+from torch.nn import functional as F
+
+
+class Prompted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.GRU(6, 8, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x, prompt, temperature):
+        x = torch.cat([prompt.expand(len(x), -1, -1), x], dim=1)
+        return self.head(self.net(x)[0][:, -1]) / temperature
+
+
+model = Prompted()
+prompt, temperature = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.tensor(2.0))
+# + model = samestep.parallel(model)
+optimizer = torch.optim.Adam([prompt, temperature, *model.parameters()], lr=0.02)
+losses = []
+for batch in (11, 11, 11, 4, 11, 11, 4, 11):
+    loss = F.cross_entropy(model(torch.randn(batch, 3, 6), prompt, temperature), torch.randint(0, 3, (batch,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+report([*losses, *prompt.flatten(), *temperature.flatten()], model)

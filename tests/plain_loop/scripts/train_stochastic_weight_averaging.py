@@ -1,0 +1,28 @@
+# expect: divided
+# SWA with its own rate; batch norm of the averaged model is computed at the end.
+import torch
+import torch.nn.functional as F
+from common import batches, report, sgd
+from torch import nn
+from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
+
+model = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+# + model = samestep.parallel(model)
+average = AveragedModel(model)
+optimizer = sgd(model, lr=0.05)
+scheduler = SWALR(optimizer, swa_lr=0.02, anneal_epochs=2)
+losses = []
+for number, (x, y) in enumerate(batches()):
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if number >= 4:
+        average.update_parameters(model)
+        scheduler.step()
+    losses.append(loss.item())
+update_bn(batches(), average)
+average.eval()
+with torch.no_grad():
+    losses += [F.cross_entropy(average(x), y).item() for x, y in batches()]
+report(losses, model, average)
