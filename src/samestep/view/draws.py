@@ -1,11 +1,423 @@
-"""Random draws inside of a divided call."""
+"""Random draws inside of a divided call.
+
+With `region.seed` None (CPUs) each rank draws for the whole batch, as torch would for the whole batch, and keeps its
+own rows: the numbers and the generator afterwards are those of a plain call. The order of torch's numbers depends on
+the shape and the memory format, so both are those of the whole batch. With a seed the numbers come from it, by
+microbatch. Without a region every function runs as it is, and only the shape of its numbers is noted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from samestep.view.operations import Rule
+import torch
+from torch.nn import functional, init
 
-DRAW_RULES: dict[Callable[..., Any], Rule] = {}
+from samestep.view.region import UnknownDraw
+
+if TYPE_CHECKING:
+    from samestep.view.operations import Operations, Rule
+
+Function = Callable[..., Any]
+Arguments = Sequence[Any]
+Options = Mapping[str, Any]
+Shape = tuple[int, ...]
+
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_SELU_ALPHA = 1.7580993408473766  # torch's constant in alpha dropout
+
+
+def seen_inside(function: Function) -> Function:
+    """Return a copy of a function of torch.nn.functional that does not hand itself over to function modes.
+
+    Called with a mode active, the operations inside of it are seen by the mode, instead of the call as one operation.
+    """
+    assert isinstance(function, FunctionType)
+    names = {**function.__globals__, **{name: lambda *tensors: False for name in _CHECKS}}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _inside(operations: Operations, function: Function, arguments: Arguments, options: Options) -> Any:
+    with operations:
+        return seen_inside(function)(*arguments, **options)
+
+
+def _pool_by(with_indices: Function) -> Rule:
+    """Return the rule of a pooling that calls `with_indices`, which draws."""
+
+    def rule(operations: Operations, function: Function, arguments: Arguments, options: Options) -> Any:
+        return _inside(operations, with_indices, arguments, options)[0]
+
+    return rule
+
+
+def _argument(arguments: Arguments, options: Options, position: int, name: str, default: Any = None) -> Any:
+    if position < len(arguments):
+        return arguments[position]
+    return options.get(name, default)
+
+
+def _follows_rows(operations: Operations) -> bool:
+    """Return whether the next draw has own rows in its first dimension."""
+    region, index = operations.region, len(operations.draws)
+    return region is not None and index < len(region.draw_factors) and region.draw_factors[index] is not None
+
+
+@contextmanager
+def _default_generator(generator: torch.Generator | None) -> Iterator[None]:
+    """Let the default generator of a device begin where a newly seeded `generator` does; put it back afterwards."""
+    if generator is None:
+        yield
+        return
+    default = torch.default_generator
+    if generator.device.type == "cuda":
+        default = torch.cuda.default_generators[generator.device.index]
+    state = default.get_state()
+    default.manual_seed(generator.initial_seed())
+    try:
+        yield
+    finally:
+        default.set_state(state)
+
+
+def _draw(
+    operations: Operations, shape: Shape, draw: Callable[[Shape], Any], device: torch.device, given: bool = False
+) -> torch.Tensor:
+    """Draw for the own rows.
+
+    Args:
+        operations: operations of the call.
+        shape: shape of the numbers for the own rows.
+        draw: function that draws numbers of a shape from the default generator, or from the one given by the script.
+        device: device of the numbers.
+        given: the script has given a generator: the numbers of the whole batch come from it.
+    """
+    region = operations.region
+    assert region is not None
+
+    def make(asked: Shape, generator: torch.Generator | None) -> torch.Tensor:
+        with _default_generator(generator):
+            return torch.as_tensor(draw(asked))
+
+    if region.seed is not None and not given:
+        return operations.draw(shape, make, device)
+    operations.draws.append(shape)
+    numbers = replace(region, seed=None).draw(len(operations.draws) - 1, shape, make, device)
+    return numbers.clone()  # does not keep the numbers of other rows alive
+
+
+def _like(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Return what `empty_like` returns for the whole batch if `tensor` holds own rows of it."""
+    if shape == tuple(tensor.shape):
+        return torch.empty_like(tensor)
+    strides = tensor.stride()
+    if tensor.shape[0] == 1:  # a dimension with the stride of the one row is outside of the rows in the whole batch
+        strides = (strides[0], *(stride * (1 + (stride >= strides[0])) for stride in strides[1:]))
+    whole = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
+    return torch.empty_like(whole, device=tensor.device)
+
+
+def _like_exactly(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Return a tensor of the whole batch with the strides of `tensor`, which need not be dense."""
+    strides = tensor.stride()
+    if torch.empty_like(tensor).stride() == strides:
+        return _like(tensor, shape)
+    if strides[0] < max(strides):
+        raise UnknownDraw("draw into a part of a tensor whose rows are not in the first dimension")
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+
+
+def _drop(
+    operations: Operations, input: torch.Tensor, p: float, shape: Shape, alpha: bool = False, inplace: bool = False
+) -> torch.Tensor:
+    """Compute dropout as torch does on CPUs (aten/src/ATen/native/Dropout.cpp)."""
+
+    def draw(asked: Shape) -> torch.Tensor:
+        if shape == tuple(input.shape):
+            return _like(input, asked).bernoulli_(1 - p)
+        return torch.empty(asked, dtype=input.dtype, device=input.device).bernoulli_(1 - p)
+
+    noise = _draw(operations, shape, draw, input.device)
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.mul
+    if inplace:
+        multiply = torch.Tensor.mul_
+    if not alpha:
+        return multiply(input, noise.div_(1 - p))
+    a = 1 / math.sqrt((_SELU_ALPHA * _SELU_ALPHA * p + 1) * (1 - p))
+    shift = noise.add(-1).mul_(_SELU_ALPHA * a).add_(_SELU_ALPHA * a * p)
+    return multiply(input, noise.mul_(a)).add_(shift)
+
+
+def _dropout(
+    training: str, default: bool = True, *, alpha: bool = False, inplace: bool = False, features: Sequence[int] = ()
+) -> Rule:
+    """Return the rule of a dropout function.
+
+    Args:
+        training: name of the argument that switches it on.
+        default: its value if it is not given.
+        alpha: keeps mean and variance of `selu`.
+        inplace: writes into its input.
+        features: one number is drawn for each channel, which is in the second dimension, but in the first one if the
+            input has the number of dimensions that stands here.
+    """
+
+    def rule(operations: Operations, function: Function, arguments: Arguments, options: Options) -> Any:
+        input = _argument(arguments, options, 0, "input")
+        p = _argument(arguments, options, 1, "p", 0.5)
+        on = _argument(arguments, options, 2, training, default)
+        if not on or not 0 < p < 1 or not input.numel():
+            return function(*arguments, **options)
+        shape = tuple(input.shape)
+        if features:
+            kept = 2 - (input.dim() in features)
+            shape = (*shape[:kept], *(1,) * (input.dim() - kept))
+        if operations.region is None:
+            operations.draws.append(shape)
+            return function(*arguments, **options)
+        written = inplace or _argument(arguments, options, 3, "inplace", False)
+        return _drop(operations, input, p, shape, alpha, written)
+
+    return rule
+
+
+def _native_dropout(operations: Operations, function: Function, arguments: Arguments, options: Options) -> Any:
+    input, p, train = (_argument(arguments, options, i, name) for i, name in enumerate(("input", "p", "train")))
+    if train is False or not input.numel():
+        return function(*arguments, **options)
+    if operations.region is None:
+        operations.draws.append(tuple(input.shape))
+        return function(*arguments, **options)
+
+    def draw(asked: Shape) -> torch.Tensor:
+        return torch.empty_like(_like(input, asked), dtype=torch.bool).bernoulli_(1 - p)
+
+    mask = _draw(operations, tuple(input.shape), draw, input.device)
+    scale = 0.0
+    if p < 1:
+        scale = 1 / (1 - p)
+    return input * (mask.to(input.dtype) * scale), mask
+
+
+def _factory(operations: Operations, function: Function, arguments: Arguments, options: Options) -> Any:
+    """Rule of functions that receive the size of the result, and whose tensors do not matter."""
+    if operations.region is None:
+        result = function(*arguments, **options)
+        operations.draws.append(tuple(result.shape))
+        return result
+    first, others = list(arguments), dict(options)
+    out, needs_gradient, size = others.pop("out", None), others.pop("requires_grad", False), others.pop("size", None)
+    if function is torch.randperm:
+        size, first = [_argument(first, others, 0, "n")], []
+        others.pop("n", None)
+        if _follows_rows(operations):
+            raise UnknownDraw("permutation of rows")
+    elif size is None and function in (torch.rand, torch.randn):
+        size, first = first, []
+        if len(size) == 1 and isinstance(size[0], Sequence):
+            size = size[0]
+    elif size is None:
+        *first, size = first
+    if out is not None:
+        others.update(dtype=out.dtype, device=out.device)
+
+    def draw(asked: Shape) -> Any:
+        if function is torch.randperm:
+            return function(*asked, **others)
+        return function(*first, size=asked, **others)
+
+    shape = tuple(int(length) for length in size)
+    device = torch.empty(0, device=others.get("device")).device
+    numbers = _draw(operations, shape, draw, device, others.get("generator") is not None)
+    if out is not None:
+        return out.resize_(numbers.shape).copy_(numbers)
+    return numbers.requires_grad_(needs_gradient)
+
+
+def _with_values(
+    operations: Operations, shape: Shape, values: Sequence[Any], draw: Callable[[list[Any]], Any], exactly: bool = False
+) -> Callable[[Shape], Any]:
+    """Return a function of a shape that draws with arguments some of which have rows.
+
+    For the whole batch the own rows are put in their place among ones, for a microbatch its rows are taken.
+
+    Args:
+        operations: operations of the call.
+        shape: shape of the numbers for the own rows.
+        values: arguments; tensors whose first dimension is the first dimension of the numbers have rows.
+        draw: function of the arguments.
+        exactly: keep the strides of tensors that are not dense.
+    """
+    region, position = operations.region, 0
+    assert region is not None
+    empty = _like
+    if exactly:
+        empty = _like_exactly
+
+    def rows_of(value: Any, asked: Shape) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() != len(shape) or value.shape[0] != shape[0]:
+            return value
+        if asked[0] <= shape[0]:
+            return value[position : position + asked[0]]
+        start = shape[0] * region.start // region.own
+        whole = empty(value, (asked[0], *value.shape[1:])).fill_(1)
+        whole[start : start + shape[0]] = value
+        return whole
+
+    def draw_shape(asked: Shape) -> Any:
+        nonlocal position
+        chosen = [rows_of(value, asked) for value in values]
+        position += (*asked, 0)[0]
+        return draw(chosen)
+
+    return draw_shape
+
+
+def _sample(operations: Operations, function: Function, arguments: Arguments, options: Options) -> Any:
+    """Rule of functions of tensors: samples of distributions, `rand_like`, and methods that fill, as `uniform_`."""
+    named: dict[Any, Any] = {**dict(enumerate(arguments)), **options}
+    out, needs_gradient = named.pop("out", None), named.pop("requires_grad", False)
+    tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
+    if operations.region is None or not tensors:
+        return _factory(operations, function, arguments, options)  # with a region it is normal(0.0, 1.0, size)
+    shape = tuple(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
+    if function in _MULTINOMIAL:
+        if len(shape) < 2 and _follows_rows(operations):
+            raise UnknownDraw("sample of rows")
+        shape = (*shape[:-1], _argument(arguments, options, 1, "num_samples"))
+
+    def draw(values: list[Any]) -> Any:
+        chosen = dict(zip(named, values, strict=True))
+        positional = [chosen.pop(position) for position in range(len(arguments))]
+        return function(*positional, **{str(name): value for name, value in chosen.items()})
+
+    fills = function in _FILLS
+    draw_values = _with_values(operations, shape, list(named.values()), draw, exactly=fills)
+
+    def draw_shape(asked: Shape) -> Any:
+        if function in _COUNTS_DIFFER and asked != shape and asked[0] > shape[0]:
+            raise UnknownDraw(f"draw by {function.__name__}, which takes more numbers for some values than for others")
+        return draw_values(asked)
+
+    given = any(isinstance(value, torch.Generator) for value in named.values())
+    device = torch.device(named.get("device") or tensors[0].device)
+    numbers = _draw(operations, shape, draw_shape, device, given)
+    if fills:
+        out = tensors[0]
+    elif out is not None:
+        out.resize_(numbers.shape)
+    if out is not None:
+        return out.copy_(numbers)
+    if needs_gradient:
+        numbers.requires_grad_()
+    return numbers
+
+
+def _attention(operations: Operations, function: Function, arguments: Arguments, options: Options) -> Any:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    named = {**dict(zip(names, arguments, strict=False)), **options}
+    query, key, value, mask = (named.pop(name, None) for name in names[:4])
+    p, grouped = named.pop("dropout_p", 0.0), named.get("enable_gqa", False)
+    if not 0 < p < 1:
+        return function(*arguments, **options)
+    batch = query.shape[:-2]
+    if not grouped:
+        batch = torch.broadcast_shapes(batch, key.shape[:-2])
+    shape = (*batch, query.shape[-2], key.shape[-2])
+    region = operations.region
+    if region is None:
+        operations.draws.append(shape)
+        return function(*arguments, **options)
+    if query.is_cuda and region.seed is not None:  # torch's fused kernels draw from the default generator of the device
+
+        def draw(values: list[Any]) -> Any:
+            return function(*values, p, **named)
+
+        return _draw(operations, shape, _with_values(operations, shape, [query, key, value, mask], draw), query.device)
+    kind = query.dtype
+    if kind in (torch.float16, torch.bfloat16):
+        query, key, value = query.float(), key.float(), value.float()
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
+    elif mask is not None:
+        mask = mask.to(query.dtype)
+    # Private API of torch. Its second result are the weights of attention; without columns of values nothing else is
+    # computed. Its own dropout would draw for the own rows only.
+    weights = torch._scaled_dot_product_attention_math(query, key, value[..., :0], mask, 0.0, **named)[1]
+    if grouped:
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    return (_drop(operations, weights, p, shape) @ value).to(kind)
+
+
+def _undivided(draws: Callable[[Arguments, Options], bool]) -> Rule:
+    """Return the rule of functions that cannot be divided if `draws` of the arguments holds."""
+
+    def rule(operations: Operations, function: Function, arguments: Arguments, options: Options) -> Any:
+        if operations.region is not None and draws(arguments, options):
+            raise UnknownDraw(f"draw inside of {function.__name__}")
+        return function(*arguments, **options)
+
+    return rule
+
+
+def _recurrent_dropout(arguments: Arguments, options: Options) -> bool:
+    packed = not isinstance(arguments[3], bool)  # (data, batch_sizes, hx, params, has_biases, layers, dropout, train)
+    return bool(arguments[6 + packed] and arguments[5 + packed] > 0)
+
+
+def _trains(arguments: Arguments, options: Options) -> bool:
+    return bool(_argument(arguments, options, 3, "training", False))
+
+
+_COUNTS_DIFFER = (torch.poisson, torch.binomial, torch._standard_gamma, torch._sample_dirichlet)
+_MULTINOMIAL = (torch.multinomial, torch.Tensor.multinomial)
+_FILLS = tuple(
+    getattr(torch.Tensor, f"{name}_")
+    for name in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
+)
+_SAMPLES = (
+    torch.rand_like,
+    torch.randn_like,
+    torch.randint_like,
+    torch.normal,
+    torch.bernoulli,
+    torch.Tensor.bernoulli,
+)
+_UNBATCHED = (0,)  # no input of these functions
+
+DRAW_RULES: dict[Function, Rule] = {
+    functional.dropout: _dropout("training"),
+    functional.dropout1d: _dropout("training", features=(2,)),
+    functional.dropout2d: _dropout("training", features=_UNBATCHED),
+    functional.dropout3d: _dropout("training", features=(4,)),
+    functional.alpha_dropout: _dropout("training", False, alpha=True),
+    functional.feature_alpha_dropout: _dropout("training", False, alpha=True, features=_UNBATCHED),
+    torch.dropout: _dropout("train"),
+    torch.dropout_: _dropout("train", inplace=True),
+    torch.alpha_dropout: _dropout("train", alpha=True),
+    torch.alpha_dropout_: _dropout("train", alpha=True, inplace=True),
+    torch.feature_dropout: _dropout("train", features=_UNBATCHED),
+    torch.feature_dropout_: _dropout("train", features=_UNBATCHED, inplace=True),
+    torch.feature_alpha_dropout: _dropout("train", features=_UNBATCHED, alpha=True),
+    torch.feature_alpha_dropout_: _dropout("train", features=_UNBATCHED, alpha=True, inplace=True),
+    torch.native_dropout: _native_dropout,
+    **dict.fromkeys((torch.rand, torch.randn, torch.randint, torch.randperm), _factory),
+    **dict.fromkeys((*_SAMPLES, *_MULTINOMIAL, *_FILLS, *_COUNTS_DIFFER), _sample),
+    functional.gumbel_softmax: _inside,
+    functional.multi_head_attention_forward: _inside,
+    functional.fractional_max_pool2d_with_indices: _inside,
+    functional.fractional_max_pool3d_with_indices: _inside,
+    functional.fractional_max_pool2d: _pool_by(functional.fractional_max_pool2d_with_indices),
+    functional.fractional_max_pool3d: _pool_by(functional.fractional_max_pool3d_with_indices),
+    functional.scaled_dot_product_attention: _attention,
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _undivided(_recurrent_dropout)),
+    **dict.fromkeys((functional.rrelu, torch.rrelu, torch.rrelu_), _undivided(_trains)),
+    **dict.fromkeys((init.uniform_, init.normal_, init.kaiming_uniform_), _undivided(lambda *call: True)),
+}

@@ -1,0 +1,514 @@
+"""Random draws of own rows beside those of a plain call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from samestep.view.draws import DRAW_RULES, _default_generator, seen_inside
+from samestep.view.operations import Operations
+from samestep.view.region import Region, UnknownDraw
+
+Compute = Callable[..., Any]
+
+
+class NoExchange:
+    """Refuses communication."""
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a draw does not communicate")
+
+
+def region_of(
+    rows: int, start: int, stop: int, factors: Sequence[int | None], seed: int | None = None, microbatches: int = 8
+) -> Region:
+    bounds = [rows * number // microbatches for number in range(microbatches + 1)]
+    slices = [
+        (number, bounds[number], bounds[number + 1])
+        for number in range(microbatches)
+        if start <= bounds[number] and bounds[number + 1] <= stop
+    ]
+    return Region(rows, start, stop, NoExchange(), factors, slices, seed)
+
+
+def divided(
+    compute: Compute,
+    inputs: Sequence[torch.Tensor],
+    cuts: Sequence[int],
+    factors: Sequence[int | None],
+    seed: int | None = None,
+) -> list[Any]:
+    """Compute each slice of the rows from the same state of the generator; return results and check that state."""
+    state = torch.get_rng_state()
+    results, after = [], []
+    for start, stop in pairwise(cuts):
+        torch.set_rng_state(state)
+        own = [given[start:stop] for given in inputs]
+        operations = Operations(region_of(cuts[-1], start, stop, factors, seed))
+        with operations:
+            results.append(compute(*own))
+        assert len(operations.draws) == len(factors)
+        after.append(torch.get_rng_state())
+    assert all(torch.equal(after[0], other) for other in after)
+    return results
+
+
+def check(
+    compute: Compute,
+    *inputs: torch.Tensor,
+    factors: Sequence[int | None] = (1,),
+    cuts: Sequence[int] | None = None,
+    shared: bool = False,
+    tolerance: float = 0.0,
+) -> None:
+    """Compare the slices with a plain call: the same bits, the same state of the generator, the same draws noted."""
+    rows = inputs[0].shape[0]
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    plain = compute(*(given.clone(memory_format=torch.preserve_format) for given in inputs))
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    watched = Operations()
+    with watched:
+        again = compute(*(given.clone(memory_format=torch.preserve_format) for given in inputs))
+    assert torch.equal(plain, again) and torch.equal(after, torch.get_rng_state())
+    assert len(watched.draws) == len(factors)
+    for shape, factor in zip(watched.draws, factors, strict=True):
+        assert factor is None or shape[0] == factor * rows
+    for chosen in [cuts] if cuts else [(0, rows), (0, 2, 5, rows), (0, 1, rows), (0, rows - 1, rows)]:
+        torch.set_rng_state(state)
+        copies = [given.clone(memory_format=torch.preserve_format) for given in inputs]
+        results = divided(compute, copies, chosen, factors)
+        assert torch.equal(after, torch.get_rng_state())
+        if shared:
+            assert all(torch.equal(plain, result) for result in results)
+        else:
+            whole = torch.cat(results)
+            torch.testing.assert_close(whole, plain, rtol=tolerance, atol=tolerance)
+
+
+def images(kind: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(7, 3, 4, 5, generator=torch.Generator().manual_seed(1)).to(kind)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda x: x,
+    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
+    "rows_second": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "rows_last": lambda x: x.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2),
+    "expanded": lambda x: x[:, :, :1].expand(7, 3, 4, 5),
+    "expanded_rows": lambda x: x[:1].expand(7, 3, 4, 5),
+    "part": lambda x: x[:, :, ::2, 1:],
+}
+DROPOUTS: dict[str, Compute] = {
+    "dropout": lambda x: functional.dropout(x, 0.3),
+    "layer": nn.Dropout(0.5),
+    "default": functional.dropout,
+    "dropout2d": lambda x: functional.dropout2d(x, 0.4),
+    "dropout2d_layer": nn.Dropout2d(0.4),
+    "alpha": lambda x: functional.alpha_dropout(x, 0.3, training=True),
+    "alpha_layer": nn.AlphaDropout(0.2),
+    "feature_alpha": lambda x: functional.feature_alpha_dropout(x, 0.3, True),
+    "torch": lambda x: torch.dropout(x, 0.3, True),
+    "torch_alpha": lambda x: torch.alpha_dropout(x, 0.3, train=True),
+    "torch_feature": lambda x: torch.feature_dropout(x, 0.3, True),
+    "torch_feature_alpha": lambda x: torch.feature_alpha_dropout(x, 0.3, True),
+    "native": lambda x: torch.native_dropout(x, 0.3, True)[0],
+    "native_mask": lambda x: torch.native_dropout(x, 0.3, None)[1],
+}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_dropout_has_the_bits_of_a_plain_call(name: str, layout: str, kind: torch.dtype) -> None:
+    check(DROPOUTS[name], LAYOUTS[layout](images(kind)))
+
+
+@pytest.mark.parametrize("function", [nn.Dropout1d(0.4), nn.Dropout3d(0.4), functional.dropout1d])
+def test_dropout_of_one_and_three_dimensions(function: Compute) -> None:
+    more = (2, 2) if isinstance(function, nn.Dropout3d) else ()
+    check(function, torch.ones(7, 4, *more))
+    check(function, torch.ones(7, 4, 3, *more))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: functional.dropout(x, 0.3, inplace=True),
+        lambda x: functional.dropout2d(x, 0.3, inplace=True),
+        lambda x: functional.alpha_dropout(x, 0.3, True, True),
+        lambda x: functional.feature_alpha_dropout(x, 0.3, True, True),
+        lambda x: torch.dropout_(x, 0.3, True),
+        lambda x: torch.alpha_dropout_(x, 0.3, True),
+        lambda x: torch.feature_dropout_(x, 0.3, True),
+        lambda x: torch.feature_alpha_dropout_(x, 0.3, True),
+    ],
+)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_dropout_in_place_writes_its_input(function: Compute, layout: str) -> None:
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        assert function(y) is y
+        return y
+
+    check(compute, LAYOUTS[layout](images()))
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_dropout_without_chance_draws_nothing(p: float) -> None:
+    for function in (functional.dropout, functional.dropout2d, functional.alpha_dropout):
+        check(lambda x, drop=function: drop(x, p, True), images(), factors=())
+    check(lambda x: functional.dropout(x, 0.5, False), images(), factors=())
+    check(lambda x: torch.native_dropout(x, p, True)[0], images())
+
+
+def test_dropout_has_the_gradient_of_a_plain_call() -> None:
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        leaf = x.clone().requires_grad_()
+        y = functional.alpha_dropout(functional.dropout(leaf * 3, 0.2), 0.2, True)
+        return torch.autograd.grad((y * y).sum(), leaf)[0]
+
+    check(compute, images(), factors=(1, 1))
+
+
+def test_dropout_of_several_rows_for_each_row() -> None:
+    check(lambda x: functional.dropout(x.reshape(-1, 5), 0.3).view(-1, 12, 5), images(), factors=(12,))
+
+
+LIKES: dict[str, Compute] = {
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint_like": lambda x: torch.randint_like(x, 9),
+    "randint_like_low": lambda x: torch.randint_like(x, low=-3, high=9, dtype=torch.int64),
+    "rand_like_kind": lambda x: torch.rand_like(x, dtype=torch.float64),
+    "rand_like_format": lambda x: torch.rand_like(x, memory_format=torch.contiguous_format),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "bernoulli_p": lambda x: torch.bernoulli(x, 0.3),
+    "method": lambda x: x.sigmoid().bernoulli(),
+    "normal": lambda x: torch.normal(x, x.exp()),
+    "normal_mean": lambda x: torch.normal(x, 2.0),
+    "normal_std": lambda x: torch.normal(1.0, x.exp()),
+    "exponential": lambda x: torch.empty_like(x).exponential_(),
+    "gumbel_hard": lambda x: functional.gumbel_softmax(x, hard=True, dim=1),
+}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", LIKES)
+def test_numbers_like_a_tensor_have_the_bits_of_a_plain_call(name: str, layout: str, kind: torch.dtype) -> None:
+    check(LIKES[name], LAYOUTS[layout](images(kind)))
+
+
+def test_gumbel_softmax_has_the_numbers_of_a_plain_call() -> None:
+    check(lambda x: functional.gumbel_softmax(x, tau=0.7, dim=1), images(torch.float64), tolerance=1e-14)
+
+
+FILLS: dict[str, Compute] = {
+    "bernoulli": lambda y, x: y.bernoulli_(0.3),
+    "bernoulli_default": lambda y, x: y.bernoulli_(),
+    "bernoulli_tensor": lambda y, x: y.bernoulli_(x.double().sigmoid()),
+    "uniform": lambda y, x: y.uniform_(-1, 2),
+    "normal": lambda y, x: y.normal_(1, std=2),
+    "exponential": lambda y, x: y.exponential_(2.0),
+    "random": lambda y, x: y.random_(),
+    "random_to": lambda y, x: y.random_(7),
+    "random_from": lambda y, x: y.random_(-3, 7),
+    "geometric": lambda y, x: y.geometric_(0.4),
+    "cauchy": lambda y, x: y.cauchy_(),
+    "log_normal": lambda y, x: y.log_normal_(0.5, 1.5),
+}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "rows_second", "part"])
+@pytest.mark.parametrize("name", FILLS)
+def test_filled_tensors_have_the_bits_of_a_plain_call(name: str, layout: str) -> None:
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        if layout == "part":
+            y = x.new_empty(x.shape[0], 6, *x.shape[2:])[:, ::2]
+        assert FILLS[name](y, x) is y
+        return y
+
+    check(compute, LAYOUTS[layout](images()))
+
+
+def test_filling_a_part_whose_rows_are_not_first_is_refused() -> None:
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty(5, 4, x.shape[0])[:, ::2].permute(2, 0, 1).normal_()
+
+    with pytest.raises(UnknownDraw, match="rows are not in the first dimension"):
+        divided(compute, [images()], [0, 2, 7], [1])
+
+
+FACTORIES: dict[str, Compute] = {
+    "rand": lambda x: torch.rand(x.shape[0], 3),
+    "rand_tuple": lambda x: torch.rand((x.shape[0], 1, 1), dtype=torch.float64, device=x.device),
+    "rand_size": lambda x: torch.rand(size=(x.shape[0],)),
+    "rand_shape": lambda x: torch.rand(x.shape[:2], requires_grad=True),
+    "randn": lambda x: torch.randn(x.shape[0], 40),
+    "randn_half": lambda x: torch.randn(x.shape[0], 5, dtype=torch.bfloat16),
+    "randn_out": lambda x: torch.randn(x.shape[0], 5, out=torch.empty(0, dtype=torch.float64)),
+    "randint": lambda x: torch.randint(9, (x.shape[0],)),
+    "randint_low": lambda x: torch.randint(-3, 9, (x.shape[0], 2), dtype=torch.int32),
+    "randint_names": lambda x: torch.randint(low=2, high=9, size=(x.shape[0],)),
+    "normal": lambda x: torch.normal(1.0, 2.0, (x.shape[0], 17)),
+    "normal_names": lambda x: torch.normal(mean=1.0, std=2.0, size=(x.shape[0], 3)),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_new_tensors_have_the_bits_of_a_plain_call(name: str) -> None:
+    check(FACTORIES[name], images())
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: torch.rand(7),
+        lambda x: torch.rand(()),
+        lambda x: torch.randperm(7),
+        lambda x: torch.multinomial(torch.ones(9), 4),
+        lambda x: torch.poisson(torch.full((7, 2), 3.0)),
+        lambda x: torch._standard_gamma(torch.full((7,), 3.0)),
+        lambda x: torch.randn(2, 7),
+        lambda x: torch.empty(7, 1).bernoulli_(0.5),
+    ],
+)
+def test_shared_draws_are_equal_on_all_ranks(compute: Compute) -> None:
+    check(compute, images(), factors=(None,), shared=True)
+    first, second = divided(compute, [images()], [0, 4, 8], [None], seed=5)
+    assert torch.equal(first, second)
+
+
+def test_requires_grad_and_out_are_kept() -> None:
+    out = torch.empty(0)
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        assert torch.randn(x.shape[0], 2, out=out) is out
+        assert torch.rand_like(x, requires_grad=True).requires_grad
+        numbers = torch.rand(x.shape[0], requires_grad=True)
+        assert numbers.is_leaf and numbers.requires_grad
+        return out.clone()
+
+    check(compute, images(), factors=(1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: torch.multinomial(x.exp(), 3),
+        lambda x: torch.multinomial(x.exp(), 9, replacement=True),
+        lambda x: x.exp().multinomial(num_samples=1),
+        lambda x: torch.distributions.Categorical(logits=x).sample(),
+        lambda x: torch.distributions.Normal(x, x.exp()).sample(),
+        lambda x: torch.distributions.Normal(x, x.exp()).rsample(),
+        lambda x: torch.distributions.Normal(x[:, :1], torch.ones(6)).sample(),
+        lambda x: torch.distributions.Uniform(x, x + 1).sample(),
+        lambda x: torch.distributions.Bernoulli(logits=x).sample(),
+        lambda x: torch.distributions.Exponential(x.exp()).rsample(),
+        lambda x: torch.distributions.Laplace(x, x.exp()).rsample(),
+        lambda x: torch.distributions.Gumbel(x, x.exp()).rsample(),
+        lambda x: torch.distributions.Cauchy(x, x.exp()).rsample(),
+        lambda x: torch.distributions.RelaxedOneHotCategorical(torch.tensor(0.5), logits=x).rsample(),
+        lambda x: torch.distributions.OneHotCategorical(logits=x).sample(),
+        lambda x: torch.distributions.Geometric(logits=x).sample(),
+    ],
+)
+def test_samples_have_the_bits_of_a_plain_call(compute: Compute) -> None:
+    check(compute, images()[:, 0, 0, :], cuts=(0, 2, 3, 7))
+    check(compute, images().flatten(1)[:, ::10])
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: torch.poisson(x.exp()),
+        lambda x: torch.distributions.Gamma(x.exp(), x.exp()).rsample(),
+        lambda x: torch.distributions.Dirichlet(x.exp()).rsample(),
+        lambda x: torch.distributions.Binomial(torch.full_like(x, 9.0), logits=x).sample(),
+    ],
+)
+def test_draws_that_depend_on_values_are_divided_with_a_seed_only(compute: Compute) -> None:
+    x = torch.randn(16, 3)
+    with pytest.raises(UnknownDraw, match="more numbers for some values"):
+        divided(compute, [x], [0, 3, 16], [1])
+    whole = divided(compute, [x], [0, 16], [1], seed=4)
+    assert torch.equal(torch.cat(divided(compute, [x], [0, 6, 16], [1], seed=4)), whole[0])
+
+
+@pytest.mark.parametrize(
+    ("compute", "match"),
+    [
+        (lambda x: torch.randperm(x.shape[0]), "permutation of rows"),
+        (lambda x: torch.randperm(n=x.shape[0]), "permutation of rows"),
+        (lambda x: torch.multinomial(x[:, 0, 0, 0].exp(), x.shape[0]), "sample of rows"),
+        (lambda x: functional.rrelu(x, training=True), "rrelu"),
+        (nn.RReLU(), "rrelu"),
+        (lambda x: torch.rrelu_(x, 0.1, 0.3, True), "rrelu"),
+        (lambda x: nn.LSTM(5, 5, 2, dropout=0.5, batch_first=True)(x[:, 0]), "lstm|kaiming|uniform_"),
+        (nn.init.uniform_, "uniform_"),
+        (nn.init.normal_, "normal_"),
+        (nn.init.kaiming_uniform_, "kaiming_uniform_"),
+    ],
+)
+def test_undivided_draws_are_refused_inside_and_run_outside(compute: Compute, match: str) -> None:
+    with Operations():
+        compute(images())
+    with pytest.raises(UnknownDraw, match=match):
+        divided(compute, [images()], [0, 3, 7], [1] * 9)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_dropout_of_recurrent_layers_is_refused(kind: type[nn.RNNBase], packed: bool) -> None:
+    layer = kind(5, 4, 2, dropout=0.5, batch_first=True)
+
+    def compute(x: torch.Tensor) -> Any:
+        given = x[:, 0]
+        if packed:
+            given = nn.utils.rnn.pack_padded_sequence(given, [4] * len(x), batch_first=True)
+        return layer(given)
+
+    with pytest.raises(UnknownDraw, match="inside of"):
+        divided(compute, [images()], [0, 3, 7], [])
+    layer.eval()
+    divided(compute, [images()], [0, 3, 7], [])
+
+
+def test_rrelu_without_training_is_divided() -> None:
+    check(functional.rrelu, images(), factors=())
+
+
+MASKS: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+    "none": lambda q: None,
+    "bool": lambda q: torch.ones(q.shape[-2], 6, dtype=torch.bool).tril(2),
+    "float": lambda q: torch.linspace(-1, 1, 6).to(q.dtype).expand(q.shape[-2], 6),
+    "rows": lambda q: (q[..., :6] > 0)[..., :1] | torch.ones(6, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_attention_has_the_bits_of_a_plain_call(mask: str, kind: torch.dtype) -> None:
+    def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, MASKS[mask](q), 0.3)
+
+    q, k, v = torch.randn(7, 2, 5, 8), torch.randn(7, 2, 6, 8), torch.randn(7, 2, 6, 8)
+    check(compute, q.to(kind), k.to(kind), v.to(kind))
+    check(compute, q[:, 0].to(kind), k[:, 0].to(kind), v[:, 0].to(kind))
+
+
+def test_attention_with_options_has_the_bits_of_a_plain_call() -> None:
+    q, k, v = torch.randn(7, 4, 6, 8), torch.randn(7, 2, 6, 8), torch.randn(7, 2, 6, 8)
+
+    def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(
+            query=q, key=k, value=v, dropout_p=0.4, is_causal=True, scale=0.2, enable_gqa=True
+        )
+
+    check(compute, q, k, v)
+    check(lambda *x: functional.scaled_dot_product_attention(*x, enable_gqa=True), q, k, v, factors=())
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_multi_head_attention_has_the_bits_of_a_plain_call(weights: bool) -> None:
+    layer = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = layer(x, x, x, need_weights=weights)[0]
+        return result
+
+    check(compute, torch.randn(7, 5, 8), factors=(2,) if weights else (1,), tolerance=1e-6)
+
+
+def test_transformer_layer_has_the_bits_of_a_plain_call() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    check(layer, torch.randn(7, 5, 8), factors=(1, 1, 1, 1), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("indices", [True, False])
+def test_fractional_pooling_has_the_bits_of_a_plain_call(indices: bool) -> None:
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        pool = functional.fractional_max_pool2d
+        if x.dim() == 5:
+            pool = functional.fractional_max_pool3d
+        result = pool(x, 2, output_ratio=(0.6,) * (x.dim() - 2), return_indices=indices)
+        return result[indices] if indices else result
+
+    check(compute, torch.randn(7, 2, 8, 8))
+    check(compute, torch.randn(7, 2, 6, 6, 6))
+
+
+def test_own_generator_draws_for_the_whole_batch() -> None:
+    def compute(x: torch.Tensor, seed: int | None = None) -> list[torch.Tensor]:
+        own = torch.Generator().manual_seed(7)
+        return [
+            torch.rand(x.shape[0], 2, generator=own),
+            torch.empty_like(x).normal_(generator=own),
+            torch.bernoulli(x.sigmoid(), generator=own),
+            torch.normal(x, 1.0, generator=own),
+            own.get_state(),
+        ]
+
+    for seed in (None, 3):
+        plain = compute(images())
+        results = divided(compute, [images()], [0, 2, 3, 7], [1, 1, 1, 1], seed)
+        for number, expected in enumerate(plain[:-1]):
+            assert torch.equal(torch.cat([result[number] for result in results]), expected)
+        assert all(torch.equal(result[-1], plain[-1]) for result in results)
+
+
+def test_seeded_numbers_depend_on_the_microbatch_only() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        y = layer(x) + torch.randn_like(x) + torch.empty(x.shape[0], 1, 1).bernoulli_(0.5)
+        y = y + torch.rand(3, 1, 1)[:1] + torch.normal(x, x.exp())
+        return y + torch.multinomial(x[:, 0].exp(), 1)[:, None]
+
+    x = torch.randn(19, 5, 8)
+    factors = (1, 1, 1, 1, 1, 1, None, 1, 1)
+    before = torch.get_rng_state()
+    results = []
+    for ranks in (1, 2, 3, 8):
+        cuts = [19 * (8 * rank // ranks) // 8 for rank in range(ranks + 1)]
+        results.append(torch.cat(divided(compute, [x], cuts, factors, seed=11)))
+    assert torch.equal(torch.get_rng_state(), before)
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=0, atol=1e-6)
+    assert not torch.equal(torch.cat(divided(compute, [x], [0, 19], factors, seed=12)), results[0])
+
+
+def test_a_draw_that_the_trial_has_not_seen_is_refused() -> None:
+    with pytest.raises(UnknownDraw, match="was not there"):
+        divided(lambda x: torch.rand(1), [images()], [0, 7], [])
+    with pytest.raises(UnknownDraw, match="has the shape"):
+        divided(lambda x: torch.rand(1), [images()], [0, 7], [1])
+
+
+def test_a_copy_of_a_function_is_seen_inside_by_modes() -> None:
+    with Operations() as operations:
+        functional.gumbel_softmax(torch.ones(3, 2))
+    assert torch.Tensor.exponential_ in operations.functions
+    assert torch.equal(seen_inside(functional.relu)(torch.ones(2)), torch.ones(2))
+
+
+def test_the_default_generator_is_put_back() -> None:
+    before = torch.get_rng_state()
+    with _default_generator(torch.Generator().manual_seed(5)):
+        inside = torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(inside, torch.rand(3, generator=torch.Generator().manual_seed(5)))
+
+
+def test_rules_are_functions_of_torch() -> None:
+    assert torch.dropout in DRAW_RULES and torch.Tensor.uniform_ in DRAW_RULES
+    assert all(callable(rule) for rule in DRAW_RULES.values())
