@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional, init
 
+from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.view.region import UnknownDraw
 
 if TYPE_CHECKING:
@@ -77,8 +78,8 @@ def _default_generator(generator: torch.Generator | None) -> Iterator[None]:
         yield
         return
     default = torch.default_generator
-    if generator.device.type == "cuda":
-        default = torch.cuda.default_generators[generator.device.index]
+    if is_accelerator(generator.device):
+        default = accelerator_module().default_generators[generator.device.index]
     state = default.get_state()
     default.manual_seed(generator.initial_seed())
     try:
@@ -335,7 +336,9 @@ def _attention(operations: Operations, function: Function, arguments: Arguments,
     if region is None:
         operations.draws.append(shape)
         return function(*arguments, **options)
-    if query.is_cuda and region.seed is not None:  # torch's fused kernels draw from the default generator of the device
+    if (
+        is_accelerator(query.device) and region.seed is not None
+    ):  # torch's fused kernels draw from the default generator of the device
 
         def draw(values: list[Any]) -> Any:
             return function(*values, p, **named)
