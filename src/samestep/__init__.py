@@ -22,11 +22,9 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.config import MeshConfig as MeshConfig
     from samestep.config import StepConfig as StepConfig
     from samestep.config import StrategyConfig as StrategyConfig
-    from samestep.data.loader import epochs as epochs
-    from samestep.data.loader import loader as loader
+    from samestep.data.whole_batches import epochs as epochs
+    from samestep.data.whole_batches import loader as loader
     from samestep.distributed.world import World as World
-    from samestep.distributed.world import all_gather as all_gather
-    from samestep.distributed.world import reduce_dict as reduce_dict
     from samestep.engine.callbacks import Callback as Callback
     from samestep.engine.corruption_witness import Witness as Witness
     from samestep.engine.engine import Engine as Engine
@@ -42,6 +40,9 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.metrics.counts import Accuracy as Accuracy
     from samestep.metrics.counts import OverlapMetric as OverlapMetric
     from samestep.metrics.metrics import FunctionMetric as FunctionMetric
+    from samestep.ranks import all_gather as all_gather
+    from samestep.ranks import is_main as is_main
+    from samestep.ranks import reduce_dict as reduce_dict
     from samestep.session import init as init
     from samestep.session import start as start
 
@@ -63,15 +64,16 @@ _HOMES = {
     "StrategyConfig": "config",
     "Witness": "engine.corruption_witness",
     "World": "distributed.world",
-    "all_gather": "distributed.world",
+    "all_gather": "ranks",
     "cross_entropy": "engine.loss",
-    "epochs": "data.loader",
+    "epochs": "data.whole_batches",
     "evaluate": "engine.evaluation",
     "FunctionMetric": "metrics.metrics",
     "init": "session",
+    "is_main": "ranks",
     "launch": "launcher.launch",
-    "loader": "data.loader",
-    "reduce_dict": "distributed.world",
+    "loader": "data.whole_batches",
+    "reduce_dict": "ranks",
     "scaled_lr": "engine.learning_rate",
     "start": "session",
 }

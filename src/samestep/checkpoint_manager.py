@@ -6,11 +6,14 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.checkpoint.compatibility import (
     Tensors,
@@ -27,9 +30,11 @@ from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.snapshot import AsyncCheckpointWriter, HostBuffers, SavedCheckpoint
 from samestep.checkpoint.state import Training, load, read_verified, snapshot
 from samestep.checkpoint.store import STATE, CheckpointFolder
-from samestep.data.loader import Loader, epochs
+from samestep.data.loader import Loader
+from samestep.data.whole_batches import WholeBatches, epochs
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.logging import logger
+from samestep.distributed.rng import passed_generators
 from samestep.distributed.world import RunContext, all_gather
 from samestep.engine.checksum import checksum
 from samestep.engine.engine import Engine
@@ -37,18 +42,87 @@ from samestep.errors import InputError, RankMismatchError
 from samestep.launcher.job import process_state
 from samestep.metrics.metrics import BestRule, Mode
 from samestep.microbatches import require_position
+from samestep.session import init
 
-Part = TypeVar("Part", Engine, Loader)
+Part = TypeVar("Part")
+
+
+class _PlainLoop:
+    """Model and optimizer of a loop without an engine; the members are those of an engine.
+
+    Attributes:
+        steps: steps of the optimizer, with those before a resumption.
+    """
+
+    number = 0
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, others: tuple[Any, Any]) -> None:
+        self.world, self.config, self.steps = init(), _NoOptions(), 0
+        self.model, self.optimizer = model, optimizer
+        self.scheduler, self._scaler = others
+        own = set(model.parameters())
+        if not own.issuperset(parameter for group in optimizer.param_groups for parameter in group["params"]):
+            raise InputError(
+                "the optimizer updates parameters that the model does not have",
+                expected="an optimizer of the model's parameters",
+                fix="CheckpointManager(folder, nn.ModuleDict({...}), ...) with all modules of the optimizer",
+                code="E_CHECKPOINT_WRITE",
+            )
+        # torch calls the hook with arguments of the step.
+        optimizer.register_step_post_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.steps += 1
+
+    @property
+    def training(self) -> Training:
+        scaler = self._scaler or torch.amp.GradScaler(enabled=False)
+        return Training(self.model, self.optimizer, self.scheduler, scaler)
+
+    def check(self) -> None:
+        """Require equal parameters, buffers and state of the optimizer on all ranks; a collective."""
+        tensors = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
+        for number, state in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"{number}.{slot}": value for slot, value in state.items() if isinstance(value, torch.Tensor)}
+        sums = all_gather(str(checksum(tensors)), self.world) if self.world.size > 1 else []
+        if len(set(sums)) > 1:
+            ranks = [rank for rank, value in enumerate(sums) if value != sums[0]]
+            raise RankMismatchError(
+                f"the state of the model or the optimizer of rank {ranks[0]} differs from that of rank 0",
+                expected="equal state on every rank",
+                fix="make every change of the model on all ranks, and from values that are equal on them",
+            )
+
+
+class _Generators:
+    """Generators of torch, NumPy and Python, from which a plain loop draws."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = passed_generators(device)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the states."""
+        return {str(number): generator.state() for number, generator in enumerate(self._generators)}
+
+    def load_state_dict(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Set the states; that of a GPU is left out on another device."""
+        for number, generator in enumerate(self._generators):
+            if (state := states.get(str(number))) is not None:
+                generator.set_state(state)
+
+
+@dataclass(frozen=True)
+class _NoOptions:
+    """Options of a step: those of a plain loop are its code."""
 
 
 class CheckpointManager:
     """Checkpoints of one training loop: complete or absent, verified, resumable on any number of ranks.
 
-        checkpoints = samestep.CheckpointManager("checkpoints", engine, batches)
+        checkpoints = samestep.CheckpointManager("checkpoints", model, batches, optimizer=optimizer)
         for epoch in checkpoints.epochs(10):
-            for batch in batches:
-                engine.step(batch)
-            checkpoints.save(engine.evaluate(test_batches))
+            for inputs, targets in batches:
+                ...
 
     With `background=True`, use the manager as a context manager around the loop: `save` then returns once the state is
     copied, or on a GPU once the copies are queued, and the end of the block waits for the last checkpoint.
@@ -56,9 +130,12 @@ class CheckpointManager:
     Args:
         folder: folder with one subfolder per checkpoint. Locked against other processes until this object is closed
             or deleted.
-        engine: the engine, or several by name: `{"generator": generator, "critic": critic}`. The number of a checkpoint
-            is the largest number of steps.
+        model: the model, or several by name: `{"generator": generator, "critic": critic}`; or an engine or several.
+            The number of a checkpoint is the largest number of steps of an optimizer.
         batches: training data, or several loaders by name; the cursor of the first is the position of the loop.
+        optimizer: optimizer of the model, or several by the names of the models; None with engines.
+        scheduler: schedule of the optimizer, or several by name.
+        scaler: the `GradScaler` of the loop.
         state: other objects by name: with `state_dict` and `load_state_dict`, such as schedulers that the loop steps;
             generators of torch; dicts, which are restored in place. Equal on every rank.
         keep: number of newest checkpoints to keep, in addition to the best.
@@ -73,9 +150,12 @@ class CheckpointManager:
     def __init__(
         self,
         folder: str | Path,
-        engine: Engine | Mapping[str, Engine],
-        batches: Loader | Mapping[str, Loader],
+        model: torch.nn.Module | Engine | Mapping[str, torch.nn.Module] | Mapping[str, Engine],
+        batches: Loader | WholeBatches | Mapping[str, Loader] | Mapping[str, WholeBatches],
         *,
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
+        scheduler: LRScheduler | Mapping[str, LRScheduler] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         state: Mapping[str, Any] | None = None,
         keep: int = 2,
         best_by: str = "loss",
@@ -86,8 +166,12 @@ class CheckpointManager:
         self._best: float | None = None
         self._saved: int | None = None  # number of the last checkpoint
         self._saved_hashes: dict[str, str] = {}  # of its state that the loop can change between steps
-        self._engines, self._loaders, self._objects = _by_name(engine), _by_name(batches), dict(state or {})
+        self._loaders: dict[str, Loader | WholeBatches] = _by_name(batches)
+        self._engines = _parts(_by_name(model), optimizer, scheduler, scaler)
         self._world = world = next(iter(self._engines.values())).world
+        self._objects = dict(state or {})
+        if any(isinstance(part, _PlainLoop) for part in self._engines.values()):  # an engine seeds its own numbers
+            self._objects |= {"script_generators": _Generators(world.device)}
         for each in self._engines.values():
             require_savable(each.model, each.optimizer, each.scheduler, self._objects)
         self._folder = CheckpointFolder(_place(Path(folder)), keep)
@@ -317,6 +401,33 @@ def _report(context: RunContext, saved: SavedCheckpoint) -> None:
     context.status.checkpoint_saved()
     for callback in context.callbacks:
         callback.checkpoint_saved(saved.step, saved.path, saved.is_best)
+
+
+def _parts(models: Mapping[str, Any], *others: Any) -> dict[str, Engine | _PlainLoop]:
+    """Return the engines, or the parts of a plain loop, by name."""
+    if all(isinstance(model, Engine) for model in models.values()):
+        if any(other is not None for other in others):
+            raise InputError(
+                "CheckpointManager has an engine, and an optimizer, a scheduler or a scaler",
+                expected="these with a model: an engine has its own",
+                fix="CheckpointManager(folder, engine, batches)",
+                code="E_CHECKPOINT_WRITE",
+            )
+        return dict(models)
+    optimizer, scheduler, scaler = others
+    optimizers, schedulers = (
+        dict(other) if isinstance(other, Mapping) else dict.fromkeys(list(models)[: len(models) == 1], other)
+        for other in (optimizer, scheduler)
+    )
+    for name in models:
+        if not isinstance(optimizers.get(name), torch.optim.Optimizer):
+            raise InputError(
+                f"CheckpointManager has no optimizer of the model {name}".rstrip(),
+                expected="an optimizer, or one for each model by name",
+                fix="CheckpointManager(folder, model, batches, optimizer=optimizer)",
+                code="E_CHECKPOINT_WRITE",
+            )
+    return {name: _PlainLoop(model, optimizers[name], (schedulers.get(name), scaler)) for name, model in models.items()}
 
 
 def _by_name(parts: Part | Mapping[str, Part]) -> dict[str, Part]:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -33,11 +33,13 @@ from samestep.distributed.devices import (
     require_own_gpus,
 )
 from samestep.distributed.disk_operations import disk_operations
-from samestep.distributed.env import prepare_torch_environment, read_environment, read_rendezvous
+from samestep.distributed.env import hide_ranks, prepare_torch_environment, read_environment, read_rendezvous
 from samestep.distributed.launcher_detection import Rendezvous
 from samestep.distributed.logging import configure_logging
+from samestep.distributed.private_group import destroy, hide_default_group
 from samestep.distributed.rendezvous import wait_for_ranks
-from samestep.distributed.resources import keep_freed_memory
+from samestep.distributed.resources import keep_freed_memory, usable_processors
+from samestep.distributed.rng import passed_generators
 from samestep.distributed.signals import STOP_SIGNALS, StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
 from samestep.distributed.world import RunContext, World, build_world
@@ -95,21 +97,140 @@ def start(
     Raises:
         InputError: device, default device or mesh do not fit, a process group exists, or the run cannot be written.
     """
-    worker, strategy = process_state.worker, strategy or StrategyConfig()
-    keep_freed_memory()  # before the threads of the process group exist
+    options = SessionOptions(
+        device, reduction, timeout, strategy, run, tuple(loggers), checksum_every, share_gpu, adopt, threads
+    )
+    with _session(options) as world:
+        yield world
+
+
+def init(
+    *,
+    device: DeviceKind = "auto",
+    reduction: Reduction = "fast",
+    threads: int | None = None,
+    timeout: timedelta | None = None,
+    strategy: StrategyConfig | None = None,
+    run: str | Path | None = None,
+    loggers: Sequence[Logger | str] = (),
+    checksum_every: int = DEFAULT_CHECKSUM_EVERY,
+    share_gpu: bool = False,
+    adopt: bool = False,
+) -> World:
+    """Join the other ranks, and return the world.
+
+    The world ends when the interpreter exits, when the function given to `samestep.launch` returns, or at the end of a
+    block: `with samestep.init():`. A second call returns the same world. `samestep.parallel` calls this function.
+
+    The process group is private: the script sees neither a default group of torch nor the launcher's variables, such as
+    `RANK`. On one process nothing of the script's environment changes. On several, all ranks start with the states of
+    the generators of torch, NumPy and Python on rank 0, and ranks that compute on CPUs share the cores.
+
+    Args:
+        device: as in `samestep.start`.
+        reduction: `exact` requests deterministic kernels from torch; `fast` leaves torch's settings unchanged.
+        threads: intra-op threads of this rank. None: unchanged on one process and on GPUs, otherwise a share of the
+            cores.
+        timeout: as in `samestep.start`.
+        strategy: a strategy that divides the model needs torch's default group, which is then not private.
+        run: as in `samestep.start`.
+        loggers: as in `samestep.start`.
+        checksum_every: as in `samestep.start`.
+        share_gpu: as in `samestep.start`.
+        adopt: as in `samestep.start`.
+
+    Raises:
+        InputError: as in `samestep.start`; or the process has a world with other options.
+    """
+    options = SessionOptions(
+        device, reduction, timeout, strategy, run, tuple(loggers), checksum_every, share_gpu, adopt, threads
+    )
+    if process_state.world is not None:
+        _require_same(options)
+        return process_state.world
+    options = replace(options, is_private=not adopt and not _needs_default_group(strategy))
+    session = process_state.session
+    world = session.enter_context(_session(options))
+    world = replace(world, context=replace(world.context, session=session))
+    process_state.world, process_state.options = world, options
+    session.callback(_forget_world)
+    atexit.register(_end_session, world, is_adopted=adopt)
+    return world
+
+
+def enter(**options: Any) -> World:
+    """Enter `start(**options)` until the interpreter exits, for trainers of other libraries with the engine."""
+    world = process_state.session.enter_context(start(**options))
+    atexit.register(_end_session, world, is_adopted=True)
+    return world
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """SessionOptions of a world; see `start`."""
+
+    device: DeviceKind = "auto"
+    reduction: Reduction = "fast"
+    timeout: timedelta | None = None
+    strategy: StrategyConfig | None = None
+    run: str | Path | None = None
+    loggers: tuple[Logger | str, ...] = ()
+    checksum_every: int = DEFAULT_CHECKSUM_EVERY
+    share_gpu: bool = False
+    adopt: bool = False
+    threads: int | None = None  # None: as the script has it, or a share of the cores
+    is_private: bool = False  # the script sees neither the group nor the launcher's variables
+
+
+def _require_same(options: SessionOptions) -> None:
+    """Require that options of a second `init` are those of the first, or defaults."""
+    first, defaults = process_state.options, SessionOptions()
+    for name in (field.name for field in fields(SessionOptions)):
+        value, before = getattr(options, name), getattr(first, name)
+        if name != "is_private" and value not in (getattr(defaults, name), before):
+            raise InputError(
+                f"samestep.init({name}={value!r}) in a process that has joined with {name}={before!r}",
+                expected="the options of the first call, which samestep.parallel makes if the script does not",
+                fix=f"call samestep.init({name}={value!r}) once, before samestep.parallel",
+                code="E_LAUNCH",
+            )
+
+
+def _needs_default_group(strategy: StrategyConfig | None) -> bool:
+    return strategy is not None and strategy.name not in ("auto", "ddp")
+
+
+def _forget_world() -> None:
+    process_state.world = process_state.options = None
+
+
+@contextmanager
+def _session(options: SessionOptions) -> Iterator[World]:
+    """Join the other ranks, and yield the world."""
+    worker, strategy = process_state.worker, options.strategy or StrategyConfig()
+    if not options.is_private:
+        keep_freed_memory()  # before the threads of the process group exist
     status = worker.rank_status if worker else local_rank_status()
-    if adopt and dist.is_initialized():
-        own = adopt_process_group(device, timeout, strategy, share_gpu=share_gpu)
+    if options.adopt and dist.is_initialized():
+        own = adopt_process_group(options.device, options.timeout, strategy, share_gpu=options.share_gpu)
     else:
-        own = _create_process_group(worker, device, timeout, status, strategy, share_gpu=share_gpu)
-    _configure_process(reduction, threads)
+        own = _create_process_group(worker, options, status)
+    _configure_process(options, own)
     check = CollectiveCheck(own.store, status, rank=own.rank, size=own.size, timeout=own.limit)
-    context = RunContext(status, _stop_request(worker), check, callbacks=process_state.callbacks)
+    stop = StopRequest() if options.is_private else _stop_request(worker)
+    context = RunContext(status, stop, check, callbacks=process_state.callbacks)
+    handles_signals = own.rendezvous is not None and not options.is_private
     try:
         world = replace(build_world(own.rank, own.size, own.device, context, strategy, own.limit), group=own.group)
+        if options.is_private:
+            own = own._replace(group=hide_default_group())
+            process_state.rendezvous = own.rendezvous  # of later worlds too
+            hide_ranks()
+            world = replace(world, group=own.group, is_private=True)
+            _share_generators(world)
         with context.resources as resources:
-            world = resources.enter_context(_with_loggers(world, run, loggers, checksum_every))
-            with check.until_end(), _handlers_installed(context.stop) if own.rendezvous else nullcontext():
+            world = resources.enter_context(_with_loggers(world, options.run, options.loggers, options.checksum_every))
+            with check.until_end(), _handlers_installed(context.stop) if handles_signals else nullcontext():
                 yield world
     except BaseException:
         _leave_after_failure(own)
@@ -117,28 +238,21 @@ def start(
     _leave(world, own, is_launched=worker is not None)
 
 
-def init(**options: Any) -> World:
-    """Join the other ranks, and return the world, for notebooks and scripts without a `with` block.
-
-    The world ends when the interpreter exits, or when the function given to `samestep.launch` returns. A process can
-    call this once, and not inside `samestep.start()`.
-
-    Args:
-        options: those of `samestep.start`.
-
-    Raises:
-        InputError: as in `samestep.start`; also if the process has a world already.
-    """
-    world = process_state.session.enter_context(start(**options))
-    atexit.register(_end_session, world)
-    return world
+def _share_generators(world: World) -> None:
+    """Give the states of rank 0's generators to all ranks: a script without seeds draws equal numbers on all."""
+    if world.size > 1:
+        for generator in passed_generators(world.device):
+            state = generator.state()
+            world.broadcast(state)
+            if not world.is_main:
+                generator.set_state(state)
 
 
-def _end_session(world: World) -> None:
+def _end_session(world: World, *, is_adopted: bool) -> None:
     # After an uncaught exception, other ranks may wait in a collective for this one, and the teardown for them.
     error: BaseException | None = getattr(sys, "last_value", None)
     # The library that owns an adopted group may have destroyed it.
-    stack = process_state.session if dist.is_initialized() else world.context.resources
+    stack = process_state.session if not is_adopted or dist.is_initialized() else world.context.resources
     stack.__exit__(type(error) if error is not None else None, error, None)
 
 
@@ -170,17 +284,9 @@ def _with_loggers(
         yield replace(world, context=replace(world.context, loggers=used))
 
 
-def _create_process_group(
-    worker: WorkerSpec | None,
-    kind: DeviceKind,
-    timeout: timedelta | None,
-    rank_status: RankStatus,
-    strategy: StrategyConfig,
-    *,
-    share_gpu: bool,
-) -> Membership:
+def _create_process_group(worker: WorkerSpec | None, options: SessionOptions, rank_status: RankStatus) -> Membership:
     """Select the device, find the other ranks and create the process group."""
-    if dist.is_initialized():
+    if dist.is_initialized() or process_state.world is not None:
         raise InputError(
             "this process already has a process group",
             expected="one samestep.start() at a time, without init_process_group",
@@ -188,14 +294,15 @@ def _create_process_group(
             code="E_LAUNCH",
         )
     require_default_device()
-    rendezvous = read_rendezvous() if worker is None else None
-    is_local = rendezvous is None or rendezvous.is_on_one_machine
-    prepare_torch_environment(loopback=is_local)
+    rendezvous = (read_rendezvous() or process_state.rendezvous) if worker is None else None
+    is_local, timeout = rendezvous is None or rendezvous.is_on_one_machine, options.timeout
+    prepare_torch_environment(loopback=is_local, deterministic=options.reduction == "exact")
     rank, size, _ = _ranks(worker, rendezvous)
     configure_logging(rank)
-    device, own_gpus = _select_devices(kind, worker, rendezvous, strategy, share_gpu=share_gpu)
+    device, own_gpus = _select_devices(options, worker, rendezvous)
     disk_operations.rank_status = rank_status
-    use_short_temporary_folder()
+    if size > 1 or not options.is_private:
+        use_short_temporary_folder()
     # NCCL supports one rank per GPU.
     backend = f"cpu:gloo,{ACCELERATOR}:{'nccl' if own_gpus else 'gloo'}" if is_accelerator(device) else "gloo"
     with rank_status.operation("samestep.start()"), rank_status.waiting("the rendezvous"):
@@ -206,7 +313,10 @@ def _create_process_group(
         default = worker.timeout if worker else job.hang_after if job else HANG_AFTER
         hang_after = timeout.total_seconds() if timeout is not None else default
         limit = timedelta(seconds=hang_after + (COLLECTIVE_MARGIN_SECONDS if job is not None else 0))
+        hook = sys.excepthook
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        if options.is_private:
+            sys.excepthook = hook  # without torch's prefix of the rank
     watchdog = PeerWatchdog(job, store, rank_status, hang_after) if job is not None and size > 1 else None
     return Membership(rank, size, device, store, limit, rendezvous, watchdog)
 
@@ -223,8 +333,8 @@ def _leave(world: World, own: Membership, *, is_launched: bool) -> None:
         time.sleep(_RELEASE_SECONDS)
         return
     if is_launched:
-        process_state.finished_groups.append(dist.group.WORLD)
-    dist.destroy_process_group()
+        process_state.finished_groups.append(own.group or dist.group.WORLD)
+    destroy(own.group)
 
 
 def _leave_after_failure(own: Membership) -> None:
@@ -232,7 +342,7 @@ def _leave_after_failure(own: Membership) -> None:
         own.watchdog.join_if_ending()
     # With other ranks the group stays: they may wait in a collective for this rank, and the teardown for them.
     if own.size == 1 and not own.is_adopted:
-        dist.destroy_process_group()
+        destroy(own.group)
 
 
 def _stop_request(worker: WorkerSpec | None) -> StopRequest:
@@ -273,18 +383,14 @@ def _ranks(worker: WorkerSpec | None, rendezvous: Rendezvous | None) -> tuple[in
 
 
 def _select_devices(
-    kind: DeviceKind,
-    worker: WorkerSpec | None,
-    rendezvous: Rendezvous | None,
-    strategy: StrategyConfig,
-    *,
-    share_gpu: bool,
+    options: SessionOptions, worker: WorkerSpec | None, rendezvous: Rendezvous | None
 ) -> tuple[torch.device, list[str]]:
     """Return the first device of this rank, and the UUIDs of GPUs that it must share with no other rank."""
+    kind, strategy = options.device, options.strategy or StrategyConfig()
     available = accelerator_module().device_count() if kind != "cpu" else 0
     if kind == "cpu" or (kind == "auto" and available == 0):
         return torch.device("cpu"), []
-    share_gpu = share_gpu or read_environment().share_gpu
+    share_gpu = options.share_gpu or read_environment().share_gpu
     _, size, local_rank = _ranks(worker, rendezvous)
     per_rank = (strategy.devices or 1) if strategy.name == "device_map" else 1
     if available == per_rank and rendezvous is not None and rendezvous.launcher != "torchrun":
@@ -302,15 +408,26 @@ def _select_devices(
     return device, [] if share_gpu else gpu_uuids(device, per_rank)
 
 
-def _configure_process(reduction: Reduction, threads: int) -> None:
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(reduction == "exact")
+def _configure_process(options: SessionOptions, own: Membership) -> None:
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    elif own.size > 1 and not is_accelerator(own.device):
+        share = usable_processors() // _local_size(own)
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
+    if options.is_private and options.reduction == "fast":
+        return
+    torch.use_deterministic_algorithms(options.reduction == "exact")
     # Filling new memory only helps programs that read uninitialized memory, and costs a pass over each tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     # MKL selects the kernels of its vector functions at their first call. If several threads make this call at the
     # same time, one of them can compute with a generic kernel, with other rounding.
     torch.tanh(torch.zeros(16))
+
+
+def _local_size(own: Membership) -> int:
+    """Return the number of ranks on this machine, or of all ranks if it is unknown."""
+    return (own.rendezvous.local_size if own.rendezvous is not None else None) or own.size
 
 
 def _world_store(worker: WorkerSpec | None, job: Job | None, timeout: timedelta) -> dist.Store:

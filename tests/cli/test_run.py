@@ -1,4 +1,4 @@
-"""`samestep run`: user scripts with samestep.start(), for torchrun, and for one process."""
+"""`samestep run`: user scripts with samestep.start(), for one process, and with a process group of their own."""
 
 import json
 import os
@@ -42,6 +42,20 @@ if int(os.environ["LOCAL_RANK"]) == 0:
 dist.destroy_process_group()
 """
 
+# nanoGPT and others take their part for several processes if they see RANK.
+SEES_ONE_PROCESS = """
+import os
+import samestep
+import torch.distributed as dist
+
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+world = samestep.init()
+print(os.environ.get("RANK"), world.size, [name for name in names if name in os.environ])
+if int(os.environ.get("RANK", -1)) != -1 or dist.is_initialized():
+    dist.init_process_group()
+print("as one process")
+"""
+
 FAILS_ONCE = """
 import os, sys
 import samestep
@@ -83,7 +97,7 @@ def test_script_receives_its_arguments(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_script_for_torchrun_has_its_variables(tmp_path: Path) -> None:
-    done = samestep("run", "--processes", 4, script(tmp_path, FOR_TORCHRUN), cwd=tmp_path)
+    done = samestep("run", "--processes", 4, "--own-group", script(tmp_path, FOR_TORCHRUN), cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     assert json.loads(done.out) == {
         "total": 4.0,
@@ -100,15 +114,30 @@ def test_script_for_torchrun_has_its_variables(tmp_path: Path) -> None:
 
 def test_plain_script_runs_on_every_rank_and_only_rank_0_prints(tmp_path: Path) -> None:
     text = 'import os\nprint("rank", os.environ["RANK"])\n'
-    done = samestep("run", "--processes", 2, script(tmp_path, text), cwd=tmp_path)
+    done = samestep("run", "--processes", 2, "--own-group", script(tmp_path, text), cwd=tmp_path)
     assert (done.code, done.out) == (0, "rank 0\n")
     (log,) = tmp_path.glob("runs/script-*/logs/rank-1.log")
     assert log.read_text(encoding="utf-8") == "rank 1\n"
 
 
+def test_script_sees_one_process(tmp_path: Path) -> None:
+    done = samestep("run", "--processes", 2, script(tmp_path, SEES_ONE_PROCESS), cwd=tmp_path)
+    assert (done.code, done.err, done.out) == (0, "", "None 2 []\nas one process\n")
+
+
+@pytest.mark.parametrize(
+    "line", ["int(os.environ['LOCAL_RANK'])", "torch.distributed.init_process_group('gloo')"], ids=["variable", "group"]
+)
+def test_script_that_needs_its_own_group_is_told_the_option(tmp_path: Path, line: str) -> None:
+    done = samestep("run", "--processes", 2, script(tmp_path, f"import os, torch\n{line}\n"), cwd=tmp_path)
+    assert done.code == 2
+    assert "script.py reads the variables of a launcher" in done.err
+    assert "samestep run --own-group" in done.err
+
+
 @pytest.mark.slow
 def test_failure_is_reported_once_with_the_line_of_the_script(tmp_path: Path) -> None:
-    done = samestep("run", "--processes", 2, script(tmp_path, FAILS_ONCE), cwd=tmp_path)
+    done = samestep("run", "--processes", 2, "--own-group", script(tmp_path, FAILS_ONCE), cwd=tmp_path)
     assert done.code == 1
     assert done.err.count("error: ") == 1
     assert done.err.startswith(
@@ -122,7 +151,7 @@ def test_failure_is_reported_once_with_the_line_of_the_script(tmp_path: Path) ->
 def test_script_is_restarted_after_a_failure(tmp_path: Path) -> None:
     path = script(tmp_path, FAILS_ONCE)
     message = "restart 1 of 1, on 2 processes: rank 1 failed after samestep.start(): OSError: the switch was off\n"
-    done = samestep("run", "--processes", 2, "--max-restarts", 1, path, cwd=tmp_path)
+    done = samestep("run", "--processes", 2, "--own-group", "--max-restarts", 1, path, cwd=tmp_path)
     assert (done.code, done.out) == (0, "went well at attempt 1\n"), done.err
     assert done.err == message
 

@@ -23,7 +23,7 @@ FLOORS = [
     ["engine", "view"],
     ["runs"],
     ["session"],
-    ["trainer", "checkpoint_manager", "zoo", "integrations", "parallel"],
+    ["trainer", "checkpoint_manager", "zoo", "integrations", "parallel", "ranks"],
     ["recipes"],
     ["tools"],
     ["cli"],

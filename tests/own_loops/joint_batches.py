@@ -11,6 +11,7 @@ import samestep
 from own_loops.cases import Setting, digest, refused, same
 from own_loops.data import Noisy
 from own_loops.modes import Points
+from samestep.data.loader import Loader
 from samestep.microbatches import Cursor
 
 
@@ -34,7 +35,7 @@ class Loop:
         self.unlabelled = self.loader(Noisy(96), 16, seed=1, **options)
         self.used: list[tuple[list[int], ...]] = []
 
-    def loader(self, data: Points, size: int, **options: Any) -> samestep.loader:
+    def loader(self, data: Points, size: int, **options: Any) -> Loader:
         options = {"microbatches": 4, "shuffle": True, **options}
         return samestep.loader(data, batch_size=size, world=self.setting.world, **options)
 
@@ -80,7 +81,7 @@ def zip_with_an_endless_loader(setting: Setting) -> Any:
 
 @same
 def iterators_that_are_made_again_at_their_ends(setting: Setting) -> Any:
-    def forever(batches: samestep.loader) -> Iterator[Any]:
+    def forever(batches: Loader) -> Iterator[Any]:
         while True:
             yield from batches
 

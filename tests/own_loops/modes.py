@@ -7,6 +7,7 @@ from torch import nn
 
 import samestep
 from own_loops.cases import Setting, same
+from samestep.data.loader import Loader
 
 
 class Points(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -30,7 +31,7 @@ def engine_of(setting: Setting, model: nn.Module, **options: Any) -> samestep.En
     return samestep.Engine(model, optimizer, nn.CrossEntropyLoss(), world=setting.world, **options)
 
 
-def batches_of(setting: Setting, *, shuffle: bool = True) -> samestep.loader:
+def batches_of(setting: Setting, *, shuffle: bool = True) -> Loader:
     """Return a loader of 48 points: 3 batches of 16 in each epoch, in 4 microbatches."""
     return samestep.loader(Points(48), batch_size=16, microbatches=4, shuffle=shuffle, world=setting.world)
 

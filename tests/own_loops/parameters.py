@@ -10,6 +10,7 @@ from torch.nn.utils import prune
 import samestep
 from own_loops.cases import Setting, refused, same
 from own_loops.modes import assert_trained_alike, batches_of, engine_of, plain_step, twins
+from samestep.data.loader import Loader
 
 Change = Callable[[nn.Module, torch.optim.Optimizer, int], None]  # at the beginning of an epoch
 
@@ -248,7 +249,7 @@ def precision_changed_later(setting: Setting) -> Any:
 def _unfreeze_and_resume(setting: Setting, *, unfreeze_first: bool) -> Any:
     """Save after unfreezing, and resume in a new engine."""
 
-    def start() -> tuple[nn.Module, samestep.Engine, samestep.loader]:
+    def start() -> tuple[nn.Module, samestep.Engine, Loader]:
         torch.manual_seed(0)
         model = frozen_network()
         engine = samestep.Engine(model, sgd_of_all(model), nn.CrossEntropyLoss(), world=setting.world, ema=0.9)

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 import samestep
 from own_loops.cases import Setting, each, refused, same
 from own_loops.modes import Points
+from samestep.data.loader import Loader
 
 STEPS, SAVED_AFTER = 11, 6  # an epoch has 4 steps
 Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
@@ -34,7 +35,7 @@ class Loop:
     """A model in training."""
 
     engine: samestep.Engine
-    batches: samestep.loader
+    batches: Loader
     state: dict[str, Any] = field(default_factory=dict)
     results: list[tuple[float, float]] = field(default_factory=list)  # loss and learning rate
     indices: list[list[int]] = field(default_factory=list)

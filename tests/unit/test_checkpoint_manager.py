@@ -21,13 +21,14 @@ from helpers.disk_faults import fail_with, intercepting
 from helpers.models import Normed, seeded
 from helpers.system import tree
 from samestep.checkpoint.store import CheckpointFolder
+from samestep.data.loader import Loader
 from samestep.engine.engine import Engine
 from samestep.errors import CheckpointError, CheckpointWriteError, InputError
 from samestep.launcher.job import process_state
 from samestep.microbatches import Cursor
 
 World = samestep.World
-Loop = tuple[Engine, samestep.loader]
+Loop = tuple[Engine, Loader]
 
 
 def loop(world: World, seed: int = 0) -> Loop:

@@ -22,8 +22,8 @@ from samestep.launcher.pickling import ByName
 class Options(FaultOptions):
     """Run a script on several processes of this machine.
 
-    The script uses samestep.start(), or is written for torchrun, whose variables are set. The output of ranks other
-    than 0 is written to files.
+    The script sees no variables of a launcher, so that it takes itself for the only process; samestep.parallel divides
+    the work. The output of ranks other than 0 is written to files.
     """
 
     example: ClassVar = "samestep run --processes 2 train.py --epochs 3"
@@ -34,6 +34,7 @@ class Options(FaultOptions):
         default="auto",
     )
     runs: Path = option("folder of runs (default runs)", "DIR", default=Path("runs"))
+    own_group: bool = option("set torchrun's variables, for a script that creates its own process group", default=False)
     script: Path = argument("SCRIPT", "a Python file")
     arguments: Sequence[str] = argument("...", "arguments of the script", nargs=argparse.REMAINDER)
 
@@ -44,7 +45,8 @@ def run(options: Options) -> int:
     stem = options.script.stem
     log_dir = options.runs / timed_name(options.runs, stem) / "logs"
     processes = options.process_range()
-    call = partial(ByName("samestep.launcher.worker", "run_script"), options.script, tuple(options.arguments))
+    function = ByName("samestep.launcher.worker", "run_script")
+    call = partial(function, options.script, tuple(options.arguments), own_group=options.own_group)
     starts = itertools.count()
 
     def attempt(count: int, config: LaunchConfig) -> LaunchResult:

@@ -77,6 +77,7 @@ class Loader:
         counts_tokens: whether `take_counts` counts tokens.
         stream: the dataset, if the order is that of its files.
         planner: divides global batches into microbatches, and requests those of this rank.
+        world: the ranks.
 
     Args:
         dataset: map-style dataset; `__getitem__` raises `DataError` for an unusable sample.
@@ -152,7 +153,7 @@ class Loader:
         if world.data.uneven_shares is not None:
             require_shares(world.data.uneven_shares, world.data.size, self._microbatches)
         keeps_size = microbatches == "auto" if keeps_microbatch_size is None else keeps_microbatch_size
-        self.dataset, self._shuffle, self._drop_last, self._world = dataset, shuffle, drop_last, world
+        self.dataset, self._shuffle, self._drop_last, self.world = dataset, shuffle, drop_last, world
         self._lengths = None if lengths is None else numpy.asarray(lengths, dtype=numpy.int64)
         self._reader = MicrobatchDataset(dataset, collate_fn or default_collate, self._seed, bad_samples)
         self._kind: SampleOrder = order if shuffle and lengths is None else "shuffled"
@@ -242,7 +243,7 @@ class Loader:
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor if has_workers else None,
             collate_fn=lambda item: item,
-            pin_memory=self._pins and is_accelerator(self._world.device),
+            pin_memory=self._pins and is_accelerator(self.world.device),
             persistent_workers=has_workers,  # `_items` ends the workers
             worker_init_fn=partial(init_worker, self.dataset, self._worker_init_fn) if has_workers else None,
             # Forks of the rank, not of the fork server: they end with the rank and need no pickling.
@@ -314,13 +315,13 @@ class Loader:
         # Every rank reads the first, middle and last sample once, to compare the datasets of ranks.
         probed = numpy.unique([0, size // 2, size - 1])
         key = (epoch if self._reader.epoch_hooks else 0, size)
-        is_known = self._world.size == 1 or self.stream is not None  # a stream has a fingerprint
+        is_known = self.world.size == 1 or self.stream is not None  # a stream has a fingerprint
         is_known |= self._probed[0] == key
         probes = [] if is_known else [MicrobatchRequest(epoch, PROBE, probed)]
         requests = chain(probes, chain.from_iterable(plan.requests for plan in requested))
-        data = self._world.data
+        data = self.world.data
         ahead = 1 + len(owned_microbatches(self._microbatches, data.shares, data.rank))  # all of the next step
-        microbatches = prefetch_to_device(self._loaded(requests), self._world.device, ahead)
+        microbatches = prefetch_to_device(self._loaded(requests), self.world.device, ahead)
         self._running.add(iteration)
         try:
             for probe in islice(microbatches, len(probes)):
@@ -389,10 +390,7 @@ class Loader:
                 end_workers(loader)
 
 
-loader = Loader  # public name: `for batch in samestep.loader(...)`
-
-
-def epochs(batches: Loader, number: int) -> Iterator[int]:
+def loop_epochs(batches: Loader, number: int) -> Iterator[int]:
     """Yield the numbers of the epochs from the position of a loader to `number`, without `number`.
 
     An epoch is complete when the steps have used all its samples. After a resumption, the first one is the epoch of the

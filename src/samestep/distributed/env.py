@@ -23,6 +23,15 @@ SHARE_GPU = "SAMESTEP_SHARE_GPU"  # 1: several ranks may use one GPU
 FORK_SERVER = "SAMESTEP_FORK_SERVER"
 HASH_SEED = "PYTHONHASHSEED"  # of the hashes of text, which decide the order of sets
 _SAFE_PATH, _OWN_SAFE_PATH = "PYTHONSAFEPATH", "samestep"
+# By which libraries and scripts take their process for one of several ranks.
+_RANK_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+    *("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    *("PMI_RANK", "PMI_SIZE", "PMIX_RANK"),
+)
 # Prefixes of variables that change the behaviour of torch, its libraries or launchers.
 _PREFIXES = (
     *("ATEN_", "CUBLAS_", "CUDA_", "CUDNN_", "DNNL_", "GLOO_", "GOMP_", "KMP_", "LD_", "MASTER_", "MKL_", "NCCL_"),
@@ -123,14 +132,16 @@ def environment_of(process: int) -> dict[str, str]:
         return {}
 
 
-def prepare_torch_environment(*, loopback: bool) -> None:
+def prepare_torch_environment(*, loopback: bool, deterministic: bool = True) -> None:
     """Set torch's variables that are not set yet. Call before torch uses a device or a process group.
 
     Args:
         loopback: all ranks are on this machine, so gloo uses the loopback interface.
+        deterministic: kernels compute the same bits each time.
     """
-    # cuBLAS is deterministic only with a fixed workspace (NVIDIA cuBLAS documentation, "Reproducibility").
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if deterministic:
+        # cuBLAS is deterministic only with a fixed workspace (NVIDIA cuBLAS documentation, "Reproducibility").
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Counting GPUs through NVML leaves CUDA uninitialized, so the process can still be forked.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # Device numbers as in nvidia-smi.
@@ -143,6 +154,12 @@ def silence_torch_warnings() -> None:
     """Suppress warnings of torch's C++ code, such as pages of stack frames. Call before torch is imported."""
     # A rank may find the store gone after another rank has reported a failure.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def hide_ranks() -> None:
+    """Remove the launcher's variables, so that libraries and scripts take this process for the only one."""
+    for name in _RANK_VARIABLES:
+        os.environ.pop(name, None)
 
 
 def set_environment(variables: Mapping[str, str]) -> None:

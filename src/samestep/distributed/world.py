@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -41,6 +42,7 @@ class RunContext:
     callbacks: Sequence[Callback] = ()  # callbacks of every engine
     resources: ExitStack = field(default_factory=ExitStack)  # loggers and run directory; end before the ranks part
     engine_numbers: EngineNumbers = field(default_factory=EngineNumbers)  # on which random states of engines depend
+    session: ExitStack = field(default_factory=ExitStack)  # of a world of `samestep.init`, which ends with it
 
     @classmethod
     def local(cls, stop: StopRequest | None = None) -> RunContext:
@@ -71,6 +73,7 @@ class World:
         timeout: time limit of a collective.
         data_world: ranks that share the data, this rank among them, if these are not all ranks.
         uneven_shares: share of the microbatches of each rank that shares the data; None for equal shares.
+        is_private: `group` has all ranks, and the script does not see it.
     """
 
     rank: int
@@ -83,6 +86,14 @@ class World:
     timeout: timedelta = dist.default_pg_timeout
     data_world: World | None = None
     uneven_shares: tuple[int, ...] | None = None
+    is_private: bool = False
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """End the world, if `samestep.init` has returned it."""
+        self.context.session.__exit__(kind, error, at)
 
     @property
     def shares(self) -> Shares:
@@ -181,7 +192,7 @@ class World:
         self.run_collective(lambda: dist.barrier(group=self.group), "a barrier")
 
     def _begin(self, collective: str) -> None:
-        if self.group is None:
+        if self.group is None or self.is_private:
             self.context.collective_check.begin_collective(collective)
 
     def run_collective(self, collective: Callable[[], Any], name: str) -> None:

@@ -37,7 +37,7 @@ from samestep.integrations.microbatch_loop import MicrobatchLoop, counted_loss
 from samestep.integrations.torch_loader import integration_error
 from samestep.launcher.job import process_state
 from samestep.microbatches import Cursor, Microbatches
-from samestep.session import init
+from samestep.session import enter
 
 
 class Accelerator(GatheringAccelerator):
@@ -282,4 +282,4 @@ class Accelerator(GatheringAccelerator):
 
     def _adopted_world(self) -> World:
         timeout = None if self.init_handler is None else self.init_handler.timeout
-        return init(device=cast("DeviceKind", self.device.type), timeout=timeout, adopt=True)
+        return enter(device=cast("DeviceKind", self.device.type), timeout=timeout, adopt=True)

@@ -38,7 +38,7 @@ from samestep.integrations.transformers_gather import MicrobatchMetrics, join_pr
 from samestep.integrations.transformers_loader import EvaluationDataLoader, SamestepCallback, StepDataLoader
 from samestep.integrations.transformers_options import require_supported_arguments, require_supported_class
 from samestep.microbatches import Microbatches, auto_microbatches
-from samestep.session import init
+from samestep.session import enter
 
 if TYPE_CHECKING:
     _Trainer = transformers.Trainer
@@ -98,7 +98,7 @@ class SamestepTrainerMixin(_Trainer):
         # Each microbatch counts its own tokens, and the engine divides by the number of all.
         self.args.average_tokens_across_devices = False
         device = cast("DeviceKind", self.args.device.type)
-        self._world: World = init(adopt=True, device=device, threads=self._threads, run=self._run)
+        self._world: World = enter(adopt=True, device=device, threads=self._threads, run=self._run)
         set_tf32(self._world.device, allowed=bool(self.args.tf32))  # as in steps, for an evaluation before the first
         self._values = MicrobatchMetrics(self, self._world)
 

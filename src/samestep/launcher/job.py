@@ -24,9 +24,11 @@ from samestep.launcher.source_files import SourceFiles
 from samestep.launcher.watchdog import HANG_AFTER
 
 if TYPE_CHECKING:
+    from samestep.distributed.world import World
     from samestep.engine.callbacks import Callback
     from samestep.launcher.peer_watchdog import PeerWatchdog
     from samestep.launcher.worker import WorkerSpec
+    from samestep.session import SessionOptions
 
 TIMEOUT = timedelta(seconds=HANG_AFTER)
 _CONNECT_POLL_SECONDS = 0.1
@@ -85,7 +87,10 @@ class ProcessState:
     hosted_store: dist.Store | None = None  # the store of the launch, in the launch's rank 0
     launch_store: dist.Store | None = None  # the launch's part of that store, in every rank of the launch
     job: Job | None = None  # the job of another launcher, once joined
-    session: ExitStack = field(default_factory=ExitStack)  # the world of `samestep.init()`
+    session: ExitStack = field(default_factory=ExitStack)  # ends the world of `samestep.init()`
+    world: World | None = None  # of `samestep.init()`, until its end
+    options: SessionOptions | None = None  # of this world
+    rendezvous: Rendezvous | None = None  # of another launcher, whose variables a private world hides
     worlds: int = 0  # number of worlds that this process has entered with other ranks
     # Process groups of finished worlds. They are never released in a launched rank: when a model under DDP is released
     # later, and its group with it, torch waits for gloo threads that may wait for the GIL in turn.

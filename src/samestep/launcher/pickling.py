@@ -27,8 +27,8 @@ class ByName:
     module: str
     name: str
 
-    def __call__(self, *arguments: Any) -> Any:
-        return getattr(import_module(self.module), self.name)(*arguments)
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return getattr(import_module(self.module), self.name)(*arguments, **options)
 
 
 class ByValue:

@@ -19,10 +19,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from samestep.distributed.env import prepare_torch_environment, set_environment
+from samestep.distributed.env import hide_ranks, prepare_torch_environment, set_environment
 from samestep.distributed.signals import GROUP_SIGNALS, StopRequest, die_with_parent
 from samestep.distributed.status import RankStatus, StatusBoard
 from samestep.distributed.streams import STALL_SECONDS, protect_output
+from samestep.errors import InputError
 from samestep.launcher.failure import Failure
 from samestep.launcher.pickling import pack
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, StackFile
@@ -175,36 +176,32 @@ class EndOfScript(BaseException):
     """Early end of a script by the tool that runs it; no `except Exception` of the script catches it."""
 
 
-def run_script(script: Path, arguments: tuple[str, ...], restarts: int = 0, max_restarts: int = 0) -> None:
+def run_script(
+    script: Path,
+    arguments: tuple[str, ...],
+    restarts: int = 0,
+    max_restarts: int = 0,
+    *,
+    own_group: bool = True,
+) -> None:
     """Run `script` in this rank as `python script.py arguments` would, after some `restarts` of the launch.
 
-    The script may call `samestep.start()`, or `torch.distributed.init_process_group()` as under torchrun, whose
-    variables are set (https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables"). The store exists
-    already, as with torchrun's agent, so no rank opens a port on other interfaces.
+    With `own_group`, the script may call `torch.distributed.init_process_group()` as under torchrun, whose variables
+    are set (https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables"). The store exists already,
+    as with torchrun's agent, so no rank opens a port on other interfaces. Otherwise the variables are absent, so that a
+    script with a part for several processes takes its part for one.
     """
     from samestep.launcher.job import host_store, process_state
 
     worker_spec = process_state.worker
     assert worker_spec is not None
-    address, port = worker_spec.store_address
     host_store(worker_spec, _SCRIPT_TIMEOUT)
     process_state.is_script = True
     worker_spec.rank_status.begin_script()
-    set_environment(
-        {
-            **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(worker_spec.rank)),
-            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(worker_spec.size)),
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-            "ROLE_NAME": "default",
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": str(restarts),
-            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-            "TORCHELASTIC_RUN_ID": "samestep",
-        }
-    )
+    if own_group:
+        set_environment(_torchrun_variables(worker_spec, restarts, max_restarts))
+    else:
+        hide_ranks()
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     # The module is never removed: when a script drops its models, and the last process group with them, torch waits for
@@ -219,3 +216,37 @@ def run_script(script: Path, arguments: tuple[str, ...], restarts: int = 0, max_
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
+    except (KeyError, ValueError) as error:
+        if own_group or not _lacks_rank(error):
+            raise
+        raise InputError(
+            f"{script.name} reads the variables of a launcher: {message_of(error)}",
+            expected="a script for one process, or one that creates a process group of its own with --own-group",
+            fix="samestep run --own-group for a script with DistributedDataParallel or init_process_group",
+            code="E_LAUNCH",
+        ) from error
+
+
+def _torchrun_variables(worker_spec: WorkerSpec, restarts: int, max_restarts: int) -> dict[str, str]:
+    address, port = worker_spec.store_address
+    return {
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(worker_spec.rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(worker_spec.size)),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": "samestep",
+    }
+
+
+def _lacks_rank(error: KeyError | ValueError) -> bool:
+    """Whether the error is the absence of a launcher's variable, in the script or in torch's rendezvous."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if isinstance(error, KeyError):
+        return error.args in [(name,) for name in names]
+    return any(f"environment variable {name} expected" in str(error) for name in names)

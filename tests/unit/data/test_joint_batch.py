@@ -6,11 +6,12 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep.data.joint_batch import JointBatch, joint_batch
+from samestep.data.loader import Loader
 from samestep.errors import InputError
 from samestep.microbatches import Cursor
 
 
-def loader(world: samestep.World, size: int, batch_size: int, **options: object) -> samestep.loader:
+def loader(world: samestep.World, size: int, batch_size: int, **options: object) -> Loader:
     data = TensorDataset(torch.arange(float(size)))
     options = {"microbatches": 4, **options}
     return samestep.loader(data, batch_size=batch_size, world=world, **options)  # type: ignore[arg-type]

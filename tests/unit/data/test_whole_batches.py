@@ -1,0 +1,124 @@
+"""`samestep.loader` without a world: whole batches in an order that does not depend on ranks."""
+
+import logging
+import random
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+import samestep
+from samestep.data.loader import Loader
+from samestep.data.whole_batches import WholeBatches
+from samestep.errors import DataError, InputError
+from samestep.microbatches import Cursor
+from workers import sessions
+
+
+def data(size: int = 10) -> TensorDataset:
+    return TensorDataset(torch.arange(float(size)))
+
+
+def rows(batches: WholeBatches) -> list[list[float]]:
+    return [batch[0].tolist() for batch in batches]
+
+
+class Mappings(Dataset[dict[str, Any]]):
+    """Samples with names and random numbers; one is unusable."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 3:
+            raise DataError("sample 3")
+        return {"number": index, "text": f"sample {index}", "random": random.random()}
+
+
+def test_batches_are_those_of_torch() -> None:
+    batches = samestep.loader(data(), batch_size=4)
+    expected = list(torch.utils.data.DataLoader(data(), batch_size=4))
+    assert len(batches) == len(expected) == 3
+    for batch, other in zip(batches, expected, strict=True):
+        assert type(batch) is type(other) is list
+        assert torch.equal(batch[0], other[0])
+    assert rows(samestep.loader(data(), batch_size=4, drop_last=True)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_mappings_and_unusable_samples(workers: int) -> None:
+    batches = samestep.loader(Mappings(), batch_size=2, bad_samples="skip", num_workers=workers)
+    got = list(batches)
+    assert [batch["text"] for batch in got] == [["sample 0", "sample 1"], ["sample 2"], ["sample 4", "sample 5"]]
+    other = list(samestep.loader(Mappings(), batch_size=3, bad_samples="skip"))
+    numbers = [number for batch in got for number in batch["random"].tolist()]
+    assert numbers == [number for batch in other for number in batch["random"].tolist()]
+
+
+def test_order_is_that_of_the_loader_of_the_engine() -> None:
+    batches = samestep.loader(data(), batch_size=4, shuffle=True, seed=5)
+    world = samestep.World(0, 1, torch.device("cpu"))
+    of_engine = samestep.loader(data(), batch_size=4, shuffle=True, seed=5, microbatches=2, world=world)
+    assert isinstance(of_engine, Loader)
+    assert rows(batches) == [list(map(float, batch.indices)) for batch in of_engine]
+
+
+def test_order_does_not_depend_on_ranks() -> None:
+    rows = samestep.launch(sessions.orders, 2, processes=1)
+    assert samestep.launch(sessions.orders, 2, processes=3) == rows
+    first, second = [sum(map(tuple, epoch), ()) for epoch in (rows[:6], rows[6:])]
+    assert sorted(first) == sorted(second) == list(range(sessions.SAMPLES))
+    assert first != second
+
+
+def test_each_iteration_is_an_epoch() -> None:
+    batches = samestep.loader(data(), batch_size=4, shuffle=True)
+    complete = [rows(batches) for _ in range(3)]
+    assert complete[0] != complete[1]
+    other = samestep.loader(data(), batch_size=4, shuffle=True)
+    assert [batch[0].tolist() for batch in islice(other, 2)] == complete[0][:2]  # left early
+    assert rows(other) == complete[1]
+    assert other.cursor == Cursor(2)
+
+
+def test_cursor_resumes_within_an_epoch() -> None:
+    batches = samestep.loader(data(), batch_size=4, shuffle=True)
+    expected = rows(batches) + rows(batches)
+    other = samestep.loader(data(), batch_size=4, shuffle=True)
+    other.cursor = Cursor(0, 8)
+    assert rows(other) + rows(other) == expected[2:]
+
+
+def test_global_generator_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    rows(samestep.loader(data(), batch_size=4, shuffle=True, num_workers=1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_epochs_count_epochs_that_were_left_early() -> None:
+    batches = samestep.loader(data(), batch_size=4)
+    seen = []
+    for epoch in samestep.epochs(batches, 3):
+        for number, _ in enumerate(batches):
+            if number == epoch:
+                break
+        seen.append(epoch)
+    assert seen == [0, 1, 2]
+    with pytest.raises(InputError, match="no batch of the loader was read in epoch 3"):
+        list(samestep.epochs(batches, 4))
+
+
+def test_finished_run_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    batches = samestep.loader(data(), batch_size=4)
+    batches.cursor = Cursor(2)
+    with caplog.at_level(logging.INFO, logger="samestep"):
+        assert list(samestep.epochs(batches, 2)) == []
+    assert caplog.messages == ["this run is complete: 2 of 2 epochs were trained by earlier starts"]
+
+
+@pytest.mark.parametrize("option", ["microbatches", "prepare", "keeps_microbatch_size"])
+def test_options_of_the_engine_are_refused(option: str) -> None:
+    with pytest.raises(InputError, match=option):
+        samestep.loader(data(), batch_size=4, **{option: 2})

@@ -1,0 +1,121 @@
+"""`samestep.init`: a private world of all ranks that leaves the script as it is."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import samestep
+from helpers.started import as_srun, as_torchrun, free_port, ranks
+from samestep.distributed.resources import usable_processors
+from samestep.errors import InputError
+from samestep.launcher.failure import RankError
+from workers import sessions
+
+ALONE = """
+import json, sys
+import torch, torch.distributed as dist
+import samestep
+before = (torch.get_num_threads(), torch.get_rng_state().tolist(), sys.excepthook is sys.__excepthook__)
+assert samestep.is_main()
+with samestep.init() as world:
+    after = (torch.get_num_threads(), torch.get_rng_state().tolist(), sys.excepthook is sys.__excepthook__)
+    settings = [torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, dist.is_initialized()]
+    values = samestep.all_gather({"rank": world.rank})
+again = samestep.init()
+print(json.dumps([before == after, settings, values, again is not world, samestep.all_gather(1)]))
+"""
+
+SEEN = """
+import json, os, sys
+import torch.distributed as dist
+import samestep
+first = samestep.is_main()
+with samestep.init(device="cpu") as world:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "SLURM_PROCID", "SLURM_NTASKS")
+    seen = [first == world.is_main, dist.is_initialized(), [name for name in names if name in os.environ]]
+    print(json.dumps([samestep.all_gather(world.rank), *seen]))
+with samestep.init(device="cpu") as world:  # of the launcher whose variables are hidden now
+    assert world.size == 2
+"""
+
+
+def test_nothing_changes_on_one_process() -> None:
+    done = subprocess.run([sys.executable, "-c", ALONE], check=False, capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    assert json.loads(done.stdout) == [True, [False, False, False], [{"rank": 0}], True, [1]]
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_script_sees_one_process_and_all_ranks_agree(processes: int) -> None:
+    rows = samestep.launch(sessions.facts, processes=processes)
+    assert [row["rank"] for row in rows] == list(range(processes))
+    threads = max(1, usable_processors() // processes)
+    for row in rows:
+        main = row["rank"] == 0
+        assert row["is_main"] == [main, main]
+        assert row["same"]
+        assert not row["visible group"]
+        assert not row["deterministic"]
+        assert row["variables"] == []
+        assert row["numbers"] == rows[0]["numbers"]
+        assert row["mean"] == (processes - 1) / 2
+        assert row["sum"] == [processes * (processes + 1) / 2] * 2
+        if processes > 1:
+            assert row["threads"] <= threads
+
+
+def test_world_ends_with_its_block() -> None:
+    assert samestep.launch(sessions.two_blocks, processes=2) == [[0, 1], [0, 1]]
+
+
+def test_default_group_of_the_script_is_independent() -> None:
+    assert samestep.launch(sessions.group_of_the_script, processes=2) == [8.0]
+
+
+def test_ranks_that_diverge_are_named() -> None:
+    with pytest.raises(RankError, match="diverged"):
+        samestep.launch(sessions.diverging, processes=2)
+
+
+def test_failure_of_a_rank_ends_the_block() -> None:
+    with pytest.raises(RankError, match="the switch was off"):
+        samestep.launch(sessions.raising, processes=2)
+
+
+def test_other_options_than_those_of_the_first_call_are_an_error() -> None:
+    with samestep.init(device="cpu", reduction="fast") as world:
+        assert samestep.init() is world
+        assert samestep.init(device="cpu") is world
+        with pytest.raises(InputError, match="joined with reduction='fast'") as raised:
+            samestep.init(reduction="exact")
+        assert raised.value.code == "E_LAUNCH"
+        with pytest.raises(InputError, match="already has a process group"), samestep.start(device="cpu"):
+            pass
+    assert not dist.is_initialized()
+
+
+def test_exact_requests_deterministic_kernels() -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        with samestep.init(device="cpu", reduction="exact"):
+            assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_variables_of_another_launcher_are_hidden(launcher: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SEEN, encoding="utf-8")
+    variables = as_torchrun(free_port()) if launcher == "torchrun" else as_srun(str(free_port()))
+    with ranks(variables, 2, script, cwd=tmp_path, command=[sys.executable]) as started:
+        done = started.wait()
+    for one in done:
+        assert (one.code, one.err) == (0, "")
+        assert json.loads(one.out) == [[0, 1], True, False, []]
