@@ -211,6 +211,7 @@ def _session(options: SessionOptions) -> Iterator[World]:
     if not options.is_private:
         keep_freed_memory()  # before the threads of the process group exist
     status = worker.rank_status if worker else local_rank_status()
+    status.is_free = options.is_private
     if options.adopt and dist.is_initialized():
         own = adopt_process_group(options.device, options.timeout, strategy, share_gpu=options.share_gpu)
     else:

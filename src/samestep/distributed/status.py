@@ -23,7 +23,7 @@ from typing import Any
 # Odd while the slot is being written. The same even number before and after a read proves a consistent read.
 _VERSION = struct.Struct("<Q")
 # The fields of StatusSnapshot in order, then the length of the text.
-_NUMBERS = struct.Struct("<QdQdQq???H")
+_NUMBERS = struct.Struct("<QdQdQq????H")
 _TEXT_BYTES = 160
 _SLOT_BYTES = 256
 # Precedes a disk operation in an activity.
@@ -46,6 +46,7 @@ class StatusSnapshot:
         is_waiting: the rank waits for other ranks.
         is_finished: the rank has left `samestep.start()`.
         is_script: the rank runs a script, not a function.
+        is_resting: the rank is in code of a plain loop between its calls, which takes any time.
         activity: current activity, such as `in engine.step 7`.
     """
 
@@ -58,6 +59,7 @@ class StatusSnapshot:
     is_waiting: bool = False
     is_finished: bool = False
     is_script: bool = False
+    is_resting: bool = False
     activity: str = ""
 
 
@@ -67,8 +69,10 @@ class RankStatus:
     Attributes:
         on_wait: called with a name when a wait for other ranks begins, in the waiting thread. The returned function is
             called at the end of the wait. None disables the call.
+        is_free: the rank rests between operations and waits, as in a plain loop, which reports no progress there.
     """
 
+    is_free = False
     on_wait: Callable[[str], Callable[[], None]] | None = None
 
     def __init__(self, memory: Any, rank: int) -> None:
@@ -107,13 +111,16 @@ class RankStatus:
             return
         self._is_inside = True
         # A process may enter a second world after the end of the first.
-        self._update(operations=self._values["operations"] + 1, activity=f"in {name}", is_finished=False)
+        self._update(
+            operations=self._values["operations"] + 1, activity=f"in {name}", is_finished=False, is_resting=False
+        )
         try:
             yield
         finally:
             self._is_inside = False
         self._compute_began = time.monotonic()
-        self._update(activity=f"after {name}")  # an exception skips this line: the activity stays that of the failure
+        # An exception skips this line: the activity stays that of the failure.
+        self._update(activity=f"after {name}", **self._rest(is_resting=True))
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
@@ -122,7 +129,7 @@ class RankStatus:
             if not self._waits:
                 self._wait_began = time.monotonic()
             self._waits.append(name)
-        self._update()
+        self._update(**self._rest(is_resting=False))
         end = self.on_wait(name) if self.on_wait is not None else None
         try:
             yield
@@ -133,7 +140,11 @@ class RankStatus:
                 self._waits.remove(name)
                 if not self._waits:
                     self._waited_seconds += time.monotonic() - self._wait_began
-            self._update()
+                is_resting = not self._waits and not self._is_inside
+            self._update(**self._rest(is_resting=is_resting))
+
+    def _rest(self, *, is_resting: bool) -> dict[str, bool]:
+        return {"is_resting": is_resting} if self.is_free else {}
 
     def end_compute(self, microbatches: int) -> None:
         """Record the end of a step's computation, except for the part that overlaps with communication."""

@@ -157,12 +157,13 @@ class Watchdog:
         """Return the seconds without progress if they amount to a hang.
 
         Ranks are not watched before the first has reached `samestep.start()` and after the last has left it: a program
-        may do anything there.
+        may do anything there. Nor while all of them are in code of a plain loop between its calls.
         """
-        watched = [state.status for state in states.values() if not state.has_ended and not state.status.is_finished]
+        running = [state.status for state in states.values() if not state.has_ended and not state.status.is_finished]
+        watched = [status for status in running if not status.is_resting]
         if not any(status.operations for status in watched):
             return None
-        seconds = self._timer.seconds_without_change(max(status.last_change for status in watched))
+        seconds = self._timer.seconds_without_change(max(status.last_change for status in running))
         return seconds if seconds >= self._hang_after else None
 
 

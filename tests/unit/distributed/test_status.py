@@ -43,6 +43,19 @@ def test_snapshot_has_activity_counts_and_waits(board: StatusBoard) -> None:
     assert inside.last_change <= after.last_change <= time.monotonic()
 
 
+def test_rank_of_a_plain_loop_rests_between_its_calls(board: StatusBoard) -> None:
+    status = board.rank_status(0)
+    status.is_free = True
+    seen = []
+    with status.operation("samestep.init()"), status.waiting("the rendezvous"):
+        seen.append(board.read(0).is_resting)
+    seen.append(board.read(0).is_resting)
+    with status.waiting("an all-reduce"):
+        seen.append(board.read(0).is_resting)
+    seen.append(board.read(0).is_resting)
+    assert seen == [False, True, False, True]
+
+
 def test_checkpoints_and_the_end_are_recorded(board: StatusBoard) -> None:
     status = board.rank_status(0)
     status.checkpoint_saved()

@@ -78,6 +78,10 @@ def test_no_progress_of_any_rank_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> N
     "ranks",
     [
         pytest.param(lambda now: states(WAITING, replace(COMPUTING, last_change=now)), id="progress of one rank"),
+        pytest.param(
+            lambda now: states(replace(COMPUTING, is_resting=True), replace(COMPUTING, is_resting=True)),
+            id="all in code of a plain loop",
+        ),
         pytest.param(lambda now: states(StatusSnapshot(), StatusSnapshot()), id="before the start"),
         pytest.param(lambda now: states(ENDED, ENDED), id="after the end"),
     ],
