@@ -54,6 +54,7 @@ PUBLIC = {
     "epochs",
     "evaluate",
     "init",
+    "is_main",
     "launch",
     "loader",
     "scaled_lr",
