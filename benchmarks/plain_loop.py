@@ -55,14 +55,16 @@ def missing_reason(contender: str) -> str | None:
     return None
 
 
-def start_ranks(name: str, keys: Sequence[Key], notes: list[str]) -> list[Ranks]:
-    """Start the contenders of a case; one that fails is left out with a note."""
+def start_ranks(name: str, keys: Sequence[Key], warmup: int, notes: list[str]) -> list[Ranks]:
+    """Start the contenders of a case and take some steps; one that fails is left out with a note."""
     started = []
     for contender, processes in keys:
         reason = missing_reason(contender)
         if reason is None:
             try:
-                started.append(Ranks(name, contender, processes))
+                ranks = Ranks(name, contender, processes)
+                ranks.take_turn(warmup)
+                started.append(ranks)
             except RuntimeError as error:
                 reason = str(error).strip().splitlines()[-1]
         if reason is not None:
@@ -75,10 +77,8 @@ def measure(name: str, keys: Sequence[Key], options: argparse.Namespace) -> dict
     """Return the times, ratios and verdicts of one case."""
     case = CASES[name]
     notes: list[str] = []
-    contenders = start_ranks(name, keys, notes)
+    contenders = start_ranks(name, keys, options.warmup, notes)
     try:
-        for ranks in contenders:
-            ranks.take_turn(options.warmup)
         if case.kind != "evaluate":
             notes += different_updates(case, contenders)
         seconds = [ranks.take_turn(3)["wall"] for ranks in contenders]
@@ -162,10 +162,8 @@ def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
     """Return the peak of a step of each contender, beyond what is there between steps."""
     notes: list[str] = []
     names = [name for name in MEMORY_CONTENDERS if name in options.contenders]
-    contenders = start_ranks(MEMORY_CASE, [CONTENDERS[name] for name in names], notes)
+    contenders = start_ranks(MEMORY_CASE, [CONTENDERS[name] for name in names], options.warmup, notes)
     try:
-        for ranks in contenders:
-            ranks.take_turn(options.warmup)
         peaks = {(ranks.contender, ranks.processes): max(ranks.ask("memory")) for ranks in contenders}
         gradients = 4 * contenders[0].ask("weights")[0].numel()
     finally:
@@ -239,8 +237,7 @@ def page(machine: dict[str, Any], options: argparse.Namespace, found: dict[str, 
 
 def print_profiles(options: argparse.Namespace) -> None:
     for name in options.cases:
-        for ranks in start_ranks(name, keys_of(name, options), []):
-            ranks.take_turn(options.warmup)
+        for ranks in start_ranks(name, keys_of(name, options), options.warmup, []):
             first, *_ = ranks.ask("profile")
             print(f"{name}: {ranks.contender} on {ranks.processes}, rank 0\n{first}", flush=True)
             ranks.close()

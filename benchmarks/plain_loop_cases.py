@@ -94,7 +94,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(self.blocks(self.embedding(tokens) + self.positions))
-        return logits.transpose(1, 2)  # classes in the second dimension, as cross entropy expects
+        return logits
 
 
 def linear_layers() -> nn.Module:
@@ -115,6 +115,19 @@ def masks(size: int) -> Batch:
 
 def texts(size: int) -> Batch:
     return torch.randint(VOCABULARY, (size, TOKENS)), torch.randint(VOCABULARY, (size, TOKENS))
+
+
+def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy; outputs of language models have their classes in the last dimension."""
+    if outputs.shape[:-1] == targets.shape:
+        return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+    return functional.cross_entropy(outputs, targets)
+
+
+def matches_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return for each target whether it is the class with the largest output."""
+    classes = outputs.dim() - 1 if outputs.shape[:-1] == targets.shape else 1
+    return outputs.argmax(classes) == targets
 
 
 def resnet() -> nn.Module:

@@ -15,7 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,8 +34,9 @@ from plain_loop_cases import (
     UNWATCHED,
     Batch,
     Case,
+    loss_of,
+    matches_of,
 )
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import samestep
@@ -117,7 +118,7 @@ class Loop:
 
     def _compute_gradients(self, scale: float) -> None:
         inputs, targets = self._next_batch()
-        loss = cross_entropy(self._model(inputs), targets)
+        loss = loss_of(self._model(inputs), targets)
         self._backward(loss if scale == 1.0 else loss * scale)
 
     def _evaluate(self, count: int) -> None:
@@ -126,7 +127,7 @@ class Loop:
         with torch.no_grad():
             for _ in range(count):
                 inputs, targets = self._next_batch()
-                matches = self._model(inputs).argmax(1) == targets
+                matches = matches_of(self._model(inputs), targets)
                 correct += torch.tensor([matches.sum(), matches.numel()])
         if self._gathers:
             dist.all_reduce(correct)
@@ -222,6 +223,7 @@ class Ranks:
             except EOFError:
                 is_right, answer = False, "a rank ended"
             if not is_right:
+                self.close()
                 raise RuntimeError(f"{self.contender} on {self.processes}: {answer}")
             answers.append(answer)
         return answers
@@ -263,7 +265,8 @@ def _run_rank(pipe: Connection, case: str, contender: str, rank: int, size: int,
     except EOFError:
         os._exit(0)  # the benchmark has ended; other ranks end likewise, so nothing waits for them
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        with suppress(BrokenPipeError):  # the benchmark has read the failure of another rank
+            pipe.send((False, traceback.format_exc()))
         os._exit(1)
 
 
