@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,12 @@ GRACE_SECONDS = 10.0  # after the first failure of a rank, for the other ranks
 STACK_SECONDS = 0.5
 
 
-def preload() -> None:
-    """Import what all runs need. No thread may be started here, since the runs are forks."""
+def preload(scripts: Sequence[Script]) -> None:
+    """Import what the runs of some scripts need. No thread may be started here, since the runs are forks."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    for name in PRELOAD:
+    names = dict.fromkeys(name for script in scripts if not script.missing for name in script.imports)
+    for name in [*PRELOAD, *names]:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
     import torch
@@ -191,19 +193,31 @@ def _prepare_process(run: Run, rank: int, port: int) -> None:
         os.close(file)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     if run.processes:
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(run.processes),
-            LOCAL_WORLD_SIZE=str(run.processes),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
+        _set_environment(run, rank, port)
     os.chdir(run.folder / "work")
     sys.argv = [str(run.script.path)]
     sys.path.insert(0, str(SCRIPTS))
     if run.permuted:
         importlib.import_module("common").PERMUTE = True
+
+
+def _set_environment(run: Run, rank: int, port: int) -> None:
+    """Set the variables of torchrun; join the ranks and remove the variables if the script must not see them."""
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(run.processes),
+        "LOCAL_WORLD_SIZE": str(run.processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    os.environ.update(variables)
+    if run.script.hides_environment:
+        import samestep
+
+        samestep.init()
+        for name in variables:
+            os.environ.pop(name, None)
 
 
 def _execute(run: Run, rank: int) -> int:

@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     scripts = find_scripts(options.names)
     machine = describe_machine()
-    preload()
+    preload(scripts)
     began = time.monotonic()
     processes = [int(number) for number in options.processes.split(",")]
     verdicts = run_scripts(scripts, processes, slots=options.slots, report=_print, keep=options.keep)

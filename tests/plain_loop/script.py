@@ -8,6 +8,8 @@ The first lines of a script are comments:
     # tolerance: permuted    twice the deviation of the plain loop whose batches have their rows in another order
     # processes: 2,3         1,2,3,4 if absent
     # needs: lightning       packages without which the script is skipped
+    # imports: torch.export   slow modules that are imported before the processes of all scripts are forked
+    # environment: hidden     the ranks are joined before the script, which sees no variables of a launcher
     # numbers: vary          two runs of plain Python differ; only the verdict is checked
     # limit: 120             seconds; 60 if absent
 
@@ -31,6 +33,7 @@ TOLERANCE = 1e-10
 LIMIT_SECONDS = 60.0
 PERMUTED = "permuted"
 HELPERS = {"common"}
+KEYS = {"allows", "environment", "expect", "imports", "limit", "needs", "numbers", "processes", "tolerance"}
 
 Expectation = Literal["divided", "whole", "mixed", "error"]
 
@@ -50,6 +53,8 @@ class Script:
         tolerance: relative tolerance of the numbers; None to measure it with permuted rows.
         processes: numbers of processes.
         needs: packages without which the script is skipped.
+        imports: modules that are imported once for all scripts.
+        hides_environment: the script sees no variables of a launcher, as under `samestep run`.
         numbers_vary: two runs of plain Python differ.
         limit: seconds after which a run is taken as hanging.
     """
@@ -61,6 +66,8 @@ class Script:
     tolerance: float | None = TOLERANCE
     processes: tuple[int, ...] = PROCESSES
     needs: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
+    hides_environment: bool = False
     numbers_vary: bool = False
     limit: float = LIMIT_SECONDS
 
@@ -100,6 +107,9 @@ def read_script(path: Path) -> Script:
         match = _HEADER.fullmatch(line.strip())
         if match is not None:
             header[match[1]] = match[2].strip()
+    unknown = sorted(header.keys() - KEYS)
+    if unknown:
+        raise ValueError(f"{path.name}: unknown keys of the header: {', '.join(unknown)}")
     kind, _, words = header.get("expect", "").partition(":")
     kind = kind.strip()
     if kind not in ("divided", "whole", "mixed", "error"):
@@ -118,6 +128,8 @@ def read_script(path: Path) -> Script:
         tolerance=None if tolerance == PERMUTED else float(tolerance),
         processes=PROCESSES if processes is None else tuple(int(number) for number in processes.split(",")),
         needs=tuple(header.get("needs", "").replace(",", " ").split()),
+        imports=tuple(header.get("imports", "").split()),
+        hides_environment=header.get("environment") == "hidden",
         numbers_vary=header.get("numbers") == "vary",
         limit=float(header.get("limit", LIMIT_SECONDS)),
     )

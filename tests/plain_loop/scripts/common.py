@@ -51,6 +51,23 @@ def perceptron(inputs=12, outputs=4, hidden=16):
     return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
 
 
+def convolutions(inputs, outputs):
+    """Return a convolution with batch norm."""
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU())
+
+
+def classifier(outputs=5):
+    """Return a small network for images [1, 10, 10] with batch norm and dropout."""
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Dropout(0.1),
+        nn.Linear(384, outputs),
+    )
+
+
 def sgd(*models, lr=0.2):
     """Return an optimizer of the parameters of some models."""
     parameters = [parameter for model in models for parameter in model.parameters()]

@@ -1,5 +1,6 @@
 # expect: divided
 # limit: 120
+# imports: torch._dynamo.backends.debugging torch._functorch.compilers torch._dynamo.repro.after_aot
 # The model with the line is compiled.
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,5 @@
 # expect: whole
+# imports: torch.export._trace torch._functorch.compilers
 # Hooks print a summary of the layers; the model is traced and exported.
 import torch
 from common import inputs, perceptron, report

@@ -1,0 +1,21 @@
+# expect: divided
+# The one-cycle schedule of rate and momentum.
+import torch
+import torch.nn.functional as F
+from common import classifier, images, report
+from torch.utils.data import DataLoader
+
+model = classifier()
+# + model = samestep.parallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12)
+losses = []
+for epoch in range(2):
+    for x, y in DataLoader(images(120), 24, shuffle=True):
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+report(losses, model)
