@@ -9,16 +9,15 @@ microbatch. Without a region every function runs as it is, and only the shape of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional, init
 
-from samestep.distributed.devices import accelerator_module, is_accelerator
+from samestep.distributed.devices import is_accelerator
+from samestep.view.own_numbers import Shape, draw, follows_rows, like, with_rows
 from samestep.view.region import UnknownDraw
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 Function = Callable[..., Any]
 Arguments = Sequence[Any]
 Options = Mapping[str, Any]
-Shape = tuple[int, ...]
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _SELU_ALPHA = 1.7580993408473766  # torch's constant in alpha dropout
@@ -65,87 +63,17 @@ def _argument(arguments: Arguments, options: Options, position: int, name: str, 
     return options.get(name, default)
 
 
-def _follows_rows(operations: Operations) -> bool:
-    """Return whether the next draw has own rows in its first dimension."""
-    region, index = operations.region, len(operations.draws)
-    return region is not None and index < len(region.draw_factors) and region.draw_factors[index] is not None
-
-
-@contextmanager
-def _default_generator(generator: torch.Generator | None) -> Iterator[None]:
-    """Let the default generator of a device begin where a newly seeded `generator` does; put it back afterwards."""
-    if generator is None:
-        yield
-        return
-    default = torch.default_generator
-    if is_accelerator(generator.device):
-        default = accelerator_module().default_generators[generator.device.index]
-    state = default.get_state()
-    default.manual_seed(generator.initial_seed())
-    try:
-        yield
-    finally:
-        default.set_state(state)
-
-
-def _draw(
-    operations: Operations, shape: Shape, draw: Callable[[Shape], Any], device: torch.device, given: bool = False
-) -> torch.Tensor:
-    """Draw for the own rows.
-
-    Args:
-        operations: operations of the call.
-        shape: shape of the numbers for the own rows.
-        draw: function that draws numbers of a shape from the default generator, or from the one given by the script.
-        device: device of the numbers.
-        given: the script has given a generator: the numbers of the whole batch come from it.
-    """
-    region = operations.region
-    assert region is not None
-
-    def make(asked: Shape, generator: torch.Generator | None) -> torch.Tensor:
-        with _default_generator(generator):
-            return torch.as_tensor(draw(asked))
-
-    if region.seed is not None and not given:
-        return operations.draw(shape, make, device)
-    operations.draws.append(shape)
-    numbers = replace(region, seed=None).draw(len(operations.draws) - 1, shape, make, device)
-    return numbers.clone()  # does not keep the numbers of other rows alive
-
-
-def _like(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Return what `empty_like` returns for the whole batch if `tensor` holds own rows of it."""
-    if shape == tuple(tensor.shape):
-        return torch.empty_like(tensor)
-    strides = tensor.stride()
-    if tensor.shape[0] == 1:  # a dimension with the stride of the one row is outside of the rows in the whole batch
-        strides = (strides[0], *(stride * (1 + (stride >= strides[0])) for stride in strides[1:]))
-    whole = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
-    return torch.empty_like(whole, device=tensor.device)
-
-
-def _like_exactly(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Return a tensor of the whole batch with the strides of `tensor`, which need not be dense."""
-    strides = tensor.stride()
-    if torch.empty_like(tensor).stride() == strides:
-        return _like(tensor, shape)
-    if strides[0] < max(strides):
-        raise UnknownDraw("draw into a part of a tensor whose rows are not in the first dimension")
-    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
-
-
 def _drop(
     operations: Operations, input: torch.Tensor, p: float, shape: Shape, alpha: bool = False, inplace: bool = False
 ) -> torch.Tensor:
     """Compute dropout as torch does on CPUs (aten/src/ATen/native/Dropout.cpp)."""
 
-    def draw(asked: Shape) -> torch.Tensor:
+    def numbers_of(asked: Shape) -> torch.Tensor:
         if shape == tuple(input.shape):
-            return _like(input, asked).bernoulli_(1 - p)
+            return like(input, asked).bernoulli_(1 - p)
         return torch.empty(asked, dtype=input.dtype, device=input.device).bernoulli_(1 - p)
 
-    noise = _draw(operations, shape, draw, input.device)
+    noise = draw(operations, shape, numbers_of, input.device)
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.mul
     if inplace:
         multiply = torch.Tensor.mul_
@@ -157,28 +85,28 @@ def _drop(
 
 
 def _dropout(
-    training: str, default: bool = True, *, alpha: bool = False, inplace: bool = False, features: Sequence[int] = ()
+    on: str,
+    default: bool = True,
+    *,
+    alpha: bool = False,
+    feature: bool = False,
+    unbatched: int = 0,
+    inplace: bool = False,
 ) -> Rule:
-    """Return the rule of a dropout function.
+    """Return the rule of a dropout function whose argument `on` switches it on.
 
-    Args:
-        training: name of the argument that switches it on.
-        default: its value if it is not given.
-        alpha: keeps mean and variance of `selu`.
-        inplace: writes into its input.
-        features: one number is drawn for each channel, which is in the second dimension, but in the first one if the
-            input has the number of dimensions that stands here.
+    With `feature` there is one number for each channel, which is in the second dimension, or in the first one if the
+    input has the number of dimensions `unbatched`.
     """
 
     def rule(operations: Operations, function: Function, arguments: Arguments, options: Options) -> Any:
         input = _argument(arguments, options, 0, "input")
         p = _argument(arguments, options, 1, "p", 0.5)
-        on = _argument(arguments, options, 2, training, default)
-        if not on or not 0 < p < 1 or not input.numel():
+        if not _argument(arguments, options, 2, on, default) or not 0 < p < 1 or not input.numel():
             return function(*arguments, **options)
         shape = tuple(input.shape)
-        if features:
-            kept = 2 - (input.dim() in features)
+        if feature:
+            kept = 2 - (input.dim() == unbatched)
             shape = (*shape[:kept], *(1,) * (input.dim() - kept))
         if operations.region is None:
             operations.draws.append(shape)
@@ -197,14 +125,11 @@ def _native_dropout(operations: Operations, function: Function, arguments: Argum
         operations.draws.append(tuple(input.shape))
         return function(*arguments, **options)
 
-    def draw(asked: Shape) -> torch.Tensor:
-        return torch.empty_like(_like(input, asked), dtype=torch.bool).bernoulli_(1 - p)
+    def numbers_of(asked: Shape) -> torch.Tensor:
+        return torch.empty_like(like(input, asked), dtype=torch.bool).bernoulli_(1 - p)
 
-    mask = _draw(operations, tuple(input.shape), draw, input.device)
-    scale = 0.0
-    if p < 1:
-        scale = 1 / (1 - p)
-    return input * (mask.to(input.dtype) * scale), mask
+    mask = draw(operations, tuple(input.shape), numbers_of, input.device)
+    return input * (mask.to(input.dtype) * (p < 1 and 1 / (1 - p))), mask
 
 
 def _factory(operations: Operations, function: Function, arguments: Arguments, options: Options) -> Any:
@@ -218,7 +143,7 @@ def _factory(operations: Operations, function: Function, arguments: Arguments, o
     if function is torch.randperm:
         size, first = [_argument(first, others, 0, "n")], []
         others.pop("n", None)
-        if _follows_rows(operations):
+        if follows_rows(operations):
             raise UnknownDraw("permutation of rows")
     elif size is None and function in (torch.rand, torch.randn):
         size, first = first, []
@@ -229,56 +154,17 @@ def _factory(operations: Operations, function: Function, arguments: Arguments, o
     if out is not None:
         others.update(dtype=out.dtype, device=out.device)
 
-    def draw(asked: Shape) -> Any:
+    def numbers_of(asked: Shape) -> Any:
         if function is torch.randperm:
             return function(*asked, **others)
         return function(*first, size=asked, **others)
 
     shape = tuple(int(length) for length in size)
     device = torch.empty(0, device=others.get("device")).device
-    numbers = _draw(operations, shape, draw, device, others.get("generator") is not None)
+    numbers = draw(operations, shape, numbers_of, device, others.get("generator") is not None)
     if out is not None:
         return out.resize_(numbers.shape).copy_(numbers)
     return numbers.requires_grad_(needs_gradient)
-
-
-def _with_values(
-    operations: Operations, shape: Shape, values: Sequence[Any], draw: Callable[[list[Any]], Any], exactly: bool = False
-) -> Callable[[Shape], Any]:
-    """Return a function of a shape that draws with arguments some of which have rows.
-
-    For the whole batch the own rows are put in their place among ones, for a microbatch its rows are taken.
-
-    Args:
-        operations: operations of the call.
-        shape: shape of the numbers for the own rows.
-        values: arguments; tensors whose first dimension is the first dimension of the numbers have rows.
-        draw: function of the arguments.
-        exactly: keep the strides of tensors that are not dense.
-    """
-    region, position = operations.region, 0
-    assert region is not None
-    empty = _like
-    if exactly:
-        empty = _like_exactly
-
-    def rows_of(value: Any, asked: Shape) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dim() != len(shape) or value.shape[0] != shape[0]:
-            return value
-        if asked[0] <= shape[0]:
-            return value[position : position + asked[0]]
-        start = shape[0] * region.start // region.own
-        whole = empty(value, (asked[0], *value.shape[1:])).fill_(1)
-        whole[start : start + shape[0]] = value
-        return whole
-
-    def draw_shape(asked: Shape) -> Any:
-        nonlocal position
-        chosen = [rows_of(value, asked) for value in values]
-        position += (*asked, 0)[0]
-        return draw(chosen)
-
-    return draw_shape
 
 
 def _sample(operations: Operations, function: Function, arguments: Arguments, options: Options) -> Any:
@@ -290,26 +176,26 @@ def _sample(operations: Operations, function: Function, arguments: Arguments, op
         return _factory(operations, function, arguments, options)  # with a region it is normal(0.0, 1.0, size)
     shape = tuple(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
     if function in _MULTINOMIAL:
-        if len(shape) < 2 and _follows_rows(operations):
+        if len(shape) < 2 and follows_rows(operations):
             raise UnknownDraw("sample of rows")
         shape = (*shape[:-1], _argument(arguments, options, 1, "num_samples"))
 
-    def draw(values: list[Any]) -> Any:
+    def numbers_of(values: list[Any]) -> Any:
         chosen = dict(zip(named, values, strict=True))
         positional = [chosen.pop(position) for position in range(len(arguments))]
         return function(*positional, **{str(name): value for name, value in chosen.items()})
 
     fills = function in _FILLS
-    draw_values = _with_values(operations, shape, list(named.values()), draw, exactly=fills)
+    draw_rows = with_rows(operations, shape, list(named.values()), numbers_of, fills)
 
     def draw_shape(asked: Shape) -> Any:
         if function in _COUNTS_DIFFER and asked != shape and asked[0] > shape[0]:
             raise UnknownDraw(f"draw by {function.__name__}, which takes more numbers for some values than for others")
-        return draw_values(asked)
+        return draw_rows(asked)
 
     given = any(isinstance(value, torch.Generator) for value in named.values())
-    device = torch.device(named.get("device") or tensors[0].device)
-    numbers = _draw(operations, shape, draw_shape, device, given)
+    device = torch.empty(0, device=named.get("device") or tensors[0].device).device  # with its index
+    numbers = draw(operations, shape, draw_shape, device, given)
     if fills:
         out = tensors[0]
     elif out is not None:
@@ -336,14 +222,14 @@ def _attention(operations: Operations, function: Function, arguments: Arguments,
     if region is None:
         operations.draws.append(shape)
         return function(*arguments, **options)
-    if (
-        is_accelerator(query.device) and region.seed is not None
-    ):  # torch's fused kernels draw from the default generator of the device
+    if is_accelerator(query.device) and region.seed is not None:  # fused kernels draw from the default generator
 
-        def draw(values: list[Any]) -> Any:
+        def numbers_of(values: list[Any]) -> Any:
             return function(*values, p, **named)
 
-        return _draw(operations, shape, _with_values(operations, shape, [query, key, value, mask], draw), query.device)
+        return draw(
+            operations, shape, with_rows(operations, shape, [query, key, value, mask], numbers_of), query.device
+        )
     kind = query.dtype
     if kind in (torch.float16, torch.bfloat16):
         query, key, value = query.float(), key.float(), value.float()
@@ -393,23 +279,20 @@ _SAMPLES = (
     torch.bernoulli,
     torch.Tensor.bernoulli,
 )
-_UNBATCHED = (0,)  # no input of these functions
-
 DRAW_RULES: dict[Function, Rule] = {
     functional.dropout: _dropout("training"),
-    functional.dropout1d: _dropout("training", features=(2,)),
-    functional.dropout2d: _dropout("training", features=_UNBATCHED),
-    functional.dropout3d: _dropout("training", features=(4,)),
+    functional.dropout1d: _dropout("training", feature=True, unbatched=2),
+    functional.dropout2d: _dropout("training", feature=True),
+    functional.dropout3d: _dropout("training", feature=True, unbatched=4),
     functional.alpha_dropout: _dropout("training", False, alpha=True),
-    functional.feature_alpha_dropout: _dropout("training", False, alpha=True, features=_UNBATCHED),
-    torch.dropout: _dropout("train"),
-    torch.dropout_: _dropout("train", inplace=True),
-    torch.alpha_dropout: _dropout("train", alpha=True),
-    torch.alpha_dropout_: _dropout("train", alpha=True, inplace=True),
-    torch.feature_dropout: _dropout("train", features=_UNBATCHED),
-    torch.feature_dropout_: _dropout("train", features=_UNBATCHED, inplace=True),
-    torch.feature_alpha_dropout: _dropout("train", features=_UNBATCHED, alpha=True),
-    torch.feature_alpha_dropout_: _dropout("train", features=_UNBATCHED, alpha=True, inplace=True),
+    functional.feature_alpha_dropout: _dropout("training", False, alpha=True, feature=True),
+    **{
+        getattr(torch, name + end): _dropout(
+            "train", alpha="alpha" in name, feature="feature" in name, inplace=bool(end)
+        )
+        for name in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+        for end in ("", "_")
+    },
     torch.native_dropout: _native_dropout,
     **dict.fromkeys((torch.rand, torch.randn, torch.randint, torch.randperm), _factory),
     **dict.fromkeys((*_SAMPLES, *_MULTINOMIAL, *_FILLS, *_COUNTS_DIFFER), _sample),
