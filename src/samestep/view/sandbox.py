@@ -1,0 +1,126 @@
+"""Surroundings of a trial: whatever code of a script does inside of them leaves no trace."""
+
+from __future__ import annotations
+
+import io
+import logging
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from typing import Any
+
+import numpy
+import torch
+import torch.utils.checkpoint as checkpointing
+from torch import nn
+
+from samestep.distributed.devices import accelerator_module, is_accelerator
+from samestep.distributed.rng import preserved_generators
+from samestep.view.slots import ModuleState
+
+
+def generators(device: torch.device) -> Callable[[], None]:
+    """Return a function that restores the present states of the generators of Python, NumPy, torch and a device."""
+    python = random.getstate()
+    array = numpy.random.get_state()
+    host = torch.get_rng_state()
+    gpu = None
+    if is_accelerator(device):
+        gpu = accelerator_module().get_rng_state(device)
+
+    def restore() -> None:
+        random.setstate(python)
+        numpy.random.set_state(array)
+        torch.set_rng_state(host)
+        if gpu is not None:
+            accelerator_module().set_rng_state(gpu, device)
+
+    return restore
+
+
+@contextmanager
+def sandbox(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Restore the attributes of the module, generators and settings of torch after the block, and mute it.
+
+    Inside, activation checkpointing and compiled code are off, the default dtype is `dtype`, and autocast is off.
+    """
+    state = ModuleState(module, hooks=True)
+    with ExitStack() as stack:
+        stack.callback(state.restore)
+        stack.enter_context(preserved_generators(device))
+        stack.enter_context(_settings(dtype))
+        stack.enter_context(_muted())
+        stack.enter_context(_checkpointing_off())
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and the import takes seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for kind in {"cpu", device.type}:
+            if torch.amp.is_autocast_available(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextmanager
+def _settings(dtype: torch.dtype) -> Iterator[None]:
+    default = torch.get_default_dtype()
+    grad = torch.is_grad_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_default_dtype(dtype)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        with torch.autograd.set_detect_anomaly(False):
+            yield
+    finally:
+        torch.set_default_dtype(default)
+        torch.set_grad_enabled(grad)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.set_float32_matmul_precision(tf32[0])
+        torch.backends.cudnn.allow_tf32 = tf32[1]
+
+
+@contextmanager
+def _muted() -> Iterator[None]:
+    disabled = logging.root.manager.disable
+    logging.disable(sys.maxsize)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+@contextmanager
+def _checkpointing_off() -> Iterator[None]:
+    """Keep activations: with few rows memory is no question, and recomputation would leave region and lock step.
+
+    The two names are private; they are looked up by `torch.utils.checkpoint.checkpoint` at each call.
+    """
+    function = checkpointing.CheckpointFunction
+    generator = checkpointing._checkpoint_without_reentrant_generator
+    checkpointing.CheckpointFunction = _KeepActivations  # type: ignore[misc, assignment]
+    checkpointing._checkpoint_without_reentrant_generator = _nothing_around
+    try:
+        yield
+    finally:
+        checkpointing.CheckpointFunction = function  # type: ignore[misc]
+        checkpointing._checkpoint_without_reentrant_generator = generator
+
+
+class _KeepActivations:
+    """Replacement of reentrant checkpointing with the same gradients: none, unless an argument requires one."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *arguments: Any) -> Any:
+        """Compute the function."""
+        differentiable = any(isinstance(value, torch.Tensor) and value.requires_grad for value in arguments)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
+            return function(*arguments)
+
+
+def _nothing_around(*arguments: Any, **options: Any) -> Iterator[None]:
+    yield

@@ -1,0 +1,171 @@
+"""Places in a module that hold its tensors, so that others can stand in their place during a call."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+# Containers whose items can be replaced and restored.
+Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
+_MUTABLE = (dict, list, set, deque)
+_WALKED = (nn.Module, dict, list, set, deque, tuple)
+_HOOKS = frozenset(name for name in nn.Module().__dict__ if "hooks" in name)
+
+
+def containers(module: nn.Module, *, hooks: bool = False) -> list[Container]:
+    """Return the dictionaries of a module and of the modules below it, and the containers in their attributes.
+
+    Modules that are held by lists, dictionaries or tuples of attributes belong to it.
+
+    Args:
+        module: the module.
+        hooks: whether to return the dictionaries of hooks, too; most modules have a dozen of empty ones.
+    """
+    found: list[Container] = []
+    seen: set[int] = set()
+    todo: list[Any] = [module]
+    while todo:
+        value = todo.pop()
+        items: Any = None
+        if isinstance(value, nn.Module):
+            value = value.__dict__
+            if not hooks:
+                items = [item for name, item in value.items() if name not in _HOOKS]
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, _MUTABLE):
+            found.append(value)
+        if items is None:
+            items = list(value.values()) if isinstance(value, dict) else value
+        todo.extend(item for item in items if isinstance(item, _WALKED))
+    return found
+
+
+class ModuleState:
+    """Attributes of a module at one moment, with the items of containers; tensors and other objects by reference."""
+
+    def __init__(self, module: nn.Module, *, hooks: bool = False) -> None:
+        self._contents: list[tuple[Any, Any]] = []
+        for container in containers(module, hooks=hooks):
+            copy = dict(container) if isinstance(container, dict) else list(container)
+            self._contents.append((container, copy))
+
+    def restore(self) -> None:
+        """Put the attributes and items back; containers keep their identity."""
+        for container, content in self._contents:
+            if len(container) == len(content) and all(map(is_, container, content)):
+                if not isinstance(container, dict):
+                    continue
+                if all(map(is_, container.values(), content.values())):
+                    continue
+            container.clear()
+            if isinstance(container, dict | set):
+                container.update(content)
+            else:
+                container.extend(content)
+
+
+class ParameterSlots:
+    """Slots of a module's parameters and buffers: entries of `_parameters`, `_buffers`, attributes and containers.
+
+    A tensor that is used in several places (tied weights, `_flat_weights` of recurrent layers and the weak references
+    next to them) has several slots. Slots are found once; they hold until a parameter or buffer is assigned.
+
+    Attributes:
+        tensors: the tensors, each once: parameters, buffers, and, with `attributes`, all others.
+    """
+
+    def __init__(self, module: nn.Module, *, attributes: bool = False) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._index: dict[int, int] = {}
+        for tensor in (*module.parameters(), *module.buffers()):
+            self._add(tensor)
+        self._direct: list[tuple[Any, Any, int]] = []  # container, key, index of the tensor
+        self._nested: list[tuple[Any, Any, Any]] = []  # container, key, tuple or weak reference
+        for container in containers(module):
+            if isinstance(container, set):
+                continue
+            entries = container.items() if isinstance(container, dict) else enumerate(container)
+            for key, value in entries:
+                if attributes:
+                    for tensor in _tensors(value):
+                        self._add(tensor)
+                if id(value) in self._index:
+                    self._direct.append((container, key, self._index[id(value)]))
+                elif any(id(tensor) in self._index for tensor in _tensors(value)):
+                    self._nested.append((container, key, value))
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        if id(tensor) not in self._index:
+            self._index[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+
+    def held(self) -> set[int]:
+        """Return the indices of the tensors that have a slot; those of TorchScript modules have none."""
+        return {index for _, _, index in self._direct}
+
+    def put(self, replacements: Sequence[torch.Tensor]) -> None:
+        """Fill all slots.
+
+        Args:
+            replacements: tensors in the order of `tensors`.
+        """
+        for container, key, index in self._direct:
+            container[key] = replacements[index]
+        for container, key, value in self._nested:
+            container[key] = self._rebuilt(value, replacements)
+
+    @contextmanager
+    def replaced(self, mapping: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:
+        """Put other tensors in the place of the keys of `mapping` during the block.
+
+        A slot to which the block itself assigns a tensor keeps that tensor.
+        """
+        replacements = [mapping.get(tensor, tensor) for tensor in self.tensors]
+        self.put(replacements)
+        try:
+            yield
+        finally:
+            for container, key, index in self._direct:
+                try:
+                    if container[key] is replacements[index]:
+                        container[key] = self.tensors[index]
+                except (KeyError, IndexError):  # deleted in the block
+                    continue
+            for container, key, value in self._nested:
+                container[key] = value
+
+    def _rebuilt(self, value: Any, replacements: Sequence[torch.Tensor]) -> Any:
+        if isinstance(value, torch.Tensor):
+            index = self._index.get(id(value))
+            return value if index is None else replacements[index]
+        if isinstance(value, weakref.ref):
+            referent = value()
+            if isinstance(referent, torch.Tensor):
+                return weakref.ref(self._rebuilt(referent, replacements))
+            return value
+        if isinstance(value, tuple):
+            items = [self._rebuilt(item, replacements) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensor that `value` is or refers to, or those of a tuple."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, weakref.ref):
+        referent = value()
+        if isinstance(referent, torch.Tensor):
+            yield referent
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _tensors(item)

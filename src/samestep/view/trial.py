@@ -1,0 +1,199 @@
+"""Trial of a kind of calls: a few rows, computed whole and in parts, in this process alone, without a trace.
+
+The judge computes in float64, with parameters that are moved a little, so that zeros are not zero, and with rows in
+another order. Its tolerance is a constant. Every rank has the same whole batch and so comes to the same verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from samestep.view.division import ComputedWhole, Division
+from samestep.view.lockstep import Part, run_in_lockstep
+from samestep.view.sandbox import sandbox
+from samestep.view.trial_run import Run, Setting
+from samestep.view.verdict import Verdict, rows_factor
+
+# Kernels that refuse float64 are judged in float32, with a tolerance that rounding of a few rows does not reach.
+_PRECISIONS = ((torch.float64, 1e-9), (torch.float32, 1e-4))
+_DTYPE_WORDS = ("'Double'", "double", "Double", "dtype", "float64", "data type", "scalar type")
+
+
+class _DtypeRefused(ComputedWhole):
+    """An operation does not compute in this precision."""
+
+
+class _Failed(ComputedWhole):
+    """The whole call fails with the rows of the trial."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Numbers of rows of the parts."""
+
+    parts: tuple[int, ...]
+    minimum: int
+
+    @property
+    def rows(self) -> int:
+        return sum(self.parts)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        ends = [0]
+        for part in self.parts:
+            ends.append(ends[-1] + part)
+        return list(pairwise(ends))
+
+
+_PLAN = _Plan((1, 2, 3), minimum=1)
+_LARGER_PARTS = _Plan((2, 3), minimum=2)
+_LITTLE_MEMORY = _Plan((1, 1), minimum=1)
+
+
+def try_division(
+    module: nn.Module,
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    *,
+    forward: Callable[..., Any],
+    rows: int,
+    has_rows: tuple[bool, ...],
+    operations: tuple[Callable[..., Any], ...] = (),
+) -> Division:
+    """Compare a whole with a divided call and return how calls of this kind are divided.
+
+    Args:
+        module: the module.
+        arguments: arguments of the call.
+        options: its keyword arguments.
+        forward: the module's own forward.
+        rows: number of rows of the batch.
+        has_rows: for each leaf of (arguments, options) in the order of `tree_flatten`: whether its first dimension is
+            as long as the batch, be it by coincidence.
+        operations: functions of the watched call. Its list may differ from that of the trial, which ignores
+            conversions and autocast.
+
+    Raises:
+        ComputedWhole: the calls are computed whole, with the reason.
+    """
+    trial = _Trial(module, arguments, options, forward, rows)
+    try:
+        return trial.judge(has_rows)
+    except ComputedWhole as refusal:
+        if sum(has_rows) < 2:
+            raise
+        # The others may be as long as this batch by coincidence: a matrix of 4 prototypes, a batch of 4.
+        first = has_rows.index(True)
+        alone = tuple(index == first for index in range(len(has_rows)))
+        try:
+            return trial.judge(alone)
+        except ComputedWhole:
+            raise refusal from None
+
+
+class _Trial:
+    """A call that is tried."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        forward: Callable[..., Any],
+        rows: int,
+    ) -> None:
+        self._module = module
+        self._forward = forward
+        self._rows = rows
+        self._leaves, self._structure = tree_flatten((arguments, options))
+        tensors = [*module.parameters(), *(leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor))]
+        self._device = tensors[0].device if tensors else torch.device("cpu")
+
+    def judge(self, has_rows: tuple[bool, ...]) -> Division:
+        """Return the division of the call with these leaves cut into rows."""
+        for dtype, tolerance in _PRECISIONS:
+            try:
+                return self._by_plan(has_rows, dtype, tolerance)
+            except _DtypeRefused as refusal:
+                reason = str(refusal)
+        raise ComputedWhole(reason)
+
+    def _by_plan(self, has_rows: tuple[bool, ...], dtype: torch.dtype, tolerance: float) -> Division:
+        try:
+            return self._attempt(_PLAN, has_rows, dtype, tolerance)
+        except torch.OutOfMemoryError:
+            plan = _LITTLE_MEMORY
+        except _DtypeRefused:
+            raise
+        except ComputedWhole:
+            plan = _LARGER_PARTS
+        try:
+            return self._attempt(plan, has_rows, dtype, tolerance)
+        except torch.OutOfMemoryError:
+            raise ComputedWhole("does not fit into memory in the trial") from None
+
+    def _attempt(self, plan: _Plan, has_rows: tuple[bool, ...], dtype: torch.dtype, tolerance: float) -> Division:
+        try:
+            return self._compare(plan, has_rows, dtype, tolerance, vary=True)
+        except _Failed:  # it may not accept other masks than those of the script
+            return self._compare(plan, has_rows, dtype, tolerance, vary=False)
+
+    def _compare(
+        self, plan: _Plan, has_rows: tuple[bool, ...], dtype: torch.dtype, tolerance: float, *, vary: bool
+    ) -> Division:
+        call = self._leaves, self._structure
+        with sandbox(self._module, self._device, dtype):
+            setting = Setting(
+                self._module, self._forward, call, has_rows, self._rows, plan.rows, dtype, self._device, vary=vary
+            )
+            whole = Run(setting, 0, plan.rows)
+            fewer = Run(setting, 0, plan.rows - 1)
+            with _refusing("fails in the trial", dtype, _Failed):
+                for run in (whole, fewer):
+                    with run.turn():
+                        run.compute()
+            setting.require_unwritten()
+            factors = _draw_factors(whole, fewer, plan.rows)
+            runs = [Run(setting, start, stop, factors) for start, stop in plan.spans]
+            with _refusing("fails on a part of the rows", dtype, ComputedWhole):
+                run_in_lockstep([Part(run.compute, run.turn) for run in runs])
+            with _refusing("fails in the trial", dtype, _Failed):
+                outputs = Verdict(setting, whole, fewer, runs, tolerance).outputs()
+        return Division(has_rows, outputs, factors, plan.minimum)
+
+
+@contextmanager
+def _refusing(reason: str, dtype: torch.dtype, kind: type[ComputedWhole]) -> Iterator[None]:
+    """Turn exceptions of the block into reasons to compute whole; lack of memory stays what it is."""
+    try:
+        yield
+    except (ComputedWhole, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # boundary: whatever code of the script raises in a trial means whole
+        lines = str(error).splitlines() or [""]
+        text = f"{reason} ({type(error).__name__}: {lines[0][:100]})"
+        is_refusal = isinstance(error, RuntimeError) and any(word in str(error) for word in _DTYPE_WORDS)
+        if dtype is torch.float64 and is_refusal:
+            raise _DtypeRefused(text) from None
+        raise kind(text) from None
+
+
+def _draw_factors(whole: Run, fewer: Run, rows: int) -> tuple[int | None, ...]:
+    """Return for each random draw how many numbers it has per row, None if it does not depend on the rows."""
+    draws = whole.operations.draws
+    others = fewer.operations.draws
+    if len(draws) != len(others):
+        raise ComputedWhole("its number of random draws depends on the rows")
+    try:
+        return tuple(rows_factor(shape, other, rows) for shape, other in zip(draws, others, strict=True))
+    except ValueError as error:
+        raise ComputedWhole(f"draws random numbers whose number does not follow the rows: {error}") from None

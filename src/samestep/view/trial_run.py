@@ -1,0 +1,261 @@
+"""One computation of a trial, of all rows or of a part, on copies of all tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from samestep.distributed.rng import generator_state, seed_generators
+from samestep.view.comparison import written_values
+from samestep.view.division import ComputedWhole
+from samestep.view.operations import Operations
+from samestep.view.precision import Precision, converted
+from samestep.view.region import Exchange, Region, inside
+from samestep.view.sandbox import generators
+from samestep.view.slots import ModuleState, ParameterSlots
+
+_SEED = 20260  # of everything random in a trial; never of a rank
+_NOISE = 65_537  # numbers that are repeated, since a random number for each parameter takes time
+_ANY_OR_ALL = frozenset({torch.any, torch.all, torch.Tensor.any, torch.Tensor.all})
+
+
+class Setting:
+    """What all runs of a trial share: the module, its parameters in the trial's precision, and the rows.
+
+    Attributes:
+        module: the module, in whose slots the copies stand during a run.
+        forward: its own forward.
+        rows: number of rows of the whole run.
+        dtype: floating-point precision.
+        device: device of the module.
+        parameters: copies of the parameters, moved a little.
+        has_rows: leaves of the arguments that are cut.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        call: tuple[Sequence[Any], TreeSpec],
+        has_rows: tuple[bool, ...],
+        batch: int,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        vary: bool,
+    ) -> None:
+        self.module = module
+        self.forward = forward
+        self.rows = rows
+        self.dtype = dtype
+        self.device = device
+        self.has_rows = has_rows
+        self.grad = torch.is_grad_enabled()
+        self._leaves, self._structure = call
+        self._inference = torch.is_inference_mode_enabled()
+        self._base = ModuleState(module)
+        self._slots = ParameterSlots(module, attributes=True)
+        held = self._slots.held()
+        parameters = list(module.parameters())
+        if any(is_lazy(tensor) for tensor in self._slots.tensors):
+            raise ComputedWhole("has parameters without a shape")
+        if any(index not in held for index in range(len(parameters))):
+            raise ComputedWhole("has parameters of TorchScript")
+        noise = torch.randn(_NOISE, generator=torch.Generator().manual_seed(_SEED), dtype=dtype).to(device)
+        self._copies: dict[int, nn.Parameter] = {}
+        for index, tensor in enumerate(self._slots.tensors):
+            if isinstance(tensor, nn.Parameter):
+                self._copies[index] = nn.Parameter(_moved(converted(tensor, dtype), noise), tensor.requires_grad)
+        self.parameters = list(self._copies.values())
+        self._versions = {index: 0 if self._inference else copy._version for index, copy in self._copies.items()}
+        self._inputs = self._few_rows(batch, vary)
+
+    def _few_rows(self, batch: int, vary: bool) -> list[Any]:
+        """Return the leaves of the arguments with rows of the batch in another order."""
+        order = torch.randperm(batch, generator=torch.Generator().manual_seed(_SEED))
+        index = order[torch.arange(self.rows) % batch]
+        inputs: list[Any] = []
+        for leaf, cut in zip(self._leaves, self.has_rows, strict=True):
+            value = leaf
+            if isinstance(leaf, torch.Tensor):
+                value = leaf.detach()
+                if cut:
+                    value = value[index.to(leaf.device)]
+                value = converted(value, self.dtype)
+                if cut and vary:
+                    _vary_mask(value)
+            inputs.append(value)
+        return inputs
+
+    def require_unwritten(self) -> None:
+        """Require that no run has written into a parameter.
+
+        Raises:
+            ComputedWhole: one has.
+        """
+        for index, copy in self._copies.items():
+            if not self._inference and copy._version != self._versions[index]:
+                raise ComputedWhole("writes into a parameter")
+
+    def begin(self) -> None:
+        """Put the module into its state before a run, with fresh copies, and seed the generators."""
+        self._base.restore()
+        fresh: list[torch.Tensor] = []
+        for index, tensor in enumerate(self._slots.tensors):
+            copy = self._copies.get(index)
+            fresh.append(converted(tensor, self.dtype) if copy is None else copy)
+        self._slots.put(fresh)
+        seed_generators(_SEED, self.device)
+
+    def arguments(self, start: int, stop: int) -> tuple[Any, dict[int, torch.Tensor]]:
+        """Return the (arguments, options) of a run, and the inputs that require gradients, by number of the leaf."""
+        copies: dict[int, torch.Tensor] = {}  # by identity: attention asks whether query and key are one tensor
+        wanted: dict[int, torch.Tensor] = {}
+        leaves: list[Any] = []
+        for number, (leaf, value) in enumerate(zip(self._leaves, self._inputs, strict=True)):
+            if not isinstance(leaf, torch.Tensor):
+                leaves.append(leaf)
+                continue
+            if id(leaf) not in copies:
+                own = value
+                if self.has_rows[number]:
+                    own = value[start:stop]
+                copy = own.clone()
+                if leaf.requires_grad and self.grad:
+                    wanted[number] = copy.requires_grad_()
+                    copy = copy.clone()  # the forward may write into it
+                copies[id(leaf)] = copy
+            leaves.append(copies[id(leaf)])
+        return tree_unflatten(leaves, self._structure), wanted
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """Set the modes of the call in this thread."""
+        with ExitStack() as stack:
+            if torch.accelerator.is_available():  # the current device belongs to threads
+                torch.accelerator.set_device_index(self.device.index or 0)
+            if self._inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            stack.enter_context(Precision(self.dtype, self.device))
+            yield
+
+
+class Run:
+    """One computation, and what it has done.
+
+    Attributes:
+        own: number of rows.
+        operations: the operations of the forward.
+        outputs: leaves of its result.
+        structure: structure of its result.
+        wanted: inputs that require gradients, by number of the leaf.
+        written: buffers and attributes afterwards.
+        generators: states of the generators afterwards.
+        sources: for numbers that are results of `any` or `all`: the tensor that was reduced.
+    """
+
+    def __init__(self, setting: Setting, start: int, stop: int, draw_factors: Sequence[int | None] = ()) -> None:
+        self.own = stop - start
+        self.operations = Operations()
+        self.outputs: list[Any] = []
+        self.structure: TreeSpec | None = None
+        self.wanted: dict[int, torch.Tensor] = {}
+        self.written: dict[str, Any] = {}
+        self.generators: tuple[object, ...] = ()
+        self.sources: dict[int, torch.Tensor] = {}
+        self._setting = setting
+        self._span = (start, stop)
+        self._draw_factors = draw_factors
+        self._resume: Callable[[], None] = setting.begin
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Install the generators and attributes of this run during the block."""
+        self._resume()
+        try:
+            yield
+        finally:
+            state = ModuleState(self._setting.module)
+            restore = generators(self._setting.device)
+
+            def resume() -> None:
+                state.restore()
+                restore()
+
+            self._resume = resume
+
+    def compute(self, exchange: Exchange | None = None) -> None:
+        """Compute the rows, as a part of a divided call if there is an exchange with others."""
+        setting = self._setting
+        region = None
+        if exchange is not None:
+            region = Region(setting.rows, *self._span, exchange, self._draw_factors)
+        recorder = _Recorder()
+        self.operations = recorder.operations = Operations(region, recorder)
+        (arguments, options), self.wanted = setting.arguments(*self._span)
+        with setting.modes(), inside(region), self.operations:
+            result = setting.forward(*arguments, **options)
+        self.outputs, self.structure = tree_flatten(result)
+        self.written = written_values(setting.module)
+        self.generators = generator_state(setting.device)
+        self.sources = recorder.sources
+
+
+class _Recorder:
+    """Notes which numbers are results of `any` or `all`."""
+
+    def __init__(self) -> None:
+        self.operations = Operations()
+        self.sources: dict[int, torch.Tensor] = {}
+        self._reduced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # result and source, kept for their ids
+        self._numbers = 0
+
+    def operation(self, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
+        """Do nothing before an operation."""
+
+    def result(self, function: Callable[..., Any], arguments: Sequence[Any], result: Any) -> None:
+        """Note a number."""
+        numbers = len(self.operations.numbers)
+        if numbers > self._numbers and id(arguments[0]) in self._reduced:
+            self.sources[numbers - 1] = self._reduced[id(arguments[0])][1]
+        self._numbers = numbers
+        if function in _ANY_OR_ALL and isinstance(result, torch.Tensor) and not result.dim():
+            self._reduced[id(result)] = (result, arguments[0])
+
+
+def _moved(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Return a parameter moved by noise of 1 % of its standard deviation, or of 0.01."""
+    if not (value.is_floating_point() or value.is_complex()) or not value.numel():
+        return value
+    scale = 0.01
+    if value.numel() > 1:
+        deviation = float(value.abs().std())
+        if 0 < deviation < float("inf"):
+            scale *= deviation
+    repeated = noise.to(value.device).repeat(value.numel() // _NOISE + 1)[: value.numel()]
+    return value.add_(repeated.view(value.shape), alpha=scale)
+
+
+def _vary_mask(value: torch.Tensor) -> None:
+    """Let a mask that keeps everything, as in a first batch without padding, differ between rows."""
+    if not value.numel() or value.is_complex():
+        return
+    if bool((value == 1).all()):
+        other = 0
+    elif value.dtype is torch.bool and not bool(value.any()):
+        other = 1
+    else:
+        return
+    for row in range(1, value.shape[0], 2):
+        if value.dim() == 1:
+            value[row] = other
+        elif value.shape[-1] > 1:
+            value[row, ..., -1 - row % (value.shape[-1] - 1) :] = other

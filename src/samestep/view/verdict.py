@@ -1,0 +1,243 @@
+"""Verdict of a trial: whether the whole run and the parts did the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from samestep.view.comparison import close, largest, same_value
+from samestep.view.division import ComputedWhole, Output
+from samestep.view.trial_run import Run, Setting
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+
+def rows_factor(whole: Sequence[int], fewer: Sequence[int], rows: int) -> int | None:
+    """Return how often the first dimension has the number of rows; None if the shape does not depend on the rows.
+
+    Args:
+        whole: shape with `rows` rows.
+        fewer: shape with one row less.
+        rows: number of rows.
+
+    Raises:
+        ValueError: the shape depends on the rows in another way.
+    """
+    if tuple(whole) == tuple(fewer):
+        return None
+    if len(whole) == len(fewer) and tuple(whole[1:]) == tuple(fewer[1:]):
+        factor = whole[0] // rows
+        if (whole[0], fewer[0]) == (factor * rows, factor * (rows - 1)):
+            return factor
+    raise ValueError(f"the shape {tuple(whole)} becomes {tuple(fewer)} with one row less")
+
+
+class Verdict:
+    """Comparison of a whole run with the parts."""
+
+    def __init__(self, setting: Setting, whole: Run, fewer: Run, parts: Sequence[Run], tolerance: float) -> None:
+        self._setting = setting
+        self._whole = whole
+        self._fewer = fewer
+        self._parts = parts
+        self._tolerance = tolerance
+
+    def outputs(self) -> tuple[Output, ...]:
+        """Return how the outputs of parts are put together.
+
+        Raises:
+            ComputedWhole: something differs.
+        """
+        runs = [self._fewer, *self._parts]
+        if any(run.operations.functions != self._whole.operations.functions for run in runs):
+            raise ComputedWhole("its operations depend on the rows")
+        if any(run.structure != self._whole.structure for run in runs):
+            raise ComputedWhole("the structure of its outputs depends on the rows")
+        self._compare_generators()
+        self._compare_numbers()
+        self._compare_written()
+        outputs = tuple(self._output(number) for number in range(len(self._whole.outputs)))
+        if self._setting.grad:
+            self._compare_gradients(outputs)
+        return outputs
+
+    def _compare_generators(self) -> None:
+        for part in self._parts:
+            if part.generators[:6] != self._whole.generators[:6]:  # those of Python and NumPy
+                raise ComputedWhole("draws random numbers per row outside of torch")
+            if part.generators != self._whole.generators:
+                raise ComputedWhole("draws random numbers that depend on the rows")
+
+    def _compare_numbers(self) -> None:
+        counts = {len(run.operations.numbers) for run in (self._whole, *self._parts)}
+        if len(counts) > 1:
+            raise ComputedWhole("takes numbers out of tensors that depend on the rows")
+        for index, number in enumerate(self._whole.operations.numbers):
+            others = [part.operations.numbers[index] for part in self._parts]
+            if all(same_value(number, other, self._tolerance) for other in others):
+                continue
+            if isinstance(number, bool) and self._has_row_wise_source(index):
+                continue  # `if mask.all()`: another branch would be another list of operations
+            raise ComputedWhole("takes numbers out of tensors that depend on the rows")
+
+    def _has_row_wise_source(self, index: int) -> bool:
+        whole = self._whole.sources.get(index)
+        parts = [part.sources.get(index) for part in self._parts]
+        present = [part for part in parts if part is not None and part.dim()]
+        if whole is None or len(present) < len(parts):
+            return False
+        if any(part.shape[1:] != whole.shape[1:] for part in present):
+            return False
+        return close(whole, torch.cat(present), self._tolerance * largest([whole]))
+
+    def _compare_written(self) -> None:
+        for part in self._parts:
+            for name in sorted(self._whole.written.keys() | part.written.keys()):
+                whole = self._whole.written.get(name)
+                if not same_value(whole, part.written.get(name), self._tolerance):
+                    raise ComputedWhole(f"writes {name} differently for a part of the rows")
+
+    def _output(self, number: int) -> Output:
+        whole = self._whole.outputs[number]
+        fewer = self._fewer.outputs[number]
+        parts = [part.outputs[number] for part in self._parts]
+        if not isinstance(whole, torch.Tensor):
+            if not isinstance(whole, _PLAIN):
+                raise ComputedWhole(f"returns an object of the type {type(whole).__name__}")
+            if not all(same_value(whole, other, self._tolerance) for other in (fewer, *parts)):
+                raise ComputedWhole("returns a value that depends on the rows")
+            return Output("value")
+        if not all(isinstance(part, torch.Tensor) for part in (fewer, *parts)):
+            raise ComputedWhole("the types of its outputs depend on the rows")
+        if any(part.requires_grad != whole.requires_grad for part in parts):
+            raise ComputedWhole("joins samples (outputs that require gradients differ)")
+        if whole.layout is not torch.strided:
+            raise ComputedWhole("returns a sparse tensor")
+        if whole.is_floating_point() and whole.numel() and bool(whole.isnan().all()):
+            raise ComputedWhole("returns only NaN in the trial")
+        try:
+            factor = rows_factor(whole.shape, fewer.shape, self._setting.rows)
+        except ValueError as error:
+            raise ComputedWhole(f"returns a tensor whose size does not follow the rows: {error}") from None
+        if factor is None:
+            return Output(self._kind_without_rows(whole, parts))
+        for part, run in zip(parts, self._parts, strict=True):
+            if tuple(part.shape) != (factor * run.own, *whole.shape[1:]):
+                raise ComputedWhole("joins samples (shapes of outputs differ)")
+        if not close(whole, torch.cat(parts), self._scale([whole])):
+            raise ComputedWhole("joins samples (outputs differ)")
+        return Output("rows", factor)
+
+    def _kind_without_rows(self, whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Any:
+        if any(part.shape != whole.shape or part.dtype != whole.dtype for part in parts):
+            raise ComputedWhole("joins samples (shapes of outputs differ)")
+        tolerance = self._scale([whole, *parts])
+        constant = all(close(whole, part, tolerance) for part in parts)
+        total = sum(part.detach() for part in parts[1:]) + parts[0].detach() if whole.dtype != torch.bool else whole
+        added = whole.dtype != torch.bool and close(whole, total.to(whole.dtype), tolerance)
+        if constant and added and not whole.dim():
+            # Zero in all parts: mean, sum or constant, which later rows would tell.
+            raise ComputedWhole("returns a scalar that is zero in the trial")
+        if constant and (whole.dim() or not _has_fractions(whole)):
+            return "constant"
+        if _has_fractions(whole):
+            weighted = [
+                part.detach() * (run.own / self._setting.rows) for part, run in zip(parts, self._parts, strict=True)
+            ]
+            if close(whole, torch.stack(weighted).sum(0), tolerance):
+                return "mean"
+        if added:
+            return "sum"
+        raise ComputedWhole("joins samples (outputs without rows differ)")
+
+    def _compare_gradients(self, outputs: Sequence[Output]) -> None:
+        numbers = [
+            number
+            for number, leaf in enumerate(self._whole.outputs)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        parameters = [parameter for parameter in self._setting.parameters if parameter.requires_grad]
+        if not numbers or not (parameters or self._whole.wanted):
+            return
+        generator = torch.Generator().manual_seed(len(numbers))
+        cotangents = {number: _cotangent(self._whole.outputs[number], generator) for number in numbers}
+        wanted = [*parameters, *self._whole.wanted.values()]
+        whole = torch.autograd.grad(
+            [self._whole.outputs[number] for number in numbers],
+            wanted,
+            [cotangents[number] for number in numbers],
+            allow_unused=True,
+        )
+        divided = self._gradients_of_parts(outputs, cotangents, parameters)
+        count = len(parameters)
+        scale = self._scale(whole[:count])
+        for one, other in zip(whole[:count], divided[:count], strict=True):
+            self._compare_gradient(one, other, scale, "parameters")
+        for one, other in zip(whole[count:], divided[count:], strict=True):
+            self._compare_gradient(one, other, self._scale([one]), "inputs")
+
+    def _gradients_of_parts(
+        self, outputs: Sequence[Output], cotangents: dict[int, torch.Tensor], parameters: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of the parameters, summed over the parts, and of the inputs."""
+        results: list[torch.Tensor] = []
+        own_cotangents: list[torch.Tensor] = []
+        wanted = list(parameters)
+        start = 0
+        for part in self._parts:
+            stop = start + part.own
+            for number, cotangent in cotangents.items():
+                output = outputs[number]
+                results.append(part.outputs[number])
+                if output.kind == "rows":
+                    own_cotangents.append(cotangent[output.factor * start : output.factor * stop])
+                elif output.kind == "sum":
+                    own_cotangents.append(cotangent)
+                else:
+                    own_cotangents.append(cotangent * (part.own / self._setting.rows))
+            wanted += part.wanted.values()
+            start = stop
+        gradients = torch.autograd.grad(results, wanted, own_cotangents, allow_unused=True)
+        found: list[torch.Tensor | None] = list(gradients[: len(parameters)])
+        inputs = list(self._whole.wanted)
+        others = gradients[len(parameters) :]
+        for position, number in enumerate(inputs):
+            pieces = others[position :: len(inputs)]
+            found.append(self._joined(number, pieces))
+        return found
+
+    def _joined(self, number: int, pieces: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """Return the gradient of an input from those of the parts."""
+        if all(piece is None for piece in pieces):
+            return None
+        filled = [
+            torch.zeros_like(part.wanted[number]) if piece is None else piece
+            for part, piece in zip(self._parts, pieces, strict=True)
+        ]
+        if self._setting.has_rows[number]:
+            return torch.cat(filled)
+        return torch.stack(filled).sum(0)
+
+    def _compare_gradient(
+        self, whole: torch.Tensor | None, divided: torch.Tensor | None, scale: float, name: str
+    ) -> None:
+        if whole is None and divided is None:
+            return
+        if whole is None or divided is None or not close(whole, divided, scale):
+            raise ComputedWhole(f"joins samples (gradients of {name} differ)")
+        if whole.layout is torch.strided and bool(whole.isnan().any()):
+            raise ComputedWhole("has gradients that are NaN in the trial")
+
+    def _scale(self, tensors: Sequence[torch.Tensor | None]) -> float:
+        return self._tolerance * largest(tensors)
+
+
+def _has_fractions(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _cotangent(output: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    numbers = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+    return numbers.to(output.device, output.dtype)
