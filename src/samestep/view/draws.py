@@ -64,16 +64,21 @@ def _argument(arguments: Arguments, options: Options, position: int, name: str, 
 
 
 def _drop(
-    operations: Operations, input: torch.Tensor, p: float, shape: Shape, alpha: bool = False, inplace: bool = False
+    operations: Operations,
+    input: torch.Tensor,
+    p: float,
+    features: Shape = (),
+    alpha: bool = False,
+    inplace: bool = False,
 ) -> torch.Tensor:
-    """Compute dropout as torch does on CPUs (aten/src/ATen/native/Dropout.cpp)."""
+    """Compute dropout of numbers, or of `features`, as torch does on CPUs (aten/src/ATen/native/Dropout.cpp)."""
 
     def numbers_of(asked: Shape) -> torch.Tensor:
-        if shape == tuple(input.shape):
-            return like(input, asked).bernoulli_(1 - p)
-        return torch.empty(asked, dtype=input.dtype, device=input.device).bernoulli_(1 - p)
+        if features:
+            return torch.empty(asked, dtype=input.dtype, device=input.device).bernoulli_(1 - p)
+        return like(input, asked).bernoulli_(1 - p)
 
-    noise = draw(operations, shape, numbers_of, input.device)
+    noise = draw(operations, features or tuple(input.shape), numbers_of, input.device)
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.mul
     if inplace:
         multiply = torch.Tensor.mul_
@@ -104,15 +109,15 @@ def _dropout(
         p = _argument(arguments, options, 1, "p", 0.5)
         if not _argument(arguments, options, 2, on, default) or not 0 < p < 1 or not input.numel():
             return function(*arguments, **options)
-        shape = tuple(input.shape)
+        features: Shape = ()
         if feature:
             kept = 2 - (input.dim() == unbatched)
-            shape = (*shape[:kept], *(1,) * (input.dim() - kept))
+            features = (*input.shape[:kept], *(1,) * (input.dim() - kept))
         if operations.region is None:
-            operations.draws.append(shape)
+            operations.draws.append(features or tuple(input.shape))
             return function(*arguments, **options)
         written = inplace or _argument(arguments, options, 3, "inplace", False)
-        return _drop(operations, input, p, shape, alpha, written)
+        return _drop(operations, input, p, features, alpha, written)
 
     return rule
 
@@ -242,7 +247,7 @@ def _attention(operations: Operations, function: Function, arguments: Arguments,
     weights = torch._scaled_dot_product_attention_math(query, key, value[..., :0], mask, 0.0, **named)[1]
     if grouped:
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    return (_drop(operations, weights, p, shape) @ value).to(kind)
+    return (_drop(operations, weights, p) @ value).to(kind)
 
 
 def _undivided(draws: Callable[[Arguments, Options], bool]) -> Rule:

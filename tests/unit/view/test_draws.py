@@ -178,6 +178,12 @@ def test_dropout_has_the_gradient_of_a_plain_call() -> None:
     check(compute, images(), factors=(1, 1))
 
 
+def test_dropout_of_features_without_positions() -> None:
+    x = torch.randn(5, 7).t()
+    check(lambda x: torch.feature_dropout(x, 0.3, True), x)
+    check(lambda x: functional.dropout2d(x, 0.3), x[:, :, None, None])
+
+
 def test_dropout_of_several_rows_for_each_row() -> None:
     check(lambda x: functional.dropout(x.reshape(-1, 5), 0.3).view(-1, 12, 5), images(), factors=(12,))
 
@@ -421,6 +427,22 @@ def test_attention_with_options_has_the_bits_of_a_plain_call() -> None:
 
     check(compute, q, k, v)
     check(lambda *x: functional.scaled_dot_product_attention(*x, enable_gqa=True), q, k, v, factors=())
+
+
+def test_attention_has_the_gradients_of_a_plain_call() -> None:
+    def compute(*given: torch.Tensor) -> torch.Tensor:
+        leaves = [one.clone().requires_grad_() for one in given]
+        mask = torch.ones(5, 6, dtype=torch.bool).tril(2)
+        y = functional.scaled_dot_product_attention(*leaves, mask, 0.3)
+        return torch.cat(torch.autograd.grad((y * y).sum(), leaves), 2)
+
+    kind = torch.float64
+    q, k, v = (
+        torch.randn(7, 2, 5, 8, dtype=kind),
+        torch.randn(7, 2, 6, 8, dtype=kind),
+        torch.randn(7, 2, 6, 8, dtype=kind),
+    )
+    check(compute, q, k, v, tolerance=1e-13)
 
 
 @pytest.mark.parametrize("weights", [True, False])
