@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from helpers.forked_ranks import Job, run_jobs
 from samestep.view.operations import Operations
 from samestep.view.region import Exchange, Region, inside
 
@@ -128,7 +129,7 @@ def compare(
         assert_close(torch.cat([output for _, output in results]), y, tolerance)
         assert_close(torch.cat([own.grad for own, _ in results]), x.grad, tolerance)
     for name, parameter in whole.named_parameters():
-        gradients = [dict(one.named_parameters())[name].grad for one in modules]
+        gradients: list[Any] = [dict(one.named_parameters())[name].grad for one in modules]
         if parameter.grad is None:
             assert gradients == [None] * len(counts)
         else:
@@ -331,3 +332,8 @@ def test_local_statistics_average_running_statistics() -> None:
     for layer in layers:
         assert layer.running_mean is not None
         assert_close(layer.running_mean, mean)
+
+
+def test_real_ranks_equal_the_whole_batch() -> None:
+    differences = run_jobs("workers.divided_parts", Job("batch_norm", 2, {}), Job("batch_norm", 3, {}))
+    assert max(differences) < 1e-12

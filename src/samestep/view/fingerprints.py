@@ -1,0 +1,78 @@
+"""Cheap hashes of values of tensors and of states of generators, equal in all processes, and lines of the script."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import sys
+import zlib
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor, nn
+
+_SAMPLE = 32  # values of a tensor that are compared
+Line = tuple[str, int]  # file and number
+
+
+def sample_of(tensor: Tensor) -> Tensor | None:
+    """Return up to `_SAMPLE` values in one dimension; None for tensors without plain memory."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    count = tensor.numel()
+    if not is_plain or not count or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return None
+    tensor = tensor.detach()
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    if span != count:  # expanded, or a part of other memory
+        tensor = tensor[tuple(slice(None, None, max(1, size // 3)) for size in tensor.shape)].contiguous()
+        count = tensor.numel()
+    step = max(1, (count - 1) // (_SAMPLE - 1))
+    return tensor.as_strided(((count - 1) // step + 1,), (step,), tensor.storage_offset()).clone()
+
+
+def hash_of(sample: Tensor) -> int:
+    """Hash the bits of a result of `sample_of` on a CPU."""
+    return zlib.crc32(sample.view(torch.uint8).numpy().data)
+
+
+def torch_generator() -> int:
+    """Hash the CPU generator: seed, position, first words and cached normals, which differ after any draw."""
+    state = torch.default_generator.get_state().numpy().data
+    return zlib.crc32(state[-64:], zlib.crc32(state[:64]))
+
+
+def numpy_generator() -> int:
+    """Hash the global generator of NumPy, if it was imported."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return 0
+    generator = numpy.random.mtrand._rand._bit_generator  # private: `get_state` copies for 80 microseconds
+    if type(generator).__name__ != "MT19937":
+        return zlib.crc32(repr(generator.state).encode())
+    return zlib.crc32(ctypes.string_at(generator.ctypes.state_address, 4 * 625))  # 624 words and the position
+
+
+@cache
+def _is_of_script(file: str) -> bool:
+    folders = (Path(torch.__file__).parent, Path(__file__).parents[1], Path(os.__file__).parent)
+    return not file.startswith(("<", *map(str, folders))) and "-packages" not in file
+
+
+def script_line(frame: FrameType | None) -> Line:
+    """Return the innermost line that is in no installed package, or the outermost line."""
+    line = ("", 0)
+    while frame is not None:
+        line = (frame.f_code.co_filename, frame.f_lineno)
+        if _is_of_script(line[0]):
+            break
+        frame = frame.f_back
+    return line
+
+
+def python_generator() -> int:
+    """Hash the generator of `random`."""
+    _, words, normal = random.getstate()
+    return hash((words, zlib.crc32(repr(normal).encode())))

@@ -1,0 +1,295 @@
+"""Comparison of what must be equal on all ranks: a hash of few bytes, and names and script lines on a difference."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, zip_longest
+from operator import itemgetter
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from samestep.errors import RankMismatchError
+from samestep.view.fingerprints import (
+    Line,
+    hash_of,
+    numpy_generator,
+    python_generator,
+    sample_of,
+    script_line,
+    torch_generator,
+)
+
+SLOT = 64  # elements of a bucket that carry a hash, one bit each: sums of 256 ranks are exact in every dtype
+_MOST_FACTS = 1000
+_MODULES = 16  # whose lists are kept
+_CALLS_OF_LISTS = 256  # calls after which lists of submodules and attributes are made again
+_NUMBERS = (bool, int, float)
+
+_CALL = "call of a module"
+_SHAPES = "arguments of the module"
+_VALUES = "values of the batch"
+_ATTRIBUTES = "mode or number of a module"
+_BUFFERS = "buffers"
+_GENERATORS = "random generators"
+_LOSS = "gradient of the loss"
+_RATES = "numbers of the optimizer"
+_GRADIENTS = "gradients"
+_EARLIER = "earlier calls"
+
+_CODES_AND_FIXES = {
+    _SHAPES: ("E_RANK_BATCH", "give every rank the same whole batch; only calls of modules are divided"),
+    _VALUES: ("E_RANK_BATCH", "read and shuffle data from the same seed on every rank, without a sampler of ranks"),
+    _ATTRIBUTES: ("E_RANK_SETTINGS", "set modes and numbers of modules alike on every rank"),
+    _RATES: ("E_RANK_SETTINGS", "set optimizers and schedules alike on every rank"),
+    _BUFFERS: ("E_RANK_MISMATCH", "write buffers alike on every rank"),
+    _GENERATORS: ("E_RANK_MISMATCH", "seed and draw alike on every rank, also in code of one rank only"),
+    _LOSS: ("E_RANK_MISMATCH", "compute the loss from the same values on every rank"),
+    _GRADIENTS: ("E_RANK_MISMATCH", "change gradients alike on every rank"),
+}
+_OTHER_PATH = ("E_RANK_DESYNC", "let no decision of the script depend on the rank, the time or the machine")
+
+
+class _Fact(NamedTuple):
+    name: str
+    value: int
+    line: Line
+    detail: Callable[[], Any] | None  # named values, looked up after a difference
+
+
+class _Lists(NamedTuple):
+    """What is compared of a module: dictionaries that hold numbers and buffers, with names for a report."""
+
+    attributes: list[tuple[dict[str, Any], Callable[[dict[str, Any]], tuple[Any, ...]]]]
+    attribute_names: list[str]
+    buffers: list[tuple[dict[str, Any], str]]
+    buffer_names: list[str]
+
+
+class InStep:
+    """Facts that must be equal on all ranks, since the last exchange.
+
+    A hash of the facts travels with a message that is sent anyway: as words of a call, or in a slot of a bucket of
+    gradients. All ranks decide alike from the result, and end with the same error.
+
+    Args:
+        size: number of ranks.
+        all_gather_text: returns the texts of all ranks; it is called after a difference only.
+    """
+
+    def __init__(self, size: int, all_gather_text: Callable[[str], list[str]]) -> None:
+        self._size, self._all_gather_text = size, all_gather_text
+        self._facts: list[_Fact] = []
+        self._sent: list[_Fact] = []
+        self._late: list[tuple[str, Tensor, torch.Event, Line]] = []
+        self._lists: WeakKeyDictionary[nn.Module, _Lists] = WeakKeyDictionary()
+        self._calls = 0
+
+    def facts_of_call(self, module: nn.Module, leaves: Sequence[Any]) -> None:
+        """Add what a call must have in common; `leaves` are its flattened arguments, of the whole batch."""
+        line = self._begin()
+        self._calls += 1
+        kind = f"call {self._calls}: {type(module).__qualname__}"
+        self._add(_CALL, zlib.crc32(kind.encode()), line, lambda: kind)
+        shapes = str([_description(leaf) for leaf in leaves])
+        self._add(_SHAPES, zlib.crc32(shapes.encode()), line, lambda: shapes)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                self._add_values(_VALUES, leaf, line)
+        self._add_state_of(module, line)
+        self._add(_GENERATORS, hash((torch_generator(), numpy_generator())), line)
+
+    def facts_of_backward(self, gradients: Iterable[Tensor | None]) -> None:
+        """Add the gradients of a call's outputs, which stand for the loss."""
+        line = self._begin()
+        for gradient in gradients:
+            if gradient is None:
+                self._add(_LOSS, 0, line)
+            else:
+                self._add_values(_LOSS, gradient, line)
+
+    def facts_of_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add numbers of an optimizer, which gradients there are, and values of some of them."""
+        line = self._begin()
+        groups = optimizer.param_groups
+        numbers = array("d", list(chain.from_iterable(_numbers_of_group(group).values() for group in groups)))
+        self._add(
+            _RATES, zlib.crc32(numbers), line, lambda: dict(zip(_names_of_numbers(groups), numbers, strict=False))
+        )
+        gradients = [parameter.grad for group in groups for parameter in group["params"]]
+        existing = [gradient for gradient in gradients if gradient is not None]
+        pattern = bytes([gradient is not None for gradient in gradients])
+        self._add(
+            _GRADIENTS,
+            zlib.crc32(pattern),
+            line,
+            lambda: {f"is there number {i}": flag for i, flag in enumerate(pattern)},
+        )
+        for gradient in existing[:: max(1, len(existing) // 3)]:
+            self._add_values(_GRADIENTS, gradient, line)
+        self._add(_GENERATORS, python_generator(), line)
+
+    def digest(self) -> int:
+        """Return a hash of 64 bits of the facts since the last one."""
+        self._sent, self._facts = self._facts, []
+        return hash(tuple(fact.value for fact in self._sent)) & (2**64 - 1)
+
+    def as_words(self) -> list[int]:
+        """Return the hash as signed integers of 64 bits for a message of words."""
+        digest = self.digest()
+        return [digest - 2**64 if digest >= 2**63 else digest]
+
+    def read_words(self, words: Sequence[Sequence[int]]) -> None:
+        """Compare the words of all ranks.
+
+        Raises:
+            RankMismatchError: they differ; on all ranks.
+        """
+        if any(list(own) != list(words[0]) for own in words):
+            self.explain()
+
+    def write_slot(self, slot: Tensor) -> None:
+        """Write the hash to `SLOT` elements of a buffer that will be summed over ranks, one bit each."""
+        digest = self.digest()
+        slot.copy_(torch.tensor([digest >> bit & 1 for bit in range(SLOT)], dtype=slot.dtype))
+
+    def read_slot(self, total: Tensor) -> None:
+        """Compare hashes by their sum over all ranks.
+
+        Raises:
+            RankMismatchError: they differ; on all ranks, since all have the same sum.
+        """
+        if not set(total.tolist()) <= {0.0, float(self._size)}:
+            self.explain()
+
+    def explain(self) -> None:
+        """Gather the facts of all ranks, and raise the first difference; a collective.
+
+        Raises:
+            RankMismatchError: the first difference, equal on all ranks.
+        """
+        own = [[fact.name, fact.value, *fact.line, fact.detail and fact.detail()] for fact in self._sent]
+        ranks = [json.loads(text) for text in self._all_gather_text(json.dumps(own, default=str))]
+        rows = zip_longest(*ranks, fillvalue=["nothing further", 0, "the end", 0, None])
+        pairs = ((facts[0], rank, fact) for facts in rows for rank, fact in enumerate(facts))
+        raise next(_difference(*pair) for pair in pairs if pair[0][:2] != pair[2][:2])
+
+    def _begin(self) -> Line:
+        """Add values that have arrived from accelerators since the last event; return the line of the script."""
+        late, self._late = self._late, []
+        for name, values, event, line in late:
+            event.synchronize()
+            self._add(name, hash_of(values), line)
+        line = script_line(sys._getframe(2))
+        if len(self._facts) > _MOST_FACTS:  # calls without a message, as in an evaluation that is computed whole
+            self._facts = [_Fact(_EARLIER, hash(tuple(fact.value for fact in self._facts)), line, None)]
+        return line
+
+    def _add(self, name: str, value: int, line: Line, detail: Callable[[], Any] | None = None) -> None:
+        self._facts.append(_Fact(name, value, line, detail))
+
+    def _add_values(self, name: str, tensor: Tensor, line: Line) -> None:
+        """Add some values of a tensor; those of accelerators at the next event, so that the host does not wait."""
+        sample = sample_of(tensor)
+        if sample is None:
+            return
+        if sample.device.type == "cpu":
+            self._add(name, hash_of(sample), line, sample.tolist)
+            return
+        values = sample.to("cpu", non_blocking=True)
+        event = torch.Event(sample.device)
+        event.record()
+        self._late.append((name, values, event, line))
+
+    def _add_state_of(self, module: nn.Module, line: Line) -> None:
+        lists = self._lists.get(module)
+        if lists is None or self._calls % _CALLS_OF_LISTS == 0:
+            if len(self._lists) >= _MODULES:
+                self._lists.clear()  # a submodule that refers to the module would keep it alive
+            lists = self._lists[module] = _lists_of(module)
+        try:
+            numbers = array("d", list(chain.from_iterable([get(values) for values, get in lists.attributes])))
+            versions = array("q", [buffers[name]._version for buffers, name in lists.buffers])
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            RuntimeError,
+        ):  # boundary: a number or buffer is something else now
+            del self._lists[module]
+            self._add(_ATTRIBUTES, 0, line)
+            return
+        named = zip(lists.attribute_names, numbers, strict=True)
+        self._add(_ATTRIBUTES, zlib.crc32(numbers), line, lambda: dict(named))
+        writes = zip(lists.buffer_names, versions, strict=True)
+        self._add(_BUFFERS, zlib.crc32(versions), line, lambda: dict(writes))
+        if lists.buffers:
+            buffers, name = lists.buffers[self._calls % len(lists.buffers)]
+            self._add_values(_BUFFERS, buffers[name], line)
+
+
+def _description(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return (*leaf.shape, leaf.dtype)
+    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__qualname__
+
+
+def _lists_of(module: nn.Module) -> _Lists:
+    lists = _Lists([], [], [], [])
+    for prefix, one in module.named_modules():
+        values = vars(one)
+        names = [name for name, value in values.items() if type(value) in _NUMBERS and name[0] != "_"]
+        lists.attributes.append((values, itemgetter("training", *(names or ["training"]))))  # two give a tuple
+        lists.attribute_names.extend(f"{prefix}.{name}".lstrip(".") for name in ["training", *(names or ["training"])])
+        for name, buffer in one._buffers.items():
+            if buffer is not None and not buffer.is_inference():
+                lists.buffers.append((one._buffers, name))
+                lists.buffer_names.append(f"number of writes of {prefix}.{name}")
+    return lists
+
+
+def _numbers_of_group(group: dict[str, Any]) -> dict[str, float]:
+    numbers = {}
+    for key, value in group.items():
+        if type(value) in _NUMBERS:
+            numbers[key] = value
+        elif type(value) in (tuple, list) and key != "params":
+            numbers |= {f"{key}[{index}]": one for index, one in enumerate(value) if type(one) in _NUMBERS}
+        elif isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
+            numbers[key] = value.item()
+    return numbers
+
+
+def _names_of_numbers(groups: Sequence[dict[str, Any]]) -> list[str]:
+    return [f"{key} of group {index}" for index, group in enumerate(groups) for key in _numbers_of_group(group)]
+
+
+def _difference(first: list[Any], rank: int, other: list[Any]) -> RankMismatchError:
+    """Return the error of a fact (name, hash, file, line, named values) that differs on rank 0 and another one."""
+    names = first[0], other[0]
+    code, fix = _CODES_AND_FIXES.get(names[0], _OTHER_PATH) if names[0] == names[1] else _OTHER_PATH
+    lines = f"{first[2]}:{first[3]} and {other[2]}:{other[3]}"
+    if names[0] != names[1]:
+        value = f"rank 0 reached {names[0]} while rank {rank} reached {names[1]}"
+    else:
+        value = f"ranks 0 and {rank} differ in: {names[0]}{_unequal(first[4], other[4])}"
+    return RankMismatchError(
+        f"{value}, at {lines}", "every rank runs the same script with equal values", fix, code=code
+    )
+
+
+def _unequal(one: Any, other: Any) -> str:
+    """Return the first two values that differ, with their name if they have one."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        names = [name for name in (*one, *other) if one.get(name) != other.get(name)]
+        return f": {names[0]} is {one.get(names[0])} and {other.get(names[0])}" if names else ""
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = [(a, b) for a, b in zip(one, other, strict=True) if a != b]
+        return f" ({pairs[0][0]} and {pairs[0][1]})" if pairs else ""
+    return "" if one is None else f" ({one} and {other})"

@@ -1,0 +1,338 @@
+"""Differences between ranks are found from a few bytes, and named."""
+
+import copy
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers.forked_ranks import Job, run_jobs
+from samestep.errors import RankMismatchError
+from samestep.view.in_step import SLOT, InStep
+
+Facts = Callable[[int, InStep], None]
+
+
+class Texts:
+    """All-gather of texts between threads."""
+
+    def __init__(self, size: int) -> None:
+        self._texts = [""] * size
+        self._barrier = threading.Barrier(size, timeout=30)
+        self.calls = 0
+
+    def of(self, rank: int) -> Callable[[str], list[str]]:
+        def gather(text: str) -> list[str]:
+            self._texts[rank] = text
+            self._barrier.wait()
+            self.calls += rank == 0
+            return list(self._texts)
+
+        return gather
+
+
+def exchanged(ranks: list[InStep], dtype: torch.dtype | None) -> list[RankMismatchError | None]:
+    """Exchange the facts as words, or in slots of a dtype; return the error of each rank."""
+    read: Callable[[InStep], None]
+    if dtype is None:
+        words = [one.as_words() for one in ranks]
+
+        def read(one: InStep) -> None:
+            one.read_words(words)
+    else:
+        slots = torch.zeros(len(ranks), SLOT, dtype=dtype)
+        for one, slot in zip(ranks, slots, strict=True):
+            one.write_slot(slot)
+        total = torch.zeros(SLOT, dtype=dtype)
+        for slot in slots:
+            total += slot
+
+        def read(one: InStep) -> None:
+            one.read_slot(total)
+
+    def error(one: InStep) -> RankMismatchError | None:
+        try:
+            read(one)
+        except RankMismatchError as mismatch:
+            return mismatch
+        return None
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(error, ranks))
+
+
+def made(size: int) -> tuple[list[InStep], Texts]:
+    texts = Texts(size)
+    return [InStep(size, texts.of(rank)) for rank in range(size)], texts
+
+
+def errors_of(facts: Facts, size: int = 3, dtype: torch.dtype | None = None) -> list[RankMismatchError | None]:
+    ranks, _ = made(size)
+    for rank, one in enumerate(ranks):
+        seed()
+        facts(rank, one)
+    return exchanged(ranks, dtype)
+
+
+def seed() -> None:
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    random.seed(0)
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1))
+        self.temperature = 2.0
+
+
+def step(rank: int, ranks: InStep, change: Callable[[nn.Module, torch.optim.Optimizer, Tensor], Any]) -> None:
+    """Facts of one step with a change on rank 1."""
+    network = Network()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    batch = torch.arange(32.0).view(8, 4)
+    for parameter in network.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    if rank == 1:
+        change(network, optimizer, batch)
+    ranks.facts_of_call(network, [batch, True, "name", 3, None])
+    ranks.facts_of_backward([torch.full((8, 4), 0.5), None])
+    ranks.facts_of_step(optimizer)
+
+
+def _set_rate(_: Any, optimizer: torch.optim.Optimizer, __: Any) -> None:
+    optimizer.param_groups[0]["lr"] = 0.2
+
+
+def _no_gradient(network: Any, _: Any, __: Any) -> None:
+    network.first[0].bias.grad = None
+
+
+CHANGES: dict[str, tuple[Callable[[Any, Any, Tensor], Any], str, list[str]]] = {
+    "batch": (lambda _, __, batch: batch[4:].add_(1), "E_RANK_BATCH", ["values of the batch", "16.0 and 17.0"]),
+    "shape": (lambda _, __, batch: batch.resize_(4, 8), "E_RANK_BATCH", ["arguments", "(8, 4, ", "(4, 8, "]),
+    "mode": (lambda net, _, __: net.first[2].eval(), "E_RANK_SETTINGS", ["first.2.training is 1.0 and 0.0"]),
+    "rate of dropout": (
+        lambda net, _, __: setattr(net.first[2], "p", 0.2),
+        "E_RANK_SETTINGS",
+        ["first.2.p is 0.1 and 0.2"],
+    ),
+    "temperature": (
+        lambda net, _, __: setattr(net, "temperature", 3.0),
+        "E_RANK_SETTINGS",
+        [": temperature is 2.0 and 3.0"],
+    ),
+    "buffer": (
+        lambda net, _, __: net.first[1].running_var.mul_(2),
+        "E_RANK_MISMATCH",
+        ["buffers", "first.1.running_var is"],
+    ),
+    "torch": (lambda _, __, ___: torch.rand(1), "E_RANK_MISMATCH", ["random generators"]),
+    "torch, normals": (lambda _, __, ___: torch.randn(1), "E_RANK_MISMATCH", ["random generators"]),
+    "numpy": (lambda _, __, ___: numpy.random.rand(), "E_RANK_MISMATCH", ["random generators"]),
+    "python": (lambda _, __, ___: random.random(), "E_RANK_MISMATCH", ["random generators"]),
+    "python, normals": (lambda _, __, ___: random.gauss(), "E_RANK_MISMATCH", ["random generators"]),
+    "rate": (_set_rate, "E_RANK_SETTINGS", ["lr of group 0 is 0.1 and 0.2"]),
+    "none": (_no_gradient, "E_RANK_MISMATCH", ["gradients: is there number 1 is 1 and 0"]),
+    "gradient": (
+        lambda net, _, __: net.first[0].weight.grad.mul_(3),
+        "E_RANK_MISMATCH",
+        ["gradients (1.0 and 3.0)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_difference_is_named_on_all_ranks(name: str, dtype: torch.dtype | None) -> None:
+    change, code, words = CHANGES[name]
+    errors = errors_of(lambda rank, ranks: step(rank, ranks, change), dtype=dtype)
+    first = errors[0]
+    assert first is not None
+    assert {str(error) for error in errors} == {str(first)}
+    assert first.code == code
+    for word in ["0 and 1", __file__, *words]:
+        assert word in str(first)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_equal_facts_are_no_error(size: int, dtype: torch.dtype | None) -> None:
+    ranks, texts = made(size)
+    for number in range(3):
+        for rank, one in enumerate(ranks):
+            seed()
+            torch.rand(number)
+            step(rank, one, lambda *_: None)
+        assert exchanged(ranks, dtype) == [None] * size
+    assert texts.calls == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_one_of_256_ranks_is_found(dtype: torch.dtype) -> None:
+    ranks = [InStep(256, lambda _: []) for _ in range(256)]
+    total = torch.zeros(SLOT, dtype=dtype)
+    for rank, one in enumerate(ranks):
+        slot = torch.zeros(SLOT, dtype=dtype)
+        one.facts_of_backward([torch.full((3,), float(rank == 200))])
+        one.write_slot(slot)
+        total += slot
+    found = []
+    ranks[0].explain = lambda: found.append(True)  # type: ignore[method-assign]
+    ranks[0].read_slot(total)
+    assert found == [True]
+
+
+def test_another_loss_names_both_lines() -> None:
+    def facts(rank: int, ranks: InStep) -> None:
+        if rank == 0:
+            ranks.facts_of_backward([torch.ones(3)])
+        else:
+            ranks.facts_of_backward([torch.zeros(3)])
+
+    errors = errors_of(facts)
+    text = str(errors[2])
+    line = facts.__code__.co_firstlineno
+    assert "gradient of the loss (1.0 and 0.0)" in text
+    assert f"{__file__}:{line + 2}" in text
+    assert f"{__file__}:{line + 4}" in text
+
+
+def test_a_further_call_is_named() -> None:
+    def facts(rank: int, ranks: InStep) -> None:
+        for _ in range(2 if rank == 1 else 1):
+            ranks.facts_of_call(nn.Linear(2, 2), [])
+
+    errors = errors_of(facts)
+    assert errors[0] is not None
+    assert errors[0].code == "E_RANK_DESYNC"
+    assert "rank 0 reached nothing further while rank 1 reached call of a module" in str(errors[0])
+
+
+def test_another_module_is_named() -> None:
+    def facts(rank: int, ranks: InStep) -> None:
+        ranks.facts_of_call(nn.Linear(2, 2) if rank == 2 else nn.Bilinear(2, 2, 2), [])
+
+    errors = errors_of(facts)
+    assert "ranks 0 and 2 differ in: call of a module (call 1: Bilinear and call 1: Linear)" in str(errors[1])
+
+
+def test_values_of_buffers_are_compared_in_turn() -> None:
+    def facts(rank: int, ranks: InStep) -> None:
+        network = Network()
+        if rank == 1:
+            network.first[1].running_mean.data = torch.ones(4)
+        for _ in range(3):
+            ranks.facts_of_call(network, [])
+
+    errors = errors_of(facts)
+    assert "buffers (0.0 and 1.0)" in str(errors[0])
+
+
+TENSORS = {
+    "channels last": torch.randn(4, 3, 8, 8).contiguous(memory_format=torch.channels_last),
+    "transposed": torch.randn(40, 30).T,
+    "part": torch.randn(40, 30)[:, 3:20],
+    "expanded": torch.randn(1, 30).expand(40, 30),
+    "no dimensions": torch.tensor(3.0),
+    "bfloat16": torch.randn(50).bfloat16(),
+    "integers": torch.arange(100),
+    "flags": torch.arange(100) % 3 == 0,
+    "complex": torch.randn(30, dtype=torch.complex64),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_values_of_any_layout_are_compared(name: str) -> None:
+    tensor = TENSORS[name]
+
+    def facts(rank: int, ranks: InStep) -> None:
+        ranks.facts_of_backward([tensor.clone() if rank != 1 else torch.zeros_like(tensor)])
+
+    assert errors_of(facts)[0] is not None
+    assert errors_of(lambda _, ranks: ranks.facts_of_backward([tensor])) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.empty(0, 3), torch.eye(3).to_sparse(), torch.randn(3, dtype=torch.complex64).conj(), torch.randn(2, 3)],
+    ids=["empty", "sparse", "conjugate", "inference"],
+)
+def test_tensors_without_plain_memory_are_no_error(tensor: Tensor) -> None:
+    with torch.inference_mode():
+        shape = tensor.clone() if tensor.shape == (2, 3) else tensor
+    assert errors_of(lambda _, ranks: ranks.facts_of_call(nn.Linear(2, 2), [shape])) == [None] * 3
+
+
+def test_nan_is_equal_to_itself() -> None:
+    def facts(_: int, ranks: InStep) -> None:
+        module = nn.Dropout(0.5)
+        module.limit = float("nan")  # type: ignore[assignment]
+        ranks.facts_of_call(module, [torch.full((3,), float("nan"))])
+
+    assert errors_of(facts) == [None] * 3
+
+
+def test_modules_may_change() -> None:
+    """Numbers that become something else, removed and replaced submodules, and None in place of a buffer."""
+
+    def facts(rank: int, ranks: InStep) -> None:
+        network = Network()
+        ranks.facts_of_call(network, [])
+        network.temperature = "warm"  # type: ignore[assignment]
+        ranks.facts_of_call(network, [])
+        network.first[1] = nn.Identity()
+        ranks.facts_of_call(network, [])
+        network.first[0].register_buffer("late", torch.ones(2))
+        ranks.facts_of_call(network, [])
+        network.first[0].late = None  # type: ignore[assignment]
+        ranks.facts_of_call(network, [])
+        del network.temperature
+        ranks.facts_of_call(network, [])
+        if rank == 1:
+            network.first[2].p = 0.7  # type: ignore[assignment]
+        ranks.facts_of_call(network, [])
+
+    errors = errors_of(facts)
+    assert "first.2.p is 0.1 and 0.7" in str(errors[0])
+
+
+def test_facts_without_exchange_stay_few_and_are_compared() -> None:
+    def facts(rank: int, ranks: InStep) -> None:
+        module = nn.Linear(2, 2)
+        for number in range(500):
+            ranks.facts_of_call(module, [number if rank != 1 or number != 2 else 7])
+        assert len(ranks._facts) < 1100
+
+    errors = errors_of(facts)
+    assert "earlier calls" in str(errors[0])
+
+
+def test_modules_are_not_kept_alive() -> None:
+    ranks, _ = made(1)
+    module = Network()
+    ranks[0].facts_of_call(module, [])
+    exchanged(ranks, None)
+    reference = weakref.ref(module)
+    del module
+    gc.collect()
+    assert reference() is None
+    network = Network()
+    ranks[0].facts_of_call(network, [])
+    assert copy.deepcopy(network).__dict__.keys() == network.__dict__.keys()
+
+
+def test_real_ranks_end_with_the_same_error() -> None:
+    (errors,) = run_jobs("workers.divided_parts", Job("in_step", 3, {}))
+    assert len(set(errors)) == 1
+    assert "ranks 0 and 2 differ in: gradient of the loss (1.0 and 2.0)" in errors[0]
+    assert errors[0].count("divided_parts.py:") == 2
