@@ -57,6 +57,8 @@ PUBLIC = {
     "is_main",
     "launch",
     "loader",
+    "no_sync",
+    "parallel",
     "scaled_lr",
     "start",
 }

@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.engine.multi_loss import LossTerm as LossTerm
     from samestep.engine.multi_loss import MultiLoss as MultiLoss
     from samestep.engine.step_stats import StepResult as StepResult
+    from samestep.global_view import no_sync as no_sync
+    from samestep.global_view import parallel as parallel
     from samestep.integrations.microbatch_loop import MicrobatchLoop as MicrobatchLoop
     from samestep.launcher.launch import launch as launch
     from samestep.metrics.counts import Accuracy as Accuracy
@@ -73,6 +75,8 @@ _HOMES = {
     "is_main": "ranks",
     "launch": "launcher.launch",
     "loader": "data.whole_batches",
+    "no_sync": "global_view",
+    "parallel": "global_view",
     "reduce_dict": "ranks",
     "scaled_lr": "engine.learning_rate",
     "start": "session",

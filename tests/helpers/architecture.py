@@ -23,7 +23,7 @@ FLOORS = [
     ["engine", "view"],
     ["runs"],
     ["session"],
-    ["trainer", "checkpoint_manager", "zoo", "integrations", "parallel", "ranks"],
+    ["trainer", "checkpoint_manager", "zoo", "integrations", "global_view", "ranks"],
     ["recipes"],
     ["tools"],
     ["cli"],

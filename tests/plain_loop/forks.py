@@ -230,6 +230,10 @@ def _execute(run: Run, rank: int) -> int:
     main.__file__ = path
     sys.modules["__main__"] = main
     code, error = 0, None
+    if run.processes:
+        from samestep.view.view import View
+
+        View.divides_small_calls = True  # otherwise the scripts, which are small, would test little
     try:
         exec(compile(source, path, "exec"), main.__dict__)
     except SystemExit as exit_:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -91,6 +91,7 @@ class ProcessState:
     world: World | None = None  # of `samestep.init()`, until its end
     options: SessionOptions | None = None  # of this world
     rendezvous: Rendezvous | None = None  # of another launcher, whose variables a private world hides
+    view: Any = None  # global view of this world; its type belongs to a higher level
     worlds: int = 0  # number of worlds that this process has entered with other ranks
     # Process groups of finished worlds. They are never released in a launched rank: when a model under DDP is released
     # later, and its group with it, torch waits for gloo threads that may wait for the GIL in turn.

@@ -32,7 +32,8 @@ class Division:
         outputs: leaves of the outputs.
         draw_factors: for each random draw in order: numbers per row in its first dimension; None if shared.
         minimum_rows: smallest number of own rows for which whole and divided agree (1 or 2).
-        form: `flat` or `inner` graph (`view/parallel.py`).
+        form: `flat` or `inner` graph (`view/divided.py`).
+        operations_per_row: floating-point operations of the forward, per row.
     """
 
     inputs: tuple[bool, ...]
@@ -40,6 +41,7 @@ class Division:
     draw_factors: tuple[int | None, ...] = ()
     minimum_rows: int = 1
     form: Literal["flat", "inner"] = "flat"
+    operations_per_row: float = 0.0
 
 
 class ComputedWhole(Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +34,11 @@ _SHAPE_FUNCTIONS = frozenset(
 _VALUE_FUNCTIONS = frozenset(
     {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__, torch.Tensor.__format__}
 )
+
+
+def has_rules(functions: Iterable[Callable[..., Any]]) -> bool:
+    """Whether a rule applies to one of the functions."""
+    return any(function in RULES for function in functions)
 
 
 class Recorder(Protocol):

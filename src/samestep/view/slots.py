@@ -73,6 +73,26 @@ class ModuleState:
                 container.extend(content)
 
 
+# Container, key, value, and its replacement during a block.
+Entry = tuple[Any, Any, Any, Any]
+
+
+@contextmanager
+def replaced(entries: Sequence[Entry]) -> Iterator[None]:
+    """Put the replacements in their places during the block. A place to which the block assigns keeps that value."""
+    for container, key, _, replacement in entries:
+        container[key] = replacement
+    try:
+        yield
+    finally:
+        for container, key, value, replacement in entries:
+            try:
+                if container[key] is replacement:
+                    container[key] = value
+            except (KeyError, IndexError):  # deleted in the block
+                continue
+
+
 class ParameterSlots:
     """Slots of a module's parameters and buffers: entries of `_parameters`, `_buffers`, attributes and containers.
 
@@ -123,25 +143,25 @@ class ParameterSlots:
         for container, key, value in self._nested:
             container[key] = self._rebuilt(value, replacements)
 
+    def entries(self, mapping: Mapping[torch.Tensor, torch.Tensor]) -> list[Entry]:
+        """Return the slots of the keys of `mapping`, with what is there and what `mapping` puts there."""
+        replacements = [mapping.get(tensor, tensor) for tensor in self.tensors]
+        found: list[Entry] = []
+        for container, key, index in self._direct:
+            if replacements[index] is not self.tensors[index]:
+                found.append((container, key, self.tensors[index], replacements[index]))
+        for container, key, value in self._nested:
+            found.append((container, key, value, self._rebuilt(value, replacements)))
+        return found
+
     @contextmanager
     def replaced(self, mapping: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:
         """Put other tensors in the place of the keys of `mapping` during the block.
 
         A slot to which the block itself assigns a tensor keeps that tensor.
         """
-        replacements = [mapping.get(tensor, tensor) for tensor in self.tensors]
-        self.put(replacements)
-        try:
+        with replaced(self.entries(mapping)):
             yield
-        finally:
-            for container, key, index in self._direct:
-                try:
-                    if container[key] is replacements[index]:
-                        container[key] = self.tensors[index]
-                except (KeyError, IndexError):  # deleted in the block
-                    continue
-            for container, key, value in self._nested:
-                container[key] = value
 
     def _rebuilt(self, value: Any, replacements: Sequence[torch.Tensor]) -> Any:
         if isinstance(value, torch.Tensor):

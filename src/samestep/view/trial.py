@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten
 from samestep.view.division import ComputedWhole, Division
 from samestep.view.lockstep import Part, run_in_lockstep
 from samestep.view.sandbox import sandbox
+from samestep.view.size import WorkCounter
 from samestep.view.trial_run import Run, Setting
 from samestep.view.verdict import Verdict, rows_factor
 
@@ -157,10 +158,12 @@ class _Trial:
             )
             whole = Run(setting, 0, plan.rows)
             fewer = Run(setting, 0, plan.rows - 1)
+            work = WorkCounter()
             with _refusing("fails in the trial", dtype, _Failed):
-                for run in (whole, fewer):
-                    with run.turn():
-                        run.compute()
+                with whole.turn():
+                    whole.compute()
+                with fewer.turn(), work:
+                    fewer.compute()
             setting.require_unwritten()
             factors = _draw_factors(whole, fewer, plan.rows)
             runs = [Run(setting, start, stop, factors) for start, stop in plan.spans]
@@ -168,7 +171,8 @@ class _Trial:
                 run_in_lockstep([Part(run.compute, run.turn) for run in runs])
             with _refusing("fails in the trial", dtype, _Failed):
                 outputs = Verdict(setting, whole, fewer, runs, tolerance).outputs()
-        return Division(has_rows, outputs, factors, plan.minimum)
+        operations_per_row = work.operations / (plan.rows - 1)
+        return Division(has_rows, outputs, factors, plan.minimum, operations_per_row=operations_per_row)
 
 
 @contextmanager

@@ -1,0 +1,218 @@
+"""`samestep.parallel`: the calls of a model divided between the ranks."""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from samestep.errors import InputError
+from samestep.launcher.job import process_state
+from samestep.session import init
+from samestep.view.parallel import MOST_MICROBATCHES, ParallelModule
+from samestep.view.ranks import Ranks
+from samestep.view.view import View
+
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
+
+
+def parallel(
+    module: ModuleType,
+    *,
+    strategy: Literal["ddp"] = "ddp",
+    reduction: Literal["fast"] = "fast",
+    batch_norm: Literal["global", "local"] = "global",
+    microbatches: int | None = None,
+    whole: bool = True,
+    strict: bool = False,
+) -> ModuleType:
+    """Divide the calls of a module between the ranks, and return the same module.
+
+    Every rank runs the whole script and gives whole batches to the module. In a call, each rank computes its own rows;
+    outputs, and gradients of parameters and inputs, are those of the whole batch. The class of the module becomes a
+    subclass of its own class. Joins the other ranks if `samestep.init` was not called.
+
+    Args:
+        module: a module whose parameters are equal on all ranks.
+        strategy: `ddp`: each rank holds all parameters.
+        reduction: `fast`: results are equal to those of one process to rounding.
+        batch_norm: statistics of the whole batch (`global`), or of the own rows (`local`), whose results depend on the
+            number of ranks.
+        microbatches: number of slices of a batch, of which each rank owns equally many; at least the number of ranks.
+            None: the rows of the first call, at most 8.
+        whole: whether a rank can compute a whole batch. With False, a call that cannot be divided is an error.
+        strict: raise an error if a call is not divided, with the reason.
+
+    Raises:
+        InputError: an argument is invalid, there are more ranks than microbatches, or ranks hold different parameters.
+    """
+    _require_arguments(module, strategy, reduction, batch_norm)
+    if parallel_module(module) is not None:
+        return module
+    view = _joined_view()
+    size = view.ranks.size
+    _require_microbatches(microbatches, size)
+    if size > 1:  # calls of one process are the script's own
+        view.require_equal(module)
+        options: dict[str, Any] = {
+            "microbatches": microbatches,
+            "batch_norm": batch_norm,
+            "whole": whole,
+            "strict": strict,
+        }
+        _divide(module, ParallelModule(view, module, **options))
+    return module
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Keep gradients of backwards inside the block, and sum them over ranks in the first backward after it.
+
+    For gradient accumulation: one sum for several backwards. `.grad` is complete after that backward.
+
+    Args:
+        module: a module that was given to `samestep.parallel`.
+    """
+    owner = parallel_module(module)
+    if owner is None:  # one process
+        yield
+        return
+    before = owner.is_deferred
+    owner.is_deferred = True
+    try:
+        yield
+    finally:
+        owner.is_deferred = before
+
+
+def parallel_module(module: nn.Module) -> ParallelModule | None:
+    """Return what `samestep.parallel` keeps for a module, or None if its calls are not divided."""
+    owner: ParallelModule | None = getattr(type(module), "_samestep_owner", None)
+    return owner if owner is not None and owner.module is module else None
+
+
+class _Parallel(nn.Module):
+    """Mixin of the class of a module whose calls are divided."""
+
+    _samestep_base: type[nn.Module]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A saved module is one of its own class, so that a program without Samestep can load it.
+        with _own_class(self):
+            create, arguments, *state = self.__reduce_ex__(protocol)
+        if create is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle would compare the class with that of the object
+            create = copyreg._reconstructor  # type: ignore[attr-defined]
+            arguments = (arguments[0], object, None)
+        return create, arguments, *state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        owner = type(self)._samestep_owner  # type: ignore[attr-defined]
+        with _own_class(self):
+            copied = copy.deepcopy(self, memo)
+        _divide(copied, ParallelModule(owner.view, copied, **owner.options))
+        return copied
+
+
+@contextmanager
+def _own_class(module: Any) -> Iterator[None]:
+    """Give a module its own class during the block."""
+    parallel_class = type(module)
+    module.__class__ = parallel_class._samestep_base
+    if parallel_class._samestep_forward is not None:
+        module.__dict__["forward"] = parallel_class._samestep_forward
+    try:
+        yield
+    finally:
+        module.__dict__.pop("forward", None)
+        module.__class__ = parallel_class
+
+
+def _divide(module: nn.Module, owner: ParallelModule) -> None:
+    base = type(module)
+    # Compiled and patched modules have a forward of their own, which would hide that of the class.
+    instance_forward = module.__dict__.pop("forward", None)
+
+    # Named and documented as the module's own: Trainers read the signature of `forward`.
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *arguments: Any, **options: Any) -> Any:
+        own_forward = functools.partial(base.forward, self)
+        if instance_forward is not None:
+            own_forward = instance_forward
+        if owner.module is not self:  # another instance that the script made of this class
+            return own_forward(*arguments, **options)
+        return owner.call(own_forward, arguments, options)
+
+    attributes = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_samestep_base": base,
+        "_samestep_owner": owner,
+        "_samestep_forward": instance_forward,
+        "forward": forward,
+    }
+    module.__class__ = type(base.__name__, (_Parallel, base), attributes)
+
+
+def _joined_view() -> View:
+    """Return the view of this process; join the other ranks if necessary."""
+    view: View | None = process_state.view
+    if view is None:
+        world = init()
+        view = View(Ranks(world), world.device)
+        process_state.view = view
+        world.context.resources.callback(_forget_view, view)
+    return view
+
+
+def _forget_view(view: View) -> None:
+    view.close()
+    process_state.view = None
+
+
+def _require_arguments(module: Any, strategy: str, reduction: str, batch_norm: str) -> None:
+    if not isinstance(module, nn.Module):
+        raise InputError(
+            f"samestep.parallel received a {type(module).__name__}",
+            expected="a torch.nn.Module",
+            fix="model = samestep.parallel(model); optimizers and loaders stay as they are",
+            code="E_VALUE",
+        )
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel, torch.jit.ScriptModule)
+    if isinstance(module, wrappers):
+        raise InputError(
+            f"samestep.parallel received a module in {type(module).__name__}",
+            expected="the module itself",
+            fix="remove the wrapper: samestep.parallel(model)",
+            code="E_WRAPPED_MODEL",
+        )
+    choices = (
+        ("strategy", strategy, ("ddp",)),
+        ("reduction", reduction, ("fast",)),
+        ("batch_norm", batch_norm, ("global", "local")),
+    )
+    for name, value, allowed in choices:
+        if value not in allowed:
+            raise InputError(
+                f"samestep.parallel: {name} is {value!r}",
+                expected=" or ".join(allowed),
+                fix=f"{name}={allowed[0]!r}",
+                code="E_VALUE",
+            )
+
+
+def _require_microbatches(microbatches: int | None, size: int) -> None:
+    number = MOST_MICROBATCHES if microbatches is None else microbatches
+    if number < size:
+        raise InputError(
+            f"{size} ranks divide the calls of a module into {number} microbatches",
+            expected="at least one microbatch for each rank",
+            fix=f"samestep.parallel(model, microbatches={size}) on every number of ranks",
+            code="E_TOO_MANY_RANKS",
+        )

@@ -1,0 +1,143 @@
+"""Inner graph of the own rows, for modules that compute activations again in the backward (checkpointing).
+
+Activation checkpointing runs the module's code during the backward. It must then find the same region, rules and
+parameters as in the forward, so the graph of the own rows is run by a node of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from samestep.view.operations import Operations
+from samestep.view.region import Make, Region, UnknownDraw, inside
+
+
+@dataclass
+class RecomputedRegion(Region):
+    """Region of a recomputation, whose draws are found by their shapes: their numbers in the call are not known."""
+
+    factors: dict[tuple[int, ...], int | None] = field(default_factory=dict)
+
+    def draw(self, index: int, shape: Sequence[int], make: Make, device: torch.device) -> torch.Tensor:
+        """Return the numbers of a random draw that belong to the own rows, as `Region.draw`."""
+        if tuple(shape) not in self.factors:
+            raise UnknownDraw(f"a recomputation draws numbers of the shape {tuple(shape)}, the forward did not")
+        factor = self.factors[tuple(shape)]
+        if factor is None:
+            return make(tuple(shape), None)
+        numbers = make((factor * self.rows, *shape[1:]), None)
+        return numbers[factor * self.start : factor * self.stop]
+
+
+def recomputed(region: Region, draws: Sequence[tuple[int, ...]]) -> RecomputedRegion:
+    """Return the region of recomputations in the backward of a call.
+
+    Args:
+        region: region of the forward.
+        draws: shapes of the draws of the forward.
+
+    Raises:
+        UnknownDraw: two draws of one shape belong to the rows in different ways.
+    """
+    factors: dict[tuple[int, ...], int | None] = {}
+    for shape, factor in zip(draws, region.draw_factors, strict=False):
+        if factors.setdefault(shape, factor) != factor:
+            raise UnknownDraw("draws of one shape, with and without rows, in a recomputed part")
+    again = RecomputedRegion(region.rows, region.start, region.stop, region.exchange, region.draw_factors)
+    again.local_batch_norm = region.local_batch_norm
+    again.factors = factors
+    return again
+
+
+class _InnerGraph(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inner: Inner, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        with torch.enable_grad():
+            outputs = inner.run(leaves)
+        ctx.inner = inner
+        ctx.leaves = leaves
+        ctx.outputs = outputs
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[output for output in outputs if not output.requires_grad])
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True through a call with activation checkpointing; "
+                "leave out checkpointing, or call samestep.parallel for the other modules only"
+            )
+        if ctx.outputs is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time. "
+                "Specify retain_graph=True if you need to backward through the graph a second time."
+            )
+        roots = []
+        seeds = []
+        for output, gradient in zip(ctx.outputs, gradients, strict=True):
+            if gradient is not None and output.requires_grad:
+                roots.append(output)
+                seeds.append(gradient)
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # private; torch 2.11 and 2.13
+        found = ctx.inner.backward(roots, seeds, ctx.leaves, keep_graph=keeps_graph)
+        if not keeps_graph:
+            ctx.outputs = None
+        return (None, *found)
+
+
+class Inner:
+    """Forward of the own rows on leaves of its own.
+
+    Args:
+        region: region of the forward.
+        compute: receives the leaves, puts parameters among them into the module, and returns the own outputs; the
+            operations of the forward are those of `operations()`.
+        put: context in which the module has the given leaves as parameters.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        compute: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+        put: Callable[[Sequence[torch.Tensor]], Any],
+    ) -> None:
+        self._region = region
+        self._compute = compute
+        self._put = put
+        self.draws: list[tuple[int, ...]] = []
+
+    def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the forward."""
+        return self._compute(leaves)
+
+    def backward(
+        self,
+        roots: Sequence[torch.Tensor],
+        seeds: Sequence[torch.Tensor],
+        leaves: Sequence[torch.Tensor],
+        *,
+        keep_graph: bool,
+    ) -> list[torch.Tensor | None]:
+        """Run the backward, in the region of the forward, and return the gradients of the leaves."""
+        region = recomputed(self._region, self.draws)
+        if roots:
+            with self._put(leaves), inside(region), Operations(region):
+                # Not `torch.autograd.backward`: as a function of torch, it would run outside of the mode.
+                torch.autograd.graph._engine_run_backward(
+                    tuple(roots), tuple(seeds), keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
+                )
+        gradients = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        return gradients
+
+
+def inner_graph(inner: Inner, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the own outputs as a function of `tensors`, whose graph is run by one node."""
+    return list(_InnerGraph.apply(inner, *tensors))  # type: ignore[no-untyped-call]

@@ -1,0 +1,228 @@
+"""Kinds of calls: what a verdict depends on, and what is known about each kind.
+
+A kind is found by the structure of a module and of the arguments, not by objects or sizes, so that a copy of a module,
+or a batch of another length, needs no new trial.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import types
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec
+
+from samestep.view.division import Division
+
+_PLAIN = (bool, str, type(None))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)
+
+
+@dataclass
+class Kind:
+    """What is known about the calls of one kind.
+
+    Attributes:
+        name: class of the module and mode of the call, for reports.
+        reason: why calls of this kind are computed whole; None while that is not decided, or if they are divided.
+        is_watched: whether a first call was computed whole and watched, without a reason for whole.
+        division: result of the trial.
+        known: lists of operations that were watched and tried.
+        last: operations of the watched call.
+        outputs: structure of its outputs.
+        uses_checkpointing: whether parts are computed again in the backward.
+        is_compiled: whether torch.compile replaces the forward of parts.
+        written: what the watched call changed in the module, to be restored before a call is computed again.
+        exchanges: numbers of elements of the sums inside of a divided call; None before the first one.
+        gradient_bytes: size of the gradients of the parameters.
+        output_bytes_per_row: size of the outputs, per row of the batch.
+        surprises: divided calls that had to be computed whole.
+    """
+
+    name: str
+    reason: str | None = None
+    is_watched: bool = False
+    division: Division | None = None
+    known: set[tuple[Callable[..., Any], ...]] = field(default_factory=set)
+    last: tuple[Callable[..., Any], ...] = ()
+    outputs: TreeSpec | None = None
+    uses_checkpointing: bool = False
+    is_compiled: bool = False
+    written: Written | None = None
+    exchanges: tuple[int, ...] | None = None
+    gradient_bytes: int = 0
+    output_bytes_per_row: float = 0.0
+    surprises: int = 0
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a call of a kind changes.
+
+    Attributes:
+        buffers: (submodule index, name) of each buffer.
+        attributes: submodule indices whose attributes change.
+        uses_python: whether Python's generator is used.
+        uses_numpy: whether NumPy's generator is used.
+    """
+
+    buffers: tuple[tuple[int, str], ...] = ()
+    attributes: tuple[int, ...] = ()
+    uses_python: bool = False
+    uses_numpy: bool = False
+
+
+def submodules(module: nn.Module) -> list[nn.Module]:
+    """Return a module and all modules below it, each once, in the order of a breadth-first walk."""
+    # Faster than `modules()`, which is a recursion of generators; this runs in every call.
+    found = [module]
+    seen = {id(module)}
+    for part in found:
+        for child in part._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
+def has_compiled_parts(parts: Sequence[nn.Module]) -> bool:
+    """Whether torch.compile replaces the forward of a submodule."""
+    # By name: importing the class would import the compiler.
+    return any(part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule" for part in parts)
+
+
+def module_key(parts: Sequence[nn.Module]) -> Hashable:
+    """Return what a verdict depends on in a module: types, modes, hooks, switches of the user's classes.
+
+    Args:
+        parts: `submodules` of the module.
+    """
+    key: list[Any] = []
+    for part in parts:
+        attributes = part.__dict__
+        kind = type(part)
+        kind = getattr(kind, "_samestep_base", kind)  # the class that `samestep.parallel` made is the module's own
+        key.append(kind)
+        key.append(attributes["training"])
+        for name in _HOOKS:
+            hooks = attributes[name]
+            if hooks:
+                key.append(tuple(_code(hook) for hook in hooks.values()))
+        for parameter in attributes["_parameters"].values():
+            if parameter is not None:
+                key.append(parameter.requires_grad)
+        if not kind.__module__.startswith("torch."):
+            _add_switches(attributes, key)
+    return tuple(key)
+
+
+def _add_switches(attributes: dict[str, Any], key: list[Any]) -> None:
+    for name, value in attributes.items():
+        if name in _TORCH_ATTRIBUTES:
+            continue
+        kind = type(value)
+        if kind in _PLAIN:
+            key.append((name, value))
+        elif kind is float or kind is int:
+            key.append((name, value == 0))  # a factor of zero hides what it multiplies
+        elif kind is types.FunctionType or kind is types.MethodType or kind is partial:
+            key.append((name, _code(value)))
+
+
+def _code(function: Any) -> Any:
+    if isinstance(function, partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__code__", type(function))
+
+
+def arguments_key(leaves: Sequence[Any], rows: int) -> Hashable:
+    """Return what a verdict depends on in the leaves of the arguments of a call."""
+    key: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            key.append((leaf.dim(), leaf.dtype, leaf.requires_grad, has_rows(leaf, rows), leaf.is_cuda))
+        elif isinstance(leaf, _PLAIN):
+            key.append(leaf)
+        else:
+            key.append(type(leaf))
+    return tuple(key)
+
+
+def has_rows(leaf: Any, rows: int) -> bool:
+    """Whether the first dimension of a leaf is the batch."""
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+
+
+def mode_key(device: str) -> Hashable:
+    """Return what a verdict depends on outside of modules and arguments."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(device),
+        torch.get_autocast_dtype(device),
+        torch.get_default_dtype(),
+    )
+
+
+def operations_hash(functions: Sequence[Callable[..., Any]]) -> int:
+    """Return a number below 2**62 for a list of operations, equal in all processes."""
+    names = ",".join(function.__name__ for function in functions)
+    return int.from_bytes(hashlib.blake2b(names.encode(), digest_size=8).digest(), "little") >> 2
+
+
+def numbers_hash(numbers: Sequence[Any]) -> int:
+    """Return a number below 2**62 for values that left tensors, equal in all processes."""
+    if not numbers:
+        return 0
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def shared_memory(outputs: Sequence[Any], arguments: Sequence[Any], parts: Sequence[nn.Module]) -> str | None:
+    """Return a reason for whole calls if different tensors among the outputs share memory, or None.
+
+    A script that writes into one of them would change the other, which gathered outputs cannot do.
+    """
+    held = [*arguments]
+    for part in parts:
+        held += part._parameters.values()
+        held += part._buffers.values()
+    taken = {_memory(tensor) for tensor in held if isinstance(tensor, torch.Tensor)}
+    groups: dict[int, dict[int, torch.Tensor]] = {}
+    for tensor in outputs:
+        if isinstance(tensor, torch.Tensor) and tensor.numel() > 0:
+            groups.setdefault(_memory(tensor), {})[id(tensor)] = tensor
+    for memory, tensors in groups.items():
+        if memory in taken or _overlap(list(tensors.values())):
+            return "returns tensors that share memory"
+    return None
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    return tensor.untyped_storage().data_ptr()
+
+
+def _overlap(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether an element belongs to two of the tensors, which have one storage. Parts of a `chunk` do not overlap."""
+    if len(tensors) == 1:
+        return False
+    first = tensors[0]
+    if any(tensor.dtype != first.dtype for tensor in tensors):
+        return True
+    elements = first.untyped_storage().nbytes() // first.element_size()
+    owners = torch.zeros(elements, dtype=torch.uint8)
+    for tensor in tensors:
+        place = owners.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        if place.any():
+            return True
+        place.fill_(1)
+    return False

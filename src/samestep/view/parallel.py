@@ -1,0 +1,420 @@
+"""Calls of a module divided between ranks: the way of each call from its arguments to its result."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from samestep.distributed.devices import is_accelerator
+from samestep.distributed.rng import derive_seed
+from samestep.errors import InputError
+from samestep.launcher.job import process_state
+from samestep.microbatches import microbatch_bounds, owned_microbatches
+from samestep.view.divided import DividedCall, OwnResult
+from samestep.view.division import ComputedWhole, Division
+from samestep.view.exchange import CallAbandoned, CallExchange
+from samestep.view.hub import Hub
+from samestep.view.kinds import (
+    Kind,
+    arguments_key,
+    has_compiled_parts,
+    has_rows,
+    mode_key,
+    module_key,
+    numbers_hash,
+    operations_hash,
+    shared_memory,
+    submodules,
+)
+from samestep.view.operations import has_rules
+from samestep.view.ranks import rank_bounds
+from samestep.view.region import Region
+from samestep.view.size import is_worth_dividing
+from samestep.view.snapshot import Snapshot, WriteObserver
+from samestep.view.trial import try_division
+from samestep.view.view import END_CALL, ENTER_CALL, SUM_IN_CALL, TRIAL, ModuleSummary, View
+from samestep.view.watch import watch
+
+MOST_MICROBATCHES = 8
+_MOST_SURPRISES = 8  # calls of a kind that were divided and had to be computed again whole
+# Status of a rank at the end of a divided call.
+_OK = 1
+_FAILED = 2
+_UNKNOWN = 3  # its operations were not tried
+
+
+@dataclass
+class Call:
+    """One call of a module.
+
+    Attributes:
+        module: the module.
+        parts: its submodules.
+        forward: forward of the module's own class.
+        arguments: positional arguments.
+        options: keyword arguments.
+        leaves: leaves of both.
+        spec: structure of both.
+        rows: rows of the batch.
+        bounds: rows of each rank.
+    """
+
+    module: nn.Module
+    parts: Sequence[nn.Module]
+    forward: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    leaves: Sequence[Any]
+    spec: TreeSpec
+    rows: int
+    bounds: Sequence[tuple[int, int]]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that require gradients, each once."""
+        found: dict[nn.Parameter, None] = {}
+        for part in self.parts:
+            for parameter in part._parameters.values():
+                if parameter is not None and parameter.requires_grad:
+                    found[parameter] = None
+        return list(found)
+
+    def whole(self) -> Any:
+        """Compute the call whole."""
+        return self.forward(*self.arguments, **self.options)
+
+
+class ParallelModule:
+    """What `samestep.parallel` keeps for one module.
+
+    Args:
+        view: the view of this process.
+        module: the module, whose class calls `call`.
+        microbatches: slices of a batch; None for the rows of the first call, at most 8.
+        batch_norm: statistics of the whole batch, or of the own rows.
+        whole: whether a rank can compute a whole batch.
+        strict: whether a whole call is an error.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        module: nn.Module,
+        *,
+        microbatches: int | None,
+        batch_norm: Literal["global", "local"],
+        whole: bool,
+        strict: bool,
+    ) -> None:
+        self.view = view
+        self.options: dict[str, Any] = {
+            "microbatches": microbatches,
+            "batch_norm": batch_norm,
+            "whole": whole,
+            "strict": strict,
+        }
+        self.summary = ModuleSummary(type(module).__name__)
+        view.add(self)
+        self._module = weakref.ref(module)
+        self._microbatches = microbatches
+        self._batch_norm = batch_norm
+        self._can_be_whole = whole
+        self._is_strict = strict
+        self._hub: Hub | None = None
+        self._is_deferred = False
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, while it exists."""
+        return self._module()
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether gradients are kept for a later backward (`samestep.no_sync`)."""
+        return self._is_deferred
+
+    @is_deferred.setter
+    def is_deferred(self, value: bool) -> None:
+        self._is_deferred = value
+        if self._hub is not None:
+            self._hub.is_deferred = value
+
+    def require_no_pending(self) -> None:
+        """Require that the gradients of all backwards were summed."""
+        if self._hub is not None:
+            self._hub.require_no_pending()
+
+    def call(self, forward: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Compute a call of the module, divided if it can be.
+
+        Args:
+            forward: forward of the module's own class, bound to the module.
+            arguments: positional arguments.
+            options: keyword arguments.
+        """
+        if not self.view.divides_here():
+            return forward(*arguments, **options)
+        module = self.module
+        assert module is not None
+        leaves, spec = tree_flatten((arguments, options))
+        rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), 0)
+        bounds = self._bounds(rows)
+        if bounds is None:
+            self._count_whole(f"fewer rows than ranks ({rows})")
+            return forward(*arguments, **options)
+        call = Call(module, submodules(module), forward, arguments, options, leaves, spec, rows, bounds)
+        return self._call_of_kind(self._kind(call), call)
+
+    def _call_of_kind(self, kind: Kind, call: Call) -> Any:
+        if kind.reason is None and not kind.is_watched:
+            return self._watched(kind, call)
+        if kind.reason is None and kind.division is None:
+            self._try(kind, call)
+        if kind.division is None:
+            self._count_whole(str(kind.reason))
+            return call.whole()
+        if min(stop - start for start, stop in call.bounds) < kind.division.minimum_rows:
+            self._count_whole("a rank would have a single row")
+            return call.whole()
+        if not self._is_worth_dividing(kind, kind.division, call):
+            self._count_whole("a small call")
+            return call.whole()
+        return self._divided(kind, kind.division, call)
+
+    def _is_worth_dividing(self, kind: Kind, division: Division, call: Call) -> bool:
+        if self._is_strict or self.view.divides_small_calls:
+            return True
+        return is_worth_dividing(
+            operations=division.operations_per_row * call.rows,
+            gradient_bytes=kind.gradient_bytes,
+            output_bytes=int(kind.output_bytes_per_row * call.rows),
+            ranks=self.view.ranks.size,
+            has_gradients=torch.is_grad_enabled() and kind.gradient_bytes > 0,
+            is_cpu=not is_accelerator(self.view.device),
+        )
+
+    def _bounds(self, rows: int) -> list[tuple[int, int]] | None:
+        """Return the rows of each rank, or None if a rank would have none."""
+        size = self.view.ranks.size
+        if rows < size:
+            return None
+        if self._microbatches is None:
+            self._microbatches = min(rows, MOST_MICROBATCHES)
+        bounds = rank_bounds(rows, self._microbatches, size)
+        if any(start == stop for start, stop in bounds):
+            return None
+        return bounds
+
+    def _kind(self, call: Call) -> Kind:
+        key = (
+            module_key(call.parts),
+            arguments_key(call.leaves, call.rows),
+            call.spec,
+            mode_key(self.view.device.type),
+            self._batch_norm,
+        )
+        kind = self.view.kinds.get(key)
+        if kind is None:
+            kind = Kind(self.summary.module)
+            self.view.kinds[key] = kind
+        return kind
+
+    # --- whole calls -----------------------------------------------------------------------------
+
+    def _count_whole(self, reason: str) -> None:
+        self.summary.whole += 1
+        self.summary.add_reason(reason)
+        if self._is_strict:
+            raise InputError(
+                f"a call of {self.summary.module} is computed whole: {reason}",
+                expected="only divided calls, with strict=True",
+                fix="change what the reason names, or leave out strict=True",
+                code="E_INCOMPATIBLE",
+            )
+
+    def _decide_whole(self, kind: Kind, reason: str) -> None:
+        kind.reason = reason
+        kind.division = None
+        self.summary.add_reason(reason)
+        self.view.report(self.summary, f"computed whole on every rank: {reason}")
+
+    def _watched(self, kind: Kind, call: Call) -> Any:
+        """Compute a call whole, as the script's own, and note what it does."""
+        observer = WriteObserver(call.parts)
+        kind.is_compiled = has_compiled_parts(call.parts)
+        with self.view.suspended(), _eager(kind):
+            watched = watch(call.module, call.whole, call.arguments, call.options)
+        self.summary.watched += 1
+        if watched.is_first_again:
+            return watched.result
+        outputs, kind.outputs = tree_flatten(watched.result)
+        kind.is_watched = True
+        kind.known.add(watched.operations)
+        kind.last = watched.operations
+        kind.written = observer.written()
+        kind.uses_checkpointing = watched.uses_checkpointing
+        kind.gradient_bytes = sum(parameter.nbytes for parameter in call.parameters())
+        kind.output_bytes_per_row = sum(leaf.nbytes for leaf in outputs if isinstance(leaf, torch.Tensor)) / call.rows
+        reason = watched.reason or shared_memory(outputs, call.leaves, call.parts)
+        if reason is not None:
+            self._decide_whole(kind, reason)
+        return watched.result
+
+    # --- trial -----------------------------------------------------------------------------------
+
+    def _try(self, kind: Kind, call: Call) -> None:
+        """Decide by a trial whether calls of a kind can be divided."""
+        division: Division | None = None
+        reason = ""
+        try:
+            with self.view.suspended(), _eager(kind):
+                division = try_division(
+                    call.module,
+                    call.arguments,
+                    call.options,
+                    forward=call.forward,
+                    rows=call.rows,
+                    has_rows=tuple(has_rows(leaf, call.rows) for leaf in call.leaves),
+                    operations=kind.last,
+                )
+        except ComputedWhole as decision:
+            reason = str(decision)
+        except Exception as error:  # boundary: a script that is right without a trial must not end because of it
+            reason = f"the trial failed with {type(error).__name__}: {error}"
+        words = self.view.word(TRIAL, int(division is not None))
+        self.view.require_same_action(words)
+        if any(word[2] != words[0][2] for word in words):
+            division = None
+            reason = "the trial differs between ranks"
+        if division is None:
+            self._decide_whole(kind, reason)
+            return
+        if kind.uses_checkpointing:
+            division = replace(division, form="inner")
+        kind.division = division
+        self.view.report(self.summary, "divided")
+
+    # --- divided calls ---------------------------------------------------------------------------
+
+    def _divided(self, kind: Kind, division: Division, call: Call) -> Any:
+        """Compute the own rows and gather the outputs; compute the call whole if ranks do not agree."""
+        assert kind.written is not None
+        view = self.view
+        view.calls += 1
+        snapshot = Snapshot(call.parts, kind.written, view.device)
+        exchange = CallExchange(view.ranks, kind.exchanges, view.all_ranks_in_sum)
+        region = self._region(division, call, exchange)
+        known = None
+        stays_compiled = kind.is_compiled and not has_rules(kind.last)
+        if stays_compiled:
+            known = kind.last
+        divided = DividedCall(view.ranks, division, call.leaves, call.spec, call.bounds, region, exchange, known)
+        if kind.exchanges is None or kind.exchanges:
+            view.require_same_action(view.word(ENTER_CALL))
+        hub = self._current_hub(call)
+        result: OwnResult | None = None
+        try:
+            with nullcontext() if stays_compiled else _eager(kind):
+                result = divided.compute(call.forward, hub)
+        except CallAbandoned:
+            exchange.leave(view.device)
+        except Exception:  # boundary: computed whole below, where the script's own exception comes on all ranks
+            exchange.leave(view.device)
+        difference = self._difference(kind, divided, result)
+        if difference is None and result is not None:
+            exchange.end_forward()
+            kind.exchanges = tuple(exchange.sizes)
+            self.summary.divided += 1
+            return divided.whole_outputs(result, hub)
+        snapshot.restore()
+        return self._computed_again(kind, call, str(difference), is_unknown=difference == _OTHER_OPERATIONS)
+
+    def _difference(self, kind: Kind, divided: DividedCall, result: OwnResult | None) -> str | None:
+        """Exchange one word about the own rows; return why the call must be computed whole, if it must."""
+        if divided.exchange.is_known_to_all:
+            return _ENDED_EARLY
+        fields = [_FAILED, 0, 0, 0]
+        if result is not None and divided.fits(result, kind.outputs):
+            operations = tuple(result.operations.functions)
+            status = _OK
+            if operations not in kind.known:
+                status = _UNKNOWN
+            fields = [
+                status,
+                operations_hash(operations),
+                divided.shapes_hash(result),
+                numbers_hash(result.operations.numbers),
+            ]
+        words = self.view.word(END_CALL, *fields)
+        if any(word[0] == SUM_IN_CALL for word in words):
+            return _ENDED_EARLY
+        self.view.require_same_action(words)
+        statuses, lists, shapes, numbers = (set(column) for column in list(zip(*words, strict=True))[2:6])
+        difference = None
+        if _FAILED in statuses:
+            difference = _ENDED_EARLY
+        elif _UNKNOWN in statuses or len(lists) > 1:
+            difference = _OTHER_OPERATIONS
+        elif len(shapes) > 1:
+            difference = "outputs of other shapes on some ranks"
+        elif len(numbers) > 1:
+            difference = "Python numbers that differ between rows"
+        return difference
+
+    def _computed_again(self, kind: Kind, call: Call, reason: str, *, is_unknown: bool) -> Any:
+        kind.surprises += 1
+        if kind.surprises > _MOST_SURPRISES:
+            self._decide_whole(kind, f"{reason}, in {kind.surprises} calls")
+        elif is_unknown:
+            kind.division = None  # tried again with the next call
+            return self._watched(kind, call)
+        self._count_whole(reason)
+        return call.whole()
+
+    def _region(self, division: Division, call: Call, exchange: CallExchange) -> Region:
+        view = self.view
+        start, stop = call.bounds[view.ranks.rank]
+        region = Region(call.rows, start, stop, exchange, division.draw_factors)
+        region.local_batch_norm = self._batch_norm == "local"
+        if is_accelerator(view.device):
+            assert self._microbatches is not None
+            slices = microbatch_bounds(call.rows, self._microbatches)
+            owned = owned_microbatches(self._microbatches, view.ranks.size, view.ranks.rank)
+            region.microbatches = [(number, *slices[number]) for number in owned]
+            region.seed = derive_seed("model", torch.initial_seed() % 2**63, view.calls)
+        return region
+
+    def _current_hub(self, call: Call) -> Hub | None:
+        """Return the hub of the parameters, or None without gradients."""
+        if not torch.is_grad_enabled():
+            return None
+        own = call.parameters()
+        if self._hub is None or not self._hub.is_current(own):
+            self.require_no_pending()
+            self._hub = Hub(call.module, own, self.view.ranks, self.view.begin_backward)
+            self._hub.is_deferred = self._is_deferred
+        return self._hub
+
+
+def summary() -> list[ModuleSummary]:
+    """Return the numbers of divided and whole calls of each module of this process."""
+    view: View | None = process_state.view
+    return [] if view is None else view.modules
+
+
+def _eager(kind: Kind) -> AbstractContextManager[Any]:
+    """Run compiled parts without the compiler, which hides their operations and random draws."""
+    if not kind.is_compiled:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+_ENDED_EARLY = "a rank could not compute its rows alone"
+_OTHER_OPERATIONS = "operations that were not tried"

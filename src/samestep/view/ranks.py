@@ -1,0 +1,101 @@
+"""Messages of divided calls between ranks: words, sums and gathered rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from samestep.distributed.world import World
+from samestep.microbatches import microbatch_bounds, owned_microbatches
+
+_FEW_BYTES = 2**16  # sent to every other rank at once
+
+
+class Ranks:
+    """Ranks that divide calls among them, as one of them sees them.
+
+    Args:
+        world: the ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.rank = world.rank
+        self.size = world.size
+        self._world = world
+        group = world.group or dist.group.WORLD
+        assert group is not None
+        # Methods of the group: functions of torch.distributed need its default group, which the script may not see.
+        self._group = group
+        self._sockets = world.sockets
+
+    def words(self, word: Sequence[int]) -> list[list[int]]:
+        """Return the 64-bit integers of all ranks, equally many of each, by rank."""
+        # On the host: reading a word from a GPU would wait for the work that is queued there.
+        own = torch.tensor(word, dtype=torch.int64)
+        every: list[list[int]] = self._gather_equal(own, "a word of each rank").tolist()
+        return every
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `values` over ranks, as a new contiguous tensor."""
+        own = values.detach().contiguous()
+        if self._sockets is not None and own.nbytes <= _FEW_BYTES:
+            return self._gather_equal(own, "a sum").sum(0, dtype=own.dtype)
+        total = own.clone()
+        self._world.run_collective(lambda: self._group.allreduce([total]).wait(), "a sum")
+        return total
+
+    def start_sum(self, values: torch.Tensor) -> Any:
+        """Start to sum `values` over ranks in place, and return the work to wait for."""
+        return self._group.allreduce([values])
+
+    def wait(self, work: Any) -> None:
+        """Wait for a sum of gradients."""
+        self._world.run_collective(work.wait, "the sum of gradients")
+
+    def _gather_equal(self, own: torch.Tensor, name: str) -> torch.Tensor:
+        """Return equally large tensors of all ranks, as rows of a new tensor."""
+        every = own.new_empty(self.size, *own.shape)
+        if self._sockets is not None and own.nbytes <= _FEW_BYTES:
+            sockets = self._sockets
+            self._world.run_collective(lambda: sockets.all_gather(own, every, range(self.size)), name)
+        else:
+            self._world.run_collective(lambda: self._group._allgather_base(every, own).wait(), name)
+        return every
+
+    def gather_rows(self, own: torch.Tensor, bounds: Sequence[tuple[int, int]], factor: int) -> torch.Tensor:
+        """Return the rows of all ranks in order, as a new tensor.
+
+        Args:
+            own: own rows.
+            bounds: first row and row after the last of each rank, in rows of the batch.
+            factor: rows of the tensor per row of the batch.
+        """
+        counts = [(stop - start) * factor for start, stop in bounds]
+        largest = max(counts)
+        sent = own.detach().contiguous()
+        if sent.dtype == torch.bool:  # no backend sends it
+            sent = sent.view(torch.uint8)
+        # Messages have equal sizes: ranks with fewer rows send rows without a meaning.
+        if len(own) < largest:
+            padded = sent.new_zeros(largest, *own.shape[1:])
+            padded[: len(own)] = sent
+            sent = padded
+        every = self._gather_equal(sent, "rows of the outputs")
+        if min(counts) == largest:
+            whole = every.view(-1, *own.shape[1:])
+        else:
+            whole = torch.cat([rows[:count] for rows, count in zip(every, counts, strict=True)])
+        return whole.view(own.dtype)
+
+
+def rank_bounds(rows: int, microbatches: int, size: int) -> list[tuple[int, int]]:
+    """Return the own rows of each rank, `[start, stop)`: those of its microbatches."""
+    slices = microbatch_bounds(rows, microbatches)
+    bounds = []
+    for rank in range(size):
+        owned = owned_microbatches(microbatches, size, rank)
+        bounds.append((slices[owned[0]][0], slices[owned[-1]][1]))
+    return bounds

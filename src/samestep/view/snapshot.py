@@ -1,0 +1,149 @@
+"""State that a call of a module changes, saved before a divided call so that it can be computed again whole."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from samestep.distributed.devices import accelerator_module, is_accelerator
+from samestep.view.kinds import Written
+
+_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+def _shallow(value: Any) -> Any:
+    if type(value) is list or type(value) is dict or type(value) is set:
+        return value.copy()
+    return value
+
+
+def _attributes(part: nn.Module) -> dict[str, Any]:
+    return {name: _shallow(value) for name, value in part.__dict__.items() if name not in _TABLES}
+
+
+class Snapshot:
+    """State before a call.
+
+    Args:
+        parts: `submodules` of the module.
+        written: what calls of the kind change.
+        device: device of the call, whose generator is saved too.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], written: Written, device: torch.device) -> None:
+        self._parts = parts
+        self._device = device
+        self._buffers = []
+        for index, name in written.buffers:
+            buffer = parts[index]._buffers[name]
+            if buffer is not None:
+                self._buffers.append((index, name, buffer, buffer.detach().clone()))
+        self._attributes = [(index, _attributes(parts[index])) for index in written.attributes]
+        self._torch = torch.get_rng_state()
+        self._gpu = None
+        if is_accelerator(device):
+            self._gpu = accelerator_module().get_rng_state(device)
+        self._python = None
+        if written.uses_python:
+            self._python = random.getstate()
+        self._numpy = None
+        if written.uses_numpy:
+            self._numpy = numpy.random.get_state()
+
+    def restore(self) -> None:
+        """Put the state back."""
+        with torch.no_grad():
+            for index, name, buffer, value in self._buffers:
+                buffer.copy_(value)
+                self._parts[index]._buffers[name] = buffer
+        for index, attributes in self._attributes:
+            current = self._parts[index].__dict__
+            for name in [name for name in current if name not in _TABLES and name not in attributes]:
+                del current[name]
+            for name, value in attributes.items():
+                self._restore_attribute(current, name, value)
+        torch.set_rng_state(self._torch)
+        if self._gpu is not None:
+            accelerator_module().set_rng_state(self._gpu, self._device)
+        if self._python is not None:
+            random.setstate(self._python)
+        if self._numpy is not None:
+            numpy.random.set_state(self._numpy)
+
+    @staticmethod
+    def _restore_attribute(current: dict[str, Any], name: str, value: Any) -> None:
+        # A container of the script stays the same object.
+        now: Any = current.get(name)
+        if type(now) is list and type(value) is list:
+            now[:] = value
+        elif type(now) is type(value) and isinstance(now, dict | set):
+            now.clear()
+            now.update(value)
+        else:
+            current[name] = value
+
+
+class WriteObserver:
+    """Finds what a whole call changes in a module and in the generators of the host.
+
+    Args:
+        parts: `submodules` of the module.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self._parts = parts
+        self._buffers = self._buffer_versions()
+        self._attributes = [_attributes(part) for part in parts]
+        self._python = random.getstate()
+        self._numpy = _numpy_state()
+
+    def _buffer_versions(self) -> dict[tuple[int, str], tuple[int, int]]:
+        versions = {}
+        for index, part in enumerate(self._parts):
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    version = 0 if buffer.is_inference() else buffer._version
+                    versions[index, name] = (id(buffer), version)
+        return versions
+
+    def written(self) -> Written:
+        """Return what has changed since the observer was made."""
+        after = self._buffer_versions()
+        buffers = [key for key, version in self._buffers.items() if after.get(key) != version]
+        attributes = []
+        for index, before in enumerate(self._attributes):
+            if _differ(before, self._parts[index].__dict__):
+                attributes.append(index)
+        return Written(
+            tuple(buffers),
+            tuple(attributes),
+            uses_python=random.getstate() != self._python,
+            uses_numpy=_numpy_state() != self._numpy,
+        )
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    kind, key, *others = numpy.random.get_state(legacy=True)
+    return kind, bytes(memoryview(key)), *others  # type: ignore[arg-type]
+
+
+def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    names = {name for name in after if name not in _TABLES}
+    if names != before.keys():
+        return True
+    for name, value in before.items():
+        now = after[name]
+        if type(value) is list:
+            if len(value) != len(now) or any(a is not b for a, b in zip(value, now, strict=True)):
+                return True
+        elif type(value) is dict or type(value) is set:
+            if list(value) != list(now):
+                return True
+        elif now is not value:
+            return True
+    return False

@@ -1,0 +1,201 @@
+"""State of the global view in one process: ranks, words, kinds of calls, and the summary."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import weakref
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from samestep.distributed.logging import logger
+from samestep.errors import RankDesyncError, RankMismatchError
+from samestep.view.kinds import Kind
+from samestep.view.ranks import Ranks
+from samestep.view.region import current_region
+
+if TYPE_CHECKING:
+    from samestep.view.parallel import ParallelModule
+
+# First number of a word: what the rank does.
+ENTER_CALL = 1  # it begins a divided call with sums inside
+SUM_IN_CALL = 2  # it is in a sum inside of a divided call
+END_CALL = 3  # it has computed the own rows of a divided call
+BACKWARD = 4  # it begins to sum gradients
+STEP = 5  # an optimizer begins to step after whole calls
+TRIAL = 6  # it has tried a kind of calls
+PARALLEL = 7  # it gives a module to `samestep.parallel`
+_NAMES = {
+    ENTER_CALL: "a divided call",
+    SUM_IN_CALL: "a sum inside of a divided call",
+    END_CALL: "the end of a divided call",
+    BACKWARD: "a backward",
+    STEP: "a step of an optimizer",
+    PARALLEL: "samestep.parallel",
+    TRIAL: "the second call of a kind",
+}
+_WORD = 7
+
+
+@dataclass
+class ModuleSummary:
+    """Calls of one module, for the summary.
+
+    Attributes:
+        module: class of the module.
+        divided: number of divided calls.
+        watched: number of first calls of a kind, which are computed whole.
+        whole: number of other calls that were computed whole.
+        reasons: reasons for whole calls.
+    """
+
+    module: str
+    divided: int = 0
+    watched: int = 0
+    whole: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def add_reason(self, reason: str) -> None:
+        """Add a reason once."""
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+
+
+class View:
+    """Global view of this process.
+
+    Args:
+        ranks: the ranks.
+        device: device of this rank.
+    """
+
+    divides_small_calls: ClassVar[bool] = False  # tests of the rules have small models
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self.ranks = ranks
+        self.device = device
+        self.kinds: dict[Hashable, Kind] = {}
+        self.modules: list[ModuleSummary] = []
+        self._owners: list[weakref.ref[ParallelModule]] = []
+        self.calls = 0  # divided calls, which number random streams
+        self._is_suspended = False
+        self._words_at_step = 0
+        self._process = os.getpid()
+        self._words = 0
+        self._step_hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def close(self) -> None:
+        """End the view with its process group."""
+        self._step_hook.remove()
+
+    def add(self, owner: ParallelModule) -> None:
+        """Add a module whose calls are divided."""
+        self.modules.append(owner.summary)
+        self._owners.append(weakref.ref(owner))
+
+    def divides_here(self) -> bool:
+        """Whether calls can be divided in this thread, at this point of the program."""
+        return (
+            self.ranks.size > 1
+            and not self._is_suspended
+            and current_region() is None
+            and threading.current_thread() is threading.main_thread()
+            and os.getpid() == self._process  # otherwise a worker of a loader, without a group of its own
+            and torch._C._current_graph_task_id() == -1  # otherwise in a backward, which recomputes
+            and not torch._C._is_tracing()
+            and not torch.compiler.is_compiling()
+            and torch._C._functorch.peek_interpreter_stack() is None
+        )
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Compute all calls whole during the block."""
+        before = self._is_suspended
+        self._is_suspended = True
+        try:
+            yield
+        finally:
+            self._is_suspended = before
+
+    def word(self, action: int, *fields: int) -> list[list[int]]:
+        """Send a word to all ranks and return the words of all.
+
+        Words have one size, so that ranks which do different things read one another's words.
+        """
+        self._words += 1
+        own = [action, self._words, *fields]
+        own += [0] * (_WORD - len(own))
+        return self.ranks.words(own)
+
+    def require_same_action(self, words: Iterable[list[int]]) -> None:
+        """Require that all ranks do the same.
+
+        Raises:
+            RankDesyncError: they do not.
+        """
+        first, *others = words
+        for rank, word in enumerate(others, start=1):
+            if word[:2] != first[:2]:
+                raise RankDesyncError(
+                    f"rank 0 is at {_NAMES[first[0]]}, rank {rank} at {_NAMES[word[0]]}",
+                    expected="the same calls of models, backwards and steps on every rank",
+                    fix="decide on all ranks by the same values: samestep.all_gather gives every rank those of all",
+                    code="E_RANK_DESYNC",
+                )
+
+    def report(self, summary: ModuleSummary, text: str) -> None:
+        """Log a line about a module once, on rank 0."""
+        if self.ranks.rank == 0:
+            logger.info("%s: %s", summary.module, text)
+
+    def all_ranks_in_sum(self) -> bool:
+        """Send a word before a sum inside of a divided call; return whether all ranks are in the same sum."""
+        return all(word[0] == SUM_IN_CALL for word in self.word(SUM_IN_CALL))
+
+    def begin_backward(self) -> None:
+        """Compare the ranks before the first sum of gradients of a backward."""
+        self.require_same_action(self.word(BACKWARD))
+
+    def _before_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
+        """Compare the ranks before a step of an optimizer, if no word was sent since the last step."""
+        if self.ranks.size == 1 or not self.divides_here():
+            return
+        for reference in self._owners:
+            owner = reference()
+            if owner is not None:
+                owner.require_no_pending()
+        if self._words == self._words_at_step:
+            self.require_same_action(self.word(STEP))
+        self._words_at_step = self._words
+
+    def require_equal(self, module: nn.Module) -> None:
+        """Require that all ranks hold the same parameters and buffers.
+
+        Raises:
+            RankMismatchError: they do not.
+        """
+        digest = hashlib.blake2b(digest_size=8)
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            if nn.parameter.is_lazy(tensor):
+                continue
+            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(memoryview(raw.numpy()))
+        own = int.from_bytes(digest.digest(), "little") >> 2
+        words = self.word(PARALLEL, own)
+        self.require_same_action(words)
+        for rank, word in enumerate(words):
+            if word[2] != words[0][2]:
+                raise RankMismatchError(
+                    f"rank {rank} holds other parameters or buffers of {type(module).__name__} than rank 0",
+                    expected="equal parameters on all ranks, as from the same seed or file",
+                    fix="seed the generators, or load the same weights, on every rank before samestep.parallel",
+                    code="E_RANK_MISMATCH",
+                )
