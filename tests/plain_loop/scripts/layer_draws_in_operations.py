@@ -1,4 +1,4 @@
-# expect: whole: draws
+# expect: whole: draw
 # Layers that draw inside one operation: randomized leaky ReLU and fractional pooling.
 import torch
 from common import report

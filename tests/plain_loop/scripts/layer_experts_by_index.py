@@ -1,4 +1,4 @@
-# expect: mixed
+# expect: whole: operations
 # Mixture of experts that computes each expert on its rows only: an expert without rows is skipped.
 import torch
 from common import report

@@ -1,4 +1,4 @@
-# expect: whole: draws
+# expect: whole: draw
 # LSTM with dropout between its layers: the numbers are drawn inside one operation of torch.
 import torch
 from common import report

@@ -1,4 +1,4 @@
-# expect: whole: reads numbers
+# expect: divided
 # Sequences of different lengths, packed inside the model.
 import torch
 from common import report

@@ -1,4 +1,4 @@
-# expect: whole: reads numbers
+# expect: whole
 # CTC inside a model for speech. Its mean divides by the lengths of the targets, which arrive joined in one tensor.
 import torch
 from common import report

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 model = nn.Sequential(nn.Linear(8, 16), nn.PReLU(), nn.Linear(16, 4))
 # + model = samestep.parallel(model)
-optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 losses = []
 for _ in range(10):
     y = torch.arange(12) % 4

@@ -9,7 +9,7 @@ from common import batches, perceptron, report, sgd
 training, validation = batches()[:7], batches()[7:]
 model = perceptron()
 # + model = samestep.parallel(model)
-optimizer = sgd(model, lr=0.4)
+optimizer = sgd(model, lr=0.05)
 best, best_weights, patience, losses = float("inf"), None, 0, []
 for _ in range(30):
     model.train()
