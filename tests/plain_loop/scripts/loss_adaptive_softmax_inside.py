@@ -1,5 +1,5 @@
 # expect: whole: operations
-# Adaptive softmax: which clusters are computed depends on the labels of the batch, so its operations depend on the rows.
+# Adaptive softmax: which clusters are computed depends on the labels of the batch, so its operations depend on rows.
 import torch
 from common import report
 from torch import nn
