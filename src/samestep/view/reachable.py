@@ -7,8 +7,10 @@ exception of random generators and iterators.
 
 from __future__ import annotations
 
+import array
 import builtins
 import collections
+import contextvars
 import dis
 import functools
 import itertools
@@ -221,6 +223,8 @@ class Reachable:
         for code in _codes(function.__code__):
             self._names.update(code.co_names)
             self._names.update(text for text in code.co_consts if isinstance(text, str))  # for getattr
+            for name in sys.modules.keys() & set(code.co_names):  # imported in the function
+                self._add_owner(sys.modules[name], "module")
             # Names of globals and of attributes stand in one list, which only the instructions tell apart.
             if _STORE_GLOBAL in code.co_code[::2] or not function.__globals__.keys().isdisjoint(code.co_names):
                 instructions = dis.get_instructions(code)
@@ -317,8 +321,10 @@ class Reachable:
             content = (len(value), content)
         elif isinstance(value, list | tuple | collections.deque):
             content = (len(value), *(self._digest(item, depth) for item in _sample(list(value))))
-        elif isinstance(value, bytearray):
-            return bytes(value[:_SAMPLED])
+        elif isinstance(value, bytearray | array.array):
+            content = (len(value), bytes(memoryview(value)[-_SAMPLED:]))
+        elif isinstance(value, contextvars.ContextVar):
+            content = self._digest(value.get(None), depth)
         elif isinstance(value, collections.UserDict | collections.UserList):
             content = self._digest(value.data, depth)
         elif isinstance(value, types.CellType):

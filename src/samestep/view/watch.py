@@ -75,6 +75,7 @@ def watch(
     given = tree_flatten((arguments, options))[0]
     marks = _Arguments(arguments, options, given)
     structure = _structure(module)
+    gradients = _gradients(module)
     reachable = Reachable(module, tuple(leaf for leaf in given if isinstance(leaf, _FUNCTIONS)))
     before = reachable.digest()
     recorder = _Recorder([leaf for leaf in given if isinstance(leaf, torch.Tensor)])
@@ -92,6 +93,7 @@ def watch(
         marks.changed,
         lambda: changed(before, reachable.digest()),
         lambda: recorder.reason,
+        lambda: None if _gradients(module) == gradients else "writes gradients of parameters",
         lambda: _foreign_leaf(returned, _OUTPUTS, "returns"),
         lambda: captures.reason,
         lambda: _survivors(module, [*given, *returned], recorder, uses_checkpointing),
@@ -122,6 +124,11 @@ def _structure(module: nn.Module) -> list[Any]:
         parameters = [(key, id(value), type(value)) for key, value in part._parameters.items()]
         found.append((name, id(part), parameters, list(part._buffers)))
     return found
+
+
+def _gradients(module: nn.Module) -> list[Any]:
+    gradients = [parameter.grad for parameter in module.parameters()]
+    return [None if gradient is None else tensor_mark(gradient, content=False) for gradient in gradients]
 
 
 def _property_of_submodules(module: nn.Module) -> str | None:

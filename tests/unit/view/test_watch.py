@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import array as array_module
 import collections
+import contextvars
 import functools
 import itertools
 import logging
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -67,6 +71,8 @@ teacher = nn.Linear(4, 4).requires_grad_(False)
 queue: collections.deque[float] = collections.deque(maxlen=3)
 array = numpy.zeros(3)
 root = Path("/data")
+context = contextvars.ContextVar("context", default=0)
+namespace = SimpleNamespace(seen=[])
 
 
 class Meter:
@@ -193,11 +199,32 @@ class ByName(Net):
         return x
 
 
+class ChangesContext(Net):
+    def after(self, x: Tensor) -> Tensor:
+        context.set(context.get() + 1)
+        return x
+
+
+class ChangesNamespace(Net):
+    def after(self, x: Tensor) -> Tensor:
+        [namespace.seen.append(number) for number in range(2)]
+        return x
+
+
+class ImportsInside(Net):
+    def after(self, x: Tensor) -> Tensor:
+        import state_of_script  # type: ignore[import-not-found]
+
+        state_of_script.step += 1
+        return x
+
+
 def objects_in_attributes() -> Iterator[tuple[str, Any, Callable[[Any, Tensor], Any]]]:
     yield "generator", numpy.random.RandomState(0), lambda value, x: x * value.rand()
     yield "iterator", iter([1, 2, 3]), lambda value, x: x * next(value)
     yield "generator function", (number for number in range(9)), lambda value, x: x * next(value)
     yield "deque", collections.deque([1]), lambda value, x: value.append(2)
+    yield "array", array_module.array("i"), lambda value, x: value.append(1)
     yield "object", Meter(), lambda value, x: value.update()
     yield "count", itertools.count(), lambda value, x: next(value)
 
@@ -232,6 +259,8 @@ class UsesAttribute(Net):
         (DrawsFromTorch, "changes the global variable own_torch"),
         (Counts, "changes the global variable numbers"),
         (ReadsStream, "uses the global variable stream, which cannot be compared (list_iterator)"),
+        (ChangesContext, "changes the global variable context"),
+        (ChangesNamespace, "changes the global variable namespace"),
         (FillsQueue, "changes the global variable queue"),
     ],
 )
@@ -245,6 +274,27 @@ def test_object_in_attribute_is_a_reason(name: str, value: Any, use: Callable[[A
     reason = call(UsesAttribute(value, use), data()).reason
     assert reason is not None
     assert "the attribute value of UsesAttribute" in reason, name
+
+
+def test_state_of_a_module_of_the_script_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state: Any = ModuleType("state_of_script")
+    state.__file__ = str(tmp_path / "state_of_script.py")
+    state.step = 0
+    monkeypatch.setitem(sys.modules, "state_of_script", state)
+    assert call(ImportsInside(), data()).reason == "changes the variable step of the module state_of_script"
+
+
+def test_object_as_hook_is_a_reason() -> None:
+    class Collector:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+            self.seen.append(output.dim())
+
+    net = Net()
+    net.layer.register_forward_hook(Collector())
+    assert call(net, data()).reason == "changes a hook of Linear"
 
 
 def test_closure_of_a_hook_is_a_reason() -> None:
@@ -562,6 +612,14 @@ def test_hooks_are_a_reason() -> None:
 
 def test_backward_and_sparse_gradients_are_a_reason() -> None:
     assert call(Applies(lambda x, y: [y.sum().backward(), y.detach()][1]), data()).reason == "calls backward"
+
+    def sets_gradient(x: Tensor, y: Tensor) -> Tensor:
+        parameter.grad = torch.zeros(4)
+        return y
+
+    module = Applies(sets_gradient)
+    module.weight = parameter = nn.Parameter(torch.ones(4))
+    assert call(module, data()).reason == "writes gradients of parameters"
     words = torch.zeros(ROWS, 2, dtype=torch.long)
     assert call(nn.Embedding(3, 4, sparse=True), words).reason == "has sparse gradients"
     assert call(nn.Embedding(3, 4), words).reason is None
