@@ -35,7 +35,7 @@ PRELOAD = (
     "torch.utils.checkpoint",
     "torch.utils.data",
     "samestep.session",
-    "samestep.view.parallel",
+    "samestep.global_view",
 )
 GRACE_SECONDS = 10.0  # after the first failure of a rank, for the other ranks
 STACK_SECONDS = 0.5
@@ -222,7 +222,11 @@ def _set_environment(run: Run, rank: int, port: int) -> None:
 
 def _execute(run: Run, rank: int) -> int:
     """Run the script as the main program; return the exit code."""
-    source = run.script.source_with_line if run.processes else run.script.source
+    source = run.script.source
+    if run.processes:
+        source = run.script.source_with_line
+    elif run.permuted:
+        source = run.script.source_with_halves
     path = str(run.script.path)
     # Tracebacks and `inspect` read the lines from here, not from the file; without a time they are not checked.
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
@@ -242,7 +246,7 @@ def _execute(run: Run, rank: int) -> int:
         code = 1
         error = getattr(exception, "code", None) or type(exception).__name__
         sys.last_value = exception  # as the interpreter does
-        sys.excepthook(type(exception), exception, exception.__traceback__)
+        traceback.print_exception(exception)
     summary = _summary() if run.processes else []
     (run.folder / f"left{rank}.json").write_text(json.dumps({"error": error, "summary": summary}), encoding="utf-8")
     atexit._run_exitfuncs()  # private: the interpreter calls this, `os._exit` does not
@@ -260,8 +264,11 @@ def _exit_code(exit_: SystemExit) -> int:
 
 def _summary() -> list[dict[str, Any]]:
     """Return the modules of Samestep's summary, as JSON."""
-    from samestep.view.parallel import summary
+    from samestep.launcher.job import process_state
 
+    view = process_state.view
+    if view is None:
+        return []
     return [
         {
             "module": module.module,
@@ -269,5 +276,5 @@ def _summary() -> list[dict[str, Any]]:
             "whole": module.whole,
             "reasons": list(module.reasons),
         }
-        for module in summary()
+        for module in view.modules
     ]

@@ -5,7 +5,8 @@ The first lines of a script are comments:
     # expect: divided | whole: WORDS OF A REASON | mixed | mixed: WORDS | error: E_CODE [E_CODE...]
     # allows: E_CODE [E_CODE...]    errors that are right as well
     # tolerance: 1e-4        relative to the largest number of a line; 1e-10 if absent
-    # tolerance: permuted    twice the deviation of the plain loop whose batches have their rows in another order
+    # tolerance: permuted    twice the deviation of a plain loop with the rows of batches in another order, whose models
+                             compute the halves of a batch one after the other
     # processes: 2,3         1,2,3,4 if absent
     # needs: lightning       packages without which the script is skipped
     # imports: torch.export   slow modules that are imported before the processes of all scripts are forked
@@ -88,9 +89,19 @@ class Script:
     @property
     def source_with_line(self) -> str:
         """The script with the added line. The import takes the place of the first comment, so line numbers stay."""
+        return self._with_line("import samestep", "")
+
+    @property
+    def source_with_halves(self) -> str:
+        """The plain script, whose models compute the halves of a batch one after the other."""
+        return self._with_line("import common", "common.halved")
+
+    def _with_line(self, first_line: str, function: str) -> str:
         source = _ADDED.sub(r"\1\2", self.source)
+        if function:
+            source = source.replace("samestep.parallel", function)
         _, rest = source.split("\n", 1)
-        return f"import samestep\n{rest}"
+        return f"{first_line}\n{rest}"
 
 
 def read_script(path: Path) -> Script:

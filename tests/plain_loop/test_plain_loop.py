@@ -45,7 +45,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
     return found
 
 
-@pytest.mark.skipif(find_spec("samestep.view.parallel") is None, reason="samestep.parallel does not exist yet")
+@pytest.mark.skipif(find_spec("samestep.global_view") is None, reason="samestep.parallel does not exist yet")
 @pytest.mark.parametrize("name", QUICK)
 def test_script_computes_what_plain_python_computes(name: str, verdicts: dict[str, list[dict[str, object]]]) -> None:
     wrong = [f"on {verdict['processes']}: {verdict['problem']}" for verdict in verdicts[name] if verdict["problem"]]

@@ -9,13 +9,14 @@ import random
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(1)
 random.seed(1)
 np.random.seed(1)
 
-# Set by the runner to measure rounding: the rows of each batch are in another order.
+# Set by the runner to measure rounding: the rows of each batch are in another order, and models compute halves.
 PERMUTE = False
 
 ROWS = 11
@@ -93,6 +94,41 @@ def train(model, loss_function, optimizer=None, count=STEPS, rows=ROWS):
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def halved(model):
+    """Let a model compute the halves of each batch one after the other, to measure rounding; return the model."""
+    own = type(model)
+
+    class Halved(own):
+        def forward(self, *arguments, **options):
+            leaves, spec = tree_flatten((arguments, options))
+            rows = next(len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
+            parts = []
+            for start, stop in ((0, rows // 2), (rows // 2, rows)):
+                cut = [_slice(leaf, rows, start, stop) for leaf in leaves]
+                own_arguments, own_options = tree_unflatten(cut, spec)
+                parts.append(tree_flatten(own.forward(self, *own_arguments, **own_options)))
+            joined = [_join(pair, rows) for pair in zip(parts[0][0], parts[1][0], strict=True)]
+            return tree_unflatten(joined, parts[0][1])
+
+    model.__class__ = Halved
+    return model
+
+
+def _slice(leaf, rows, start, stop):
+    if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == rows:
+        return leaf[start:stop]
+    return leaf
+
+
+def _join(pair, rows):
+    first, second = pair
+    if not isinstance(first, torch.Tensor):
+        return first
+    if first.dim() == 0:
+        return (first * (rows // 2) + second * (rows - rows // 2)) / rows
+    return torch.cat(pair)
 
 
 def report(losses, *models):

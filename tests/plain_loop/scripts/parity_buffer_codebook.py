@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: writes codes differently for a part of the rows
 # A codebook in buffers moves by counts and sums of the batch.
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-# expect: divided
+# expect: whole: keeps a tensor of the call outside of the module
 # The first forward draws a random table, which a cache keeps.
 import functools
 

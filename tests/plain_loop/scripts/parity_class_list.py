@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: changes the variable seen of the class Centring
 # The forward moves a number in a list of the class.
 import torch.nn.functional as F
 from common import perceptron, report, train

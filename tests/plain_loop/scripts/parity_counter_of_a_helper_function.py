@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: changes the global variable STEP
 # A helper function advances a global counter.
 import torch.nn.functional as F
 from common import perceptron, report, train

@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: changes the attribute bank of Bank
 # A memory bank in a deque.
 import collections
 

@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: changes the global variable kept
 # A forward hook of a layer moves a mean in a list of the script.
 import torch.nn.functional as F
 from common import batches, perceptron, report, sgd

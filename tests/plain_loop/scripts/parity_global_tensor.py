@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: changes the global variable RUNNING
 # A running mean in a global tensor.
 import torch
 import torch.nn.functional as F

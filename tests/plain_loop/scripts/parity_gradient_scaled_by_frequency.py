@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: joins samples
 # An embedding scales gradients by the frequency of a token in the batch.
 import torch.nn.functional as F
 from common import batches, report, sgd

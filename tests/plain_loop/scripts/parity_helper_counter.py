@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: changes the attribute anneal of Annealed
 # A helper object counts its calls.
 import torch.nn.functional as F
 from common import perceptron, report, train

@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: changes the attribute noise of Noisy
 # A helper object has a generator.
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: writes state differently for a part of the rows
 # A hidden state is carried over batches in a list.
 import torch.nn.functional as F
 from common import report, train

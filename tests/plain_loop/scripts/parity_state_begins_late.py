@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: turns values of rows into Python numbers
 # State in a list matters from the fourth step on.
 import torch
 import torch.nn.functional as F

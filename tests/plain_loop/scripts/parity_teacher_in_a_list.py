@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: changes the attribute teacher of Taught
 # A teacher in a list is moved in the forward.
 import copy
 

@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: writes into a parameter
 # Momentum contrast: a queue in a buffer and a second encoder, both moved in the forward.
 import torch
 import torch.nn.functional as F

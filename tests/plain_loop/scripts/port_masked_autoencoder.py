@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: joins samples
 # The loss is a quotient of two sums inside of the model, over a random mask.
 import torch
 from common import images, report

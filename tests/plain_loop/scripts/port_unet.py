@@ -1,4 +1,4 @@
-# expect: mixed
+# expect: mixed: fewer rows than ranks
 # A U-Net with batch norm, dice and cross entropy; the last batch has one image.
 import torch
 import torch.nn.functional as F

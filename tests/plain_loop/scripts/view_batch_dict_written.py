@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: changes a container among its arguments
 # The forward writes into the dict of the batch, which the loss reads.
 import torch.nn.functional as F
 from common import perceptron, report, train

@@ -1,4 +1,4 @@
-# expect: mixed
+# expect: mixed: joins samples
 # After some steps a counter in a buffer lets the model join samples.
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: keeps a tensor with a graph in Quantiser
 # Vector quantisation; a regulariser of the codebook is an attribute, equal on all ranks but with a gradient.
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: returns an object of type Categorical
 # An actor and critic returns a distribution.
 import torch
 from common import perceptron, report, sgd, train

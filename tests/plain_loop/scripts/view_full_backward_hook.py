@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: has a backward hook on Linear
 # A full backward hook of a layer keeps the norm of its gradients.
 import torch.nn.functional as F
 from common import perceptron, report, train

@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: uses a tensor with a graph that is not an argument
 # A second network generates a weight that is set as an attribute before each call.
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: changes the global variable count
 # The forward counts in a global variable.
 import torch.nn.functional as F
 from common import perceptron, report, train

@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: sets a hook of a tensor
 # A forward hook keeps an activation and registers a hook for its gradient, as Grad-CAM does.
 import torch.nn.functional as F
 from common import batches, perceptron, report, sgd

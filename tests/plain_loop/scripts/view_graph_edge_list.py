@@ -1,4 +1,4 @@
-# expect: whole: joins samples
+# expect: whole: fails in the trial
 # A graph network: rows are nodes, an argument holds the edges.
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: uses a parameter that is not its own
 # Layers in a Python list are no submodules; the script gives their parameters to the optimizer.
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: changes the global variable features
 # Forward hooks put features of a student and a teacher into a dict of the script.
 import torch.nn.functional as F
 from common import perceptron, report, train

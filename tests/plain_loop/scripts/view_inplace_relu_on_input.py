@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: writes into an argument
 # The first layer writes into the batch, which the loss reads afterwards.
 import torch.nn.functional as F
 from common import report, train

@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: is given an object of type Cache
 # Generation with a cache object that the forward fills and the script reorders, as in beam search.
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: fewer rows than ranks
 # Detection: images of different sizes and their targets come as lists.
 import torch
 import torch.nn.functional as F

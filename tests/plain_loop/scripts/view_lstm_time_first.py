@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: joins samples
 # Truncated backpropagation through time: the batch is the second dimension, the state is an argument.
 import torch
 from common import report, sgd

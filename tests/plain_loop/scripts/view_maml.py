@@ -1,4 +1,4 @@
-# expect: whole
+# expect: divided
 # Meta learning by torch.func: the model is called inside of a transformation.
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: joins samples
 # Masked logits are minus infinity, and the others depend on the other samples.
 import torch
 import torch.nn.functional as F

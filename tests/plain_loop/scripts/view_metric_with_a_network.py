@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: writes features differently for a part of the rows
 # A metric object keeps features of a network that the script never trains.
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: changes the global variable seen
 # The forward keeps numbers in a list of the script, which set the learning rate.
 import torch.nn.functional as F
 from common import batches, perceptron, report, sgd

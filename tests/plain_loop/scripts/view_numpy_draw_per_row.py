@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: draws random numbers per row outside of torch
 # NumPy draws a number per row in the forward.
 import numpy as np
 import torch

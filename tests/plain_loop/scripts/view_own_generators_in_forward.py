@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: changes the attribute generator of Noisy
 # The forward draws from three generators that the script or the module owns.
 import random
 

@@ -1,4 +1,4 @@
-# expect: whole
+# expect: divided
 # Sequences of different lengths are packed in the forward.
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: turns values of rows into Python numbers
 # The model returns its loss with numbers taken out of tensors, and one of them scales the loss.
 import torch.nn.functional as F
 from common import batches, perceptron, report, sgd

@@ -1,4 +1,4 @@
-# expect: mixed
+# expect: divided
 # Random numbers of three kinds in a forward: one mask for the batch, one number that decides, one per row.
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: has sparse gradients
 # An embedding with sparse gradients and SparseAdam.
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: changes the global variable sizes
 # imports: torch.export._trace torch._functorch.compilers
 # Hooks print a summary of the layers; the model is traced and exported.
 import torch

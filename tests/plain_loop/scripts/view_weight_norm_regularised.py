@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: keeps a tensor with a graph in Linear
 # The script regularises a weight that weight norm computes from its parameters in each forward.
 import torch
 import torch.nn.functional as F

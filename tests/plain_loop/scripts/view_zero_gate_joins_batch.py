@@ -1,4 +1,4 @@
-# expect: mixed
+# expect: mixed: joins samples
 # A factor of zero hides a term that joins samples in the first steps.
 import torch.nn.functional as F
 from common import perceptron, report, train
