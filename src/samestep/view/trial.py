@@ -36,6 +36,10 @@ class _Failed(ComputedWhole):
     """The whole call fails with the rows of the trial."""
 
 
+class _OtherKind(ComputedWhole):
+    """The whole call has other operations with other masks."""
+
+
 @dataclass(frozen=True)
 class _Plan:
     """Numbers of rows of the parts."""
@@ -46,6 +50,11 @@ class _Plan:
     @property
     def rows(self) -> int:
         return sum(self.parts)
+
+    @property
+    def fewer(self) -> int:
+        """Number of rows of the second whole run."""
+        return min(2, self.rows - 1)
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -86,6 +95,8 @@ def try_division(
     Raises:
         ComputedWhole: the calls are computed whole, with the reason.
     """
+    if not any(has_rows):
+        raise ComputedWhole("has no argument with rows")
     trial = _Trial(module, arguments, options, forward, rows)
     try:
         return trial.judge(has_rows)
@@ -143,36 +154,65 @@ class _Trial:
             raise ComputedWhole("does not fit into memory in the trial") from None
 
     def _attempt(self, plan: _Plan, has_rows: tuple[bool, ...], dtype: torch.dtype, tolerance: float) -> Division:
-        try:
-            return self._compare(plan, has_rows, dtype, tolerance, vary=True)
-        except _Failed:  # it may not accept other masks than those of the script
-            return self._compare(plan, has_rows, dtype, tolerance, vary=False)
+        def compare(vary: bool, known: list[Callable[..., Any]] | None) -> tuple[Division, Setting, Run]:
+            with sandbox(self._module, self._device, dtype):
+                setting = Setting(
+                    self._module,
+                    self._forward,
+                    (self._leaves, self._structure),
+                    has_rows,
+                    self._rows,
+                    plan.rows,
+                    dtype,
+                    self._device,
+                    vary=vary,
+                )
+                return _compared(setting, plan, dtype, tolerance, known)
 
-    def _compare(
-        self, plan: _Plan, has_rows: tuple[bool, ...], dtype: torch.dtype, tolerance: float, *, vary: bool
-    ) -> Division:
-        call = self._leaves, self._structure
-        with sandbox(self._module, self._device, dtype):
-            setting = Setting(
-                self._module, self._forward, call, has_rows, self._rows, plan.rows, dtype, self._device, vary=vary
-            )
-            whole = Run(setting, 0, plan.rows)
-            fewer = Run(setting, 0, plan.rows - 1)
-            work = WorkCounter()
-            with _refusing("fails in the trial", dtype, _Failed):
-                with whole.turn():
-                    whole.compute()
-                with fewer.turn(), work:
-                    fewer.compute()
-            setting.require_unwritten()
-            factors = _draw_factors(whole, fewer, plan.rows)
-            runs = [Run(setting, start, stop, factors) for start, stop in plan.spans]
-            with _refusing("fails on a part of the rows", dtype, ComputedWhole):
-                run_in_lockstep([Part(run.compute, run.turn) for run in runs])
-            with _refusing("fails in the trial", dtype, _Failed):
-                outputs = Verdict(setting, whole, fewer, runs, tolerance).outputs()
-        operations_per_row = work.operations / (plan.rows - 1)
-        return Division(has_rows, outputs, factors, plan.minimum, operations_per_row=operations_per_row)
+        division, setting, whole = compare(False, None)
+        if setting.has_plain_masks:
+            try:
+                compare(True, whole.operations.functions)
+            except (_Failed, _OtherKind):  # it does not accept such masks, or computes something else for them
+                return division
+        return division
+
+
+def _compared(
+    setting: Setting, plan: _Plan, dtype: torch.dtype, tolerance: float, known: list[Callable[..., Any]] | None
+) -> tuple[Division, Setting, Run]:
+    """Compute whole and in parts, and compare.
+
+    Args:
+        setting: the call.
+        plan: numbers of rows.
+        dtype: precision.
+        tolerance: relative tolerance.
+        known: list of operations to be judged; None for any.
+
+    Raises:
+        ComputedWhole: whole and parts differ.
+    """
+    whole = Run(setting, 0, plan.rows)
+    fewer = Run(setting, 0, plan.fewer)
+    work = WorkCounter()
+    with _refusing("fails in the trial", dtype, _Failed):
+        with whole.turn():
+            whole.compute()
+        with fewer.turn(), work:
+            fewer.compute()
+    setting.require_unwritten()
+    if known is not None and whole.operations.functions != known:
+        raise _OtherKind
+    factors = _draw_factors(whole, fewer, plan)
+    runs = [Run(setting, start, stop, factors) for start, stop in plan.spans]
+    with _refusing("fails on a part of the rows", dtype, ComputedWhole):
+        run_in_lockstep([Part(run.compute, run.turn) for run in runs])
+    with _refusing("fails in the trial", dtype, _Failed):
+        outputs = Verdict(setting, whole, fewer, runs, tolerance).outputs()
+    operations_per_row = work.operations / plan.fewer
+    division = Division(setting.has_rows, outputs, factors, plan.minimum, operations_per_row=operations_per_row)
+    return division, setting, whole
 
 
 @contextmanager
@@ -191,13 +231,15 @@ def _refusing(reason: str, dtype: torch.dtype, kind: type[ComputedWhole]) -> Ite
         raise kind(text) from None
 
 
-def _draw_factors(whole: Run, fewer: Run, rows: int) -> tuple[int | None, ...]:
+def _draw_factors(whole: Run, fewer: Run, plan: _Plan) -> tuple[int | None, ...]:
     """Return for each random draw how many numbers it has per row, None if it does not depend on the rows."""
     draws = whole.operations.draws
     others = fewer.operations.draws
     if len(draws) != len(others):
         raise ComputedWhole("its number of random draws depends on the rows")
     try:
-        return tuple(rows_factor(shape, other, rows) for shape, other in zip(draws, others, strict=True))
+        return tuple(
+            rows_factor(shape, other, plan.rows, plan.fewer) for shape, other in zip(draws, others, strict=True)
+        )
     except ValueError as error:
         raise ComputedWhole(f"draws random numbers whose number does not follow the rows: {error}") from None

@@ -36,6 +36,7 @@ class Setting:
         device: device of the module.
         parameters: copies of the parameters, moved a little.
         has_rows: leaves of the arguments that are cut.
+        has_plain_masks: whether an argument looks like a mask of a batch without padding.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Setting:
                 self._copies[index] = nn.Parameter(_moved(converted(tensor, dtype), noise), tensor.requires_grad)
         self.parameters = list(self._copies.values())
         self._versions = {index: 0 if self._inference else copy._version for index, copy in self._copies.items()}
+        self.has_plain_masks = False
         self._inputs = self._few_rows(batch, vary)
 
     def _few_rows(self, batch: int, vary: bool) -> list[Any]:
@@ -89,8 +91,11 @@ class Setting:
                 if cut:
                     value = value[index.to(leaf.device)]
                 value = converted(value, self.dtype)
-                if cut and vary:
-                    _vary_mask(value)
+                other = _other_value(value) if cut else None
+                if other is not None:
+                    self.has_plain_masks = True
+                    if vary:
+                        _vary(value, other)
             inputs.append(value)
         return inputs
 
@@ -237,25 +242,28 @@ def _moved(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         return value
     scale = 0.01
     if value.numel() > 1:
-        deviation = float(value.abs().std())
+        deviation = float(value.flatten()[:_NOISE].abs().std())
         if 0 < deviation < float("inf"):
             scale *= deviation
     repeated = noise.to(value.device).repeat(value.numel() // _NOISE + 1)[: value.numel()]
     return value.add_(repeated.view(value.shape), alpha=scale)
 
 
-def _vary_mask(value: torch.Tensor) -> None:
-    """Let a mask that keeps everything, as in a first batch without padding, differ between rows."""
+def _other_value(value: torch.Tensor) -> int | None:
+    """Return the value for padding if a tensor looks like a mask of rows without padding, otherwise None."""
     if not value.numel() or value.is_complex():
-        return
+        return None
     if bool((value == 1).all()):
-        other = 0
-    elif value.dtype is torch.bool and not bool(value.any()):
-        other = 1
-    else:
-        return
-    for row in range(1, value.shape[0], 2):
-        if value.dim() == 1:
-            value[row] = other
-        elif value.shape[-1] > 1:
+        return 0
+    if value.dtype is torch.bool and not bool(value.any()):
+        return 1
+    return None
+
+
+def _vary(value: torch.Tensor, other: int) -> None:
+    """Let rows of a mask end with different numbers of `other`."""
+    for row in range(value.shape[0]):
+        if value.dim() > 1 and value.shape[-1] > 2:
             value[row, ..., -1 - row % (value.shape[-1] - 1) :] = other
+        elif row % 2:  # too short for different numbers
+            value[row, ..., -1:] = other

@@ -14,13 +14,14 @@ from samestep.view.trial_run import Run, Setting
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 
 
-def rows_factor(whole: Sequence[int], fewer: Sequence[int], rows: int) -> int | None:
+def rows_factor(whole: Sequence[int], fewer: Sequence[int], rows: int, fewer_rows: int) -> int | None:
     """Return how often the first dimension has the number of rows; None if the shape does not depend on the rows.
 
     Args:
         whole: shape with `rows` rows.
-        fewer: shape with one row less.
+        fewer: shape with `fewer_rows` rows.
         rows: number of rows.
+        fewer_rows: a smaller number of rows.
 
     Raises:
         ValueError: the shape depends on the rows in another way.
@@ -29,9 +30,9 @@ def rows_factor(whole: Sequence[int], fewer: Sequence[int], rows: int) -> int | 
         return None
     if len(whole) == len(fewer) and tuple(whole[1:]) == tuple(fewer[1:]):
         factor = whole[0] // rows
-        if (whole[0], fewer[0]) == (factor * rows, factor * (rows - 1)):
+        if (whole[0], fewer[0]) == (factor * rows, factor * fewer_rows):
             return factor
-    raise ValueError(f"the shape {tuple(whole)} becomes {tuple(fewer)} with one row less")
+    raise ValueError(f"the shape {tuple(whole)} becomes {tuple(fewer)} with {fewer_rows} rows")
 
 
 class Verdict:
@@ -118,7 +119,7 @@ class Verdict:
         if whole.is_floating_point() and whole.numel() and bool(whole.isnan().all()):
             raise ComputedWhole("returns only NaN in the trial")
         try:
-            factor = rows_factor(whole.shape, fewer.shape, self._setting.rows)
+            factor = rows_factor(whole.shape, fewer.shape, self._setting.rows, self._fewer.own)
         except ValueError as error:
             raise ComputedWhole(f"returns a tensor whose size does not follow the rows: {error}") from None
         if factor is None:

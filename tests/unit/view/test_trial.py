@@ -446,9 +446,9 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], s
         "outside of torch",
     ),
     "torch without a rule": (
-        layered(lambda m, v: m.layer(v) + torch.multinomial(v.exp(), 1)),
+        layered(lambda m, v: m.layer(v) + torch._sample_dirichlet(v.double().exp()).to(v.dtype)),
         lambda: (x(3),),
-        "random numbers",
+        "random numbers|UnknownDraw",
     ),
     "object": (layered(lambda m, v: Result(m.layer(v))), lambda: (x(3),), "object of the type Result"),
     "rows that pass a test": (layered(lambda m, v: m.layer(v)[v[:, 0] > 0]), lambda: (x(3),), "rows|joins"),
@@ -500,6 +500,45 @@ def test_any_number_of_rows(batch: int) -> None:
     assert tried(nn.Linear(3, 2), torch.randn(batch, 3), rows=batch).outputs == (ROWS,)
     with pytest.raises(ComputedWhole, match="joins"):
         tried(Call(lambda m, v: v - v.mean(0)), torch.randn(max(batch, 2), 3), rows=max(batch, 2))
+
+
+def test_nothing_to_cut() -> None:
+    with pytest.raises(ComputedWhole, match="no argument with rows"):
+        tried(nn.Linear(3, 2), torch.randn(BATCH + 1, 3))
+
+
+def test_one_value_per_row_in_a_list_is_not_cut() -> None:
+    for rows in (5, 6, 7):
+        with pytest.raises(ComputedWhole, match="must match"):
+            scaled = Call(lambda m, v, factors: v * torch.tensor(factors)[:, None])
+            tried(scaled, torch.randn(rows, 3), list(range(rows)), rows=rows)
+
+
+def test_a_branch_for_batches_without_padding_is_judged_alone() -> None:
+    def forward(module: Any, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        hidden = module.l(values)
+        return hidden if mask.all() else hidden.masked_fill(~mask, 0)
+
+    division = tried(Call(forward, l=nn.Linear(3, 4)), x(3), torch.ones(BATCH, 4, dtype=torch.bool))
+    assert (division.outputs, division.minimum_rows) == ((ROWS,), 1)
+
+
+def test_forces_are_gradients_inside_of_the_forward() -> None:
+    def forward(module: Any, positions: torch.Tensor) -> Any:
+        positions = positions.requires_grad_()
+        energies = module.l(positions).square().sum(1)
+        return energies, torch.autograd.grad(energies.sum(), positions, create_graph=True)[0]
+
+    assert tried(Call(forward, l=nn.Linear(3, 4)), x(3)).outputs == (ROWS, ROWS)
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(3), nn.Dropout(), nn.AlphaDropout()])
+def test_layers_with_a_rule(layer: nn.Module) -> None:
+    module = nn.Sequential(
+        nn.Linear(3, 3), layer, nn.Linear(3, 2), copy.deepcopy(layer) if layer.__dict__.get("p") else nn.Tanh()
+    )
+    assert tried(module, x(3)).outputs == (ROWS,)
+    assert tried(module, x(3)).minimum_rows == 1
 
 
 def test_one_row_alone_may_be_another_matter() -> None:
