@@ -22,6 +22,8 @@ from samestep.view.slots import ModuleState, ParameterSlots
 
 _SEED = 20260  # of everything random in a trial; never of a rank
 _NOISE = 65_537  # numbers that are repeated, since a random number for each parameter takes time
+_SUMS = frozenset({torch.sum, torch.Tensor.sum})
+_EQUALS = frozenset({torch.eq, torch.Tensor.eq, torch.Tensor.__eq__})
 _ANY_OR_ALL = frozenset({torch.any, torch.all, torch.Tensor.any, torch.Tensor.all})
 
 
@@ -234,6 +236,13 @@ class _Recorder:
         self._numbers = numbers
         if function in _ANY_OR_ALL and isinstance(result, torch.Tensor) and not result.dim():
             self._reduced[id(result)] = (result, arguments[0])
+        elif function in _SUMS and isinstance(result, torch.Tensor) and not result.dim():
+            if arguments[0].dtype is torch.bool:  # `bool(mask.sum())` is `mask.any()`
+                self._reduced[id(result)] = (result, arguments[0])
+        elif function in _EQUALS and isinstance(result, torch.Tensor) and id(arguments[0]) in self._reduced:
+            source = self._reduced[id(arguments[0])][1]
+            if arguments[1] == source.numel():  # `mask.sum() == mask.numel()` is `mask.all()`
+                self._reduced[id(result)] = (result, source)
 
 
 def _moved(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

@@ -29,10 +29,11 @@ _ARGUMENTS = (*_OUTPUTS, *_FUNCTIONS, type, torch.layout, torch.memory_format, r
 _HOOKS = frozenset(
     {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook}
 )
-_ROW_TESTS = frozenset(
-    # The last is private; torch.distributions checks its arguments with it.
-    {torch.any, torch.all, torch.Tensor.any, torch.Tensor.all, torch._is_all_true}
-)
+# Private: torch.distributions checks its arguments with the fifth, nn.TransformerEncoder masks with the last.
+_ROW_TESTS = frozenset({torch.any, torch.all, torch.Tensor.any, torch.Tensor.all, torch._is_all_true})
+_ALIGNED = torch._nested_tensor_from_mask_left_aligned
+_SUMS = frozenset({torch.sum, torch.Tensor.sum})
+_EQUALS = frozenset({torch.eq, torch.Tensor.eq, torch.Tensor.__eq__})
 _ATTRIBUTE_DEPTH = 6
 
 
@@ -47,7 +48,7 @@ class Watched:
         operations: operations in order.
         draws: shapes of the random draws, in order.
         uses_checkpointing: tensors are packed when they are saved for the backward, or parts are computed again in it.
-        row_tests: places in `operations` of each `any` or `all` over rows whose result became a Python bool.
+        row_tests: places in `operations` of each `any`, `all` or the like over rows that became a Python bool.
         is_first_again: `reason` holds for this call only, since it has created parameters, buffers or submodules. The
             next call is to be watched again.
     """
@@ -225,7 +226,7 @@ class _Recorder:
     def __post_init__(self) -> None:
         self._rows = next((tensor.shape[0] for tensor in self.given if tensor.dim()), 0)
         self._taints: dict[int, tuple[weakref.ref[torch.Tensor], bool]] = {}
-        self._tests: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._tests: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}  # with place, elements of the source
         self._numbers = 0
         for tensor in self.given:
             if tensor.dim() and tensor.shape[0] == self._rows:
@@ -264,9 +265,8 @@ class _Recorder:
         while entry.arguments is not arguments:  # left by an operation that has failed
             entry = self.open.pop()
         self._spread(entry, result)
-        by_rows = all(self._is_tainted(tensor) for tensor in entry.tainted)
-        if function in _ROW_TESTS and by_rows and isinstance(result, torch.Tensor) and result.dim() == 0:
-            self._tests[id(result)] = (weakref.ref(result), entry.place)
+        if isinstance(result, torch.Tensor) and result.dim() == 0 and entry.tainted:
+            self._note_test(function, arguments, entry, result)
         if len(self.operations.numbers) > self._numbers:
             self._numbers = len(self.operations.numbers)
             self._judge_number(function, entry)
@@ -287,14 +287,36 @@ class _Recorder:
                 if tensor._base is not None:
                     self._taint(tensor._base, False)
 
+    def _note_test(
+        self, function: Callable[..., Any], arguments: Sequence[Any], entry: _Open, result: torch.Tensor
+    ) -> None:
+        """Note a scalar that says whether any or all values of a tensor with rows are true."""
+        source = entry.tainted[0]
+        if self._is_tainted(source):
+            if function in _ROW_TESTS or (function in _SUMS and source.dtype is torch.bool):
+                self._tests[id(result)] = (weakref.ref(result), entry.place, source.numel())
+        elif function in _EQUALS:  # `mask.sum() == mask.numel()` is `mask.all()`
+            test = self._test(source)
+            if test is not None and len(arguments) == 2 and arguments[1] == test[2]:
+                self._tests[id(result)] = (weakref.ref(result), *test[1:])
+
+    def _test(self, tensor: torch.Tensor) -> tuple[Any, int, int] | None:
+        test = self._tests.get(id(tensor))
+        if test is None or test[0]() is not tensor:
+            return None
+        return test
+
     def _judge_number(self, function: Callable[..., Any], entry: _Open) -> None:
         if not entry.tainted:
             return
         if function is torch.Tensor.__bool__:
-            reference, place = self._tests.get(id(entry.arguments[0]), (None, -1))
-            if reference is not None and reference() is entry.arguments[0]:
-                self.row_tests.append(place)
+            test = self._test(entry.arguments[0])
+            if test is not None:
+                self.row_tests.append(test[1])
                 return
+        if function is _ALIGNED and all(self._is_tainted(tensor) for tensor in entry.tainted):
+            self.row_tests.append(entry.place)
+            return
         self._refuse(f"turns values of rows into Python numbers ({_name(function)})")
 
     def _taint(self, tensor: torch.Tensor, by_rows: bool) -> None:

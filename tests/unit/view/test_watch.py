@@ -697,6 +697,18 @@ def test_any_and_all_over_rows_are_recorded() -> None:
     assert names == ["any", "all"]
 
 
+def test_all_by_sums_is_recorded() -> None:
+    def tests(x: Tensor, y: Tensor) -> Tensor:
+        mask = x > -100
+        return y if mask.sum() == mask.numel() else -y
+
+    watched = call(Applies(tests), data())
+    assert watched.reason is None
+    assert [watched.operations[place].__name__ for place in watched.row_tests] == ["sum"]
+    other = call(Applies(lambda x, y: y if (x > -100).sum() == 3 else -y), data())
+    assert other.reason == "turns values of rows into Python numbers (bool)"
+
+
 # ----- random draws, checkpoints, structure --------------------------------------------------------------------------
 
 
@@ -708,6 +720,7 @@ def test_draws_without_a_rule_are_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
         operations.RULES, F.dropout, lambda _, function, arguments, options: function(*arguments, **options)
     )
     assert call(module, data()).reason is None
+    monkeypatch.delitem(operations.RULES, torch.lstm, raising=False)
     lstm = nn.LSTM(4, 4, num_layers=2, dropout=0.5, batch_first=True)
     assert call(lstm, torch.randn(ROWS, 3, 4)).reason == "draws random numbers inside of lstm"
 
