@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.rng import generator_state, seed_generators
 from samestep.view.comparison import written_values
 from samestep.view.division import ComputedWhole
@@ -146,8 +147,8 @@ class Setting:
     def modes(self) -> Iterator[None]:
         """Set the modes of the call in this thread."""
         with ExitStack() as stack:
-            if torch.accelerator.is_available():  # the current device belongs to threads
-                torch.accelerator.set_device_index(self.device.index or 0)
+            if is_accelerator(self.device):  # the current device belongs to threads
+                stack.enter_context(accelerator_module().device(self.device))
             if self._inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad))
