@@ -1,4 +1,5 @@
 # expect: error: E_RANK_SETTINGS E_RANK_MISMATCH E_RANK_DESYNC E_RANK_BATCH
+# limit: 20
 # Rank 0 leaves the loop early.
 import os
 

@@ -1,4 +1,5 @@
 # expect: divided
+# limit: 20
 # allows: E_RANK_DESYNC E_PEER_LOST
 # The loop ends by time.
 import time
