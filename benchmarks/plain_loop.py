@@ -154,8 +154,8 @@ def interval(values: Sequence[float]) -> dict[str, float]:
             break
         outside += 1
     low = max(outside - 1, 0)
-    found = {"median": statistics.median(ordered), "low": ordered[low], "high": ordered[count - 1 - low]}
-    return {name: round(value, 4) for name, value in found.items()}
+    measured = {"median": statistics.median(ordered), "low": ordered[low], "high": ordered[count - 1 - low]}
+    return {name: round(value, 4) for name, value in measured.items()}
 
 
 def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def summary(results: Sequence[dict[str, Any]]) -> str:
     return markdown_table(["case", "on", "ratio (95 %)", "of", "goal", "holds"], cells)
 
 
-def page(machine: dict[str, Any], options: argparse.Namespace, found: dict[str, Any]) -> str:
+def page(machine: dict[str, Any], options: argparse.Namespace, measured: dict[str, Any]) -> str:
     parts = [
         "# Time of a plain loop with `samestep.parallel`",
         machine_line(machine),
@@ -220,17 +220,17 @@ def page(machine: dict[str, Any], options: argparse.Namespace, found: dict[str, 
         "Ratio: median of the ratios of rounds with its 95 % interval; above 1 is slower.\n"
         "Processor time is the sum over the ranks. DDP, Accelerate and Fabric have batch norm per rank.",
         "## Goals",
-        summary(found["results"]),
+        summary(measured["results"]),
     ]
-    for result in found["results"]:
+    for result in measured["results"]:
         parts += [f"## {result['title']}", table(result), *(f"- {note}" for note in result["notes"])]
-    if found["memory"]:
+    if measured["memory"]:
         parts += [
             f"## Memory of a step: {CASES[MEMORY_CASE].title}",
             "Peak of the bytes of tensors in a step beyond those between steps, on the rank with most. Goal: the plain "
-            f"loop's divided by\nthe number of ranks, plus the gradients ({found['memory']['gradients'] / 1e6:.1f} MB),"
+            f"loop's divided by\nthe number of ranks, plus the gradients ({measured['memory']['gradients'] / 1e6:.1f} MB),"
             " plus 5 %.",
-            memory_table(found["memory"]),
+            memory_table(measured["memory"]),
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -273,17 +273,17 @@ def main() -> None:
         print_profiles(options)
         return
     machine = describe_machine()
-    found: dict[str, Any] = {"machine": machine, "settings": {"rounds": options.rounds, "turn": options.turn}}
-    found |= {"results": [], "memory": None}
+    measured: dict[str, Any] = {"machine": machine, "settings": {"rounds": options.rounds, "turn": options.turn}}
+    measured |= {"results": [], "memory": None}
     for name in options.cases:
         result = measure(name, keys_of(name, options), options)
         print(f"{result['title']}\n\n{table(result)}\n", flush=True)
-        found["results"].append(result)
+        measured["results"].append(result)
     if options.memory:
-        found["memory"] = measure_memory(options)
-        print(memory_table(found["memory"]), flush=True)
+        measured["memory"] = measure_memory(options)
+        print(memory_table(measured["memory"]), flush=True)
     if options.output is not None:
-        save(options.output, found, page(machine, options, found))
+        save(options.output, measured, page(machine, options, measured))
         print(f"written to {options.output} and {options.output.with_suffix('.md')}")
 
 

@@ -239,9 +239,9 @@ class Ranks:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _run_rank(pipe: Connection, case: str, contender: str, rank: int, size: int, port: int) -> None:

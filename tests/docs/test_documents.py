@@ -163,7 +163,7 @@ def test_recipe_of_the_recipes_page_trains(place: Path) -> None:
 
 
 def test_own_loop_page_shows_the_example_as_it_is() -> None:
-    example = (ROOT / "examples" / "own_loop.py").read_text(encoding="utf-8")
+    example = (ROOT / "examples" / "plain_loop.py").read_text(encoding="utf-8")
     assert blocks(ROOT / "docs" / "start" / "own-loop.md", "python")[0] == example
 
 
