@@ -62,7 +62,7 @@ class Ranks:
             sockets = self._sockets
             self._world.run_collective(lambda: sockets.all_gather(own, every, range(self.size)), name)
         else:
-            self._world.run_collective(lambda: self._group._allgather_base(every, own).wait(), name)
+            self._world.run_collective(lambda: self._group._allgather_base(every.view(-1), own.view(-1)).wait(), name)
         return every
 
     def gather_rows(self, own: torch.Tensor, bounds: Sequence[tuple[int, int]], factor: int) -> torch.Tensor:
