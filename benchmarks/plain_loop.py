@@ -228,8 +228,8 @@ def page(machine: dict[str, Any], options: argparse.Namespace, measured: dict[st
         parts += [
             f"## Memory of a step: {CASES[MEMORY_CASE].title}",
             "Peak of the bytes of tensors in a step beyond those between steps, on the rank with most. Goal: the plain "
-            f"loop's divided by\nthe number of ranks, plus the gradients ({measured['memory']['gradients'] / 1e6:.1f} MB),"
-            " plus 5 %.",
+            "loop's divided by\nthe number of ranks, plus the gradients "
+            f"({measured['memory']['gradients'] / 1e6:.1f} MB), plus 5 %.",
             memory_table(measured["memory"]),
         ]
     return "\n\n".join(parts) + "\n"

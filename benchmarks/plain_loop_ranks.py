@@ -80,6 +80,7 @@ class Loop:
         if not is_watched:
             self._resources.enter_context(without_checks())
         model = samestep.parallel(self.module)
+        torch.set_num_threads(1)  # ranks share the cores, one has all
         self._model = model
         self._no_sync = lambda: samestep.no_sync(model)
 
