@@ -112,7 +112,7 @@ def _read_summary(verdict: Verdict, outcome: Outcome) -> None:
         verdict.kind = "mixed"
     elif verdict.divided:
         verdict.kind = "divided"
-    elif verdict.whole:
+    elif verdict.whole or verdict.reasons:
         verdict.kind = "whole"
 
 
@@ -171,8 +171,8 @@ def _unexpected(script: Script, verdict: Verdict) -> str:
     if verdict.kind != script.expected:
         reasons = "; ".join(verdict.reasons) or "no reason"
         return f"{verdict.kind or 'no summary'} instead of {script.expected} ({reasons})"
-    words = script.words.lower()
-    if words and not any(words in reason.lower() for reason in verdict.reasons):
+    choices = [words.strip() for words in script.words.lower().split("|") if words.strip()]
+    if choices and not any(words in reason.lower() for words in choices for reason in verdict.reasons):
         return f"no reason with the words {script.words!r}: {'; '.join(verdict.reasons) or 'no reason'}"
     return ""
 

@@ -3,6 +3,7 @@
 The first lines of a script are comments:
 
     # expect: divided | whole: WORDS OF A REASON | mixed | mixed: WORDS | error: E_CODE [E_CODE...]
+                             "whole: WORDS | OTHER WORDS" if the reason depends on the number of processes
     # allows: E_CODE [E_CODE...]    errors that are right as well
     # tolerance: 1e-4        relative to the largest number of a line; 1e-10 if absent
     # tolerance: permuted    twice the deviation of a plain loop with the rows of batches in another order, whose models

@@ -1,4 +1,4 @@
-# expect: whole: draws random numbers per row outside of torch
+# expect: whole: draws random numbers per row outside of torch | its operations depend on the rows
 # NumPy draws a number per row in the forward.
 import numpy as np
 import torch
