@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class _Moments(NamedTuple):
     """Statistics per channel over all ranks. Those of differentiable formulas have a graph."""
 
-    values: Tensor  # number of them, float64, one value
+    count: Any  # values per channel: a number, or a tensor on an accelerator, so that the host does not wait
     mean: Tensor
     variance: Tensor  # biased
 
@@ -50,7 +50,7 @@ def _batch_norm(
         moments = _differentiable_moments(input, exchange)
     else:
         moments = _fast_moments(input, exchange)
-    if input.device.type == "cpu" and moments.values < 2:  # an accelerator would make the host wait
+    if isinstance(moments.count, float) and moments.count < 2:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
     _update(running_mean, running_var, moments, momentum)
     if exchange.joins_graph:
@@ -58,12 +58,6 @@ def _batch_norm(
         outputs = outputs if weight is None else outputs * _along_channels(weight, outputs)
         return (outputs if bias is None else outputs + _along_channels(bias, outputs)).to(input.dtype)
     return _Normalize.apply(input, weight, bias, moments, eps, exchange)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def _torch_batch_norm(region: Region, input: Tensor, *arguments: Any) -> Tensor:
-    """Compute `torch.batch_norm`, whose arguments have another order."""
-    weight, bias, running_mean, running_var, *options, _ = arguments
-    return _batch_norm(region, input, running_mean, running_var, weight, bias, *options)
 
 
 def _instance_norm(
@@ -111,35 +105,45 @@ def _fast_moments(inputs: Tensor, exchange: Exchange) -> _Moments:
     count = inputs.numel() // channels
     mean = variance = inputs.new_zeros(channels, dtype=kind)
     if count:
-        data = inputs if inputs.is_cuda else inputs.to(kind)  # CPUs would return low precision
-        mean, variance = torch.batch_norm_update_stats(data, None, None, 0.0)  # the kernel of torch's own layer
-    message = torch.ones(2 * channels + 1, dtype=torch.float64, device=mean.device)
-    first, second = message[:channels], message[channels:-1]
-    torch.cat([mean, variance], out=message[:-1])
+        mean, variance = _own_moments(inputs if inputs.is_cuda else inputs.to(kind), count)  # CPUs return the precision
+    message = torch.cat([mean, variance, mean.new_ones(1)]).double()
+    first, second, _ = message.split([channels, channels, 1])
     second.addcmul_(first, first)
-    message.mul_(count)
-    message = exchange.sum(message)
-    message[:-1] /= message[-1]
-    whole = message[:channels]
+    total = exchange.sum(message.mul_(count))
+    number = _number(total[-1])
+    whole, spread, _ = total.div_(number).split([channels, channels, 1])
     if kind == torch.float64:
-        deviations = (variance + (mean - whole).square()) * count
-        spread = exchange.sum(deviations) / message[-1]
+        spread = exchange.sum((variance + (mean - whole).square()) * count).div_(number)
     else:
-        spread = message[channels:-1].addcmul_(whole, whole, value=-1).clamp_(min=0)
-    return _Moments(message[-1], whole.to(kind), spread.to(kind))
+        spread.addcmul_(whole, whole, value=-1).clamp_(min=0)
+    return _Moments(number, whole.to(kind), spread.to(kind))
+
+
+def _number(value: Tensor) -> Any:
+    return value.item() if value.device.type == "cpu" else value.detach().clone()
+
+
+def _own_moments(data: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return means and variances of the own values."""
+    if data.is_cuda or data.dim() == 2 or not data.is_contiguous() or data[0, 0].numel() < 64:
+        return torch.batch_norm_update_stats(data, None, None, 0.0)  # the kernel of torch's own layer
+    # That kernel takes four times as long for channels one after another on a CPU.
+    mean = _sum_channels(data) / count
+    centred = functional.batch_norm(data, mean, torch.ones_like(mean), eps=0.0)
+    return mean, _sum_channels(centred.square_()) / count
 
 
 def _sum_channels(values: Tensor) -> Tensor:
-    return values.sum([dim for dim in range(values.dim()) if dim != 1]).double()
+    return values.sum([dim for dim in range(values.dim()) if dim != 1])
 
 
 def _differentiable_moments(inputs: Tensor, exchange: Exchange) -> _Moments:
     data = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
-    sums = _sum_channels(data)
+    sums = _sum_channels(data).double()
     total = exchange.total(torch.cat([sums, sums.new_full((1,), data.numel() // data.shape[1])]))
     mean = (total[:-1] / total[-1]).to(data.dtype)
-    squares = exchange.total(_sum_channels((data - _along_channels(mean, data)).square()))
-    return _Moments(total[-1].detach(), mean, (squares / total[-1]).to(data.dtype))
+    squares = exchange.total(_sum_channels((data - _along_channels(mean, data)).square()).double())
+    return _Moments(_number(total[-1]), mean, (squares / total[-1]).to(data.dtype))
 
 
 @torch.no_grad()
@@ -147,7 +151,7 @@ def _update(running_mean: Tensor | None, running_var: Tensor | None, moments: _M
     if running_mean is not None:
         running_mean.lerp_(moments.mean.to(running_mean.dtype), momentum)
     if running_var is not None:
-        unbiased = moments.variance * (moments.values / (moments.values - 1))
+        unbiased = moments.variance * (moments.count / (moments.count - 1))
         running_var.lerp_(unbiased.to(running_var.dtype), momentum)
 
 
@@ -169,8 +173,8 @@ class _Normalize(torch.autograd.Function):
         eps: float,
         exchange: Any,
     ) -> Tensor:
-        ctx.save_for_backward(inputs, weight, *moments)
-        ctx.eps, ctx.exchange = eps, exchange
+        ctx.save_for_backward(inputs, weight, moments.mean, moments.variance)
+        ctx.count, ctx.eps, ctx.exchange = moments.count, eps, exchange
         ctx.weight_type, ctx.bias_type = (None if values is None else values.dtype for values in (weight, bias))
         if inputs.numel() == 0:
             return torch.empty_like(inputs)
@@ -190,25 +194,25 @@ class _Normalize(torch.autograd.Function):
 
 
 def _fast_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-    inputs, weight, count, mean, variance = ctx.saved_tensors
+    inputs, weight, mean, variance = ctx.saved_tensors
     kind = mean.dtype
     data, slope = inputs.to(kind), gradient.to(kind)
     by_weight = by_bias = torch.zeros_like(mean)
     if data.numel():  # sums of dy * xhat and of dy: the affine gradients of torch's backward in evaluation
-        none = mean.new_empty(0)  # not read; CUDA's kernel refuses None
+        none = mean.new_empty(0)  # not read, nor is the weight; CUDA's kernel refuses None
         _, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
-            slope, data, torch.ones_like(mean), mean, variance, none, none, False, ctx.eps, [False, True, True]
+            slope, data, mean, mean, variance, none, none, False, ctx.eps, [False, True, True]
         )
     if not ctx.needs_input_grad[0]:
         return None, by_weight, by_bias
-    sums = ctx.exchange.sum(torch.cat([by_weight, by_bias]).double()).div_(count).to(kind)
+    sums = ctx.exchange.sum(torch.cat([by_weight, by_bias]).double()).div_(ctx.count).to(kind)
     if data.numel() == 0:
         return torch.zeros_like(inputs), by_weight, by_bias
     # dx = w / sigma * (dy - xhat * mean(dy * xhat) - mean(dy)); the kernel of batch norm computes the last two terms.
     scale = torch.rsqrt(variance + ctx.eps)
     if weight is not None:
         scale.mul_(weight)
-    dot, total = (sums.view(2, -1) * -scale).unbind()
+    dot, total = (sums.view(2, -1) * scale).neg_().unbind()
     by_inputs = functional.batch_norm(data, mean, variance, dot, total, False, 0.0, ctx.eps)
     by_inputs.addcmul_(slope, _along_channels(scale, data))
     return by_inputs.to(inputs.dtype), by_weight, by_bias
@@ -222,7 +226,7 @@ def _differentiable_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None
     by_weight, by_bias = _sum_channels(slope * normalized), _sum_channels(slope)
     if not ctx.needs_input_grad[0]:
         return None, by_weight, by_bias
-    sums = ctx.exchange.total(torch.cat([by_weight, by_bias])) / moments.values
+    sums = ctx.exchange.total(torch.cat([by_weight, by_bias]).double()) / moments.count
     dot, total = (_along_channels(part, slope) for part in sums.to(slope.dtype).chunk(2))
     scale = _along_channels(torch.rsqrt(moments.variance + ctx.eps), slope)
     by_inputs = (slope - normalized * dot - total) * scale
@@ -232,9 +236,7 @@ def _differentiable_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None
 
 
 def _rule(compute: Callable[..., Tensor]) -> Rule:
-    def rule(
-        operations: Operations, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
-    ) -> Any:
+    def rule(operations: Operations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
         if operations.region is None:
             return function(*arguments, **options)
         return compute(operations.region, *arguments, **options)
@@ -244,6 +246,10 @@ def _rule(compute: Callable[..., Tensor]) -> Rule:
 
 BATCH_NORM_RULES: dict[Callable[..., Any], Rule] = {
     functional.batch_norm: _rule(_batch_norm),
-    torch.batch_norm: _rule(_torch_batch_norm),
+    torch.batch_norm: _rule(  # its arguments have another order, and one more
+        lambda region, input, weight, bias, *others: _batch_norm(
+            region, input, *others[:2], weight, bias, *others[2:-1]
+        )
+    ),
     functional.instance_norm: _rule(_instance_norm),
 }
