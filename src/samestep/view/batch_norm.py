@@ -246,10 +246,6 @@ def _rule(compute: Callable[..., Tensor]) -> Rule:
 
 BATCH_NORM_RULES: dict[Callable[..., Any], Rule] = {
     functional.batch_norm: _rule(_batch_norm),
-    torch.batch_norm: _rule(  # its arguments have another order, and one more
-        lambda region, input, weight, bias, *others: _batch_norm(
-            region, input, *others[:2], weight, bias, *others[2:-1]
-        )
-    ),
+    torch.batch_norm: _rule(lambda region, x, w, b, mean, var, *o: _batch_norm(region, x, mean, var, w, b, *o[:3])),
     functional.instance_norm: _rule(_instance_norm),
 }
