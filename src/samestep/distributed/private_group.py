@@ -21,6 +21,11 @@ def hide_default_group() -> dist.ProcessGroup:
     return group
 
 
+def show(group: dist.ProcessGroup) -> None:
+    """Make a hidden group the default one, for code that needs a default group throughout, such as torch's DDP."""
+    _update_default_pg(group)
+
+
 @contextmanager
 def shown(group: dist.ProcessGroup) -> Iterator[None]:
     """Make a hidden group the default one inside the block, for functions of torch that need one: `new_group`."""

@@ -18,6 +18,7 @@ from samestep.config import Reduction as ReductionName
 from samestep.config import StepConfig
 from samestep.config.validation import match_patterns
 from samestep.distributed.devices import is_accelerator, set_tf32
+from samestep.distributed.private_group import show
 from samestep.distributed.world import World
 from samestep.engine.batch_norm_checks import uses_batch_statistics
 from samestep.engine.buffer_rules import Rule
@@ -115,6 +116,8 @@ def build_components(
     )
     scaler = _scaler(config, world) if previous is None else previous.runner.scaler
     forward = _microbatch_forward(model, loss, config, world, callbacks)
+    if world.is_private and world.group is not None:
+        show(world.group)  # strategies and batch norm create groups beside a default one
     strategy = build_strategy(model, local_parameters, config.reduction, world)
     receiving = local_parameters.names if strategy.defers_gradients else local_parameters.module_names
     kind, reason = _runner_class(strategy, world, config, callbacks, sync_batch_norm=sync_batch_norm)
