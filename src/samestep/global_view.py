@@ -15,6 +15,7 @@ from torch import nn
 from samestep.errors import InputError
 from samestep.launcher.job import process_state
 from samestep.session import init
+from samestep.view.compiled import ForwardOfCalls, with_compiler
 from samestep.view.parallel import MOST_MICROBATCHES, ParallelModule
 from samestep.view.ranks import Ranks
 from samestep.view.view import View
@@ -138,15 +139,12 @@ def _divide(module: nn.Module, owner: ParallelModule) -> None:
     # Compiled and patched modules have a forward of their own, which would hide that of the class.
     instance_forward = module.__dict__.pop("forward", None)
 
-    # Named and documented as the module's own: Trainers read the signature of `forward`.
-    @functools.wraps(base.forward)
-    def forward(self: nn.Module, *arguments: Any, **options: Any) -> Any:
-        own_forward = functools.partial(base.forward, self)
-        if instance_forward is not None:
-            own_forward = instance_forward
+    def call(self: nn.Module, compiler: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        eager = instance_forward or functools.partial(base.forward, self)
+        forward = with_compiler(compiler, eager)
         if owner.module is not self:  # another instance that the script made of this class
-            return own_forward(*arguments, **options)
-        return owner.call(own_forward, arguments, options)
+            return forward(*arguments, **options)
+        return owner.call(forward, eager, arguments, options)
 
     attributes = {
         "__module__": base.__module__,
@@ -155,7 +153,7 @@ def _divide(module: nn.Module, owner: ParallelModule) -> None:
         "_samestep_base": base,
         "_samestep_owner": owner,
         "_samestep_forward": instance_forward,
-        "forward": forward,
+        "forward": ForwardOfCalls(call, base.forward),
     }
     module.__class__ = type(base.__name__, (_Parallel, base), attributes)
 

@@ -86,7 +86,7 @@ def _with_own_statistics(
         if whole is not None and values is not None:
             share = values.double() * (region.own / region.rows)
             exchange = region.exchange
-            whole.copy_(exchange.total(share) if exchange.joins_graph else exchange.sum(share))
+            whole.data.copy_(exchange.total(share) if exchange.joins_graph else exchange.sum(share))
     return outputs
 
 
@@ -148,11 +148,12 @@ def _differentiable_moments(inputs: Tensor, exchange: Exchange) -> _Moments:
 
 @torch.no_grad()
 def _update(running_mean: Tensor | None, running_var: Tensor | None, moments: _Moments, momentum: float) -> None:
+    # As torch's kernels, without a new version: a graph of an earlier whole call may hold the statistics.
     if running_mean is not None:
-        running_mean.lerp_(moments.mean.to(running_mean.dtype), momentum)
+        running_mean.data.lerp_(moments.mean.to(running_mean.dtype), momentum)
     if running_var is not None:
         unbiased = moments.variance * (moments.count / (moments.count - 1))
-        running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+        running_var.data.lerp_(unbiased.to(running_var.dtype), momentum)
 
 
 def _normalized(inputs: Tensor, moments: _Moments, eps: float) -> Tensor:

@@ -109,16 +109,30 @@ def module_key(parts: Sequence[nn.Module]) -> Hashable:
         kind = type(part)
         kind = getattr(kind, "_samestep_base", kind)  # the class that `samestep.parallel` made is the module's own
         key.append(kind)
-        key.append(attributes["training"])
+        key.append(part.training)
         for name in _HOOKS:
-            hooks = attributes[name]
+            hooks = getattr(part, name)
             if hooks:
                 key.append(tuple(_code(hook) for hook in hooks.values()))
-        for parameter in attributes["_parameters"].values():
+        for parameter in part._parameters.values():
             if parameter is not None:
                 key.append(parameter.requires_grad)
-        if not kind.__module__.startswith("torch."):
+        # Of torch's modules, only losses have switches that a script changes between calls.
+        if not kind.__module__.startswith("torch.") or issubclass(kind, nn.modules.loss._Loss):
             _add_switches(attributes, key)
+    return tuple(key)
+
+
+def structure_key(parts: Sequence[nn.Module]) -> Hashable:
+    """Return what modules that share a verdict have in common: plain attributes and shapes of parameters."""
+    key: list[Any] = []
+    for part in parts:
+        for name, value in part.__dict__.items():
+            if type(value) in _PLAIN or type(value) in (int, float):
+                key.append((name, value))
+        for parameter in part._parameters.values():
+            if parameter is not None and not nn.parameter.is_lazy(parameter):
+                key.append(parameter.shape)
     return tuple(key)
 
 

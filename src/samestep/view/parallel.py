@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from samestep.view.kinds import (
     numbers_hash,
     operations_hash,
     shared_memory,
+    structure_key,
     submodules,
 )
 from samestep.view.operations import has_rules
@@ -58,6 +59,7 @@ class Call:
         module: the module.
         parts: its submodules.
         forward: forward of the module's own class.
+        eager: the same without a compiler.
         arguments: positional arguments.
         options: keyword arguments.
         leaves: leaves of both.
@@ -69,6 +71,7 @@ class Call:
     module: nn.Module
     parts: Sequence[nn.Module]
     forward: Callable[..., Any]
+    eager: Callable[..., Any]
     arguments: tuple[Any, ...]
     options: dict[str, Any]
     leaves: Sequence[Any]
@@ -88,6 +91,10 @@ class Call:
     def whole(self) -> Any:
         """Compute the call whole."""
         return self.forward(*self.arguments, **self.options)
+
+    def whole_eager(self) -> Any:
+        """Compute the call whole, without a compiler."""
+        return self.eager(*self.arguments, **self.options)
 
 
 class ParallelModule:
@@ -127,6 +134,8 @@ class ParallelModule:
         self._can_be_whole = whole
         self._is_strict = strict
         self._hub: Hub | None = None
+        self._part_ids: list[int] = []
+        self._structure: Hashable = None
         self._is_deferred = False
 
     @property
@@ -150,11 +159,18 @@ class ParallelModule:
         if self._hub is not None:
             self._hub.require_no_pending()
 
-    def call(self, forward: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def call(
+        self,
+        forward: Callable[..., Any],
+        eager: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> Any:
         """Compute a call of the module, divided if it can be.
 
         Args:
-            forward: forward of the module's own class, bound to the module.
+            forward: forward of the module's own class, bound to the module; compiled if the script compiles the module.
+            eager: the same without a compiler.
             arguments: positional arguments.
             options: keyword arguments.
         """
@@ -168,7 +184,7 @@ class ParallelModule:
         if bounds is None:
             self._count_whole(f"fewer rows than ranks ({rows})")
             return forward(*arguments, **options)
-        call = Call(module, submodules(module), forward, arguments, options, leaves, spec, rows, bounds)
+        call = Call(module, submodules(module), forward, eager, arguments, options, leaves, spec, rows, bounds)
         return self._call_of_kind(self._kind(call), call)
 
     def _call_of_kind(self, kind: Kind, call: Call) -> Any:
@@ -212,7 +228,12 @@ class ParallelModule:
         return bounds
 
     def _kind(self, call: Call) -> Kind:
+        ids = [id(part) for part in call.parts]
+        if ids != self._part_ids:
+            self._part_ids = ids
+            self._structure = structure_key(call.parts)
         key = (
+            self._structure,
             module_key(call.parts),
             arguments_key(call.leaves, call.rows),
             call.spec,
@@ -247,9 +268,9 @@ class ParallelModule:
     def _watched(self, kind: Kind, call: Call) -> Any:
         """Compute a call whole, as the script's own, and note what it does."""
         observer = WriteObserver(call.parts)
-        kind.is_compiled = has_compiled_parts(call.parts)
+        kind.is_compiled = call.forward is not call.eager or has_compiled_parts(call.parts)
         with self.view.suspended(), _eager(kind):
-            watched = watch(call.module, call.whole, call.arguments, call.options)
+            watched = watch(call.module, call.whole_eager, call.arguments, call.options)
         self.summary.watched += 1
         if watched.is_first_again:
             return watched.result
@@ -278,7 +299,7 @@ class ParallelModule:
                     call.module,
                     call.arguments,
                     call.options,
-                    forward=call.forward,
+                    forward=call.eager,
                     rows=call.rows,
                     has_rows=tuple(has_rows(leaf, call.rows) for leaf in call.leaves),
                     operations=kind.last,
@@ -320,8 +341,11 @@ class ParallelModule:
         hub = self._current_hub(call)
         result: OwnResult | None = None
         try:
-            with nullcontext() if stays_compiled else _eager(kind):
+            if stays_compiled:
                 result = divided.compute(call.forward, hub)
+            else:
+                with _eager(kind):
+                    result = divided.compute(call.eager, hub)
         except CallAbandoned:
             exchange.leave(view.device)
         except Exception:  # boundary: computed whole below, where the script's own exception comes on all ranks

@@ -97,24 +97,26 @@ class WriteObserver:
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._parts = parts
-        self._buffers = self._buffer_versions()
+        self._buffers = self._buffer_values()
         self._attributes = [_attributes(part) for part in parts]
         self._python = random.getstate()
         self._numpy = _numpy_state()
 
-    def _buffer_versions(self) -> dict[tuple[int, str], tuple[int, int]]:
-        versions = {}
+    def _buffer_values(self) -> dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]:
+        """Return the buffers and copies of them: kernels of batch norm write without a new version."""
+        values = {}
         for index, part in enumerate(self._parts):
             for name, buffer in part._buffers.items():
-                if buffer is not None:
-                    version = 0 if buffer.is_inference() else buffer._version
-                    versions[index, name] = (id(buffer), version)
-        return versions
+                if buffer is not None and not nn.parameter.is_lazy(buffer):
+                    values[index, name] = (buffer, buffer.detach().clone())
+        return values
 
     def written(self) -> Written:
         """Return what has changed since the observer was made."""
-        after = self._buffer_versions()
-        buffers = [key for key, version in self._buffers.items() if after.get(key) != version]
+        buffers = []
+        for (index, name), (buffer, value) in self._buffers.items():
+            if self._parts[index]._buffers.get(name) is not buffer or not torch.equal(buffer, value):
+                buffers.append((index, name))
         attributes = []
         for index, before in enumerate(self._attributes):
             if _differ(before, self._parts[index].__dict__):

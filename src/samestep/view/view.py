@@ -183,9 +183,10 @@ class View:
         """
         digest = hashlib.blake2b(digest_size=8)
         for name, tensor in module.state_dict(keep_vars=True).items():
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(name.encode())
             if nn.parameter.is_lazy(tensor):
                 continue
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             digest.update(memoryview(raw.numpy()))
         own = int.from_bytes(digest.digest(), "little") >> 2
