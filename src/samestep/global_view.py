@@ -17,7 +17,6 @@ from samestep.launcher.job import process_state
 from samestep.session import init
 from samestep.view.compiled import ForwardOfCalls, with_compiler
 from samestep.view.parallel import MOST_MICROBATCHES, ParallelModule
-from samestep.view.ranks import Ranks
 from samestep.view.view import View
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
@@ -163,15 +162,16 @@ def _joined_view() -> View:
     view: View | None = process_state.view
     if view is None:
         world = init()
-        view = View(Ranks(world), world.device)
+        view = View(world)
         process_state.view = view
-        world.context.resources.callback(_forget_view, view)
+        process_state.session.push(_forget_view)  # before the world ends
     return view
 
 
-def _forget_view(view: View) -> None:
-    view.close()
+def _forget_view(error: type[BaseException] | None, *_: Any) -> None:
+    view: View = process_state.view
     process_state.view = None
+    view.close(error)
 
 
 def _require_arguments(module: Any, strategy: str, reduction: str, batch_norm: str) -> None:

@@ -39,7 +39,7 @@ class ForwardOfCalls:
             finally:
                 _eval_frame.set_eval_frame(compiler)
 
-        self._forward = forward
+        self._forward: Any = forward
         self._is_skipped = False
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

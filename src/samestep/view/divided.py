@@ -46,6 +46,7 @@ class DividedCall:
         region: own rows.
         exchange: exchange of the region.
         known: operations of a forward that is compiled, in which no rule applies; None if they must be observed.
+        before_backward: called in each backward with the gradients of the whole outputs.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class DividedCall:
         region: Region,
         exchange: CallExchange,
         known: Sequence[Callable[..., Any]] | None = None,
+        before_backward: Callable[[Sequence[torch.Tensor | None]], None] = lambda gradients: None,
     ) -> None:
         self.ranks = ranks
         self.division = division
@@ -67,6 +69,7 @@ class DividedCall:
         self.region = region
         self.exchange = exchange
         self._known = known
+        self.before_backward = before_backward
 
     def own_arguments(self) -> list[Any]:
         """Return the leaves of the arguments for the own rows."""
@@ -222,6 +225,7 @@ class GatherOutputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of the own outputs, and zeros for the anchors."""
+        ctx.call.before_backward(gradients)
         own: list[torch.Tensor | None] = []
         for gradient, output in zip(gradients, ctx.kinds, strict=True):
             if gradient is None:

@@ -248,7 +248,7 @@ def _lists_of(module: nn.Module) -> _Lists:
         lists.attributes.append((values, itemgetter("training", *(names or ["training"]))))  # two give a tuple
         lists.attribute_names.extend(f"{prefix}.{name}".lstrip(".") for name in ["training", *(names or ["training"])])
         for name, buffer in one._buffers.items():
-            if buffer is not None and not buffer.is_inference():
+            if buffer is not None and not nn.parameter.is_lazy(buffer) and not buffer.is_inference():
                 lists.buffers.append((one._buffers, name))
                 lists.buffer_names.append(f"number of writes of {prefix}.{name}")
     return lists

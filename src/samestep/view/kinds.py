@@ -20,6 +20,7 @@ from torch.utils._pytree import TreeSpec
 from samestep.view.division import Division
 
 _PLAIN = (bool, str, type(None))
+_SIMPLE = (*_PLAIN, int, float)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
@@ -104,6 +105,7 @@ def module_key(parts: Sequence[nn.Module]) -> Hashable:
         parts: `submodules` of the module.
     """
     key: list[Any] = []
+    configurations: dict[int, Any] = {}
     for part in parts:
         attributes = part.__dict__
         kind = type(part)
@@ -119,7 +121,9 @@ def module_key(parts: Sequence[nn.Module]) -> Hashable:
                 key.append(parameter.requires_grad)
         # Of torch's modules, only losses have switches that a script changes between calls.
         if not kind.__module__.startswith("torch.") or issubclass(kind, nn.modules.loss._Loss):
-            _add_switches(attributes, key)
+            _add_switches(attributes, key, configurations)
+    for configuration in configurations.values():
+        _add_switches(vars(configuration), key, {})
     return tuple(key)
 
 
@@ -128,7 +132,7 @@ def structure_key(parts: Sequence[nn.Module]) -> Hashable:
     key: list[Any] = []
     for part in parts:
         for name, value in part.__dict__.items():
-            if type(value) in _PLAIN or type(value) in (int, float):
+            if type(value) in _SIMPLE:
                 key.append((name, value))
         for parameter in part._parameters.values():
             if parameter is not None and not nn.parameter.is_lazy(parameter):
@@ -136,7 +140,8 @@ def structure_key(parts: Sequence[nn.Module]) -> Hashable:
     return tuple(key)
 
 
-def _add_switches(attributes: dict[str, Any], key: list[Any]) -> None:
+def _add_switches(attributes: dict[str, Any], key: list[Any], configurations: dict[int, Any]) -> None:
+    """Add the switches among some attributes; objects that may hold switches are added to `configurations`."""
     for name, value in attributes.items():
         if name in _TORCH_ATTRIBUTES:
             continue
@@ -147,11 +152,15 @@ def _add_switches(attributes: dict[str, Any], key: list[Any]) -> None:
             key.append((name, value == 0))  # a factor of zero hides what it multiplies
         elif kind is types.FunctionType or kind is types.MethodType or kind is partial:
             key.append((name, _code(value)))
+        elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, nn.Module | type):
+            configurations[id(value)] = value  # once, also if all submodules have it
 
 
 def _code(function: Any) -> Any:
     if isinstance(function, partial):
-        function = function.func
+        options = [(name, value) for name, value in function.keywords.items() if type(value) in _SIMPLE]
+        values = [value for value in function.args if type(value) in _SIMPLE]
+        return (_code(function.func), tuple(options), tuple(values))
     function = getattr(function, "__func__", function)
     return getattr(function, "__code__", type(function))
 

@@ -189,17 +189,18 @@ class ParallelModule:
 
     def _call_of_kind(self, kind: Kind, call: Call) -> Any:
         if kind.reason is None and not kind.is_watched:
+            self.view.in_step.facts_of_call(call.module, call.leaves)
             return self._watched(kind, call)
         if kind.reason is None and kind.division is None:
             self._try(kind, call)
         if kind.division is None:
-            self._count_whole(str(kind.reason))
+            self._count_whole(str(kind.reason), call)
             return call.whole()
         if min(stop - start for start, stop in call.bounds) < kind.division.minimum_rows:
-            self._count_whole("a rank would have a single row")
+            self._count_whole("a rank would have a single row", call)
             return call.whole()
         if not self._is_worth_dividing(kind, kind.division, call):
-            self._count_whole("a small call")
+            self._count_whole("a small call", call)
             return call.whole()
         return self._divided(kind, kind.division, call)
 
@@ -248,7 +249,9 @@ class ParallelModule:
 
     # --- whole calls -----------------------------------------------------------------------------
 
-    def _count_whole(self, reason: str) -> None:
+    def _count_whole(self, reason: str, call: Call | None = None) -> None:
+        if call is not None and torch.is_grad_enabled():  # otherwise comparing could cost more than the call
+            self.view.in_step.facts_of_call(call.module, call.leaves)
         self.summary.whole += 1
         self.summary.add_reason(reason)
         if self._is_strict:
@@ -328,6 +331,7 @@ class ParallelModule:
         assert kind.written is not None
         view = self.view
         view.calls += 1
+        view.in_step.facts_of_call(call.module, call.leaves)
         snapshot = Snapshot(call.parts, kind.written, view.device)
         exchange = CallExchange(view.ranks, kind.exchanges, view.all_ranks_in_sum)
         region = self._region(division, call, exchange)
@@ -335,7 +339,17 @@ class ParallelModule:
         stays_compiled = kind.is_compiled and not has_rules(kind.last)
         if stays_compiled:
             known = kind.last
-        divided = DividedCall(view.ranks, division, call.leaves, call.spec, call.bounds, region, exchange, known)
+        divided = DividedCall(
+            view.ranks,
+            division,
+            call.leaves,
+            call.spec,
+            call.bounds,
+            region,
+            exchange,
+            known,
+            view.in_step.facts_of_backward,
+        )
         if kind.exchanges is None or kind.exchanges:
             view.require_same_action(view.word(ENTER_CALL))
         hub = self._current_hub(call)

@@ -16,7 +16,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.distributed.logging import logger
+from samestep.distributed.world import World, all_gather
 from samestep.errors import RankDesyncError, RankMismatchError
+from samestep.view.in_step import InStep
 from samestep.view.kinds import Kind
 from samestep.view.ranks import Ranks
 from samestep.view.region import current_region
@@ -32,6 +34,7 @@ BACKWARD = 4  # it begins to sum gradients
 STEP = 5  # an optimizer begins to step after whole calls
 TRIAL = 6  # it has tried a kind of calls
 PARALLEL = 7  # it gives a module to `samestep.parallel`
+END = 8  # it ends the script, or the block of `samestep.init`
 _NAMES = {
     ENTER_CALL: "a divided call",
     SUM_IN_CALL: "a sum inside of a divided call",
@@ -39,9 +42,10 @@ _NAMES = {
     BACKWARD: "a backward",
     STEP: "a step of an optimizer",
     PARALLEL: "samestep.parallel",
+    END: "the end of the script",
     TRIAL: "the second call of a kind",
 }
-_WORD = 7
+_WORD = 7  # integers
 
 
 @dataclass
@@ -72,28 +76,29 @@ class View:
     """Global view of this process.
 
     Args:
-        ranks: the ranks.
-        device: device of this rank.
+        world: the ranks.
     """
 
     divides_small_calls: ClassVar[bool] = False  # tests of the rules have small models
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self.ranks = ranks
-        self.device = device
+    def __init__(self, world: World) -> None:
+        self.ranks = Ranks(world)
+        self.device = world.device
+        self.in_step = InStep(world.size, lambda text: all_gather(text, world))
         self.kinds: dict[Hashable, Kind] = {}
         self.modules: list[ModuleSummary] = []
         self._owners: list[weakref.ref[ParallelModule]] = []
         self.calls = 0  # divided calls, which number random streams
         self._is_suspended = False
-        self._words_at_step = 0
         self._process = os.getpid()
         self._words = 0
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
 
-    def close(self) -> None:
-        """End the view with its process group."""
+    def close(self, error: type[BaseException] | None) -> None:
+        """End the view with its process group. After an error the other ranks may be anywhere, and are not asked."""
         self._step_hook.remove()
+        if error is None and self.ranks.size > 1 and os.getpid() == self._process:
+            self.require_same_action(self.word(END))
 
     def add(self, owner: ParallelModule) -> None:
         """Add a module whose calls are divided."""
@@ -125,14 +130,20 @@ class View:
             self._is_suspended = before
 
     def word(self, action: int, *fields: int) -> list[list[int]]:
-        """Send a word to all ranks and return the words of all.
+        """Send a word to all ranks and return the words of all: action, number of the word, and `fields`.
 
-        Words have one size, so that ranks which do different things read one another's words.
+        Words have one size, so that ranks which do different things read one another's words. Each carries a hash of
+        what must be equal on all ranks.
+
+        Raises:
+            RankMismatchError: something that must be equal differs between ranks.
         """
         self._words += 1
-        own = [action, self._words, *fields]
+        own = [*self.in_step.as_words(), action, self._words, *fields]
         own += [0] * (_WORD - len(own))
-        return self.ranks.words(own)
+        words = self.ranks.words(own)
+        self.in_step.read_words([word[:1] for word in words])
+        return [word[1:] for word in words]
 
     def require_same_action(self, words: Iterable[list[int]]) -> None:
         """Require that all ranks do the same.
@@ -163,17 +174,16 @@ class View:
         """Compare the ranks before the first sum of gradients of a backward."""
         self.require_same_action(self.word(BACKWARD))
 
-    def _before_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
-        """Compare the ranks before a step of an optimizer, if no word was sent since the last step."""
-        if self.ranks.size == 1 or not self.divides_here():
+    def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
+        """Compare the ranks before a step of an optimizer."""
+        if not self.divides_here():
             return
         for reference in self._owners:
             owner = reference()
             if owner is not None:
                 owner.require_no_pending()
-        if self._words == self._words_at_step:
-            self.require_same_action(self.word(STEP))
-        self._words_at_step = self._words
+        self.in_step.facts_of_step(optimizer)
+        self.require_same_action(self.word(STEP))
 
     def require_equal(self, module: nn.Module) -> None:
         """Require that all ranks hold the same parameters and buffers.
