@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from samestep.view.call import Call
 from samestep.view.crossings import Rows, cut, enter
 from samestep.view.division import Division, Output
 from samestep.view.exchange import CallExchange
@@ -34,61 +35,53 @@ class OwnResult:
     operations: Operations
 
 
+def own_arguments(ranks: Ranks, division: Division, call: Call) -> list[Any]:
+    """Return the leaves of the arguments of a call for the own rows."""
+    rows = Rows(ranks, call.bounds)
+    own = []
+    for leaf, is_cut in zip(call.leaves, division.inputs, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            own.append(leaf)
+        elif is_cut:
+            own.append(cut(leaf, rows))
+        elif leaf.requires_grad and torch.is_grad_enabled():
+            own.append(enter(leaf, ranks))
+        else:
+            own.append(leaf)
+    return own
+
+
 class DividedCall:
     """One divided call on this rank.
 
     Args:
         ranks: the ranks.
         division: how the call is divided.
-        leaves: leaves of its arguments.
-        spec: structure of the arguments.
-        bounds: rows of each rank.
+        call: the call.
         region: own rows.
         exchange: exchange of the region.
         known: operations of a forward that is compiled, in which no rule applies; None if they must be observed.
-        before_backward: called in each backward with the gradients of the whole outputs.
     """
 
     def __init__(
         self,
         ranks: Ranks,
         division: Division,
-        leaves: Sequence[Any],
-        spec: TreeSpec,
-        bounds: Sequence[tuple[int, int]],
+        call: Call,
         region: Region,
         exchange: CallExchange,
         known: Sequence[Callable[..., Any]] | None = None,
-        before_backward: Callable[[Sequence[torch.Tensor | None]], None] = lambda gradients: None,
     ) -> None:
         self.ranks = ranks
         self.division = division
-        self.leaves = leaves
-        self.spec = spec
-        self.bounds = bounds
+        self.call = call
         self.region = region
         self.exchange = exchange
         self._known = known
-        self.before_backward = before_backward
-
-    def own_arguments(self) -> list[Any]:
-        """Return the leaves of the arguments for the own rows."""
-        rows = Rows(self.ranks, self.bounds)
-        own = []
-        for leaf, is_cut in zip(self.leaves, self.division.inputs, strict=True):
-            if not isinstance(leaf, torch.Tensor):
-                own.append(leaf)
-            elif is_cut:
-                own.append(cut(leaf, rows))
-            elif leaf.requires_grad and torch.is_grad_enabled():
-                own.append(enter(leaf, self.ranks))
-            else:
-                own.append(leaf)
-        return own
 
     def compute(self, forward: Callable[..., Any], hub: Hub | None) -> OwnResult:
         """Run the forward on the own rows, with the aliases of the hub as parameters."""
-        own = self.own_arguments()
+        own = own_arguments(self.ranks, self.division, self.call)
         if hub is None:
             return self._run(forward, own)
         if self.division.form == "inner":
@@ -98,7 +91,7 @@ class DividedCall:
 
     def _run(self, forward: Callable[..., Any], own: Sequence[Any]) -> OwnResult:
         operations = Operations(self.region)
-        arguments, options = tree_unflatten(list(own), self.spec)
+        arguments, options = tree_unflatten(list(own), self.call.spec)
         if self._known is None:
             with inside(self.region), operations:
                 result = forward(*arguments, **options)
@@ -152,8 +145,16 @@ class DividedCall:
                 facts.append((leaf.element_size(), leaf.is_floating_point(), leaf.requires_grad, *leaf.shape[start:]))
         return hash(tuple(facts)) & (2**62 - 1)  # hashes of integers are equal in all processes
 
-    def whole_outputs(self, result: OwnResult, hub: Hub | None) -> Any:
-        """Return the outputs of the whole batch. A tensor that stands in several places is gathered once."""
+    def whole_outputs(
+        self, result: OwnResult, hub: Hub | None, before_backward: Callable[[Sequence[torch.Tensor | None]], None]
+    ) -> Any:
+        """Return the outputs of the whole batch. A tensor that stands in several places is gathered once.
+
+        Args:
+            result: outputs of the own rows.
+            hub: hub of the parameters.
+            before_backward: called in each backward with the gradients of the whole outputs.
+        """
         places: dict[int, int] = {}
         tensors: list[torch.Tensor] = []
         kinds: list[Output] = []
@@ -162,11 +163,14 @@ class DividedCall:
                 places[id(leaf)] = len(tensors)
                 tensors.append(leaf)
                 kinds.append(output)
+        crossing = OutputCrossing(
+            self.ranks, self.call.bounds, self.region.own / self.region.rows, kinds, before_backward
+        )
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             anchors = [] if hub is None else hub.anchors
-            whole = list(GatherOutputs.apply(self, kinds, *tensors, *anchors))  # type: ignore[no-untyped-call]
+            whole = list(GatherOutputs.apply(crossing, *tensors, *anchors))  # type: ignore[no-untyped-call]
         else:
-            whole = self.gather(tensors, kinds)
+            whole = crossing.gather(tensors)
         leaves = []
         for leaf in result.leaves:
             if isinstance(leaf, torch.Tensor):
@@ -175,48 +179,72 @@ class DividedCall:
                 leaves.append(leaf)
         return tree_unflatten(leaves, result.spec)
 
-    def gather(self, tensors: Sequence[torch.Tensor], kinds: Sequence[Output]) -> list[torch.Tensor]:
+
+class OutputCrossing:
+    """What the end of a divided call needs, without its arguments: a graph keeps it as long as the loss lives.
+
+    Args:
+        ranks: the ranks.
+        bounds: rows of each rank.
+        share: own rows divided by the rows of the batch.
+        outputs: the outputs that are tensors.
+        before_backward: called in each backward with the gradients of the whole outputs.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        bounds: Sequence[tuple[int, int]],
+        share: float,
+        outputs: Sequence[Output],
+        before_backward: Callable[[Sequence[torch.Tensor | None]], None],
+    ) -> None:
+        self.outputs = outputs
+        self.before_backward = before_backward
+        self._ranks = ranks
+        self._bounds = bounds
+        self._share = share
+
+    def gather(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the whole value of each output, without a graph."""
         whole = []
-        for tensor, output in zip(tensors, kinds, strict=True):
+        for tensor, output in zip(tensors, self.outputs, strict=True):
             if output.kind == "rows":
-                whole.append(Rows(self.ranks, self.bounds, output.factor).gather(tensor))
+                whole.append(Rows(self._ranks, self._bounds, output.factor).gather(tensor))
             elif output.kind == "constant":
                 whole.append(tensor.detach())
             else:
                 # Summed in float64: the sum of rounded parts would be less exact than the whole loss.
-                part = tensor.detach().double() * self.weight(output)
-                whole.append(self.ranks.sum(part).to(tensor.dtype))
+                part = tensor.detach().double() * self._weight(output)
+                whole.append(self._ranks.sum(part).to(tensor.dtype))
         return whole
 
-    def weight(self, output: Output) -> float:
+    def _weight(self, output: Output) -> float:
         """Return the factor of the own part of an output that has no rows."""
         if output.kind == "sum":
             return 1.0
-        return self.region.own / self.region.rows
+        return self._share
 
     def own_gradient(self, gradient: torch.Tensor, output: Output) -> torch.Tensor:
         """Return the gradient of an own output from that of the whole output. Differentiable."""
         if output.kind == "rows":
-            return cut(gradient, Rows(self.ranks, self.bounds, output.factor))
+            return cut(gradient, Rows(self._ranks, self._bounds, output.factor))
         if gradient.requires_grad and torch.is_grad_enabled():
-            gradient = enter(gradient, self.ranks)
-        return gradient * self.weight(output)
+            gradient = enter(gradient, self._ranks)
+        return gradient * self._weight(output)
 
 
 class GatherOutputs(torch.autograd.Function):
     """End of a divided call: own outputs become whole outputs."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: DividedCall, kinds: Sequence[Output], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, crossing: OutputCrossing, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Gather the outputs; further tensors are anchors."""
-        ctx.call = call
-        ctx.kinds = kinds
-        ctx.anchors = [tensor.device for tensor in tensors[len(kinds) :]]
+        count = len(crossing.outputs)
+        ctx.crossing = crossing
+        ctx.anchors = [tensor.device for tensor in tensors[count:]]
         ctx.set_materialize_grads(False)
-        whole = call.gather(tensors[: len(kinds)], kinds)
+        whole = crossing.gather(tensors[:count])
         ctx.mark_non_differentiable(
             *[value for value, own in zip(whole, tensors, strict=False) if not own.requires_grad]
         )
@@ -225,13 +253,13 @@ class GatherOutputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of the own outputs, and zeros for the anchors."""
-        ctx.call.before_backward(gradients)
+        ctx.crossing.before_backward(gradients)
         own: list[torch.Tensor | None] = []
-        for gradient, output in zip(gradients, ctx.kinds, strict=True):
+        for gradient, output in zip(gradients, ctx.crossing.outputs, strict=True):
             if gradient is None:
                 own.append(None)
             else:
-                own.append(ctx.call.own_gradient(gradient, output))
+                own.append(ctx.crossing.own_gradient(gradient, output))
         # Without a gradient for its anchor, a bucket that no own row uses would not be summed on this rank.
         anchors = [torch.zeros((), device=device) for device in ctx.anchors]
-        return (None, None, *own, *anchors)
+        return (None, *own, *anchors)

@@ -33,6 +33,7 @@ class Kind:
         name: class of the module and mode of the call, for reports.
         reason: why calls of this kind are computed whole; None while that is not decided, or if they are divided.
         is_watched: whether a first call was computed whole and watched, without a reason for whole.
+        watched_reason: what the watched call does that cannot be divided.
         division: result of the trial.
         known: lists of operations that were watched and tried.
         last: operations of the watched call.
@@ -49,6 +50,7 @@ class Kind:
     name: str
     reason: str | None = None
     is_watched: bool = False
+    watched_reason: str | None = None
     division: Division | None = None
     known: set[tuple[Callable[..., Any], ...]] = field(default_factory=set)
     last: tuple[Callable[..., Any], ...] = ()

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.rng import derive_seed
 from samestep.errors import InputError
 from samestep.launcher.job import process_state
 from samestep.microbatches import microbatch_bounds, owned_microbatches
-from samestep.view.divided import DividedCall, OwnResult
+from samestep.view.call import Call
+from samestep.view.divided import DividedCall, OwnResult, own_arguments
 from samestep.view.division import ComputedWhole, Division
 from samestep.view.exchange import CallAbandoned, CallExchange
 from samestep.view.hub import Hub
@@ -25,7 +26,6 @@ from samestep.view.kinds import (
     Kind,
     arguments_key,
     has_compiled_parts,
-    has_rows,
     mode_key,
     module_key,
     numbers_hash,
@@ -38,10 +38,10 @@ from samestep.view.operations import has_rules
 from samestep.view.ranks import rank_bounds
 from samestep.view.region import Region
 from samestep.view.size import is_worth_dividing
-from samestep.view.snapshot import Snapshot, WriteObserver
+from samestep.view.snapshot import Snapshot, WriteObserver, everything
 from samestep.view.trial import try_division
-from samestep.view.view import END_CALL, ENTER_CALL, SUM_IN_CALL, TRIAL, ModuleSummary, View
-from samestep.view.watch import watch
+from samestep.view.view import END_CALL, ENTER_CALL, SUM_IN_CALL, TRIAL, WATCH, ModuleSummary, View
+from samestep.view.watch import Watched, watch
 
 MOST_MICROBATCHES = 8
 _MOST_SURPRISES = 8  # calls of a kind that were divided and had to be computed again whole
@@ -49,52 +49,6 @@ _MOST_SURPRISES = 8  # calls of a kind that were divided and had to be computed 
 _OK = 1
 _FAILED = 2
 _UNKNOWN = 3  # its operations were not tried
-
-
-@dataclass
-class Call:
-    """One call of a module.
-
-    Attributes:
-        module: the module.
-        parts: its submodules.
-        forward: forward of the module's own class.
-        eager: the same without a compiler.
-        arguments: positional arguments.
-        options: keyword arguments.
-        leaves: leaves of both.
-        spec: structure of both.
-        rows: rows of the batch.
-        bounds: rows of each rank.
-    """
-
-    module: nn.Module
-    parts: Sequence[nn.Module]
-    forward: Callable[..., Any]
-    eager: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-    leaves: Sequence[Any]
-    spec: TreeSpec
-    rows: int
-    bounds: Sequence[tuple[int, int]]
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that require gradients, each once."""
-        found: dict[nn.Parameter, None] = {}
-        for part in self.parts:
-            for parameter in part._parameters.values():
-                if parameter is not None and parameter.requires_grad:
-                    found[parameter] = None
-        return list(found)
-
-    def whole(self) -> Any:
-        """Compute the call whole."""
-        return self.forward(*self.arguments, **self.options)
-
-    def whole_eager(self) -> Any:
-        """Compute the call whole, without a compiler."""
-        return self.eager(*self.arguments, **self.options)
 
 
 class ParallelModule:
@@ -270,13 +224,40 @@ class ParallelModule:
 
     def _watched(self, kind: Kind, call: Call) -> Any:
         """Compute a call whole, as the script's own, and note what it does."""
-        observer = WriteObserver(call.parts)
         kind.is_compiled = call.forward is not call.eager or has_compiled_parts(call.parts)
-        with self.view.suspended(), _eager(kind):
-            watched = watch(call.module, call.whole_eager, call.arguments, call.options)
+        before = Snapshot(call.parts, everything(call.parts), self.view.device)
+        watched = None
+        if self._can_be_whole:
+            watched = self._watch(kind, call, call.whole_eager, call.arguments, call.options, call.rows)
+        words = self.view.word(WATCH, int(watched is not None))
+        self.view.require_same_action(words)
+        if watched is None or not all(word[2] for word in words):
+            before.restore()
+            return self._first_divided(kind, call, before)
         self.summary.watched += 1
+        reason = kind.watched_reason
+        if reason is not None:
+            self._decide_whole(kind, reason)
+        return watched.result
+
+    def _watch(
+        self,
+        kind: Kind,
+        call: Call,
+        compute: Callable[[], Any],
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        rows: int,
+    ) -> Watched | None:
+        """Watch a computation and note what it does; return None if it does not fit into memory."""
+        observer = WriteObserver(call.parts)
+        try:
+            with self.view.suspended(), _eager(kind):
+                watched = watch(call.module, compute, arguments, options)
+        except torch.OutOfMemoryError:
+            return None
         if watched.is_first_again:
-            return watched.result
+            return watched
         outputs, kind.outputs = tree_flatten(watched.result)
         kind.is_watched = True
         kind.known.add(watched.operations)
@@ -284,11 +265,38 @@ class ParallelModule:
         kind.written = observer.written()
         kind.uses_checkpointing = watched.uses_checkpointing
         kind.gradient_bytes = sum(parameter.nbytes for parameter in call.parameters())
-        kind.output_bytes_per_row = sum(leaf.nbytes for leaf in outputs if isinstance(leaf, torch.Tensor)) / call.rows
-        reason = watched.reason or shared_memory(outputs, call.leaves, call.parts)
-        if reason is not None:
-            self._decide_whole(kind, reason)
-        return watched.result
+        kind.output_bytes_per_row = sum(leaf.nbytes for leaf in outputs if isinstance(leaf, torch.Tensor)) / rows
+        kind.watched_reason = watched.reason or shared_memory(outputs, call.leaves, call.parts)
+        return watched
+
+    def _first_divided(self, kind: Kind, call: Call, before: Snapshot) -> Any:
+        """Divide the first call, since the whole batch does not fit: try it, watch the own rows, compute them again.
+
+        Raises:
+            InputError: the calls cannot be divided, so there is no way to compute them.
+        """
+        self._try(kind, call)
+        if kind.division is not None:
+            own = own_arguments(self.view.ranks, kind.division, call)
+            arguments, options = tree_unflatten(own, call.spec)
+            start, stop = call.bounds[self.view.ranks.rank]
+            watched = self._watch(
+                kind, call, lambda: call.eager(*arguments, **options), arguments, options, stop - start
+            )
+            before.restore()
+            if watched is None:
+                kind.watched_reason = "the own rows do not fit into memory either"
+            elif watched.is_first_again:
+                kind.watched_reason = "creates parameters"
+            kind.reason = kind.watched_reason
+        if kind.reason is not None or kind.division is None:
+            raise InputError(
+                f"calls of {self.summary.module} cannot be divided: {kind.reason}",
+                expected="calls that can be divided: the whole batch does not fit into the memory of one device",
+                fix="change what the reason names, or use a smaller batch, with whole=True",
+                code="E_INCOMPATIBLE",
+            )
+        return self._divided(kind, kind.division, call)
 
     # --- trial -----------------------------------------------------------------------------------
 
@@ -304,7 +312,7 @@ class ParallelModule:
                     call.options,
                     forward=call.eager,
                     rows=call.rows,
-                    has_rows=tuple(has_rows(leaf, call.rows) for leaf in call.leaves),
+                    has_rows=call.cut_leaves(),
                     operations=kind.last,
                 )
         except ComputedWhole as decision:
@@ -339,17 +347,7 @@ class ParallelModule:
         stays_compiled = kind.is_compiled and not has_rules(kind.last)
         if stays_compiled:
             known = kind.last
-        divided = DividedCall(
-            view.ranks,
-            division,
-            call.leaves,
-            call.spec,
-            call.bounds,
-            region,
-            exchange,
-            known,
-            view.in_step.facts_of_backward,
-        )
+        divided = DividedCall(view.ranks, division, call, region, exchange, known)
         if kind.exchanges is None or kind.exchanges:
             view.require_same_action(view.word(ENTER_CALL))
         hub = self._current_hub(call)
@@ -369,7 +367,7 @@ class ParallelModule:
             exchange.end_forward()
             kind.exchanges = tuple(exchange.sizes)
             self.summary.divided += 1
-            return divided.whole_outputs(result, hub)
+            return divided.whole_outputs(result, hub, view.in_step.facts_of_backward)
         snapshot.restore()
         return self._computed_again(kind, call, str(difference), is_unknown=difference == _OTHER_OPERATIONS)
 

@@ -41,7 +41,7 @@ class Snapshot:
         self._buffers = []
         for index, name in written.buffers:
             buffer = parts[index]._buffers[name]
-            if buffer is not None:
+            if buffer is not None and not nn.parameter.is_lazy(buffer):
                 self._buffers.append((index, name, buffer, buffer.detach().clone()))
         self._attributes = [(index, _attributes(parts[index])) for index in written.attributes]
         self._torch = torch.get_rng_state()
@@ -86,6 +86,12 @@ class Snapshot:
             now.update(value)
         else:
             current[name] = value
+
+
+def everything(parts: Sequence[nn.Module]) -> Written:
+    """Return what a call of unknown code can change."""
+    buffers = [(index, name) for index, part in enumerate(parts) for name in part._buffers]
+    return Written(tuple(buffers), tuple(range(len(parts))), uses_python=True, uses_numpy=True)
 
 
 class WriteObserver:

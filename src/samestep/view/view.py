@@ -34,6 +34,7 @@ BACKWARD = 4  # it begins to sum gradients
 STEP = 5  # an optimizer begins to step after whole calls
 TRIAL = 6  # it has tried a kind of calls
 PARALLEL = 7  # it gives a module to `samestep.parallel`
+WATCH = 9  # it has watched the first call of a kind
 END = 8  # it ends the script, or the block of `samestep.init`
 _NAMES = {
     ENTER_CALL: "a divided call",
@@ -42,6 +43,7 @@ _NAMES = {
     BACKWARD: "a backward",
     STEP: "a step of an optimizer",
     PARALLEL: "samestep.parallel",
+    WATCH: "the first call of a kind",
     END: "the end of the script",
     TRIAL: "the second call of a kind",
 }

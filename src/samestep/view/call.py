@@ -1,0 +1,62 @@
+"""One call of a module: its arguments, rows, and the ways to compute it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.utils._pytree import TreeSpec
+
+from samestep.view.kinds import has_rows
+
+
+@dataclass
+class Call:
+    """One call of a module.
+
+    Attributes:
+        module: the module.
+        parts: its submodules.
+        forward: forward of the module's own class.
+        eager: the same without a compiler.
+        arguments: positional arguments.
+        options: keyword arguments.
+        leaves: leaves of both.
+        spec: structure of both.
+        rows: rows of the batch.
+        bounds: rows of each rank.
+    """
+
+    module: nn.Module
+    parts: Sequence[nn.Module]
+    forward: Callable[..., Any]
+    eager: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    leaves: Sequence[Any]
+    spec: TreeSpec
+    rows: int
+    bounds: Sequence[tuple[int, int]]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that require gradients, each once."""
+        found: dict[nn.Parameter, None] = {}
+        for part in self.parts:
+            for parameter in part._parameters.values():
+                if parameter is not None and parameter.requires_grad:
+                    found[parameter] = None
+        return list(found)
+
+    def whole(self) -> Any:
+        """Compute the call whole."""
+        return self.forward(*self.arguments, **self.options)
+
+    def whole_eager(self) -> Any:
+        """Compute the call whole, without a compiler."""
+        return self.eager(*self.arguments, **self.options)
+
+    def cut_leaves(self) -> tuple[bool, ...]:
+        """Return for each leaf whether its first dimension is as long as the batch."""
+        return tuple(has_rows(leaf, self.rows) for leaf in self.leaves)
