@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec
 
+from samestep.view.backward_code import BackwardCode
 from samestep.view.division import Division
 
 _PLAIN = (bool, str, type(None))
@@ -44,6 +45,7 @@ class Kind:
         exchanges: numbers of elements of the sums inside of a divided call; None before the first one.
         gradient_bytes: size of the gradients of the parameters.
         output_bytes_per_row: size of the outputs, per row of the batch.
+        backward_code: code of the script that its backward runs; None after the trial.
         surprises: divided calls that had to be computed whole.
     """
 
@@ -61,6 +63,7 @@ class Kind:
     exchanges: tuple[int, ...] | None = None
     gradient_bytes: int = 0
     output_bytes_per_row: float = 0.0
+    backward_code: BackwardCode | None = None
     surprises: int = 0
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from samestep.view.batch_norm import BATCH_NORM_RULES
@@ -81,7 +82,7 @@ class Operations(TorchFunctionMode):
         options = options or {}
         if function.__name__ == "__get__":  # attributes of tensors, such as `shape`
             value = function(*arguments, **options)
-            if self.recorder is not None and isinstance(value, torch.Tensor):  # such as `data`
+            if self.recorder is not None and isinstance(value, torch.Tensor | Node):  # such as `data`
                 self.recorder.result(function, arguments, value)
             return value
         self.functions.append(function)

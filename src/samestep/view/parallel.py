@@ -264,6 +264,7 @@ class ParallelModule:
         kind.last = watched.operations
         kind.written = observer.written()
         kind.uses_checkpointing = watched.uses_checkpointing
+        kind.backward_code = watched.backward_code
         kind.gradient_bytes = sum(parameter.nbytes for parameter in call.parameters())
         kind.output_bytes_per_row = sum(leaf.nbytes for leaf in outputs if isinstance(leaf, torch.Tensor)) / rows
         kind.watched_reason = watched.reason or shared_memory(outputs, call.leaves, call.parts)
@@ -303,8 +304,11 @@ class ParallelModule:
     def _try(self, kind: Kind, call: Call) -> None:
         """Decide by a trial whether calls of a kind can be divided."""
         division: Division | None = None
-        reason = ""
+        assert kind.backward_code is not None
+        reason = kind.backward_code.changed() or ""
         try:
+            if reason:
+                raise ComputedWhole(reason)
             with self.view.suspended(), _eager(kind):
                 division = try_division(
                     call.module,
@@ -319,6 +323,7 @@ class ParallelModule:
             reason = str(decision)
         except Exception as error:  # boundary: a script that is right without a trial must not end because of it
             reason = f"the trial failed with {type(error).__name__}: {error}"
+        kind.backward_code = None
         words = self.view.word(TRIAL, int(division is not None))
         self.view.require_same_action(words)
         if any(word[2] != words[0][2] for word in words):

@@ -19,7 +19,7 @@ import random
 import sys
 import sysconfig
 import types
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,8 @@ def _is_library_file(name: str) -> bool:
     return name.startswith((_STANDARD_LIBRARY + os.sep, _PACKAGE + os.sep))
 
 
-def _is_library_module(module: types.ModuleType | None) -> bool:
+def is_library_module(module: types.ModuleType | None) -> bool:
+    """Whether a Python module belongs to Python, to an installed library or to this package."""
     if module is None or module.__name__ == "__main__":
         return False
     file = getattr(module, "__file__", None)
@@ -72,7 +73,18 @@ def is_library_class(kind: type) -> bool:
     """Whether a class belongs to Python, to an installed library or to this package."""
     if kind.__module__ == "__main__":
         return False
-    return _is_library_module(sys.modules.get(kind.__module__))
+    return is_library_module(sys.modules.get(kind.__module__))
+
+
+def is_library_function(function: Any) -> bool:
+    """Whether a function, method or callable object belongs to Python, to an installed library or to this package."""
+    function = getattr(function, "func", function)  # of a partial
+    function = getattr(function, "__func__", function)
+    if isinstance(function, types.FunctionType):
+        return _is_library_file(function.__code__.co_filename)
+    if isinstance(function, types.BuiltinFunctionType):
+        return True
+    return is_library_class(type(function))
 
 
 def tensor_mark(tensor: torch.Tensor, *, content: bool = True) -> Digest:
@@ -106,12 +118,12 @@ def is_plain(value: Any, depth: int = 0) -> bool:
     return False
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
     """Yield a code object and those of the functions that it defines."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+            yield from codes(constant)
 
 
 def _parts_of_code(value: Any) -> tuple[Any, ...] | None:
@@ -138,13 +150,21 @@ class Reachable:
     Args:
         module: the module. Its tensors and plain attributes are not digested, since a trial compares them.
         arguments: values that the forward is given, for functions among them.
+        names: names of methods that are called.
+        own: other modules that are not digested.
     """
 
-    def __init__(self, module: nn.Module, arguments: Any = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        arguments: Any = (),
+        names: Iterable[str] = ("forward",),
+        own: Iterable[nn.Module] = (),
+    ) -> None:
         self._module = module
-        self._own = {id(part) for part in module.modules()}
+        self._own = {id(part) for part in (*module.modules(), *own)}
         self._arguments = arguments
-        self._names = {"forward"}
+        self._names = set(names)
         self._functions: dict[int, types.FunctionType] = {}
         self._globals: dict[int, tuple[str, ...]] = {}
         self._owners: dict[int, tuple[str, Any]] = {}  # classes and modules
@@ -161,6 +181,19 @@ class Reachable:
         found = {(label, owner): self._digest(value) for label, owner, value in list(self._places())}
         self._seen = {}
         return found
+
+    def functions(self) -> list[types.FunctionType]:
+        """Return the functions of the script that can be reached."""
+        return [self._functions[number] for number in self._globals]
+
+    def values_of(self, function: types.FunctionType) -> list[Any]:
+        """Return the values outside of a function that its code names."""
+        values: list[Any] = []
+        for _, _, value in self._places_of_function(function):
+            if isinstance(value, dict) and value is vars(function):
+                continue
+            values.append(value)
+        return values
 
     def _places(self) -> Iterator[tuple[str, int, Any]]:
         for number, part in enumerate(self._module.modules()):
@@ -220,7 +253,7 @@ class Reachable:
         if _is_library_file(function.__code__.co_filename):
             return
         found: set[str] = set()
-        for code in _codes(function.__code__):
+        for code in codes(function.__code__):
             self._names.update(code.co_names)
             self._names.update(text for text in code.co_consts if isinstance(text, str))  # for getattr
             for name in sys.modules.keys() & set(code.co_names):  # imported in the function
@@ -235,7 +268,7 @@ class Reachable:
     def _add_owner(self, owner: Any, label: str) -> None:
         if id(owner) in self._owners:
             return
-        library = is_library_class(owner) if label == "class" else _is_library_module(owner)
+        library = is_library_class(owner) if label == "class" else is_library_module(owner)
         if not library:
             self._owners[id(owner)] = (label, owner)
 

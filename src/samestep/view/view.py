@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._device import DeviceContext  # private
 
 from samestep.distributed.logging import logger
 from samestep.distributed.world import World, all_gather
@@ -119,6 +120,7 @@ class View:
             and not torch._C._is_tracing()
             and not torch.compiler.is_compiling()
             and torch._C._functorch.peek_interpreter_stack() is None
+            and not _has_modes()
         )
 
     @contextmanager
@@ -212,3 +214,11 @@ class View:
                     fix="seed the generators, or load the same weights, on every rank before samestep.parallel",
                     code="E_RANK_MISMATCH",
                 )
+
+
+def _has_modes() -> bool:
+    """Whether the script observes operations, as counters of floating-point operations do."""
+    if torch._C._len_torch_dispatch_stack():  # private, as the modes below
+        return True
+    modes: list[object] = torch.overrides._get_current_function_mode_stack()
+    return any(not isinstance(mode, DeviceContext) for mode in modes)  # of torch.set_default_device

@@ -17,11 +17,14 @@ import numpy
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_flatten  # private; the only one that opens classes registered with torch
 
 from samestep.distributed.devices import accelerator_module
+from samestep.view.backward_code import BackwardCode
+from samestep.view.graph import captures, sequence_number
 from samestep.view.operations import RULES, Operations
-from samestep.view.reachable import Reachable, changed, tensor_mark
+from samestep.view.reachable import Reachable, changed, is_library_class, tensor_mark
 
 _OUTPUTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, numpy.generic, Enum)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
@@ -49,6 +52,7 @@ class Watched:
         draws: shapes of the random draws, in order.
         uses_checkpointing: tensors are packed when they are saved for the backward, or parts are computed again in it.
         row_tests: places in `operations` of each `any`, `all` or the like over rows that became a Python bool.
+        backward_code: code of the script that the backward runs.
         is_first_again: `reason` holds for this call only, since it has created parameters, buffers or submodules. The
             next call is to be watched again.
     """
@@ -59,6 +63,7 @@ class Watched:
     draws: tuple[tuple[int, ...], ...]
     uses_checkpointing: bool
     row_tests: tuple[int, ...]
+    backward_code: BackwardCode
     is_first_again: bool = False
 
 
@@ -77,17 +82,18 @@ def watch(
     marks = _Arguments(arguments, options, given)
     structure = _structure(module)
     gradients = _gradients(module)
-    reachable = Reachable(module, tuple(leaf for leaf in given if isinstance(leaf, _FUNCTIONS)))
+    reachable = Reachable(module, (*(leaf for leaf in given if isinstance(leaf, _FUNCTIONS)), *_classes(module, given)))
     before = reachable.digest()
     recorder = _Recorder([leaf for leaf in given if isinstance(leaf, torch.Tensor)])
-    start = _sequence_number()
+    start = sequence_number()
     with Operations(None, recorder) as operations:
         recorder.operations = operations
         result = compute()
     recorder.open.clear()
     returned = tree_flatten(result)[0]
-    captures = _captures(module, given, returned, recorder, start)
-    uses_checkpointing = recorder.uses_checkpointing or captures.has_checkpoint
+    found = captures(module, given, returned, recorder.made, start)
+    uses_checkpointing = recorder.uses_checkpointing or found.has_checkpoint
+    backward_code = BackwardCode(module.modules(), found.functions, recorder.saving)
     checks: tuple[Callable[[], str | None], ...] = (
         lambda: _foreign_leaf(given, _ARGUMENTS, "is given"),
         lambda: _property_of_submodules(module),
@@ -96,14 +102,15 @@ def watch(
         lambda: recorder.reason,
         lambda: None if _gradients(module) == gradients else "writes gradients of parameters",
         lambda: _foreign_leaf(returned, _OUTPUTS, "returns"),
-        lambda: captures.reason,
+        lambda: found.reason,
+        backward_code.reason,
         lambda: _survivors(module, [*given, *returned], recorder, uses_checkpointing),
     )
     is_first_again = structure != _structure(module)
     if is_first_again:  # what else the call did is seen in the next one
         reason: str | None = "creates parameters, buffers or submodules"
     else:
-        reason = next((found for found in (check() for check in checks) if found is not None), None)
+        reason = next((words for words in (check() for check in checks) if words is not None), None)
     return Watched(
         result=result,
         reason=reason,
@@ -111,6 +118,7 @@ def watch(
         draws=tuple(operations.draws),
         uses_checkpointing=uses_checkpointing,
         row_tests=tuple(recorder.row_tests),
+        backward_code=backward_code,
         is_first_again=is_first_again,
     )
 
@@ -139,6 +147,12 @@ def _property_of_submodules(module: nn.Module) -> str | None:
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             return "has sparse gradients"
     return None
+
+
+def _classes(module: nn.Module, given: Sequence[Any]) -> set[type]:
+    """Return the script's own classes of tensors, whose `__torch_function__` runs in the call."""
+    tensors = (*module.parameters(), *module.buffers(), *(leaf for leaf in given if isinstance(leaf, torch.Tensor)))
+    return {type(tensor) for tensor in tensors if not is_library_class(type(tensor))}
 
 
 def _foreign_leaf(leaves: Sequence[Any], known: tuple[type, ...], verb: str) -> str | None:
@@ -219,6 +233,7 @@ class _Recorder:
     operations: Operations | None = None
     reason: str | None = None
     uses_checkpointing: bool = False
+    saving: dict[Callable[..., Any], None] = field(default_factory=dict)  # hooks of saved tensors
     row_tests: list[int] = field(default_factory=list)
     made: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     open: list[_Open] = field(default_factory=list)
@@ -246,8 +261,10 @@ class _Recorder:
         existing = {id(tensor) for tensor in tensors}
         self.open.append(_Open(arguments, existing, place, tainted, versions, generators))
         # Private; the hooks of torch.utils.checkpoint and torch.autograd.graph.saved_tensors_hooks.
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None:
             self.uses_checkpointing = True
+            self.saving.update(dict.fromkeys(hooks))
         if function in _HOOKS:
             self._refuse("sets a hook of a tensor")
         if function is torch.Tensor.backward:
@@ -258,7 +275,9 @@ class _Recorder:
     def result(self, function: Callable[..., Any], arguments: Sequence[Any], result: Any) -> None:
         assert self.operations is not None
         if getattr(function, "__name__", "") == "__get__":  # such as `x.data`
-            if self._is_tainted(arguments[0]) is not None:
+            if isinstance(result, Node):
+                self._refuse("uses the graph of a tensor")  # to hook into it
+            elif self._is_tainted(arguments[0]) is not None:
                 self._taint(result, False)
             return
         entry = self.open.pop()
@@ -363,53 +382,6 @@ def _generators() -> tuple[Any, ...]:
     if module.is_initialized():
         states.extend(generator.get_offset() for generator in module.default_generators)
     return tuple(states)
-
-
-# ----- graph ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Captures:
-    reason: str | None = None
-    has_checkpoint: bool = False
-
-
-def _sequence_number() -> int:
-    """Return the number of the next node of a graph in this thread."""
-    with torch.inference_mode(False), torch.enable_grad():
-        leaf = torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True)
-        node: Any = leaf.neg().grad_fn
-    return int(node._sequence_nr()) + 1  # private; numbers grow with time
-
-
-def _captures(
-    module: nn.Module, given: Sequence[Any], returned: Sequence[Any], recorder: _Recorder, start: int
-) -> _Captures:
-    """Walk the graph of the outputs for tensors that the call took from elsewhere than arguments and parameters."""
-    found = _Captures()
-    own = [*module.parameters(), *(leaf for leaf in given if isinstance(leaf, torch.Tensor))]
-    own_leaves = {id(tensor) for tensor in own}
-    seen = {tensor.grad_fn for tensor in own if tensor.grad_fn is not None}
-    todo: list[Any] = [leaf.grad_fn for leaf in returned if isinstance(leaf, torch.Tensor)]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        name = type(node).__name__
-        if name == "AccumulateGrad":
-            variable = node.variable
-            made = recorder.made.get(id(variable))
-            if id(variable) not in own_leaves and (made is None or made() is not variable):
-                found.reason = "uses a parameter that is not its own"
-            continue
-        if node._sequence_nr() < start:
-            found.reason = "uses a tensor with a graph that is not an argument"
-            continue
-        if name == "CheckpointFunctionBackward":
-            found.has_checkpoint = True
-        todo.extend(next_node for next_node, _ in node.next_functions)
-    return found
 
 
 # ----- survivors -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,71 @@
+"""Graph of a watched call: what it takes from elsewhere, and functions of the script in it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+
+
+@dataclass
+class Captures:
+    """What a walk of the graph of a call has found.
+
+    Attributes:
+        reason: why the call must be computed whole.
+        has_checkpoint: whether parts are computed again in the backward.
+        functions: nodes of functions that are written in Python.
+    """
+
+    reason: str | None = None
+    has_checkpoint: bool = False
+    functions: list[Any] = field(default_factory=list)
+
+
+def sequence_number() -> int:
+    """Return the number of the next node of a graph in this thread."""
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True)
+        node: Any = leaf.neg().grad_fn
+    return int(node._sequence_nr()) + 1  # private; numbers grow with time
+
+
+def captures(
+    module: nn.Module,
+    given: Sequence[Any],
+    returned: Sequence[Any],
+    made: Mapping[int, weakref.ref[torch.Tensor]],
+    start: int,
+) -> Captures:
+    """Walk the graph of the outputs for tensors that the call took from elsewhere than arguments and parameters."""
+    found = Captures()
+    own = [*module.parameters(), *(leaf for leaf in given if isinstance(leaf, torch.Tensor))]
+    own_leaves = {id(tensor) for tensor in own}
+    seen = {tensor.grad_fn for tensor in own if tensor.grad_fn is not None}
+    todo: list[Any] = [leaf.grad_fn for leaf in returned if isinstance(leaf, torch.Tensor)]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = type(node).__name__
+        if name == "AccumulateGrad":
+            variable = node.variable
+            reference = made.get(id(variable))
+            if id(variable) not in own_leaves and (reference is None or reference() is not variable):
+                found.reason = "uses a parameter that is not its own"
+            continue
+        if node._sequence_nr() < start:
+            found.reason = "uses a tensor with a graph that is not an argument"
+            continue
+        if name == "CheckpointFunctionBackward":
+            found.has_checkpoint = True
+        elif isinstance(node, BackwardCFunction):
+            found.functions.append(node)
+        todo.extend(next_node for next_node, _ in node.next_functions)
+    return found
