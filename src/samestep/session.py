@@ -208,8 +208,6 @@ def _forget_world() -> None:
 def _session(options: SessionOptions) -> Iterator[World]:
     """Join the other ranks, and yield the world."""
     worker, strategy = process_state.worker, options.strategy or StrategyConfig()
-    if not options.is_private:
-        keep_freed_memory()  # before the threads of the process group exist
     status = worker.rank_status if worker else local_rank_status()
     status.is_free = options.is_private
     if options.adopt and dist.is_initialized():
@@ -303,6 +301,7 @@ def _create_process_group(worker: WorkerSpec | None, options: SessionOptions, ra
     device, own_gpus = _select_devices(options, worker, rendezvous)
     disk_operations.rank_status = rank_status
     if size > 1 or not options.is_private:
+        keep_freed_memory()  # before the threads of the process group exist
         use_short_temporary_folder()
     # NCCL supports one rank per GPU.
     backend = f"cpu:gloo,{ACCELERATOR}:{'nccl' if own_gpus else 'gloo'}" if is_accelerator(device) else "gloo"
