@@ -54,6 +54,19 @@ class Bucket:
             flags[index] = 0
         return flat
 
+    def add(self, flat: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add gradients to those in `flat`, which `fill` returned."""
+        targets = []
+        sources = []
+        for view, gradient in zip(self.views(flat), gradients, strict=True):
+            if gradient is not None:
+                targets.append(view)
+                sources.append(gradient)
+        if targets:
+            torch._foreach_add_(targets, sources)
+        present = [float(gradient is not None) for gradient in gradients]
+        flat[self._flags :].add_(torch.tensor(present, dtype=self.dtype, device=self.device))
+
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the gradients in `flat`, which share its memory."""
         return [flat.as_strided(shape, strides, offset) for offset, shape, strides in self._layout]

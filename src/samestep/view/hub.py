@@ -78,11 +78,13 @@ class _HubBucket:
             return [None if g is None else leave(g, self._hub.ranks) for g in gradients]
         self._hub.begin_backward()
         gradients = [None if g is None else _dense(g) for g in gradients]
-        self.flat = self.bucket.fill(gradients)
+        if self.pending is None:
+            self.flat = self.bucket.fill(gradients)
+        else:  # added in place: a new flat tensor would move all gradients once more
+            self.flat = self._pending_gradients()
+            self.bucket.add(self.flat, gradients)
         if not self._hub.is_deferred:
-            if self.pending is not None:
-                self.flat.add_(self._pending_gradients())  # flags too
-                self.pending = None
+            self.pending = None
             self._hub.start_in_order()
         # Views of the same memory, so that this takes no time; `finish` replaces them.
         return list(self.bucket.views(self.flat))
@@ -107,8 +109,6 @@ class _HubBucket:
         if self.pending is None:
             self.pending = flat
             self._versions = [0] * len(self.parameters)
-        else:
-            self.pending = self._pending_gradients().add_(flat)
         # `.grad` exists from the first backward on, so that `zero_grad` can be seen.
         marks: list[torch.Tensor | None] = []
         for parameter in self.parameters:
