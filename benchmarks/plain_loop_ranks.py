@@ -15,7 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -63,10 +63,9 @@ class Loop:
         self._backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward
         self._no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._gathers = False
-        self._resources = ExitStack()
         batches = [case.data(case.batch_size) for _ in range(BATCHES)]
         if contender in (PARALLEL, UNWATCHED):
-            self._be_parallel(is_watched=contender == PARALLEL)
+            self._be_parallel()
         else:
             batches = [_own_rows(batch, rank, size) for batch in batches]
             self._gathers = size > 1
@@ -75,10 +74,7 @@ class Loop:
         self._batches = batches
         self._next = 0
 
-    def _be_parallel(self, *, is_watched: bool) -> None:
-        samestep.init()
-        if not is_watched:
-            self._resources.enter_context(without_checks())
+    def _be_parallel(self) -> None:
         model = samestep.parallel(self.module)
         torch.set_num_threads(1)  # ranks share the cores, one has all
         self._model = model
@@ -143,13 +139,27 @@ class Loop:
         return torch.cat([parameter.detach().reshape(-1) for parameter in self.module.parameters()])
 
 
-def without_checks() -> AbstractContextManager[Any]:
-    """Switch off the checks of known divided calls: operations, and what must be equal on ranks.
+def switch_off_checks() -> None:
+    """Divide calls in this process without their list of operations, and compare no facts of the ranks.
 
-    Raises:
-        NotImplementedError: this version has no switch.
+    Calls follow that are all of one kind, which is divided by now.
     """
-    raise NotImplementedError("samestep.view has no switch of its checks")
+    from samestep.view.divided import DividedCall
+    from samestep.view.in_step import InStep
+
+    compute_own: Any = DividedCall._run
+    last: list[Any] = []
+
+    def compute_unobserved(self: Any, *arguments: Any) -> Any:
+        if last:
+            self._known = last
+        result = compute_own(self, *arguments)
+        last[:] = result.operations.functions
+        return result
+
+    DividedCall._run = compute_unobserved  # type: ignore[method-assign]
+    for name in ("facts_of_call", "facts_of_backward", "facts_of_step"):
+        setattr(InStep, name, lambda *_: None)
 
 
 def _own_rows(batch: Batch, rank: int, size: int) -> Batch:
@@ -260,9 +270,13 @@ def _run_rank(pipe: Connection, case: str, contender: str, rank: int, size: int,
             "profile": lambda: _profile(loop),
         }
         pipe.send((True, None))
+        is_watched = contender != UNWATCHED
         while True:
             command, *arguments = pipe.recv()
             pipe.send((True, commands[command](*arguments)))
+            if not is_watched:  # after the warm-up
+                switch_off_checks()
+                is_watched = True
     except EOFError:
         os._exit(0)  # the benchmark has ended; other ranks end likewise, so nothing waits for them
     except BaseException:
