@@ -21,6 +21,7 @@ from samestep.view.backward_code import BackwardCode
 from samestep.view.division import Division
 
 _PLAIN = (bool, str, type(None))
+_LARGEST_DIMENSION = 3
 _SIMPLE = (*_PLAIN, int, float)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)
@@ -154,7 +155,7 @@ def _add_switches(attributes: dict[str, Any], key: list[Any], configurations: di
         if kind in _PLAIN:
             key.append((name, value))
         elif kind is float or kind is int:
-            key.append((name, value == 0))  # a factor of zero hides what it multiplies
+            key.append((name, _number_key(value)))
         elif kind is types.FunctionType or kind is types.MethodType or kind is partial:
             key.append((name, _code(value)))
         elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, nn.Module | type):
@@ -178,9 +179,21 @@ def arguments_key(leaves: Sequence[Any], rows: int) -> Hashable:
             key.append((leaf.dim(), leaf.dtype, leaf.requires_grad, has_rows(leaf, rows), leaf.is_cuda))
         elif isinstance(leaf, _PLAIN):
             key.append(leaf)
+        elif type(leaf) is int or type(leaf) is float:
+            key.append(_number_key(leaf))
         else:
             key.append(type(leaf))
     return tuple(key)
+
+
+def _number_key(number: float) -> Any:
+    """Return a number that can be a dimension or a switch; of others only the type.
+
+    A factor of zero hides what it multiplies, and operations on another dimension have the same names.
+    """
+    if number == 0 or (isinstance(number, int) and abs(number) <= _LARGEST_DIMENSION):
+        return number
+    return type(number)
 
 
 def has_rows(leaf: Any, rows: int) -> bool:
