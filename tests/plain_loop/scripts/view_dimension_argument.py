@@ -15,7 +15,7 @@ class Net(nn.Module):
 
 
 model = Net()
-#+ model = samestep.parallel(model)
+# + model = samestep.parallel(model)
 optimizer = sgd(model)
 losses = []
 for step, (x, y) in enumerate(batches()):
