@@ -129,7 +129,8 @@ def _judge_failure(script: Script, plain: list[str], outcomes: list[Outcome], ve
     verdict.outcome = f"error {' '.join(found or errors)}"
     if not found:
         verdict.problem = f"failed: {_errors(outcomes)}"
-    elif not all(outcome.code for outcome in outcomes):
+    elif not all(any(re.search(rf"\b{code}\b", text) for code in found) for text in texts):
+        # A rank at the end of its script reports the error there, and has the exit code of the script.
         verdict.problem = f"ranks without an error: codes {[outcome.code for outcome in outcomes]}"
     elif not script.numbers_vary:
         for outcome in outcomes:

@@ -15,7 +15,7 @@ from samestep.view.division import Division, Output
 from samestep.view.exchange import CallExchange
 from samestep.view.hub import Hub
 from samestep.view.inner import Inner, inner_graph
-from samestep.view.operations import Operations
+from samestep.view.operations import Operation, Operations
 from samestep.view.ranks import Ranks
 from samestep.view.region import Region, inside
 
@@ -70,7 +70,7 @@ class DividedCall:
         call: Call,
         region: Region,
         exchange: CallExchange,
-        known: Sequence[Callable[..., Any]] | None = None,
+        known: Sequence[Operation] | None = None,
     ) -> None:
         self.ranks = ranks
         self.division = division

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -41,7 +41,7 @@ class Division:
     draw_factors: tuple[int | None, ...] = ()
     minimum_rows: int = 1
     form: Literal["flat", "inner"] = "flat"
-    operations_per_row: float = 0.0
+    operations_per_row: float = field(default=0.0, compare=False)
 
 
 class ComputedWhole(Exception):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,11 +19,15 @@ from torch.utils._pytree import TreeSpec
 
 from samestep.view.backward_code import BackwardCode
 from samestep.view.division import Division
+from samestep.view.operations import Operation
 
 _PLAIN = (bool, str, type(None))
 _LARGEST_DIMENSION = 3
 _SIMPLE = (*_PLAIN, int, float)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_CONTAINERS = (dict, list, tuple)
+_MOST_ITEMS = 64  # of a configuration; a vocabulary or a memory has more
+_MOST_LEVELS = 3
 _TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
@@ -37,8 +41,9 @@ class Kind:
         is_watched: whether a first call was computed whole and watched, without a reason for whole.
         watched_reason: what the watched call does that cannot be divided.
         division: result of the trial.
-        known: lists of operations that were watched and tried.
+        known: division of each list of operations that was watched, tried and divided.
         last: operations of the watched call.
+        is_tried_now: whether the trial belongs to the current call, so that `division` is that of `last`.
         outputs: structure of its outputs.
         uses_checkpointing: whether parts are computed again in the backward.
         is_compiled: whether torch.compile replaces the forward of parts.
@@ -55,8 +60,9 @@ class Kind:
     is_watched: bool = False
     watched_reason: str | None = None
     division: Division | None = None
-    known: set[tuple[Callable[..., Any], ...]] = field(default_factory=set)
-    last: tuple[Callable[..., Any], ...] = ()
+    known: dict[tuple[Operation, ...], Division] = field(default_factory=dict)
+    last: tuple[Operation, ...] = ()
+    is_tried_now: bool = False
     outputs: TreeSpec | None = None
     uses_checkpointing: bool = False
     is_compiled: bool = False
@@ -66,6 +72,12 @@ class Kind:
     output_bytes_per_row: float = 0.0
     backward_code: BackwardCode | None = None
     surprises: int = 0
+
+    def divides(self, operations: tuple[Operation, ...]) -> bool:
+        """Whether `division` is that of a list of operations."""
+        return self.division is not None and (
+            self.known.get(operations) == self.division or (self.is_tried_now and operations == self.last)
+        )
 
 
 @dataclass(frozen=True)
@@ -158,8 +170,27 @@ def _add_switches(attributes: dict[str, Any], key: list[Any], configurations: di
             key.append((name, _number_key(value)))
         elif kind is types.FunctionType or kind is types.MethodType or kind is partial:
             key.append((name, _code(value)))
+        elif kind in _CONTAINERS:
+            key.append((name, _switches_inside(value, _MOST_LEVELS)))
         elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, nn.Module | type):
             configurations[id(value)] = value  # once, also if all submodules have it
+
+
+def _switches_inside(container: Any, levels: int) -> Hashable:
+    """Return the switches in a configuration of nested containers."""
+    if levels == 0 or len(container) > _MOST_ITEMS:
+        return None
+    items: Iterable[tuple[Any, Any]] = enumerate(container)
+    if type(container) is dict:
+        items = container.items()
+    key: list[Any] = []
+    for name, value in items:
+        kind = type(value)
+        if kind in _PLAIN and type(name) in _SIMPLE:
+            key.append((name, value))
+        elif kind in _CONTAINERS:
+            key.append(_switches_inside(value, levels - 1))
+    return tuple(key)
 
 
 def _code(function: Any) -> Any:
@@ -212,9 +243,9 @@ def mode_key(device: str) -> Hashable:
     )
 
 
-def operations_hash(functions: Sequence[Callable[..., Any]]) -> int:
+def operations_hash(functions: Sequence[Operation]) -> int:
     """Return a number below 2**62 for a list of operations, equal in all processes."""
-    names = ",".join(function.__name__ for function in functions)
+    names = ",".join(getattr(function, "__name__", None) or repr(function) for function in functions)
     return int.from_bytes(hashlib.blake2b(names.encode(), digest_size=8).digest(), "little") >> 2
 
 

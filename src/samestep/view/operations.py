@@ -17,6 +17,8 @@ from samestep.view.region import Make, Region
 # A rule receives the operations of the call, the function, and its arguments; it returns the result.
 Rule = Callable[["Operations", Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 RULES: dict[Callable[..., Any], Rule] = {**DRAW_RULES, **LOSS_RULES, **BATCH_NORM_RULES}
+# A function, or a switch of the next function in a list of operations: a string or a truth value among its arguments.
+Operation = Callable[..., Any] | str | bool
 
 # Functions whose results are Python numbers that depend on shapes and dtypes, not on values.
 _SHAPE_FUNCTIONS = frozenset(
@@ -37,7 +39,7 @@ _VALUE_FUNCTIONS = frozenset(
 )
 
 
-def has_rules(functions: Iterable[Callable[..., Any]]) -> bool:
+def has_rules(functions: Iterable[Operation]) -> bool:
     """Whether a rule applies to one of the functions."""
     return any(function in RULES for function in functions)
 
@@ -59,7 +61,7 @@ class Operations(TorchFunctionMode):
 
     Attributes:
         region: the rows that are computed; None for a whole call, in which every function runs as it is.
-        functions: operations in order.
+        functions: operations in order, each after its switches, such as the `reduction` of a loss.
         numbers: values that left tensors (`item`, `bool`, `tolist`, ...), in order.
         draws: shapes of the random draws, in order.
     """
@@ -68,7 +70,7 @@ class Operations(TorchFunctionMode):
         super().__init__()
         self.region = region
         self.recorder = recorder
-        self.functions: list[Callable[..., Any]] = []
+        self.functions: list[Operation] = []
         self.numbers: list[Any] = []
         self.draws: list[tuple[int, ...]] = []
 
@@ -85,6 +87,10 @@ class Operations(TorchFunctionMode):
             if self.recorder is not None and isinstance(value, torch.Tensor | Node):  # such as `data`
                 self.recorder.result(function, arguments, value)
             return value
+        for value in (*arguments, *options.values()):
+            kind = type(value)
+            if kind is bool or (kind is str and ":" not in value):  # "cuda:1" is the device of one rank
+                self.functions.append(value)
         self.functions.append(function)
         recorder = self.recorder
         if recorder is not None:

@@ -129,6 +129,9 @@ class ParallelModule:
             options: keyword arguments.
         """
         if not self.view.divides_here():
+            reason = self.view.whole_here()
+            if reason is not None:
+                self._count_whole(reason)
             return forward(*arguments, **options)
         module = self.module
         assert module is not None
@@ -260,7 +263,6 @@ class ParallelModule:
             return watched
         outputs, kind.outputs = tree_flatten(watched.result)
         kind.is_watched = True
-        kind.known.add(watched.operations)
         kind.last = watched.operations
         kind.written = observer.written()
         kind.uses_checkpointing = watched.uses_checkpointing
@@ -335,6 +337,7 @@ class ParallelModule:
         if kind.uses_checkpointing:
             division = replace(division, form="inner")
         kind.division = division
+        kind.is_tried_now = True
         self.view.report(self.summary, "divided")
 
     # --- divided calls ---------------------------------------------------------------------------
@@ -371,6 +374,8 @@ class ParallelModule:
         if difference is None and result is not None:
             exchange.end_forward()
             kind.exchanges = tuple(exchange.sizes)
+            kind.known[tuple(result.operations.functions)] = division
+            kind.is_tried_now = False
             self.summary.divided += 1
             return divided.whole_outputs(result, hub, view.in_step.facts_of_backward)
         snapshot.restore()
@@ -384,7 +389,7 @@ class ParallelModule:
         if result is not None and divided.fits(result, kind.outputs):
             operations = tuple(result.operations.functions)
             status = _OK
-            if operations not in kind.known:
+            if not kind.divides(operations):
                 status = _UNKNOWN
             fields = [
                 status,
@@ -414,6 +419,7 @@ class ParallelModule:
             self._decide_whole(kind, f"{reason}, in {kind.surprises} calls")
         elif is_unknown:
             kind.division = None  # tried again with the next call
+            kind.exchanges = None
             return self._watched(kind, call)
         self._count_whole(reason)
         return call.whole()

@@ -90,7 +90,7 @@ class Snapshot:
 
 def everything(parts: Sequence[nn.Module]) -> Written:
     """Return what a call of unknown code can change."""
-    buffers = [(index, name) for index, part in enumerate(parts) for name in part._buffers]
+    buffers = [(index, name) for index, part in enumerate(parts) for name in part._buffers.keys()]  # noqa: SIM118
     return Written(tuple(buffers), tuple(range(len(parts))), uses_python=True, uses_numpy=True)
 
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from samestep.view.division import ComputedWhole, Division
 from samestep.view.lockstep import Part, run_in_lockstep
+from samestep.view.operations import Operation
 from samestep.view.sandbox import sandbox
 from samestep.view.size import WorkCounter
 from samestep.view.trial_run import Run, Setting
@@ -77,7 +78,7 @@ def try_division(
     forward: Callable[..., Any],
     rows: int,
     has_rows: tuple[bool, ...],
-    operations: tuple[Callable[..., Any], ...] = (),
+    operations: tuple[Operation, ...] = (),
 ) -> Division:
     """Compare a whole with a divided call and return how calls of this kind are divided.
 
@@ -154,7 +155,7 @@ class _Trial:
             raise ComputedWhole("does not fit into memory in the trial") from None
 
     def _attempt(self, plan: _Plan, has_rows: tuple[bool, ...], dtype: torch.dtype, tolerance: float) -> Division:
-        def compare(vary: bool, known: list[Callable[..., Any]] | None) -> tuple[Division, Setting, Run]:
+        def compare(vary: bool, known: list[Operation] | None) -> tuple[Division, Setting, Run]:
             with sandbox(self._module, self._device, dtype):
                 setting = Setting(
                     self._module,
@@ -179,7 +180,7 @@ class _Trial:
 
 
 def _compared(
-    setting: Setting, plan: _Plan, dtype: torch.dtype, tolerance: float, known: list[Callable[..., Any]] | None
+    setting: Setting, plan: _Plan, dtype: torch.dtype, tolerance: float, known: list[Operation] | None
 ) -> tuple[Division, Setting, Run]:
     """Compute whole and in parts, and compare.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._device import DeviceContext  # private
 
@@ -110,17 +111,36 @@ class View:
 
     def divides_here(self) -> bool:
         """Whether calls can be divided in this thread, at this point of the program."""
+        return self._is_own_here() and self.whole_here() is None
+
+    def whole_here(self) -> str | None:
+        """Return why a call of the script at this point of the program is whole, or None."""
+        if not self._is_own_here():
+            return None  # part of another call, which is counted
+        if threading.current_thread() is not threading.main_thread():
+            return "is called in another thread"
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return "is called under torch.func"
+        if forward_ad._current_level >= 0:  # private; inside of `dual_level`
+            return "is called with forward-mode derivatives"
+        if _has_modes():
+            return "is called inside of a mode that observes operations"
+        # Private. The call is repeated in the backward, where it is part of the script's own graph.
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
+            return "is called inside of a checkpoint"
+        return None
+
+    def _is_own_here(self) -> bool:
+        """Whether a call at this point of the program is one of the script, and of its only process that has ranks."""
         return (
             self.ranks.size > 1
             and not self._is_suspended
             and current_region() is None
-            and threading.current_thread() is threading.main_thread()
             and os.getpid() == self._process  # otherwise a worker of a loader, without a group of its own
             and torch._C._current_graph_task_id() == -1  # otherwise in a backward, which recomputes
             and not torch._C._is_tracing()
             and not torch.compiler.is_compiling()
-            and torch._C._functorch.peek_interpreter_stack() is None
-            and not _has_modes()
         )
 
     @contextmanager

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten  # private; the only one that opens
 from samestep.distributed.devices import accelerator_module
 from samestep.view.backward_code import BackwardCode
 from samestep.view.graph import captures, sequence_number
-from samestep.view.operations import RULES, Operations
+from samestep.view.operations import RULES, Operation, Operations
 from samestep.view.reachable import Reachable, changed, is_library_class, tensor_mark
 
 _OUTPUTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, numpy.generic, Enum)
@@ -48,7 +48,7 @@ class Watched:
         result: result of the call.
         reason: why calls of this kind must be computed whole, as a phrase after "the forward"; None if no reason was
             found, and the next call can be tried.
-        operations: operations in order.
+        operations: operations in order, with their switches.
         draws: shapes of the random draws, in order.
         uses_checkpointing: tensors are packed when they are saved for the backward, or parts are computed again in it.
         row_tests: places in `operations` of each `any`, `all` or the like over rows that became a Python bool.
@@ -59,7 +59,7 @@ class Watched:
 
     result: Any
     reason: str | None
-    operations: tuple[Callable[..., Any], ...]
+    operations: tuple[Operation, ...]
     draws: tuple[tuple[int, ...], ...]
     uses_checkpointing: bool
     row_tests: tuple[int, ...]
@@ -131,7 +131,7 @@ def _structure(module: nn.Module) -> list[Any]:
     found: list[Any] = []
     for name, part in module.named_modules():
         parameters = [(key, id(value), type(value)) for key, value in part._parameters.items()]
-        found.append((name, id(part), parameters, list(part._buffers)))
+        found.append((name, id(part), parameters, list(part._buffers.keys())))
     return found
 
 
@@ -142,6 +142,8 @@ def _gradients(module: nn.Module) -> list[Any]:
 
 def _property_of_submodules(module: nn.Module) -> str | None:
     for part in module.modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            return f"has parameters of torch.jit in {type(part).__name__}"
         if part is not module and (part._backward_hooks or part._backward_pre_hooks):
             return f"has a backward hook on {type(part).__name__}"
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:

@@ -6,7 +6,7 @@ from torch import nn
 
 model = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3))
 # + model = samestep.parallel(model)
-model(torch.zeros(2, 1, 6, 6))
+model(torch.zeros(5, 1, 6, 6))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 losses = []
 for _ in range(8):

@@ -1,6 +1,6 @@
 # expect: error: E_RANK_SETTINGS E_RANK_MISMATCH E_RANK_DESYNC E_RANK_BATCH
 # limit: 20
-# Rank 0 leaves the loop early.
+# Rank 0 leaves the loop early. The numbers are those of a rank that reaches the last step.
 import os
 
 import torch.nn.functional as F
@@ -20,4 +20,5 @@ for step, (x, y) in enumerate(batches()):
     losses.append(loss.item())
     if is_first_of_several and step == 6:
         break
-report(losses, model)
+if len(losses) == 10:
+    report(losses, model)

@@ -1,4 +1,5 @@
 # expect: divided
+# tolerance: 1e-6
 # needs: transformers accelerate
 # limit: 240
 # imports: transformers.trainer transformers.models.gpt2.modeling_gpt2

@@ -1,4 +1,4 @@
-# expect: mixed
+# expect: mixed: is called under torch.func
 # MAML with torch.func: the inner step on other weights by functional_call, the outer gradient through it.
 import torch.nn.functional as F
 from common import batches, perceptron, report, sgd

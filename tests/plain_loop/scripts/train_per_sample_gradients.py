@@ -1,4 +1,4 @@
-# expect: whole
+# expect: whole: is called under torch.func
 # Differential privacy: gradients of each sample by vmap, clipped one by one, with noise.
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-# expect: divided
+# expect: mixed: is called in another thread
 # A thread evaluates the model after each step.
 import threading
 

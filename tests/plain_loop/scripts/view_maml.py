@@ -1,4 +1,4 @@
-# expect: divided
+# expect: mixed: is called under torch.func
 # Meta learning by torch.func: the model is called inside of a transformation.
 import torch
 import torch.nn.functional as F
