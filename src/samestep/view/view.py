@@ -117,19 +117,18 @@ class View:
         """Return why a call of the script at this point of the program is whole, or None."""
         if not self._is_own_here():
             return None  # part of another call, which is counted
+        reason = None
         if threading.current_thread() is not threading.main_thread():
-            return "is called in another thread"
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            return "is called under torch.func"
-        if forward_ad._current_level >= 0:  # private; inside of `dual_level`
-            return "is called with forward-mode derivatives"
-        if _has_modes():
-            return "is called inside of a mode that observes operations"
-        # Private. The call is repeated in the backward, where it is part of the script's own graph.
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
-            return "is called inside of a checkpoint"
-        return None
+            reason = "is called in another thread"
+        elif torch._C._functorch.peek_interpreter_stack() is not None:
+            reason = "is called under torch.func"
+        elif forward_ad._current_level >= 0:  # private; inside of `dual_level`
+            reason = "is called with forward-mode derivatives"
+        elif _is_checkpointed():
+            reason = "is called inside of a checkpoint"
+        elif _has_modes():
+            reason = "is called inside of a mode that observes operations"
+        return reason
 
     def _is_own_here(self) -> bool:
         """Whether a call at this point of the program is one of the script, and of its only process that has ranks."""
@@ -234,6 +233,12 @@ class View:
                     fix="seed the generators, or load the same weights, on every rank before samestep.parallel",
                     code="E_RANK_MISMATCH",
                 )
+
+
+def _is_checkpointed() -> bool:
+    """Whether the script computes this call again in the backward, and then as a part of its own graph."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # private
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def _has_modes() -> bool:

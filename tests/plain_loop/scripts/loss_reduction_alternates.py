@@ -1,4 +1,4 @@
-# expect: mixed: operations that were not tried
+# expect: divided
 # The reduction of a loss inside the model, in a closure, changes back and forth.
 import torch.nn.functional as F
 from common import batches, perceptron, report, sgd

@@ -1,0 +1,84 @@
+"""Kinds of calls: what makes a call one of another kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from samestep.view.division import Division
+from samestep.view.kinds import Kind, module_key, operations_hash, submodules
+from samestep.view.operations import Operation, Operations
+
+
+class Configured(nn.Module):
+    def __init__(self, configuration: Any) -> None:
+        super().__init__()
+        self.configuration = configuration
+
+
+def key(configuration: Any) -> Any:
+    return module_key(submodules(Configured(configuration)))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"reduction": "mean"}, {"reduction": "sum"}),
+        ({"loss": {"reduction": "mean"}}, {"loss": {"reduction": "sum"}}),
+        ([True, False], [True, True]),
+        (("relu", {"norm": None}), ("relu", {"norm": "batch"})),
+    ],
+)
+def test_switches_inside_containers_make_another_kind(one: Any, other: Any) -> None:
+    assert key(one) != key(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"rate": 0.1}, {"rate": 0.2}),
+        ([1.0], [1.0, 2.0]),
+        ({f"word{number}": "a" for number in range(100)}, {f"word{number}": "b" for number in range(100)}),
+    ],
+)
+def test_numbers_and_large_containers_make_no_other_kind(one: Any, other: Any) -> None:
+    assert key(one) == key(other)
+
+
+def operations(**options: Any) -> tuple[Operation, ...]:
+    with Operations() as found:
+        F.l1_loss(torch.ones(3), torch.zeros(3), **options)
+    return tuple(found.functions)
+
+
+def test_switches_of_a_function_make_another_list_of_operations() -> None:
+    assert operations(reduction="mean") != operations(reduction="sum")
+    assert operations_hash(operations(reduction="mean")) != operations_hash(operations(reduction="sum"))
+
+
+def test_name_of_a_device_makes_no_other_list_of_operations() -> None:
+    with Operations() as one:
+        torch.ones(1).to("meta:0")
+    with Operations() as other:
+        torch.ones(1).to("meta:1")
+    assert one.functions == other.functions
+
+
+def test_a_trial_holds_for_the_list_of_operations_of_its_call() -> None:
+    kind = Kind("Net", division=Division((True,), ()), last=(torch.relu,), is_tried_now=True)
+    assert kind.divides((torch.relu,))
+    assert not kind.divides((torch.tanh,))
+    kind.is_tried_now = False
+    assert not kind.divides((torch.relu,))
+
+
+def test_an_earlier_list_is_divided_while_its_division_is_that_of_the_kind() -> None:
+    kind = Kind("Net", division=Division((True,), (), operations_per_row=2.0))
+    kind.known[torch.relu,] = Division((True,), (), operations_per_row=1.0)
+    kind.known[torch.tanh,] = Division((True,), (), minimum_rows=2)
+    assert kind.divides((torch.relu,))
+    assert not kind.divides((torch.tanh,))
