@@ -43,13 +43,14 @@ from samestep.distributed.rng import passed_generators
 from samestep.distributed.signals import STOP_SIGNALS, StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
 from samestep.distributed.world import RunContext, World, build_world
-from samestep.errors import InputError
+from samestep.errors import EXIT_FAILED, InputError
 from samestep.launcher.adoption import adopt_process_group
 from samestep.launcher.job import TIMEOUT, Job, Membership, host_store, join_job, process_state
 from samestep.launcher.peer_watchdog import PeerWatchdog
 from samestep.launcher.preflight import use_short_temporary_folder
+from samestep.launcher.uncaught import UncaughtErrors, joined_job
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER
-from samestep.launcher.worker import WorkerSpec, end_loader_workers
+from samestep.launcher.worker import WorkerSpec, end_loader_workers, exit_process
 
 if TYPE_CHECKING:
     from samestep.loggers.logger import Logger
@@ -154,7 +155,9 @@ def init(
     world = replace(world, context=replace(world.context, session=session))
     process_state.world, process_state.options = world, options
     session.callback(_forget_world)
-    atexit.register(_end_session, world, is_adopted=adopt)
+    uncaught = UncaughtErrors(None if adopt else joined_job(), world.context.status)
+    session.callback(uncaught.close)
+    atexit.register(_end_script, world, uncaught, is_adopted=adopt)
     return world
 
 
@@ -247,6 +250,15 @@ def _share_generators(world: World) -> None:
                 generator.set_state(state)
 
 
+def _end_script(world: World, uncaught: UncaughtErrors, *, is_adopted: bool) -> None:
+    """End the session at the exit of the interpreter, whose exit code an error would not change by itself."""
+    try:
+        _end_session(world, is_adopted=is_adopted)
+    except Exception as error:  # boundary: nothing is above
+        uncaught.report(error)
+        exit_process(EXIT_FAILED)
+
+
 def _end_session(world: World, *, is_adopted: bool) -> None:
     # After an uncaught exception, other ranks may wait in a collective for this one, and the teardown for them.
     error: BaseException | None = getattr(sys, "last_value", None)
@@ -305,7 +317,8 @@ def _create_process_group(worker: WorkerSpec | None, options: SessionOptions, ra
         use_short_temporary_folder()
     # NCCL supports one rank per GPU.
     backend = f"cpu:gloo,{ACCELERATOR}:{'nccl' if own_gpus else 'gloo'}" if is_accelerator(device) else "gloo"
-    with rank_status.operation("samestep.start()"), rank_status.waiting("the rendezvous"):
+    name = "samestep.init()" if options.is_private else "samestep.start()"
+    with rank_status.operation(name), rank_status.waiting("the rendezvous"):
         job = join_job(rendezvous, timeout or TIMEOUT) if rendezvous else None
         store = _world_store(worker, job, timeout or TIMEOUT)
         if own_gpus and size > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -190,11 +191,16 @@ def failure_reported(store: dist.Store) -> bool:
         return True
 
 
-def report_failure(job: Job, failure: Failure) -> tuple[bool, int]:
+def report_failure(job: Job, failure: Failure, show: Callable[[], None] | None = None) -> tuple[bool, int]:
     """Agree on one report; return whether this rank must print it, and the exit code of the reported failure.
 
     A rank that only lost another rank reports if no other rank does. If the store is gone, rank 0 or the launcher is
     gone too: either has reported, or was killed and its parent reports.
+
+    Args:
+        job: the job of this rank.
+        failure: failure of this rank.
+        show: prints the report, if this rank must, before other ranks end: a launcher then kills this one.
     """
     store, is_first, code = job.store, False, failure.exit_code
     if job.rank != 0 and not accepts_connections(*job.address):  # torch prints pages if its own connection fails
@@ -204,6 +210,8 @@ def report_failure(job: Job, failure: Failure) -> tuple[bool, int]:
             wait_for_keys(store, [_EXIT_CODE], _SETTLE_SECONDS)
         is_first = store.add(_REPORTERS, 1) == 1
         if is_first:
+            if show is not None:
+                show()
             store.set(_EXIT_CODE, str(code))
         else:
             code = int(store.get(_EXIT_CODE))

@@ -32,13 +32,13 @@ _MODULES = 16  # whose lists are kept
 _CALLS_OF_LISTS = 256  # calls after which lists of submodules and attributes are made again
 _NUMBERS = (bool, int, float)
 
-_CALL = "call of a module"
+_CALL = "a call of a module"
 _SHAPES = "arguments of the module"
 _VALUES = "values of the batch"
 _ATTRIBUTES = "mode or number of a module"
 _BUFFERS = "buffers"
 _GENERATORS = "random generators"
-_LOSS = "gradient of the loss"
+_LOSS = "the gradient of the loss"
 _RATES = "numbers of the optimizer"
 _GRADIENTS = "gradients"
 _EARLIER = "earlier calls"
@@ -176,7 +176,7 @@ class InStep:
         """
         own = [[fact.name, fact.value, *fact.line, fact.detail and fact.detail()] for fact in self._sent]
         ranks = [json.loads(text) for text in self._all_gather_text(json.dumps(own, default=str))]
-        rows = zip_longest(*ranks, fillvalue=["nothing further", 0, "the end", 0, None])
+        rows = zip_longest(*ranks, fillvalue=["nothing further", 0, "", 0, None])
         pairs = ((facts[0], rank, fact) for facts in rows for rank, fact in enumerate(facts))
         raise next(_difference(*pair) for pair in pairs if pair[0][:2] != pair[2][:2])
 
@@ -274,7 +274,7 @@ def _difference(first: list[Any], rank: int, other: list[Any]) -> RankMismatchEr
     """Return the error of a fact (name, hash, file, line, named values) that differs on rank 0 and another one."""
     names = first[0], other[0]
     code, fix = _CODES_AND_FIXES.get(names[0], _OTHER_PATH) if names[0] == names[1] else _OTHER_PATH
-    lines = f"{first[2]}:{first[3]} and {other[2]}:{other[3]}"
+    lines = " and ".join(f"{fact[2]}:{fact[3]}" for fact in (first, other) if fact[2])
     if names[0] != names[1]:
         value = f"rank 0 reached {names[0]} while rank {rank} reached {names[1]}"
     else:

@@ -139,7 +139,7 @@ class ParallelModule:
         rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), 0)
         bounds = self._bounds(rows)
         if bounds is None:
-            self._count_whole(f"fewer rows than ranks ({rows})")
+            self._count_whole("fewer rows than ranks")
             return forward(*arguments, **options)
         call = Call(module, submodules(module), forward, eager, arguments, options, leaves, spec, rows, bounds)
         return self._call_of_kind(self._kind(call), call)
@@ -211,6 +211,7 @@ class ParallelModule:
             self.view.in_step.facts_of_call(call.module, call.leaves)
         self.summary.whole += 1
         self.summary.add_reason(reason)
+        self.view.report(self.summary, _WHOLE.format(reason))
         if self._is_strict:
             raise InputError(
                 f"a call of {self.summary.module} is computed whole: {reason}",
@@ -223,7 +224,7 @@ class ParallelModule:
         kind.reason = reason
         kind.division = None
         self.summary.add_reason(reason)
-        self.view.report(self.summary, f"computed whole on every rank: {reason}")
+        self.view.report(self.summary, _WHOLE.format(reason))
 
     def _watched(self, kind: Kind, call: Call) -> Any:
         """Compute a call whole, as the script's own, and note what it does."""
@@ -338,7 +339,6 @@ class ParallelModule:
             division = replace(division, form="inner")
         kind.division = division
         kind.is_tried_now = True
-        self.view.report(self.summary, "divided")
 
     # --- divided calls ---------------------------------------------------------------------------
 
@@ -377,6 +377,8 @@ class ParallelModule:
             kind.known[tuple(result.operations.functions)] = division
             kind.is_tried_now = False
             self.summary.divided += 1
+            if self.summary.divided == 1:
+                view.report(self.summary, f"calls divided between {view.ranks.size} processes")
             return divided.whole_outputs(result, hub, view.in_step.facts_of_backward)
         snapshot.restore()
         return self._computed_again(kind, call, str(difference), is_unknown=difference == _OTHER_OPERATIONS)
@@ -463,5 +465,6 @@ def _eager(kind: Kind) -> AbstractContextManager[Any]:
     return stance
 
 
+_WHOLE = "calls computed whole on every process: {}"
 _ENDED_EARLY = "a rank could not compute its rows alone"
 _OTHER_OPERATIONS = "operations that were not tried"

@@ -62,6 +62,7 @@ class ModuleSummary:
         watched: number of first calls of a kind, which are computed whole.
         whole: number of other calls that were computed whole.
         reasons: reasons for whole calls.
+        lines: what was logged about the module.
     """
 
     module: str
@@ -69,6 +70,7 @@ class ModuleSummary:
     watched: int = 0
     whole: int = 0
     reasons: list[str] = field(default_factory=list)
+    lines: set[str] = field(default_factory=set)
 
     def add_reason(self, reason: str) -> None:
         """Add a reason once."""
@@ -186,7 +188,8 @@ class View:
 
     def report(self, summary: ModuleSummary, text: str) -> None:
         """Log a line about a module once, on rank 0."""
-        if self.ranks.rank == 0:
+        if self.ranks.rank == 0 and text not in summary.lines:
+            summary.lines.add(text)
             logger.info("%s: %s", summary.module, text)
 
     def all_ranks_in_sum(self) -> bool:

@@ -215,7 +215,7 @@ def test_a_further_call_is_named() -> None:
     errors = errors_of(facts)
     assert errors[0] is not None
     assert errors[0].code == "E_RANK_DESYNC"
-    assert "rank 0 reached nothing further while rank 1 reached call of a module" in str(errors[0])
+    assert "rank 0 reached nothing further while rank 1 reached a call of a module" in str(errors[0])
 
 
 def test_another_module_is_named() -> None:
@@ -223,7 +223,7 @@ def test_another_module_is_named() -> None:
         ranks.facts_of_call(nn.Linear(2, 2) if rank == 2 else nn.Bilinear(2, 2, 2), [])
 
     errors = errors_of(facts)
-    assert "ranks 0 and 2 differ in: call of a module (call 1: Bilinear and call 1: Linear)" in str(errors[1])
+    assert "ranks 0 and 2 differ in: a call of a module (call 1: Bilinear and call 1: Linear)" in str(errors[1])
 
 
 def test_values_of_buffers_are_compared_in_turn() -> None:
@@ -334,5 +334,5 @@ def test_modules_are_not_kept_alive() -> None:
 def test_real_ranks_end_with_the_same_error() -> None:
     (errors,) = run_jobs("workers.divided_parts", Job("in_step", 3, {}))
     assert len(set(errors)) == 1
-    assert "ranks 0 and 2 differ in: gradient of the loss (1.0 and 2.0)" in errors[0]
+    assert "ranks 0 and 2 differ in: the gradient of the loss (1.0 and 2.0)" in errors[0]
     assert errors[0].count("divided_parts.py:") == 2

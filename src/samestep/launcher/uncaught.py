@@ -1,0 +1,59 @@
+"""Errors that end a script which another launcher started, or none: one report of all ranks, and the exit code."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from types import TracebackType
+
+from samestep.distributed.status import RankStatus
+from samestep.distributed.streams import report_line
+from samestep.errors import SamestepError
+from samestep.launcher.failure import Failure
+from samestep.launcher.job import Job, process_state, report_failure
+
+
+class UncaughtErrors:
+    """Hook for errors that a script does not catch: the first rank of a job reports its own, the others are silent.
+
+    Args:
+        job: the job of another launcher; None without ranks elsewhere: errors are then shown as Python does.
+        status: activity of this rank.
+    """
+
+    def __init__(self, job: Job | None, status: RankStatus) -> None:
+        self._job, self._status = job, status
+        self._hook_before = sys.excepthook
+        if job is not None:
+            sys.excepthook = self._hook
+
+    def close(self) -> None:
+        """Restore the hook, unless the script has set another one."""
+        if sys.excepthook == self._hook:
+            sys.excepthook = self._hook_before
+
+    def report(self, error: BaseException) -> None:
+        """Print an error, unless another rank has reported one."""
+        if self._job is None:
+            self._hook_before(type(error), error, error.__traceback__)
+            return
+        failure = Failure.of_exception(self._job.rank, error, self._status.activity)
+        report_failure(self._job, failure, partial(self._show, error, failure))
+
+    def _show(self, error: BaseException, failure: Failure) -> None:
+        if isinstance(error, SamestepError):
+            report_line(failure.reported(None).text)
+        else:
+            self._hook_before(type(error), error, error.__traceback__)  # the traceback as the script formats it
+
+    def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            self.report(error)
+        else:
+            self._hook_before(kind, error, trace)
+
+
+def joined_job() -> Job | None:
+    """Return the job of another launcher with several ranks, if this process is one of them."""
+    job = process_state.job
+    return job if job is not None and job.size > 1 else None
