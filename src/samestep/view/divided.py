@@ -18,6 +18,7 @@ from samestep.view.inner import Inner, inner_graph
 from samestep.view.operations import Operation, Operations
 from samestep.view.ranks import Ranks
 from samestep.view.region import Region, inside
+from samestep.view.snapshot import Snapshot
 
 
 @dataclass
@@ -60,6 +61,7 @@ class DividedCall:
         call: the call.
         region: own rows.
         exchange: exchange of the region.
+        before: state before the call.
         known: operations of a forward that is compiled, in which no rule applies; None if they must be observed.
     """
 
@@ -70,6 +72,7 @@ class DividedCall:
         call: Call,
         region: Region,
         exchange: CallExchange,
+        before: Snapshot,
         known: Sequence[Operation] | None = None,
     ) -> None:
         self.ranks = ranks
@@ -77,6 +80,7 @@ class DividedCall:
         self.call = call
         self.region = region
         self.exchange = exchange
+        self._before = before
         self._known = known
 
     def compute(self, forward: Callable[..., Any], hub: Hub | None) -> OwnResult:
@@ -113,13 +117,14 @@ class DividedCall:
             for place, leaf in zip(places, leaves[len(aliases) :], strict=True):
                 arguments[place] = leaf
             with hub.in_place(leaves[: len(aliases)]):
-                results.append(self._run(forward, arguments))
-            inner.draws = results[0].operations.draws
-            return [leaf for leaf in results[0].leaves if isinstance(leaf, torch.Tensor)]
+                result = self._run(forward, arguments)
+            inner.draws = result.operations.draws
+            results.append(result)
+            return [leaf for leaf in result.leaves if isinstance(leaf, torch.Tensor)]
 
-        inner = Inner(self.region, compute, lambda leaves: hub.in_place(leaves[: len(aliases)]))
+        inner = Inner(self.region, compute, lambda leaves: hub.in_place(leaves[: len(aliases)]), self._before)
         outputs = iter(inner_graph(inner, [*aliases, *[own[place] for place in places]]))
-        result = results[0]
+        result = results.pop()  # a reference would keep the inner graph
         leaves = [next(outputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in result.leaves]
         return OwnResult(leaves, result.spec, result.operations)
 

@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 
+from samestep.errors import RunError
 from samestep.view.operations import Operations
+from samestep.view.recomputation import checkpointing_off
 from samestep.view.region import Make, Region, UnknownDraw, inside
+from samestep.view.snapshot import Snapshot
 
 
 @dataclass
@@ -59,6 +62,7 @@ class _InnerGraph(torch.autograd.Function):
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         with torch.enable_grad():
             outputs = inner.run(leaves)
+        ctx.save_for_backward(*tensors)
         ctx.inner = inner
         ctx.leaves = leaves
         ctx.outputs = outputs
@@ -69,10 +73,7 @@ class _InnerGraph(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True through a call with activation checkpointing; "
-                "leave out checkpointing, or call samestep.parallel for the other modules only"
-            )
+            return (None, *ctx.inner.differentiable_backward(ctx.saved_tensors, gradients))
         if ctx.outputs is None:
             raise RuntimeError(
                 "Trying to backward through the graph a second time. "
@@ -99,6 +100,7 @@ class Inner:
         compute: receives the leaves, puts parameters among them into the module, and returns the own outputs; the
             operations of the forward are those of `operations()`.
         put: context in which the module has the given leaves as parameters.
+        before: state of the module and of the generators before the call.
     """
 
     def __init__(
@@ -106,10 +108,12 @@ class Inner:
         region: Region,
         compute: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
         put: Callable[[Sequence[torch.Tensor]], Any],
+        before: Snapshot,
     ) -> None:
         self._region = region
         self._compute = compute
         self._put = put
+        self._before = before
         self.draws: list[tuple[int, ...]] = []
 
     def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -136,6 +140,39 @@ class Inner:
         for leaf in leaves:
             leaf.grad = None
         return gradients
+
+    def differentiable_backward(
+        self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Return gradients that can be differentiated (`create_graph`).
+
+        The forward runs again on the tensors themselves, and keeps its activations: a recomputation in a later backward
+        would not know the region.
+
+        Raises:
+            RunError: the forward writes buffers. In the plain loop those of checkpointed parts would be written again,
+                and the others not.
+        """
+        if self._before.has_buffers:
+            raise RunError(
+                "create_graph=True through a call with activation checkpointing whose forward writes buffers",
+                expected="checkpointed parts without batch norm, or gradients that are not differentiated again",
+                fix="leave out checkpointing, or put batch norm into evaluation mode",
+                code="E_INCOMPATIBLE",
+            )
+        with self._before.revisited(), checkpointing_off(), torch.enable_grad():
+            outputs = self._compute(tensors)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        wanted = [tensor for tensor in tensors if tensor.requires_grad]
+        if not pairs:
+            return [None] * len(tensors)
+        roots, seeds = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(roots, wanted, seeds, create_graph=True, allow_unused=True))
+        return [next(found) if tensor.requires_grad else None for tensor in tensors]
 
 
 def inner_graph(inner: Inner, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -355,7 +355,7 @@ class ParallelModule:
         stays_compiled = kind.is_compiled and not has_rules(kind.last)
         if stays_compiled:
             known = kind.last
-        divided = DividedCall(view.ranks, division, call, region, exchange, known)
+        divided = DividedCall(view.ranks, division, call, region, exchange, snapshot, known)
         if kind.exchanges is None or kind.exchanges:
             view.require_same_action(view.word(ENTER_CALL))
         hub = self._current_hub(call)

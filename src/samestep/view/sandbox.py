@@ -9,15 +9,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from typing import Any
 
 import numpy
 import torch
-import torch.utils.checkpoint as checkpointing
 from torch import nn
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.rng import preserved_generators
+from samestep.view.recomputation import checkpointing_off
 from samestep.view.slots import ModuleState
 
 
@@ -52,7 +51,7 @@ def sandbox(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iter
         stack.enter_context(preserved_generators(device))
         stack.enter_context(_settings(dtype))
         stack.enter_context(_muted())
-        stack.enter_context(_checkpointing_off())
+        stack.enter_context(checkpointing_off())
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and the import takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for kind in {"cpu", device.type}:
@@ -92,35 +91,3 @@ def _muted() -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
-
-
-@contextmanager
-def _checkpointing_off() -> Iterator[None]:
-    """Keep activations: with few rows memory is no question, and recomputation would leave region and lock step.
-
-    The two names are private; they are looked up by `torch.utils.checkpoint.checkpoint` at each call.
-    """
-    function = checkpointing.CheckpointFunction
-    generator = checkpointing._checkpoint_without_reentrant_generator
-    checkpointing.CheckpointFunction = _KeepActivations  # type: ignore[misc, assignment]
-    checkpointing._checkpoint_without_reentrant_generator = _nothing_around
-    try:
-        yield
-    finally:
-        checkpointing.CheckpointFunction = function  # type: ignore[misc]
-        checkpointing._checkpoint_without_reentrant_generator = generator
-
-
-class _KeepActivations:
-    """Replacement of reentrant checkpointing with the same gradients: none, unless an argument requires one."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve: bool, *arguments: Any) -> Any:
-        """Compute the function."""
-        differentiable = any(isinstance(value, torch.Tensor) and value.requires_grad for value in arguments)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
-            return function(*arguments)
-
-
-def _nothing_around(*arguments: Any, **options: Any) -> Iterator[None]:
-    yield

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -37,6 +38,7 @@ class Snapshot:
 
     def __init__(self, parts: Sequence[nn.Module], written: Written, device: torch.device) -> None:
         self._parts = parts
+        self._written = written
         self._device = device
         self._buffers = []
         for index, name in written.buffers:
@@ -54,6 +56,21 @@ class Snapshot:
         self._numpy = None
         if written.uses_numpy:
             self._numpy = numpy.random.get_state()
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether the call changes buffers."""
+        return bool(self._buffers)
+
+    @contextmanager
+    def revisited(self) -> Iterator[None]:
+        """Put the state back during the block."""
+        now = Snapshot(self._parts, self._written, self._device)
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
 
     def restore(self) -> None:
         """Put the state back."""
