@@ -19,7 +19,7 @@ class Net(nn.Module):
 
 
 model = Net()
-#+ model = samestep.parallel(model)
+# + model = samestep.parallel(model)
 optimizer = sgd(model)
 losses = []
 for x, y in batches():
