@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.errors import RankMismatchError
-from samestep.view.in_step import SLOT, InStep
+from samestep.view.in_step import InStep
 from samestep.view.operations import Operations
 from samestep.view.region import Region, inside
 
@@ -80,8 +80,8 @@ def batch_norm() -> Any:
 
 def in_step() -> list[str]:
     """Return the errors of all ranks after a step with equal facts and one with another loss on rank 2."""
-    with _group() as (rank, size):
-        ranks = InStep(size, lambda text: [str(one) for one in _gathered(text)])
+    with _group() as (rank, _):
+        ranks = InStep(lambda text: [str(one) for one in _gathered(text)])
         module = nn.Linear(2, 2)
         for step in range(2):
             ranks.facts_of_call(module, [torch.ones(4, 2)])
@@ -89,10 +89,8 @@ def in_step() -> list[str]:
                 _backward(ranks, 2.0)
             else:
                 _backward(ranks, 1.0)
-            bucket = torch.zeros(100 + SLOT)
-            ranks.write_slot(bucket[100:])
-            dist.all_reduce(bucket)
-            error = _error(lambda total=bucket[100:]: ranks.read_slot(total))  # type: ignore[misc]
+            words = _gathered(ranks.as_words())
+            error = _error(lambda words=words: ranks.read_words(words))  # type: ignore[misc]
         return _gathered(error)
 
 

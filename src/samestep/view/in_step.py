@@ -26,7 +26,6 @@ from samestep.view.fingerprints import (
     torch_generator,
 )
 
-SLOT = 64  # elements of a bucket that carry a hash, one bit each: sums of 256 ranks are exact in every dtype
 _MOST_FACTS = 1000
 _MODULES = 16  # whose lists are kept
 _CALLS_OF_LISTS = 256  # calls after which lists of submodules and attributes are made again
@@ -75,16 +74,15 @@ class _Lists(NamedTuple):
 class InStep:
     """Facts that must be equal on all ranks, since the last exchange.
 
-    A hash of the facts travels with a message that is sent anyway: as words of a call, or in a slot of a bucket of
-    gradients. All ranks decide alike from the result, and end with the same error.
+    A hash of the facts travels in the words of a call, which are sent anyway. All ranks decide alike from the words, and
+    end with the same error.
 
     Args:
-        size: number of ranks.
         all_gather_text: returns the texts of all ranks; it is called after a difference only.
     """
 
-    def __init__(self, size: int, all_gather_text: Callable[[str], list[str]]) -> None:
-        self._size, self._all_gather_text = size, all_gather_text
+    def __init__(self, all_gather_text: Callable[[str], list[str]]) -> None:
+        self._all_gather_text = all_gather_text
         self._facts: list[_Fact] = []
         self._sent: list[_Fact] = []
         self._late: list[tuple[str, Tensor, torch.Event, Line]] = []
@@ -152,20 +150,6 @@ class InStep:
             RankMismatchError: they differ; on all ranks.
         """
         if any(list(own) != list(words[0]) for own in words):
-            self.explain()
-
-    def write_slot(self, slot: Tensor) -> None:
-        """Write the hash to `SLOT` elements of a buffer that will be summed over ranks, one bit each."""
-        digest = self.digest()
-        slot.copy_(torch.tensor([digest >> bit & 1 for bit in range(SLOT)], dtype=slot.dtype))
-
-    def read_slot(self, total: Tensor) -> None:
-        """Compare hashes by their sum over all ranks.
-
-        Raises:
-            RankMismatchError: they differ; on all ranks, since all have the same sum.
-        """
-        if not set(total.tolist()) <= {0.0, float(self._size)}:
             self.explain()
 
     def explain(self) -> None:

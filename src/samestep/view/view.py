@@ -90,7 +90,7 @@ class View:
     def __init__(self, world: World) -> None:
         self.ranks = Ranks(world)
         self.device = world.device
-        self.in_step = InStep(world.size, lambda text: all_gather(text, world))
+        self.in_step = InStep(lambda text: all_gather(text, world))
         self.kinds: dict[Hashable, Kind] = {}
         self.modules: list[ModuleSummary] = []
         self._owners: list[weakref.ref[ParallelModule]] = []

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from helpers.forked_ranks import Job, run_jobs
 from samestep.errors import RankMismatchError
-from samestep.view.in_step import SLOT, InStep
+from samestep.view.in_step import InStep
 
 Facts = Callable[[int, InStep], None]
 
@@ -39,28 +39,13 @@ class Texts:
         return gather
 
 
-def exchanged(ranks: list[InStep], dtype: torch.dtype | None) -> list[RankMismatchError | None]:
-    """Exchange the facts as words, or in slots of a dtype; return the error of each rank."""
-    read: Callable[[InStep], None]
-    if dtype is None:
-        words = [one.as_words() for one in ranks]
-
-        def read(one: InStep) -> None:
-            one.read_words(words)
-    else:
-        slots = torch.zeros(len(ranks), SLOT, dtype=dtype)
-        for one, slot in zip(ranks, slots, strict=True):
-            one.write_slot(slot)
-        total = torch.zeros(SLOT, dtype=dtype)
-        for slot in slots:
-            total += slot
-
-        def read(one: InStep) -> None:
-            one.read_slot(total)
+def exchanged(ranks: list[InStep]) -> list[RankMismatchError | None]:
+    """Exchange the facts as words; return the error of each rank."""
+    words = [one.as_words() for one in ranks]
 
     def error(one: InStep) -> RankMismatchError | None:
         try:
-            read(one)
+            one.read_words(words)
         except RankMismatchError as mismatch:
             return mismatch
         return None
@@ -71,15 +56,15 @@ def exchanged(ranks: list[InStep], dtype: torch.dtype | None) -> list[RankMismat
 
 def made(size: int) -> tuple[list[InStep], Texts]:
     texts = Texts(size)
-    return [InStep(size, texts.of(rank)) for rank in range(size)], texts
+    return [InStep(texts.of(rank)) for rank in range(size)], texts
 
 
-def errors_of(facts: Facts, size: int = 3, dtype: torch.dtype | None = None) -> list[RankMismatchError | None]:
+def errors_of(facts: Facts, size: int = 3) -> list[RankMismatchError | None]:
     ranks, _ = made(size)
     for rank, one in enumerate(ranks):
         seed()
         facts(rank, one)
-    return exchanged(ranks, dtype)
+    return exchanged(ranks)
 
 
 def seed() -> None:
@@ -151,11 +136,10 @@ CHANGES: dict[str, tuple[Callable[[Any, Any, Tensor], Any], str, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CHANGES)
-def test_each_difference_is_named_on_all_ranks(name: str, dtype: torch.dtype | None) -> None:
+def test_each_difference_is_named_on_all_ranks(name: str) -> None:
     change, code, words = CHANGES[name]
-    errors = errors_of(lambda rank, ranks: step(rank, ranks, change), dtype=dtype)
+    errors = errors_of(lambda rank, ranks: step(rank, ranks, change))
     first = errors[0]
     assert first is not None
     assert {str(error) for error in errors} == {str(first)}
@@ -164,32 +148,16 @@ def test_each_difference_is_named_on_all_ranks(name: str, dtype: torch.dtype | N
         assert word in str(first)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_equal_facts_are_no_error(size: int, dtype: torch.dtype | None) -> None:
+def test_equal_facts_are_no_error(size: int) -> None:
     ranks, texts = made(size)
     for number in range(3):
         for rank, one in enumerate(ranks):
             seed()
             torch.rand(number)
             step(rank, one, lambda *_: None)
-        assert exchanged(ranks, dtype) == [None] * size
+        assert exchanged(ranks) == [None] * size
     assert texts.calls == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_one_of_256_ranks_is_found(dtype: torch.dtype) -> None:
-    ranks = [InStep(256, lambda _: []) for _ in range(256)]
-    total = torch.zeros(SLOT, dtype=dtype)
-    for rank, one in enumerate(ranks):
-        slot = torch.zeros(SLOT, dtype=dtype)
-        one.facts_of_backward([torch.full((3,), float(rank == 200))])
-        one.write_slot(slot)
-        total += slot
-    found = []
-    ranks[0].explain = lambda: found.append(True)  # type: ignore[method-assign]
-    ranks[0].read_slot(total)
-    assert found == [True]
 
 
 def test_another_loss_names_both_lines() -> None:
@@ -321,7 +289,7 @@ def test_modules_are_not_kept_alive() -> None:
     ranks, _ = made(1)
     module = Network()
     ranks[0].facts_of_call(module, [])
-    exchanged(ranks, None)
+    exchanged(ranks)
     reference = weakref.ref(module)
     del module
     gc.collect()
