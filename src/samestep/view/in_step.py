@@ -74,8 +74,8 @@ class _Lists(NamedTuple):
 class InStep:
     """Facts that must be equal on all ranks, since the last exchange.
 
-    A hash of the facts travels in the words of a call, which are sent anyway. All ranks decide alike from the words, and
-    end with the same error.
+    A hash of the facts travels in the words of a call, which are sent anyway. All ranks decide alike from the words,
+    and end with the same error.
 
     Args:
         all_gather_text: returns the texts of all ranks; it is called after a difference only.

@@ -40,7 +40,7 @@ class Ranks:
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of `values` over ranks, as a new contiguous tensor."""
-        own = values.detach().contiguous()
+        own = _in_memory(values)
         if self._sockets is not None and own.nbytes <= _FEW_BYTES:
             return self._gather_equal(own, "a sum").sum(0, dtype=own.dtype)
         total = own.clone()
@@ -62,7 +62,9 @@ class Ranks:
             sockets = self._sockets
             self._world.run_collective(lambda: sockets.all_gather(own, every, range(self.size)), name)
         else:
-            self._world.run_collective(lambda: self._group._allgather_base(every.view(-1), own.view(-1)).wait(), name)
+            # As bytes: backends do not send tensors of every dtype.
+            sent, received = own.view(-1).view(torch.uint8), every.view(-1).view(torch.uint8)
+            self._world.run_collective(lambda: self._group._allgather_base(received, sent).wait(), name)
         return every
 
     def gather_rows(self, own: torch.Tensor, bounds: Sequence[tuple[int, int]], factor: int) -> torch.Tensor:
@@ -75,9 +77,7 @@ class Ranks:
         """
         counts = [(stop - start) * factor for start, stop in bounds]
         largest = max(counts)
-        sent = own.detach().contiguous()
-        if sent.dtype == torch.bool:  # no backend sends it
-            sent = sent.view(torch.uint8)
+        sent = _in_memory(own)
         # Messages have equal sizes: ranks with fewer rows send rows without a meaning.
         if len(own) < largest:
             padded = sent.new_zeros(largest, *own.shape[1:])
@@ -85,10 +85,13 @@ class Ranks:
             sent = padded
         every = self._gather_equal(sent, "rows of the outputs")
         if min(counts) == largest:
-            whole = every.view(-1, *own.shape[1:])
-        else:
-            whole = torch.cat([rows[:count] for rows, count in zip(every, counts, strict=True)])
-        return whole.view(own.dtype)
+            return every.view(-1, *own.shape[1:])
+        return torch.cat([rows[:count] for rows, count in zip(every, counts, strict=True)])
+
+
+def _in_memory(values: torch.Tensor) -> torch.Tensor:
+    """Return the values as a contiguous tensor whose memory holds them: not the conjugates or negatives of them."""
+    return values.detach().contiguous().resolve_conj().resolve_neg()
 
 
 def rank_bounds(rows: int, microbatches: int, size: int) -> list[tuple[int, int]]:
