@@ -44,7 +44,9 @@ def _sums(ranks: Ranks, found: dict[str, Any]) -> None:
     found["sum, transposed"] = torch.equal(ranks.sum(matrix), matrix * ranks.size)
     found["sum, no dimensions"] = torch.equal(ranks.sum(torch.tensor(2.0)), torch.tensor(2.0 * ranks.size))
     imaginary = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128)
-    found["sum, conjugate"] = torch.equal(ranks.sum(imaginary.conj()), (imaginary.real - 1j * imaginary.imag) * ranks.size)
+    found["sum, conjugate"] = torch.equal(
+        ranks.sum(imaginary.conj()), (imaginary.real - 1j * imaginary.imag) * ranks.size
+    )
     found["sum, negative"] = torch.equal(ranks.sum(imaginary.conj().imag), -imaginary.imag * ranks.size)
     found["sum, empty"] = ranks.sum(torch.ones(0, 3)).shape == (0, 3)
 

@@ -20,7 +20,7 @@ from samestep.errors import RunError
 from samestep.reduce.buckets import Bucket, plan_buckets
 from samestep.view.crossings import leave
 from samestep.view.ranks import Ranks
-from samestep.view.slots import ParameterSlots, replaced
+from samestep.view.slots import ParameterSlots, is_in_place, replaced
 
 _FIRST = 2**63  # sequence number of a node that runs as soon as its inputs are complete
 _LAST = 0  # of one that runs when no other node can
@@ -54,38 +54,46 @@ class _Launch(torch.autograd.Function):
 
 
 class _HubBucket:
-    """One bucket of a hub, and its gradients in the current backward."""
+    """One bucket of a hub, and its gradients in the current backward.
 
-    def __init__(self, hub: Hub, number: int, parameters: list[torch.Tensor]) -> None:
-        self.number = number
+    The graph of a call refers to it, so it must not refer to the graph: a cycle through nodes would never be freed.
+    """
+
+    def __init__(self, sums: _Sums, parameters: list[torch.Tensor]) -> None:
         self.parameters = parameters
         self.bucket = Bucket(parameters)
         self.device = parameters[0].device
         self.flat: torch.Tensor | None = None
         self.work: Any = None
         self.pending: torch.Tensor | None = None  # own gradients of `no_sync`
+        self._has_gradient: list[bool] = []  # for each parameter: whether the current backward has one here
         self._versions: list[int] = []  # of the gradients of the parameters, when they were last looked at
-        self._hub = hub
-        # The autograd function of a hub lives as long as the hub: `Wait` and `Launch` save no tensors.
-        waiting = _Wait.apply(self, *parameters)  # type: ignore[no-untyped-call]
+        self._sums = sums
+
+    def aliases(self) -> list[torch.Tensor]:
+        """Return new aliases of the parameters, and the anchor."""
+        waiting = _Wait.apply(self, *self.parameters)  # type: ignore[no-untyped-call]
         waiting[0].grad_fn._set_sequence_nr(_LAST)  # private, exists in torch 2.11 and 2.13
-        *self.aliases, self.anchor = _Launch.apply(self, *waiting)  # type: ignore[no-untyped-call]
-        self.anchor.grad_fn._set_sequence_nr(_FIRST)
+        aliases: tuple[torch.Tensor, ...] = _Launch.apply(self, *waiting)  # type: ignore[no-untyped-call]
+        launch: Any = aliases[-1].grad_fn
+        launch._set_sequence_nr(_FIRST)
+        return list(aliases)
 
     def launch(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Start the sum of own gradients. The returned tensors only carry the order of nodes."""
         if torch.is_grad_enabled():  # create_graph: crossings that can be differentiated
-            return [None if g is None else leave(g, self._hub.ranks) for g in gradients]
-        self._hub.begin_backward()
+            return [None if g is None else leave(g, self._sums.ranks) for g in gradients]
+        self._sums.begin_backward()
         gradients = [None if g is None else _dense(g) for g in gradients]
+        self._has_gradient = [gradient is not None for gradient in gradients]
         if self.pending is None:
             self.flat = self.bucket.fill(gradients)
         else:  # added in place: a new flat tensor would move all gradients once more
             self.flat = self._pending_gradients()
             self.bucket.add(self.flat, gradients)
-        if not self._hub.is_deferred:
+        if not self._sums.is_deferred:
             self.pending = None
-            self._hub.start_in_order()
+            self._sums.start_in_order()
         # Views of the same memory, so that this takes no time; `finish` replaces them.
         return list(self.bucket.views(self.flat))
 
@@ -96,36 +104,37 @@ class _HubBucket:
         flat = self.flat
         if flat is None:  # autograd does not need the gradients of this bucket
             return gradients
-        self.flat = None
-        if self._hub.is_deferred:
+        if self._sums.is_deferred:
+            self.flat = None
             return self._defer(flat)
         if self.work is None:
-            self._hub.start_all()
-        self._hub.ranks.wait(self.work)
+            self._sums.start_all()
+        self._sums.ranks.wait(self.work)
+        self.flat = None
         self.work = None
         return self.bucket.gradients(flat)
 
     def _defer(self, flat: torch.Tensor) -> list[torch.Tensor | None]:
         if self.pending is None:
             self.pending = flat
-            self._versions = [0] * len(self.parameters)
+            self._versions = [0 if one.grad is None else one.grad._version for one in self.parameters]
         # `.grad` exists from the first backward on, so that `zero_grad` can be seen.
         marks: list[torch.Tensor | None] = []
-        for parameter in self.parameters:
+        for parameter, has_gradient in zip(self.parameters, self._has_gradient, strict=True):
             mark = None
-            if parameter.grad is None:
+            if has_gradient and parameter.grad is None:
                 mark = torch.zeros_like(parameter)
             marks.append(mark)
         return marks
 
     def _pending_gradients(self) -> torch.Tensor:
-        """Return own gradients of earlier backwards; those which `zero_grad` has dropped since are zero."""
+        """Return own gradients of earlier backwards; those which `zero_grad` has dropped since are zero or absent."""
         assert self.pending is not None
         for index, view in enumerate(self.bucket.views(self.pending)):
             gradient = self.parameters[index].grad
             if gradient is None:
                 self._versions[index] = 0
-                view.zero_()
+                self.bucket.remove(self.pending, index)
             elif gradient._version != self._versions[index]:
                 self._versions[index] = gradient._version
                 if not gradient.any():
@@ -133,71 +142,22 @@ class _HubBucket:
         return self.pending
 
 
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
+class _Sums:
+    """State of a hub's sums in the current backward.
 
-
-class Hub:
-    """Aliases of a module's parameters, whose gradients are summed over ranks.
-
-    Args:
-        module: the module.
-        parameters: its parameters that require gradients.
+    Attributes:
         ranks: the ranks.
-        before_reduction: called once in each backward before the first sum.
+        is_deferred: whether gradients are kept for a later backward.
+        buckets: the buckets of the hub.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        parameters: Sequence[torch.Tensor],
-        ranks: Ranks,
-        before_reduction: Callable[[], None],
-    ) -> None:
+    def __init__(self, ranks: Ranks, before_reduction: Callable[[], None]) -> None:
         self.ranks = ranks
-        self.is_deferred = False  # inside of `no_sync`
+        self.is_deferred = False
+        self.buckets: list[_HubBucket] = []
         self._before_reduction = before_reduction
         self._backward = -1  # task of autograd in which buckets are launched
         self._next = 0
-        self._pointers = [(parameter, parameter.data_ptr(), parameter.dtype) for parameter in parameters]
-        plan = plan_buckets(parameters)
-        self.buckets = [
-            _HubBucket(self, number, [parameters[index] for index in members]) for number, members in enumerate(plan)
-        ]
-        self._slots = ParameterSlots(module)
-        self._entries = self._slots.entries(self._mapping(self.aliases()))
-
-    def _mapping(self, replacements: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
-        return dict(zip(parameters, replacements, strict=True))
-
-    def is_current(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the parameters of the hub, in the same places with the same memory."""
-        if len(parameters) != len(self._pointers):
-            return False
-        if any(container[key] is not value for container, key, value, _ in self._entries):
-            return False
-        return all(
-            parameter is own and parameter.data_ptr() == pointer and parameter.dtype == dtype
-            for parameter, (own, pointer, dtype) in zip(parameters, self._pointers, strict=True)
-        )
-
-    @property
-    def anchors(self) -> list[torch.Tensor]:
-        """One scalar for each bucket; a call gives each a gradient."""
-        return [bucket.anchor for bucket in self.buckets]
-
-    def aliases(self) -> list[torch.Tensor]:
-        """Return the aliases of the parameters, in the order of buckets."""
-        return [alias for bucket in self.buckets for alias in bucket.aliases]
-
-    def aliases_in_place(self) -> AbstractContextManager[None]:
-        """Put the aliases into the module during a block."""
-        return replaced(self._entries)
-
-    def in_place(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """Put other tensors, in the order of `aliases`, into the module during a block."""
-        return replaced(self._slots.entries(self._mapping(tensors)))
 
     def begin_backward(self) -> None:
         """Notice a new backward."""
@@ -230,13 +190,87 @@ class Hub:
         assert bucket.flat is not None
         bucket.work = self.ranks.start_sum(bucket.flat)
 
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+class Hub:
+    """Aliases of a module's parameters, whose gradients are summed over ranks.
+
+    Attributes:
+        anchors: one scalar for each bucket; a call gives each a gradient.
+
+    Args:
+        module: the module.
+        parameters: its parameters that require gradients.
+        ranks: the ranks.
+        before_reduction: called once in each backward before the first sum.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Sequence[torch.Tensor],
+        ranks: Ranks,
+        before_reduction: Callable[[], None],
+    ) -> None:
+        self._pointers = [(parameter, parameter.data_ptr(), parameter.dtype) for parameter in parameters]
+        plan = plan_buckets(parameters)
+        self._sums = _Sums(ranks, before_reduction)
+        self._sums.buckets += [_HubBucket(self._sums, [parameters[index] for index in members]) for members in plan]
+        self._aliases: list[torch.Tensor] = []
+        self.anchors: list[torch.Tensor] = []
+        for bucket in self._sums.buckets:
+            *aliases, anchor = bucket.aliases()
+            self._aliases += aliases
+            self.anchors.append(anchor)
+        self._slots = ParameterSlots(module)
+        self._entries = self._slots.entries(self._mapping(self._aliases))
+
+    def _mapping(self, replacements: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        parameters = [parameter for bucket in self._sums.buckets for parameter in bucket.parameters]
+        return dict(zip(parameters, replacements, strict=True))
+
+    def is_current(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the parameters of the hub, in the same places with the same memory."""
+        if len(parameters) != len(self._pointers):
+            return False
+        if not is_in_place(self._entries):
+            return False
+        return all(
+            parameter is own and parameter.data_ptr() == pointer and parameter.dtype == dtype
+            for parameter, (own, pointer, dtype) in zip(parameters, self._pointers, strict=True)
+        )
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether gradients are kept for a later backward (`no_sync`)."""
+        return self._sums.is_deferred
+
+    @is_deferred.setter
+    def is_deferred(self, value: bool) -> None:
+        self._sums.is_deferred = value
+
+    def aliases(self) -> list[torch.Tensor]:
+        """Return the aliases of the parameters, in the order of buckets."""
+        return list(self._aliases)
+
+    def aliases_in_place(self) -> AbstractContextManager[None]:
+        """Put the aliases into the module during a block."""
+        return replaced(self._entries)
+
+    def in_place(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """Put other tensors, in the order of `aliases`, into the module during a block."""
+        return replaced(self._slots.entries(self._mapping(tensors)))
+
     def require_no_pending(self) -> None:
         """Require that all gradients of `no_sync` were summed.
 
         Raises:
             RunError: an optimizer steps before a backward outside of `no_sync`.
         """
-        if any(bucket.pending is not None for bucket in self.buckets):
+        if any(bucket.pending is not None for bucket in self._sums.buckets):
             raise RunError(
                 "the optimizer steps with gradients of samestep.no_sync that were not summed over ranks",
                 expected="a backward outside of samestep.no_sync before the step",

@@ -93,6 +93,14 @@ def replaced(entries: Sequence[Entry]) -> Iterator[None]:
                 continue
 
 
+def is_in_place(entries: Sequence[Entry]) -> bool:
+    """Whether each place holds its value."""
+    try:
+        return all(container[key] is value for container, key, value, _ in entries)
+    except (KeyError, IndexError):  # deleted
+        return False
+
+
 class ParameterSlots:
     """Slots of a module's parameters and buffers: entries of `_parameters`, `_buffers`, attributes and containers.
 

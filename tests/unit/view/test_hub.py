@@ -1,0 +1,520 @@
+"""Sums of the gradients of a module's parameters, on ranks that are threads."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers.thread_ranks import ThreadRanks, on_ranks
+from samestep.errors import RunError
+from samestep.view import hub as hub_module
+from samestep.view.hub import Hub
+
+SIZES = pytest.mark.parametrize("size", [3, 4])
+WIDTHS = (5, 7, 3, 2)
+
+
+def plan_of_single_parameters(parameters: Sequence[Tensor]) -> list[list[int]]:
+    return [[index] for index in reversed(range(len(parameters)))]
+
+
+@pytest.fixture
+def many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket for each parameter. All have different sizes, so that sums of two buckets cannot be mixed up."""
+    monkeypatch.setattr(hub_module, "plan_buckets", plan_of_single_parameters)
+
+
+class Experts(nn.Module):
+    """Three layers; which of them a row uses depends on the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(a, b).double() for a, b in zip(WIDTHS[:-1], WIDTHS[1:], strict=True))
+        self.expert = nn.Linear(2, 2).double()
+        self.unused = nn.Linear(9, 1).double()
+
+    def forward(self, x: Tensor, use_expert: bool = True) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.expert(x) if use_expert else x
+
+
+_LOCK = threading.Lock()
+
+
+def made(kind: type[nn.Module]) -> nn.Module:
+    """Return a module with the same values on all ranks, which share one random generator."""
+    with _LOCK:
+        return kind()
+
+
+class OneRank:
+    """A module with its hub on one rank."""
+
+    def __init__(self, ranks: ThreadRanks, module: nn.Module | None = None) -> None:
+        self.ranks = ranks
+        self.module = module or made(Experts)
+        self.parameters = [one for one in self.module.parameters() if one.requires_grad]
+        begun: list[int] = []
+        self.begun = begun
+        self.hub = Hub(self.module, self.parameters, ranks, lambda: begun.append(1))  # type: ignore[arg-type]
+
+    @property
+    def backwards(self) -> int:
+        return len(self.begun)
+
+    def call(self, seed: int = 0, use_expert: bool = True) -> Tensor:
+        """Return the own rows of a call, with a graph that ends in the anchors."""
+        x = inputs(seed)[self.ranks.rank :: self.ranks.size]
+        with self.hub.aliases_in_place():
+            y = self.module(x, use_expert)
+        return Anchored.apply(y, *self.hub.anchors)  # type: ignore[no-any-return, no-untyped-call]
+
+    def gradients(self) -> list[Tensor | None]:
+        return [parameter.grad for parameter in self.parameters]
+
+
+class Anchored(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *anchors: Tensor) -> Tensor:
+        ctx.anchors = len(anchors)
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return (gradient, *[torch.zeros(()) for _ in range(ctx.anchors)])
+
+
+def inputs(seed: int) -> Tensor:
+    return torch.randn(9, WIDTHS[0], dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def expected(script: Callable[[Experts], Any]) -> list[Tensor | None]:
+    module = Experts()
+    script(module)
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def require_close(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:
+    assert [one is None for one in found] == [one is None for one in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@SIZES
+@pytest.mark.usefixtures("many_buckets")
+def test_gradients_are_summed_and_absent_ones_stay_absent(size: int) -> None:
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks)
+        one.call().pow(2).sum().backward()
+        return one.gradients(), one.backwards
+
+    wanted = expected(lambda module: module(inputs(0)).pow(2).sum().backward())
+    assert wanted[-1] is None
+    for found, backwards in on_ranks(size, compute):
+        require_close(found, wanted)
+        assert backwards == 1
+
+
+@SIZES
+@pytest.mark.usefixtures("many_buckets")
+def test_an_expert_that_one_rank_uses_has_its_gradient_on_all(size: int) -> None:
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks)
+        one.call(use_expert=ranks.rank == 1).pow(2).sum().backward()
+        return one.gradients(), [flat.numel() for flat in one.ranks.started]
+
+    def script(module: Experts) -> None:
+        parts = [module(inputs(0)[rank::size], rank == 1).pow(2).sum() for rank in range(size)]
+        torch.stack(parts).sum().backward()
+
+    results = on_ranks(size, compute)
+    for found, order in results:
+        require_close(found, expected(script))
+        assert order == results[0][1]
+
+
+@pytest.mark.usefixtures("many_buckets")
+def test_several_calls_and_uses_outside_are_one_sum() -> None:
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks)
+        loss = one.call(0).pow(2).sum() + one.call(1).pow(3).sum() + one.call(2, use_expert=False).sum()
+        for parameter in one.parameters:
+            loss = loss + parameter.pow(2).sum()
+        loss.backward()
+        return one.gradients(), len(one.ranks.started)
+
+    def script(module: Experts) -> None:
+        loss = module(inputs(0)).pow(2).sum() + module(inputs(1)).pow(3).sum() + module(inputs(2), False).sum()
+        for parameter in module.parameters():
+            loss = loss + parameter.pow(2).sum()
+        loss.backward()
+
+    for found, sums in on_ranks(3, compute):
+        require_close(found, expected(script))
+        assert sums == 10
+
+
+@pytest.mark.parametrize("buckets", ["many", "one"])
+def test_gradients_are_memory_of_the_sums(buckets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if buckets == "many":
+        monkeypatch.setattr(hub_module, "plan_buckets", plan_of_single_parameters)
+
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks)
+        one.call().sum().backward()
+        memory = {flat.untyped_storage().data_ptr() for flat in ranks.started}
+        return [g.untyped_storage().data_ptr() in memory for g in one.gradients() if g is not None]
+
+    assert on_ranks(3, compute) == [[True] * 8] * 3
+
+
+def test_gradients_of_two_backwards_do_not_share_memory() -> None:
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks)
+        held = []
+        for seed in range(2):
+            one.call(seed).pow(2).sum().backward()
+            held.append([None if g is None else g.clone() for g in one.gradients()])
+            first = one.gradients() if seed == 0 else first  # noqa: F821
+            for parameter in one.parameters:
+                parameter.grad = None
+        return first, held[0]
+
+    for found, wanted in on_ranks(3, compute):
+        require_close(found, wanted)
+
+
+@pytest.mark.usefixtures("many_buckets")
+@pytest.mark.parametrize("chosen", [[0], [9], [2, 5], [4, 0], [9, 8, 1]])
+def test_gradients_of_some_parameters(chosen: list[int]) -> None:
+    """Sums of buckets after one that this backward does not need are not forgotten, and not paired with others."""
+
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks)
+        losses = [one.call(seed).pow(2).sum() for seed in range(2)]
+        wanted = [one.parameters[index] for index in chosen]
+        first = torch.autograd.grad(losses[0], wanted, allow_unused=True)
+        losses[1].backward()
+        return first, one.gradients(), one.backwards
+
+    module = Experts()
+    parameters = list(module.parameters())
+    first = torch.autograd.grad(
+        module(inputs(0)).pow(2).sum(), [parameters[index] for index in chosen], allow_unused=True
+    )
+    second = expected(lambda module: module(inputs(1)).pow(2).sum().backward())
+    for found, gradients, backwards in on_ranks(3, compute):
+        require_close(found, first)
+        require_close(gradients, second)
+        assert backwards == 2
+
+
+def test_gradients_of_inputs_alone_need_no_sum() -> None:
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks)
+        x = inputs(0).requires_grad_()
+        with one.hub.aliases_in_place():
+            y = Anchored.apply(one.module(x), *one.hub.anchors)  # type: ignore[no-untyped-call]
+        (gradient,) = torch.autograd.grad(y.pow(2).sum(), x)
+        return gradient, len(ranks.started), one.backwards, one.gradients()
+
+    module, x = Experts(), inputs(0).requires_grad_()
+    (wanted,) = torch.autograd.grad(module(x).pow(2).sum(), x)
+    for gradient, sums, backwards, gradients in on_ranks(3, compute):
+        require_close([gradient], [wanted])
+        assert sums == backwards == 0
+        assert gradients == [None] * 10
+
+
+@pytest.mark.usefixtures("many_buckets")
+def test_a_graph_that_is_kept_is_summed_at_each_backward() -> None:
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks)
+        loss = one.call().pow(2).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+        for parameter in one.parameters:
+            parameter.grad = None
+        one.call().pow(2).sum().backward()
+        return one.gradients(), one.backwards
+
+    # The failed backward may have begun; it must leave nothing behind.
+    wanted = expected(lambda module: module(inputs(0)).pow(2).sum().backward())
+    for found, _ in on_ranks(3, compute):
+        require_close(found, wanted)
+
+
+def test_an_accumulated_gradient_is_that_of_both_backwards() -> None:
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks)
+        for seed in range(3):
+            one.call(seed).pow(2).sum().backward()
+        return one.gradients()
+
+    def script(module: Experts) -> None:
+        for seed in range(3):
+            module(inputs(seed)).pow(2).sum().backward()
+
+    for found in on_ranks(3, compute):
+        require_close(found, expected(script))
+
+
+def test_gradients_of_gradients() -> None:
+    """Squares of the gradients of parameters, as in a penalty; the own parts are summed first."""
+
+    def script(loss: Tensor, parameters: list[Tensor]) -> None:
+        first = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+        squares = torch.stack([g.pow(2).sum() for g in first if g is not None])
+        squares.sum().sqrt().backward()
+
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks)
+        x = inputs(0)[ranks.rank :: ranks.size]
+        with one.hub.aliases_in_place():
+            y = one.module(x)
+        script(y.pow(2).sum(), one.parameters)  # type: ignore[arg-type]
+        return one.gradients()
+
+    wanted = expected(lambda module: script(module(inputs(0)).pow(2).sum(), list(module.parameters())))
+    for found in on_ranks(3, compute):
+        require_close(found, wanted)
+
+
+def test_hooks_of_parameters_see_the_sum_once() -> None:
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks)
+        seen: list[Tensor] = []
+        after: list[Tensor] = []
+        weight = one.parameters[0]
+        weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+        weight.register_post_accumulate_grad_hook(lambda own: after.append(own.grad.clone()))  # type: ignore[union-attr]
+        (one.call(0).pow(2).sum() + one.call(1).pow(2).sum()).backward()
+        assert len(seen) == len(after) == 1
+        return [*seen, *after]
+
+    def script(module: Experts) -> None:
+        (module(inputs(0)).pow(2).sum() + module(inputs(1)).pow(2).sum()).backward()
+
+    wanted = expected(script)[0]
+    for found in on_ranks(3, compute):
+        require_close(found, [wanted, wanted])
+
+
+class Kinds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(10, 5, sparse=True).double()
+        self.convolution = nn.Conv1d(1, 3, 2).double()
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor, _: bool) -> Tensor:
+        y = self.embedding(x[:, :1].abs().mul(3).long().clamp(max=9)[:, 0])
+        y = self.convolution(y.unsqueeze(1))
+        return y.mean(2) * self.scale.double()
+
+
+def test_dtypes_and_sparse_gradients() -> None:
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks, made(Kinds))
+        one.call().pow(2).sum().backward()
+        return one.gradients(), sorted(str(flat.dtype) for flat in ranks.started)
+
+    module = Kinds()
+    module(inputs(0), True).pow(2).sum().backward()
+    wanted = [parameter.grad for parameter in module.parameters()]
+    assert wanted[1].is_sparse  # type: ignore[union-attr]
+    dense = [one.to_dense() if one.is_sparse else one for one in wanted if one is not None]
+    for found, dtypes in on_ranks(3, compute):
+        assert dtypes == ["torch.float32", "torch.float64"]
+        assert [one.dtype for one in found] == [one.dtype for one in dense]
+        for one, other in zip(found, dense, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+# --- no_sync -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("many_buckets")
+def test_pending_gradients_are_summed_by_the_next_backward() -> None:
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks)
+        one.hub.is_deferred = True
+        for seed in range(2):
+            one.call(seed).pow(2).sum().backward()
+        assert ranks.started == []
+        with pytest.raises(RunError) as caught:
+            one.hub.require_no_pending()
+        assert caught.value.code == "E_RUN"
+        one.hub.is_deferred = False
+        one.call(2, use_expert=False).pow(2).sum().backward()
+        one.hub.require_no_pending()
+        return one.gradients(), len(ranks.started), one.backwards
+
+    def script(module: Experts) -> None:
+        for seed in range(3):
+            module(inputs(seed), seed < 2).pow(2).sum().backward()
+
+    for found, sums, backwards in on_ranks(3, compute):
+        require_close(found, expected(script))
+        assert sums == 10
+        assert backwards == 1
+
+
+def test_pending_gradients_are_kept_where_there_was_a_gradient_of_zero() -> None:
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks)
+        one.call(3).sum().backward()
+        for parameter in one.parameters[:8]:
+            parameter.grad.zero_()  # type: ignore[union-attr]
+        for seed in range(3):
+            one.hub.is_deferred = seed < 2
+            one.call(seed).pow(2).sum().backward()
+        return one.gradients()
+
+    def script(module: Experts) -> None:
+        for seed in range(3):
+            module(inputs(seed)).pow(2).sum().backward()
+
+    for found in on_ranks(3, compute):
+        require_close(found, expected(script))
+
+
+def test_a_gradient_that_was_dropped_while_pending_is_absent() -> None:
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks)
+        one.hub.is_deferred = True
+        one.call(0).pow(2).sum().backward()
+        one.module.zero_grad()
+        one.hub.is_deferred = False
+        one.call(1, use_expert=False).pow(2).sum().backward()
+        return one.gradients()
+
+    wanted = expected(lambda module: module(inputs(1), False).pow(2).sum().backward())
+    for found in on_ranks(3, compute):
+        require_close(found, wanted)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zeroed_gradients_are_not_pending(to_none: bool) -> None:
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks)
+        optimizer = torch.optim.SGD(one.parameters, lr=1)
+        one.hub.is_deferred = True
+        one.call(0).pow(2).sum().backward()
+        optimizer.zero_grad(set_to_none=to_none)
+        one.call(1).pow(2).sum().backward()
+        one.hub.is_deferred = False
+        one.call(2).pow(2).sum().backward()
+        return one.gradients()
+
+    def script(module: Experts) -> None:
+        for seed in (1, 2):
+            module(inputs(seed)).pow(2).sum().backward()
+
+    for found in on_ranks(3, compute):
+        require_close(found[:8], expected(script)[:8])
+
+
+def test_uses_outside_are_not_summed_while_gradients_are_pending() -> None:
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks)
+        for seed in range(3):
+            one.hub.is_deferred = seed < 2
+            loss = one.call(seed).pow(2).sum() + one.parameters[0].pow(2).sum() * (seed + 1)
+            loss.backward()
+        return one.gradients()
+
+    def script(module: Experts) -> None:
+        for seed in range(3):
+            loss = module(inputs(seed)).pow(2).sum() + module.layers[0].weight.pow(2).sum() * (seed + 1)  # type: ignore[operator, union-attr]
+            loss.backward()
+
+    for found in on_ranks(3, compute):
+        require_close(found, expected(script))
+
+
+# --- life of a hub -----------------------------------------------------------------------------------
+
+
+def _replace_data(module: Experts) -> None:
+    module.expert.weight.data = module.expert.weight.data.clone()
+
+
+def _replace_parameter(module: Experts) -> None:
+    module.expert.weight = nn.Parameter(module.expert.weight.detach())
+
+
+def _cast(module: Experts) -> None:
+    module.expert.float()
+
+
+def _delete(module: Experts) -> None:
+    module.expert.bias = None  # type: ignore[assignment]
+
+
+def _rename(module: Experts) -> None:
+    bias = module.expert.bias
+    del module.expert.bias
+    module.expert.register_parameter("other", bias)
+
+
+@pytest.mark.parametrize("change", [_replace_data, _replace_parameter, _cast, _delete, _rename])
+def test_a_hub_is_not_current_after_a_change(change: Callable[[Experts], None]) -> None:
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks)
+        assert one.hub.is_current(one.parameters)
+        assert not one.hub.is_current(one.parameters[:-1])
+        assert not one.hub.is_current(one.parameters[::-1])
+        change(one.module)  # type: ignore[arg-type]
+        return one.hub.is_current(list(one.module.parameters()))
+
+    assert on_ranks(1, compute) == [False]
+
+
+def test_values_written_in_place_are_seen_by_the_aliases() -> None:
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks)
+        with torch.no_grad():
+            for parameter in one.parameters:
+                parameter.mul_(0.5)
+        assert one.hub.is_current(one.parameters)
+        found = one.call()
+        return torch.equal(found, one.module(inputs(0)))
+
+    assert on_ranks(1, compute) == [True]
+
+
+def test_parameters_are_back_after_a_call_and_after_an_exception() -> None:
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks)
+        before = list(one.module.parameters())
+        weight = one.module.expert.weight  # type: ignore[union-attr]
+        with pytest.raises(ZeroDivisionError), one.hub.aliases_in_place():
+            assert one.module.expert.weight is not weight  # type: ignore[union-attr]
+            raise ZeroDivisionError
+        return all(a is b for a, b in zip(before, one.module.parameters(), strict=True))
+
+    assert on_ranks(1, compute) == [True]
+
+
+def test_a_hub_is_freed_with_its_last_graph() -> None:
+    def compute(ranks: ThreadRanks) -> Any:
+        one = OneRank(ranks)
+        one.call().sum().backward()
+        hub, module = weakref.ref(one.hub), weakref.ref(one.module)
+        del one
+        gc.collect()
+        return hub() is None, module() is None
+
+    assert on_ranks(1, compute) == [(True, True)]
