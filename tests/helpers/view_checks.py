@@ -65,7 +65,7 @@ def deviation(model: nn.Module, script: Callable[[nn.Module], Iterable[Tensor | 
 
 
 def difference(one: list[Tensor | None], other: list[Tensor | None]) -> float:
-    """Return the largest difference between tensors; infinite if one is absent on one side only, or its shape differs."""
+    """Return the largest difference between tensors; infinite if shapes differ or one side has none."""
     assert one
     if len(one) != len(other):
         return math.inf

@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(a, b).double() for a, b in zip(WIDTHS[:-1], WIDTHS[1:], strict=True))
+        self.layers = nn.ModuleList(nn.Linear(a, b).double() for a, b in pairwise(WIDTHS))
         self.expert = nn.Linear(2, 2).double()
         self.unused = nn.Linear(9, 1).double()
 
