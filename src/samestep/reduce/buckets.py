@@ -54,7 +54,6 @@ class Bucket:
             flags[index] = 0
         return flat
 
-<<<<<<< HEAD
     def add(self, flat: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add gradients to those in `flat`, which `fill` returned."""
         targets = []
@@ -67,12 +66,11 @@ class Bucket:
             torch._foreach_add_(targets, sources)
         present = [float(gradient is not None) for gradient in gradients]
         flat[self._flags :].add_(torch.tensor(present, dtype=self.dtype, device=self.device))
-=======
+
     def remove(self, flat: torch.Tensor, index: int) -> None:
         """Make the gradient of a parameter absent."""
         self.views(flat)[index].zero_()
         flat[self._flags + index] = 0
->>>>>>> ed7e11b (Free hubs, and sum gradients of some parameters; test hubs)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the gradients in `flat`, which share its memory."""

@@ -161,14 +161,18 @@ def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
     names = {name for name in after if name not in _TABLES}
     if names != before.keys():
         return True
-    for name, value in before.items():
-        now = after[name]
-        if type(value) is list:
-            if len(value) != len(now) or any(a is not b for a, b in zip(value, now, strict=True)):
-                return True
-        elif type(value) is dict or type(value) is set:
-            if list(value) != list(now):
-                return True
-        elif now is not value:
-            return True
-    return False
+    return any(_has_changed(value, after[name]) for name, value in before.items())
+
+
+def _has_changed(before: Any, now: Any) -> bool:
+    """Whether an attribute has changed since `_shallow` has copied it."""
+    kind = type(before)
+    if kind is not list and kind is not dict and kind is not set:
+        return now is not before
+    if type(now) is not kind or len(now) != len(before):
+        return True
+    if kind is set:
+        return bool(now != before)
+    if kind is dict and any(a is not b for a, b in zip(before.values(), now.values(), strict=True)):
+        return True
+    return any(a is not b for a, b in zip(before, now, strict=True))

@@ -18,7 +18,7 @@ def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def rows_of(ranks: ThreadRanks, factor: int = 1) -> Rows:
-    return Rows(ranks, BOUNDS[ranks.size], factor)  # type: ignore[arg-type]
+    return Rows(ranks, BOUNDS[ranks.size], factor)
 
 
 class Sum:
@@ -55,7 +55,7 @@ def test_the_gradient_of_gathered_rows_is_cut(size: int) -> None:
         whole = gather(own, rows)
         assert torch.equal(whole, leaf(6, 2))
         (whole * weights).sum().backward()
-        return torch.equal(own.grad, rows.own(weights))  # type: ignore[arg-type]
+        return torch.equal(own.grad, rows.own(weights))
 
     assert on_ranks(size, compute) == [True] * size
 
@@ -64,7 +64,7 @@ def test_the_gradient_of_gathered_rows_is_cut(size: int) -> None:
 def test_the_gradient_of_what_enters_is_the_sum_of_the_parts(size: int) -> None:
     def compute(ranks: ThreadRanks) -> Any:
         whole = leaf(3)
-        inside = enter(whole, ranks)  # type: ignore[arg-type]
+        inside = enter(whole, ranks)
         assert torch.equal(inside, whole)
         (inside * (ranks.rank + 1)).sum().backward()
         assert whole.grad is not None
@@ -77,7 +77,7 @@ def test_the_gradient_of_what_enters_is_the_sum_of_the_parts(size: int) -> None:
 def test_the_gradient_of_what_leaves_is_that_of_the_whole(size: int) -> None:
     def compute(ranks: ThreadRanks) -> Any:
         part = torch.full((2,), float(ranks.rank + 1), requires_grad=True)
-        whole = leave(part, ranks)  # type: ignore[arg-type]
+        whole = leave(part, ranks)
         (whole * torch.tensor([3.0, 5.0])).sum().backward()
         assert part.grad is not None
         return whole.tolist(), part.grad.tolist()
@@ -130,7 +130,7 @@ def test_first_and_second_derivatives_are_those_of_the_whole(size: int) -> None:
         x, weight = leaf(6, 3), leaf(3, 2, seed=1)
         rows = rows_of(ranks)
         own = cut(x, rows)
-        inside = enter(weight, ranks)  # type: ignore[arg-type]
+        inside = enter(weight, ranks)
         y = gather(network(own, inside, total((own**2).sum(0), Sum(ranks)) / 6), rows)
         return penalty(x, weight, y)
 
@@ -147,12 +147,12 @@ def test_a_scalar_that_leaves_has_second_derivatives(size: int) -> None:
         (first,) = torch.autograd.grad(loss**2, weight, create_graph=True)
         return torch.autograd.grad((first**2).sum(), weight)[0]
 
-    expected = second(sum((weight**2 * (rank + 1)).sum() for rank in range(size)), weight)  # type: ignore[arg-type]
+    expected = second(sum((weight**2 * (rank + 1)).sum() for rank in range(size)), weight)
 
     def compute(ranks: ThreadRanks) -> Any:
         weight = leaf(3)
-        part = (enter(weight, ranks) ** 2 * (ranks.rank + 1)).sum()  # type: ignore[arg-type]
-        return second(leave(part, ranks), weight)  # type: ignore[arg-type]
+        part = (enter(weight, ranks) ** 2 * (ranks.rank + 1)).sum()
+        return second(leave(part, ranks), weight)
 
     for found in on_ranks(size, compute):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)

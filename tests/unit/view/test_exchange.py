@@ -16,7 +16,7 @@ def exchange_of(ranks: ThreadRanks, sizes: tuple[int, ...] | None) -> CallExchan
     def all_are_here() -> bool:
         return all(word == [1] for word in ranks.words([1]))
 
-    return CallExchange(ranks, sizes, all_are_here)  # type: ignore[arg-type]
+    return CallExchange(ranks, sizes, all_are_here)
 
 
 def outcomes(

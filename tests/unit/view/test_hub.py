@@ -64,7 +64,7 @@ class OneRank:
         self.parameters = [one for one in self.module.parameters() if one.requires_grad]
         begun: list[int] = []
         self.begun = begun
-        self.hub = Hub(self.module, self.parameters, ranks, lambda: begun.append(1))  # type: ignore[arg-type]
+        self.hub = Hub(self.module, self.parameters, ranks, lambda: begun.append(1))
 
     @property
     def backwards(self) -> int:
@@ -75,7 +75,7 @@ class OneRank:
         x = inputs(seed)[self.ranks.rank :: self.ranks.size]
         with self.hub.aliases_in_place():
             y = self.module(x, use_expert)
-        return Anchored.apply(y, *self.hub.anchors)  # type: ignore[no-any-return, no-untyped-call]
+        return Anchored.apply(y, *self.hub.anchors)
 
     def gradients(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self.parameters]
@@ -223,7 +223,7 @@ def test_gradients_of_inputs_alone_need_no_sum() -> None:
         one = OneRank(ranks)
         x = inputs(0).requires_grad_()
         with one.hub.aliases_in_place():
-            y = Anchored.apply(one.module(x), *one.hub.anchors)  # type: ignore[no-untyped-call]
+            y = Anchored.apply(one.module(x), *one.hub.anchors)
         (gradient,) = torch.autograd.grad(y.pow(2).sum(), x)
         return gradient, len(ranks.started), one.backwards, one.gradients()
 
@@ -283,7 +283,7 @@ def test_gradients_of_gradients() -> None:
         x = inputs(0)[ranks.rank :: ranks.size]
         with one.hub.aliases_in_place():
             y = one.module(x)
-        script(y.pow(2).sum(), one.parameters)  # type: ignore[arg-type]
+        script(y.pow(2).sum(), one.parameters)
         return one.gradients()
 
     wanted = expected(lambda module: script(module(inputs(0)).pow(2).sum(), list(module.parameters())))
@@ -298,7 +298,7 @@ def test_hooks_of_parameters_see_the_sum_once() -> None:
         after: list[Tensor] = []
         weight = one.parameters[0]
         weight.register_hook(lambda gradient: seen.append(gradient.clone()))
-        weight.register_post_accumulate_grad_hook(lambda own: after.append(own.grad.clone()))  # type: ignore[union-attr]
+        weight.register_post_accumulate_grad_hook(lambda own: after.append(own.grad.clone()))
         (one.call(0).pow(2).sum() + one.call(1).pow(2).sum()).backward()
         assert len(seen) == len(after) == 1
         return [*seen, *after]
@@ -334,7 +334,7 @@ def test_dtypes_and_sparse_gradients() -> None:
     module = Kinds()
     module(inputs(0), True).pow(2).sum().backward()
     wanted = [parameter.grad for parameter in module.parameters()]
-    assert wanted[1].is_sparse  # type: ignore[union-attr]
+    assert wanted[1].is_sparse
     dense = [one.to_dense() if one.is_sparse else one for one in wanted if one is not None]
     for found, dtypes in on_ranks(3, compute):
         assert dtypes == ["torch.float32", "torch.float64"]
@@ -377,7 +377,7 @@ def test_pending_gradients_are_kept_where_there_was_a_gradient_of_zero() -> None
         one = OneRank(ranks)
         one.call(3).sum().backward()
         for parameter in one.parameters[:8]:
-            parameter.grad.zero_()  # type: ignore[union-attr]
+            parameter.grad.zero_()
         for seed in range(3):
             one.hub.is_deferred = seed < 2
             one.call(seed).pow(2).sum().backward()
@@ -438,7 +438,7 @@ def test_uses_outside_are_not_summed_while_gradients_are_pending() -> None:
 
     def script(module: Experts) -> None:
         for seed in range(3):
-            loss = module(inputs(seed)).pow(2).sum() + module.layers[0].weight.pow(2).sum() * (seed + 1)  # type: ignore[operator, union-attr]
+            loss = module(inputs(seed)).pow(2).sum() + module.layers[0].weight.pow(2).sum() * (seed + 1)
             loss.backward()
 
     for found in on_ranks(3, compute):
@@ -461,7 +461,7 @@ def _cast(module: Experts) -> None:
 
 
 def _delete(module: Experts) -> None:
-    module.expert.bias = None  # type: ignore[assignment]
+    module.expert.bias = None
 
 
 def _rename(module: Experts) -> None:
@@ -477,7 +477,7 @@ def test_a_hub_is_not_current_after_a_change(change: Callable[[Experts], None]) 
         assert one.hub.is_current(one.parameters)
         assert not one.hub.is_current(one.parameters[:-1])
         assert not one.hub.is_current(one.parameters[::-1])
-        change(one.module)  # type: ignore[arg-type]
+        change(one.module)
         return one.hub.is_current(list(one.module.parameters()))
 
     assert on_ranks(1, compute) == [False]
@@ -500,9 +500,9 @@ def test_parameters_are_back_after_a_call_and_after_an_exception() -> None:
     def compute(ranks: ThreadRanks) -> Any:
         one = OneRank(ranks)
         before = list(one.module.parameters())
-        weight = one.module.expert.weight  # type: ignore[union-attr]
+        weight = one.module.expert.weight
         with pytest.raises(ZeroDivisionError), one.hub.aliases_in_place():
-            assert one.module.expert.weight is not weight  # type: ignore[union-attr]
+            assert one.module.expert.weight is not weight
             raise ZeroDivisionError
         return all(a is b for a, b in zip(before, one.module.parameters(), strict=True))
 

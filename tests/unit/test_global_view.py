@@ -1,0 +1,85 @@
+"""`samestep.parallel`: the module stays the same object for a script."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import samestep
+from helpers.forked_ranks import Job, run_jobs
+from samestep.errors import InputError
+from samestep.global_view import _require_arguments, _require_microbatches, no_sync, parallel_module
+
+NAMES = [
+    "copies",
+    "pickled",
+    "appearance",
+    "hooks_of_the_outermost_module",
+    "two_models",
+    "deleted_models_are_freed",
+    "arguments_are_not_kept_by_a_loss",
+    "refusals",
+    "places_where_calls_stay_whole",
+]
+
+
+@pytest.fixture(scope="module", params=[3, 4])
+def results(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    (found,) = run_jobs("workers.view_calls", Job("run", request.param, {"names": NAMES}), timeout=400)
+    return found
+
+
+EXPECTED: dict[str, list[Any]] = {
+    "copies": [True, True, True, 3, True, True, True, "Sequential"],
+    "pickled": [False, True, True, True, [0, 0, 0], True],
+    "appearance": [True] * 9,
+    "hooks_of_the_outermost_module": [[11, [11, 11], 11], 2],
+    "deleted_models_are_freed": [True] * 4,
+    "arguments_are_not_kept_by_a_loss": [True, True],
+    "refusals": ["E_TOO_MANY_RANKS", "E_VALUE", "E_WRAPPED_MODEL", "E_VALUE", "E_VALUE", "E_VALUE", True],
+    "places_where_calls_stay_whole": [2, 0, 0, 0, 0, 0, 0, 1],
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_module_is_the_same_for_a_script(results: dict[str, list[Any]], name: str) -> None:
+    for found in results[name]:
+        assert found == EXPECTED[name]
+
+
+def test_sums_of_two_models_are_not_mixed_up(results: dict[str, list[Any]]) -> None:
+    assert all(difference <= 1e-12 for difference in results["two_models"])
+
+
+@pytest.mark.parametrize(("microbatches", "size"), [(None, 9), (4, 5), (1, 2)])
+def test_more_ranks_than_microbatches_are_refused(microbatches: int | None, size: int) -> None:
+    with pytest.raises(InputError) as caught:
+        _require_microbatches(microbatches, size)
+    assert caught.value.code == "E_TOO_MANY_RANKS"
+
+
+@pytest.mark.parametrize(("microbatches", "size"), [(None, 8), (9, 9), (16, 5), (None, 1)])
+def test_a_microbatch_for_each_rank_is_enough(microbatches: int | None, size: int) -> None:
+    _require_microbatches(microbatches, size)
+
+
+def test_scripted_modules_are_refused() -> None:
+    with pytest.warns(DeprecationWarning):
+        scripted = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(InputError) as caught:
+        _require_arguments(scripted, "ddp", "fast", "global")
+    assert caught.value.code == "E_WRAPPED_MODEL"
+
+
+def test_no_sync_of_a_module_that_is_not_divided_changes_nothing() -> None:
+    module = nn.Linear(2, 1)
+    with no_sync(module):
+        module(torch.ones(3, 2)).sum().backward()
+    assert module.bias.grad is not None
+    assert module.bias.grad.tolist() == [3.0]
+    assert parallel_module(module) is None
+
+
+def test_public_names() -> None:
+    assert samestep.no_sync is no_sync

@@ -1,0 +1,208 @@
+"""State that a call changes: what is found, and what is put back."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from samestep.view.kinds import Written, submodules
+from samestep.view.snapshot import Snapshot, WriteObserver
+
+CPU = torch.device("cpu")
+
+
+class Counting(nn.Module):
+    """A module whose parts can be told to write into their state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.part = nn.Module()
+        self.part.register_buffer("table", torch.arange(3.0))
+        self.part.register_buffer("empty", None)
+        self.part.number = 1
+        self.part.items = [1, 2]
+        self.part.names = {"a": 1}
+        self.part.seen = {1}
+        self.part.rate = 0.5
+
+
+PART = 2  # index of `part` among the submodules
+
+
+def written(write: Callable[[Any], Any]) -> Written:
+    module = Counting()
+    observer = WriteObserver(submodules(module))
+    write(module)
+    return observer.written()
+
+
+def _append(module: Counting) -> None:
+    module.part.items.append(3)
+
+
+def _same_length(module: Counting) -> None:
+    module.part.items[0] = 7
+
+
+def _delete(module: Counting) -> None:
+    del module.part.rate
+
+
+def _replace_buffer(module: Counting) -> None:
+    module.part.table = module.part.table + 0
+
+
+def _hidden_write(module: Counting) -> None:
+    """Write as kernels do that do not count versions."""
+    table: Any = module.part.table
+    version = table._version
+    table.numpy()[1] = 9
+    assert table._version == version
+
+
+BUFFERS: dict[str, tuple[Callable[[Any], Any], list[tuple[int, str]]]] = {
+    "batch norm": (
+        lambda module: module.norm(torch.randn(5, 3)),
+        [(1, "running_mean"), (1, "running_var"), (1, "num_batches_tracked")],
+    ),
+    "in place": (lambda module: module.part.table.add_(1), [(PART, "table")]),
+    "no version": (_hidden_write, [(PART, "table")]),
+    "replaced": (_replace_buffer, [(PART, "table")]),
+    "removed": (lambda module: module.part._buffers.pop("table"), [(PART, "table")]),
+    "evaluation": (lambda module: module.norm.eval()(torch.randn(5, 3)), []),
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_written_buffers_are_found(name: str) -> None:
+    write, buffers = BUFFERS[name]
+    assert list(written(write).buffers) == buffers
+
+
+ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
+    "number": lambda module: setattr(module.part, "number", 2),
+    "new": lambda module: setattr(module.part, "other", 2),
+    "deleted": _delete,
+    "list": _append,
+    "item of a list": _same_length,
+    "list replaced by a number": lambda module: setattr(module.part, "items", 3),
+    "list replaced by None": lambda module: setattr(module.part, "items", None),
+    "key": lambda module: module.part.names.update(b=1),
+    "value of a key": lambda module: module.part.names.update(a=2),
+    "dictionary replaced by a number": lambda module: setattr(module.part, "names", 3),
+    "set": lambda module: module.part.seen.add(2),
+    "set emptied": lambda module: module.part.seen.clear(),
+}
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_written_attributes_are_found(name: str) -> None:
+    found = written(ATTRIBUTES[name])
+    assert found.attributes == (PART,)
+    assert found.buffers == ()
+
+
+def test_generators_are_found() -> None:
+    assert written(lambda _: random.random()) == Written(uses_python=True)
+    assert written(lambda _: numpy.random.rand()) == Written(uses_numpy=True)
+    assert written(lambda _: numpy.random.normal()) == Written(uses_numpy=True)
+    assert written(lambda _: torch.rand(3)) == Written()  # its state is always saved
+
+
+def test_nothing_written_is_nothing() -> None:
+    assert written(lambda module: module.part.table.sum()) == Written()
+
+
+def state(module: Counting) -> dict[str, Any]:
+    """Return all that a call could change, by value."""
+    found: dict[str, Any] = {}
+    for index, part in enumerate(submodules(module)):
+        for name, value in part.__dict__.items():
+            if name not in ("_parameters", "_modules", "_buffers"):
+                found[f"{index}.{name}"] = value.copy() if isinstance(value, list | dict | set) else value
+        for name, buffer in part._buffers.items():
+            found[f"{index}.{name}"] = None if buffer is None else (id(buffer), buffer.tolist())
+    return found
+
+
+@pytest.mark.parametrize("name", [*BUFFERS, *ATTRIBUTES])
+def test_written_state_is_put_back(name: str) -> None:
+    write = BUFFERS[name][0] if name in BUFFERS else ATTRIBUTES[name]
+    seen = written(write)
+    module = Counting()
+    before = state(module)
+    containers = [module.part.items, module.part.names, module.part.seen]
+    snapshot = Snapshot(submodules(module), seen, CPU)
+    write(module)
+    assert name == "evaluation" or state(module) != before
+    snapshot.restore()
+    if name != "evaluation":
+        assert state(module) == before
+    if "replaced" not in name:
+        assert module.part.items is containers[0]
+        assert module.part.names is containers[1]
+        assert module.part.seen is containers[2]
+
+
+def test_generators_are_put_back() -> None:
+    def numbers() -> list[Any]:
+        return [random.random(), random.gauss(), numpy.random.rand(), numpy.random.normal(), torch.rand(1).item()]
+
+    snapshot = Snapshot([], Written(uses_python=True, uses_numpy=True), CPU)
+    before = numbers()
+    snapshot.restore()
+    assert numbers() == before
+
+
+def test_generators_that_are_not_used_are_left_alone() -> None:
+    snapshot = Snapshot([], Written(), CPU)
+    random.seed(1)
+    expected = random.getstate()
+    snapshot.restore()
+    assert random.getstate() == expected
+
+
+def test_a_buffer_that_holds_gradients_is_put_back() -> None:
+    module = Counting()
+    snapshot = Snapshot(submodules(module), Written(((PART, "table"),)), CPU)
+    weight = torch.ones(3, requires_grad=True)
+    module.part.table = weight * 2
+    snapshot.restore()
+    table: Any = module.part.table
+    assert table.tolist() == [0, 1, 2]
+    assert not table.requires_grad
+
+
+def test_lazy_buffers_are_left_out() -> None:
+    module = nn.LazyBatchNorm1d()
+    observer = WriteObserver([module])
+    module(torch.randn(4, 3))
+    assert isinstance(observer.written(), Written)
+
+
+def test_tensors_of_attributes_are_found() -> None:
+    def write(module: Any) -> None:
+        module.part.last = torch.ones(3)
+
+    found = written(write)
+    assert found.attributes == (PART,)
+    module = Counting()
+    snapshot = Snapshot(submodules(module), found, CPU)
+    write(module)
+    snapshot.restore()
+    assert not hasattr(module.part, "last")
+
+
+def test_a_tensor_in_an_attribute_that_is_written_in_place() -> None:
+    """`watch` gives a reason for such calls; the observer sees objects only."""
+    module = Counting()
+    hidden: Tensor = torch.zeros(3)
+    module.part.hidden = [hidden]
+    observer = WriteObserver(submodules(module))
+    hidden.add_(1)
+    assert observer.written() == Written()
