@@ -166,13 +166,12 @@ def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
 
 def _has_changed(before: Any, now: Any) -> bool:
     """Whether an attribute has changed since `_shallow` has copied it."""
-    kind = type(before)
-    if kind is not list and kind is not dict and kind is not set:
+    if type(before) not in (list, dict, set):
         return now is not before
-    if type(now) is not kind or len(now) != len(before):
+    if type(now) is not type(before) or len(now) != len(before):
         return True
-    if kind is set:
+    if isinstance(before, set):
         return bool(now != before)
-    if kind is dict and any(a is not b for a, b in zip(before.values(), now.values(), strict=True)):
+    if isinstance(before, dict) and any(a is not b for a, b in zip(before.values(), now.values(), strict=True)):
         return True
     return any(a is not b for a, b in zip(before, now, strict=True))
