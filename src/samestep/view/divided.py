@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from samestep.view.call import Call
 from samestep.view.crossings import Rows, cut, enter
@@ -15,6 +15,7 @@ from samestep.view.division import Division, Output
 from samestep.view.exchange import CallExchange
 from samestep.view.hub import Hub
 from samestep.view.inner import Inner, inner_graph
+from samestep.view.leaves import Spec, flatten, unflatten
 from samestep.view.operations import Operation, Operations
 from samestep.view.ranks import Ranks
 from samestep.view.region import Region, inside
@@ -32,7 +33,7 @@ class OwnResult:
     """
 
     leaves: list[Any]
-    spec: TreeSpec
+    spec: Spec
     operations: Operations
 
 
@@ -103,7 +104,7 @@ class DividedCall:
             with inside(self.region):
                 result = forward(*arguments, **options)
             operations.functions = list(self._known)
-        leaves, spec = tree_flatten(result)
+        leaves, spec = flatten(result)
         return OwnResult(leaves, spec, operations)
 
     def _run_inner(self, forward: Callable[..., Any], own: list[Any], hub: Hub) -> OwnResult:
@@ -128,12 +129,14 @@ class DividedCall:
         leaves = [next(outputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in result.leaves]
         return OwnResult(leaves, result.spec, result.operations)
 
-    def fits(self, result: OwnResult, spec: TreeSpec | None) -> bool:
+    def fits(self, result: OwnResult, spec: Spec | None) -> bool:
         """Whether the outputs have the structure and the rows that the trial found."""
         if result.spec != spec or len(result.leaves) != len(self.division.outputs):
             return False
         for leaf, output in zip(result.leaves, self.division.outputs, strict=True):
-            if isinstance(leaf, torch.Tensor) == (output.kind == "value"):
+            if isinstance(leaf, torch.Tensor) == (output.kind in ("value", "count")):
+                return False
+            if output.kind == "count" and leaf != output.factor * self.region.own:
                 return False
             if output.kind == "rows" and (leaf.dim() == 0 or leaf.shape[0] != output.factor * self.region.own):
                 return False
@@ -177,12 +180,14 @@ class DividedCall:
         else:
             whole = crossing.gather(tensors)
         leaves = []
-        for leaf in result.leaves:
+        for leaf, output in zip(result.leaves, self.division.outputs, strict=True):
             if isinstance(leaf, torch.Tensor):
                 leaves.append(whole[places[id(leaf)]])
+            elif output.kind == "count":
+                leaves.append(output.factor * self.region.rows)
             else:
                 leaves.append(leaf)
-        return tree_unflatten(leaves, result.spec)
+        return unflatten(leaves, result.spec)
 
 
 class OutputCrossing:

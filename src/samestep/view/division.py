@@ -8,17 +8,17 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Output:
-    """One leaf of the outputs of a divided call, in the order of `torch.utils._pytree.tree_flatten`.
+    """One leaf of the outputs of a divided call, in the order of `leaves.flatten`.
 
     Attributes:
         kind: `rows`: the first dimension is `factor` times the number of rows, and outputs of ranks are concatenated;
             `mean`: outputs of ranks are averaged with the numbers of own rows as weights; `sum`: they are added;
             `constant`: a tensor that does not depend on the rows, equal on all ranks; `value`: not a tensor, equal on
-            all ranks.
-        factor: rows of the output per row of the batch, for `rows`.
+            all ranks; `count`: an integer that is `factor` times the number of rows, such as a size.
+        factor: rows of the output per row of the batch, for `rows` and `count`.
     """
 
-    kind: Literal["rows", "mean", "sum", "constant", "value"]
+    kind: Literal["rows", "mean", "sum", "constant", "value", "count"]
     factor: int = 1
 
 

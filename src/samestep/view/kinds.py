@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec
 
 from samestep.view.backward_code import BackwardCode
 from samestep.view.division import Division
+from samestep.view.leaves import Spec
 from samestep.view.operations import Operation
 
 _PLAIN = (bool, str, type(None))
@@ -63,7 +63,7 @@ class Kind:
     known: dict[tuple[Operation, ...], Division] = field(default_factory=dict)
     last: tuple[Operation, ...] = ()
     is_tried_now: bool = False
-    outputs: TreeSpec | None = None
+    outputs: Spec | None = None
     uses_checkpointing: bool = False
     is_compiled: bool = False
     written: Written | None = None

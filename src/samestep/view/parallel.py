@@ -34,6 +34,7 @@ from samestep.view.kinds import (
     structure_key,
     submodules,
 )
+from samestep.view.leaves import flatten
 from samestep.view.operations import has_rules
 from samestep.view.ranks import rank_bounds
 from samestep.view.region import Region
@@ -262,7 +263,7 @@ class ParallelModule:
             return None
         if watched.is_first_again:
             return watched
-        outputs, kind.outputs = tree_flatten(watched.result)
+        outputs, kind.outputs = flatten(watched.result)
         kind.is_watched = True
         kind.last = watched.operations
         kind.written = observer.written()

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.rng import generator_state, seed_generators
 from samestep.view.comparison import written_values
 from samestep.view.division import ComputedWhole
+from samestep.view.leaves import Spec, flatten
 from samestep.view.operations import Operations
 from samestep.view.precision import Precision, converted
 from samestep.view.region import Exchange, Region, inside
@@ -174,7 +175,7 @@ class Run:
         self.own = stop - start
         self.operations = Operations()
         self.outputs: list[Any] = []
-        self.structure: TreeSpec | None = None
+        self.structure: Spec | None = None
         self.wanted: dict[int, torch.Tensor] = {}
         self.written: dict[str, Any] = {}
         self.generators: tuple[object, ...] = ()
@@ -211,7 +212,7 @@ class Run:
         (arguments, options), self.wanted = setting.arguments(*self._span)
         with setting.modes(), inside(region), self.operations:
             result = setting.forward(*arguments, **options)
-        self.outputs, self.structure = tree_flatten(result)
+        self.outputs, self.structure = flatten(result)
         self.written = written_values(setting.module)
         self.generators = generator_state(setting.device)
         self.sources = recorder.sources

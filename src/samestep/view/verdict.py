@@ -9,9 +9,8 @@ import torch
 
 from samestep.view.comparison import close, largest, same_value
 from samestep.view.division import ComputedWhole, Output
+from samestep.view.leaves import VALUES
 from samestep.view.trial_run import Run, Setting
-
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 
 
 def rows_factor(whole: Sequence[int], fewer: Sequence[int], rows: int, fewer_rows: int) -> int | None:
@@ -105,11 +104,7 @@ class Verdict:
         fewer = self._fewer.outputs[number]
         parts = [part.outputs[number] for part in self._parts]
         if not isinstance(whole, torch.Tensor):
-            if not isinstance(whole, _PLAIN):
-                raise ComputedWhole(f"returns an object of the type {type(whole).__name__}")
-            if not all(same_value(whole, other, self._tolerance) for other in (fewer, *parts)):
-                raise ComputedWhole("returns a value that depends on the rows")
-            return Output("value")
+            return self._output_value(number)
         if not all(isinstance(part, torch.Tensor) for part in (fewer, *parts)):
             raise ComputedWhole("the types of its outputs depend on the rows")
         if any(part.requires_grad != whole.requires_grad for part in parts):
@@ -130,6 +125,20 @@ class Verdict:
         if not close(whole, torch.cat(parts), self._scale([whole])):
             raise ComputedWhole("joins samples (outputs differ)")
         return Output("rows", factor)
+
+    def _output_value(self, number: int) -> Output:
+        """Return how an output is put together that is no tensor."""
+        whole = self._whole.outputs[number]
+        if not isinstance(whole, VALUES):
+            raise ComputedWhole(f"returns an object of type {type(whole).__name__}")
+        runs = (self._fewer, *self._parts)
+        if all(same_value(whole, run.outputs[number], self._tolerance) for run in runs):
+            return Output("value")
+        if type(whole) is int and whole % self._setting.rows == 0:
+            factor = whole // self._setting.rows
+            if all(run.outputs[number] == factor * run.own for run in runs):
+                return Output("count", factor)
+        raise ComputedWhole("returns a value that depends on the rows")
 
     def _kind_without_rows(self, whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Any:
         if any(part.shape != whole.shape or part.dtype != whole.dtype for part in parts):

@@ -10,10 +10,8 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
@@ -23,12 +21,12 @@ from torch.utils._pytree import tree_flatten  # private; the only one that opens
 from samestep.distributed.devices import accelerator_module
 from samestep.view.backward_code import BackwardCode
 from samestep.view.graph import captures, sequence_number
+from samestep.view.leaves import VALUES, flatten, is_held_elsewhere
 from samestep.view.operations import RULES, Operation, Operations
 from samestep.view.reachable import Reachable, changed, is_library_class, tensor_mark
 
-_OUTPUTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, numpy.generic, Enum)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
-_ARGUMENTS = (*_OUTPUTS, *_FUNCTIONS, type, torch.layout, torch.memory_format, range, slice, type(Ellipsis))
+_ARGUMENTS = (*VALUES, *_FUNCTIONS, torch.layout, torch.memory_format, range, slice, type(Ellipsis))
 _HOOKS = frozenset(
     {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook}
 )
@@ -90,7 +88,8 @@ def watch(
         recorder.operations = operations
         result = compute()
     recorder.open.clear()
-    returned = tree_flatten(result)[0]
+    returned = flatten(result)[0]
+    kept = _returned_elsewhere(result)  # not in a function below, which would hold the result too
     found = captures(module, given, returned, recorder.made, start)
     uses_checkpointing = recorder.uses_checkpointing or found.has_checkpoint
     backward_code = BackwardCode(module.modules(), found.functions, recorder.saving)
@@ -101,7 +100,8 @@ def watch(
         lambda: changed(before, reachable.digest()),
         lambda: recorder.reason,
         lambda: None if _gradients(module) == gradients else "writes gradients of parameters",
-        lambda: _foreign_leaf(returned, _OUTPUTS, "returns"),
+        lambda: _foreign_leaf(returned, VALUES, "returns"),
+        lambda: kept,
         lambda: found.reason,
         backward_code.reason,
         lambda: _survivors(module, [*given, *returned], recorder, uses_checkpointing),
@@ -161,6 +161,12 @@ def _foreign_leaf(leaves: Sequence[Any], known: tuple[type, ...], verb: str) -> 
     for leaf in leaves:
         if not isinstance(leaf, (torch.Tensor, *known)):
             return f"{verb} an object of type {type(leaf).__name__}"
+    return None
+
+
+def _returned_elsewhere(result: Any) -> str | None:
+    if is_held_elsewhere(result):
+        return "returns an object that is kept elsewhere too"
     return None
 
 

@@ -1,4 +1,4 @@
-# expect: whole: output
+# expect: divided
 # The model returns a dataclass with its loss beside logits, and a distribution.
 from dataclasses import dataclass
 

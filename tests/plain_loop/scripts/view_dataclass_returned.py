@@ -1,4 +1,4 @@
-# expect: whole: returns an object of type Output
+# expect: divided
 # The model returns a dataclass with its loss and its logits.
 import dataclasses
 

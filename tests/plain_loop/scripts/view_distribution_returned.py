@@ -1,4 +1,4 @@
-# expect: whole: returns an object of type Categorical
+# expect: divided
 # An actor and critic returns a distribution.
 import torch
 from common import perceptron, report, sgd, train

@@ -6,7 +6,6 @@ import random
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -61,11 +60,6 @@ class StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
-
-
-@dataclass
-class Result:
-    values: torch.Tensor
 
 
 def frozen(module: nn.Module) -> nn.Module:
@@ -434,7 +428,7 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], s
         "operations depend",
     ),
     "count": (layered(lambda m, v: (m.layer(v), (v > 0).sum().item())), lambda: (x(3),), "takes numbers out"),
-    "number of rows": (layered(lambda m, v: (m.layer(v), len(v))), lambda: (x(3),), "value that depends"),
+    "number of rows": (layered(lambda m, v: (m.layer(v), len(v) + 1)), lambda: (x(3),), "value that depends"),
     "numpy per row": (
         layered(lambda m, v: m.layer(v) + torch.tensor(numpy.random.rand(len(v), 1))),
         lambda: (x(3),),
@@ -450,7 +444,7 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], s
         lambda: (x(3),),
         "random numbers|UnknownDraw",
     ),
-    "object": (layered(lambda m, v: Result(m.layer(v))), lambda: (x(3),), "object of the type Result"),
+    "object": (layered(lambda m, v: [m.layer(v), iter([1])]), lambda: (x(3),), "object of type list_iterator"),
     "rows that pass a test": (layered(lambda m, v: m.layer(v)[v[:, 0] > 0]), lambda: (x(3),), "rows|joins"),
     "batch in the second dimension": (layered(lambda m, v: m.layer(v).T), lambda: (x(3),), "does not follow"),
     "only NaN": (layered(lambda m, v: m.layer(v) * float("nan")), lambda: (x(3),), "NaN"),
@@ -816,3 +810,16 @@ def test_models_of_transformers() -> None:
     bert = BertForSequenceClassification(config)
     division = tried(bert, input_ids=labels(19, 6), attention_mask=torch.ones(BATCH, 6, dtype=torch.long))
     assert division.outputs == (ROWS,)
+
+
+def test_numbers_that_follow_the_rows() -> None:
+    class Sized:
+        def __init__(self, values: torch.Tensor) -> None:
+            self.values = values
+            self.shape = values.shape
+
+    division = tried(Call(lambda module, values: (Sized(2 * values), 2 * len(values), 3)), x(4))
+    kinds = [(output.kind, output.factor) for output in division.outputs]
+    assert kinds == [("rows", 1), ("count", 1), ("value", 1), ("count", 2), ("value", 1)]
+    with pytest.raises(ComputedWhole, match="returns a value that depends on the rows"):
+        tried(Call(lambda module, values: (2 * values, len(values) + 1)), x(4))
