@@ -2,6 +2,7 @@
 
     PYTHONPATH=src:tests python -m plain_loop.runner                    # all scripts
     PYTHONPATH=src:tests python -m plain_loop.runner NAME... --processes 1,2 --json FILE
+    PYTHONPATH=src:tests python -m plain_loop.runner NAME:2,3 NAME:4     # numbers of processes of each script
 
 `--processes 0` runs a script twice by plain Python. Two runs are compared: criterion in judge.py.
 """

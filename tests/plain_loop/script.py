@@ -23,7 +23,7 @@ The added line is a comment that begins with a plus sign, at its place in the sc
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -153,5 +153,16 @@ def script_names() -> list[str]:
 
 
 def find_scripts(names: list[str]) -> list[Script]:
-    """Return the scripts of these names; all scripts without names."""
-    return [read_script(SCRIPTS / f"{name}.py") for name in names or script_names()]
+    """Return the scripts of these names; all scripts without names.
+
+    Args:
+        names: each `NAME`, or `NAME:2,3` to run the script on these numbers of processes only.
+    """
+    scripts = []
+    for choice in names or script_names():
+        name, _, numbers = choice.partition(":")
+        script = read_script(SCRIPTS / f"{name}.py")
+        if numbers:
+            script = replace(script, processes=tuple(int(number) for number in numbers.split(",")))
+        scripts.append(script)
+    return scripts

@@ -1,4 +1,4 @@
-# expect: divided
+# expect: mixed: observes operations
 # The script counts the floating-point operations of a step by a mode of torch.
 import torch.nn.functional as F
 from common import batches, perceptron, report, sgd
