@@ -28,6 +28,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _CONTAINERS = (dict, list, tuple)
 _MOST_ITEMS = 64  # of a configuration; a vocabulary or a memory has more
 _MOST_LEVELS = 3
+_MOST_SWITCHES = 8  # of one type, among the arguments of a call
 _TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
@@ -203,11 +204,17 @@ def _code(function: Any) -> Any:
 
 
 def arguments_key(leaves: Sequence[Any], rows: int) -> Hashable:
-    """Return what a verdict depends on in the leaves of the arguments of a call."""
+    """Return what a verdict depends on in the leaves of the arguments of a call.
+
+    Many numbers or strings are values of rows, such as lengths and names, and not switches: only their types count.
+    """
     key: list[Any] = []
+    have_values = [kind for kind in (int, float, str) if sum(type(leaf) is kind for leaf in leaves) > _MOST_SWITCHES]
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             key.append((leaf.dim(), leaf.dtype, leaf.requires_grad, has_rows(leaf, rows), leaf.is_cuda))
+        elif type(leaf) in have_values:
+            key.append(type(leaf))
         elif isinstance(leaf, _PLAIN):
             key.append(leaf)
         elif type(leaf) is int or type(leaf) is float:

@@ -45,6 +45,7 @@ from samestep.view.view import END_CALL, ENTER_CALL, SUM_IN_CALL, TRIAL, WATCH, 
 from samestep.view.watch import Watched, watch
 
 MOST_MICROBATCHES = 8
+_MOST_KINDS = 64  # of the calls of a module; each costs memory, a watched call and a trial
 _MOST_SURPRISES = 8  # calls of a kind that were divided and had to be computed again whole
 # Status of a rank at the end of a divided call.
 _OK = 1
@@ -91,6 +92,7 @@ class ParallelModule:
         self._hub: Hub | None = None
         self._part_ids: list[int] = []
         self._structure: Hashable = None
+        self._new_kinds = 0
         self._is_deferred = False
 
     @property
@@ -202,6 +204,10 @@ class ParallelModule:
         kind = self.view.kinds.get(key)
         if kind is None:
             kind = Kind(self.summary.module)
+            self._new_kinds += 1
+            if self._new_kinds > _MOST_KINDS:
+                kind.reason = f"has arguments or modes of more than {_MOST_KINDS} kinds"
+                return kind
             self.view.kinds[key] = kind
         return kind
 

@@ -1,4 +1,4 @@
-# expect: mixed: joins samples
+# expect: mixed: does not follow the rows
 # The number of rows that come out depends on the data.
 import torch.nn.functional as F
 from common import perceptron, report, train

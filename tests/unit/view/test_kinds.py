@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from samestep.view.division import Division
-from samestep.view.kinds import Kind, module_key, operations_hash, submodules
+from samestep.view.kinds import Kind, arguments_key, module_key, operations_hash, submodules
 from samestep.view.operations import Operation, Operations
 
 
@@ -82,3 +82,10 @@ def test_an_earlier_list_is_divided_while_its_division_is_that_of_the_kind() -> 
     kind.known[torch.tanh,] = Division((True,), (), minimum_rows=2)
     assert kind.divides((torch.relu,))
     assert not kind.divides((torch.tanh,))
+
+
+def test_values_of_many_rows_make_no_other_kind() -> None:
+    assert arguments_key([3, 4] * 8, 4) == arguments_key([5, 6] * 8, 4)
+    assert arguments_key([f"image {row}" for row in range(9)], 9) == arguments_key(["image"] * 9, 9)
+    assert arguments_key([1, "mean"], 4) != arguments_key([2, "mean"], 4)
+    assert arguments_key([1, "mean"], 4) != arguments_key([1, "sum"], 4)
