@@ -195,6 +195,11 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
+def _place(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """Return what changes if a script assigns other data to a parameter, be it a part of the old memory."""
+    return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
+
+
 class Hub:
     """Aliases of a module's parameters, whose gradients are summed over ranks.
 
@@ -215,7 +220,7 @@ class Hub:
         ranks: Ranks,
         before_reduction: Callable[[], None],
     ) -> None:
-        self._pointers = [(parameter, parameter.data_ptr(), parameter.dtype) for parameter in parameters]
+        self._places = [(parameter, _place(parameter)) for parameter in parameters]
         plan = plan_buckets(parameters)
         self._sums = _Sums(ranks, before_reduction)
         self._sums.buckets += [_HubBucket(self._sums, [parameters[index] for index in members]) for members in plan]
@@ -234,13 +239,13 @@ class Hub:
 
     def is_current(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether these are the parameters of the hub, in the same places with the same memory."""
-        if len(parameters) != len(self._pointers):
+        if len(parameters) != len(self._places):
             return False
         if not is_in_place(self._entries):
             return False
         return all(
-            parameter is own and parameter.data_ptr() == pointer and parameter.dtype == dtype
-            for parameter, (own, pointer, dtype) in zip(parameters, self._pointers, strict=True)
+            parameter is own and _place(parameter) == place
+            for parameter, (own, place) in zip(parameters, self._places, strict=True)
         )
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import types
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,14 +20,11 @@ from samestep.view.backward_code import BackwardCode
 from samestep.view.division import Division
 from samestep.view.leaves import Spec
 from samestep.view.operations import Operation
+from samestep.view.switches import code_of, has_settings, switch, switches_of
 
 _PLAIN = (bool, str, type(None))
-_LARGEST_DIMENSION = 3
-_SIMPLE = (*_PLAIN, int, float)
+_SWITCHES = (*_PLAIN, int, float, tuple, list, dict, types.FunctionType, types.MethodType, partial)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_CONTAINERS = (dict, list, tuple)
-_MOST_ITEMS = 64  # of a configuration; a vocabulary or a memory has more
-_MOST_LEVELS = 3
 _MOST_SWITCHES = 8  # of one type, among the arguments of a call
 _TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
@@ -134,13 +131,15 @@ def module_key(parts: Sequence[nn.Module]) -> Hashable:
         for name in _HOOKS:
             hooks = getattr(part, name)
             if hooks:
-                key.append(tuple(_code(hook) for hook in hooks.values()))
+                key.append(tuple(code_of(hook) for hook in hooks.values()))
         for parameter in part._parameters.values():
             if parameter is not None:
                 key.append(parameter.requires_grad)
         # Of torch's modules, only losses have switches that a script changes between calls.
         if not kind.__module__.startswith("torch.") or issubclass(kind, nn.modules.loss._Loss):
             _add_switches(attributes, key, configurations)
+        elif issubclass(kind, nn.modules.dropout._DropoutNd):
+            key.append(attributes["p"] == 0)  # then it draws no numbers
     for configuration in configurations.values():
         _add_switches(vars(configuration), key, {})
     return tuple(key)
@@ -149,10 +148,16 @@ def module_key(parts: Sequence[nn.Module]) -> Hashable:
 def structure_key(parts: Sequence[nn.Module]) -> Hashable:
     """Return what modules that share a verdict have in common: plain attributes and shapes of parameters."""
     key: list[Any] = []
+    settings: set[int] = set()  # once, also if all submodules have them
     for part in parts:
         for name, value in part.__dict__.items():
-            if type(value) in _SIMPLE:
-                key.append((name, value))
+            if name in _TORCH_ATTRIBUTES:
+                continue
+            if type(value) in _SWITCHES:
+                key.append((name, switch(value, exact=True)))
+            elif has_settings(value) and id(value) not in settings:
+                settings.add(id(value))
+                key.append((name, switches_of(vars(value), exact=True)))
         for parameter in part._parameters.values():
             if parameter is not None and not nn.parameter.is_lazy(parameter):
                 key.append(parameter.shape)
@@ -167,40 +172,10 @@ def _add_switches(attributes: dict[str, Any], key: list[Any], configurations: di
         kind = type(value)
         if kind in _PLAIN:
             key.append((name, value))
-        elif kind is float or kind is int:
-            key.append((name, _number_key(value)))
-        elif kind is types.FunctionType or kind is types.MethodType or kind is partial:
-            key.append((name, _code(value)))
-        elif kind in _CONTAINERS:
-            key.append((name, _switches_inside(value, _MOST_LEVELS)))
-        elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, nn.Module | type):
+        elif kind in _SWITCHES:
+            key.append((name, switch(value)))
+        elif has_settings(value):
             configurations[id(value)] = value  # once, also if all submodules have it
-
-
-def _switches_inside(container: Any, levels: int) -> Hashable:
-    """Return the switches in a configuration of nested containers."""
-    if levels == 0 or len(container) > _MOST_ITEMS:
-        return None
-    items: Iterable[tuple[Any, Any]] = enumerate(container)
-    if type(container) is dict:
-        items = container.items()
-    key: list[Any] = []
-    for name, value in items:
-        kind = type(value)
-        if kind in _PLAIN and type(name) in _SIMPLE:
-            key.append((name, value))
-        elif kind in _CONTAINERS:
-            key.append(_switches_inside(value, levels - 1))
-    return tuple(key)
-
-
-def _code(function: Any) -> Any:
-    if isinstance(function, partial):
-        options = [(name, value) for name, value in function.keywords.items() if type(value) in _SIMPLE]
-        values = [value for value in function.args if type(value) in _SIMPLE]
-        return (_code(function.func), tuple(options), tuple(values))
-    function = getattr(function, "__func__", function)
-    return getattr(function, "__code__", type(function))
 
 
 def arguments_key(leaves: Sequence[Any], rows: int) -> Hashable:
@@ -215,23 +190,11 @@ def arguments_key(leaves: Sequence[Any], rows: int) -> Hashable:
             key.append((leaf.dim(), leaf.dtype, leaf.requires_grad, has_rows(leaf, rows), leaf.is_cuda))
         elif type(leaf) in have_values:
             key.append(type(leaf))
-        elif isinstance(leaf, _PLAIN):
-            key.append(leaf)
-        elif type(leaf) is int or type(leaf) is float:
-            key.append(_number_key(leaf))
+        elif type(leaf) in _SWITCHES:
+            key.append((type(leaf), switch(leaf)))
         else:
             key.append(type(leaf))
     return tuple(key)
-
-
-def _number_key(number: float) -> Any:
-    """Return a number that can be a dimension or a switch; of others only the type.
-
-    A factor of zero hides what it multiplies, and operations on another dimension have the same names.
-    """
-    if number == 0 or (isinstance(number, int) and abs(number) <= _LARGEST_DIMENSION):
-        return number
-    return type(number)
 
 
 def has_rows(leaf: Any, rows: int) -> bool:

@@ -40,6 +40,7 @@ from samestep.view.ranks import rank_bounds
 from samestep.view.region import Region
 from samestep.view.size import is_worth_dividing
 from samestep.view.snapshot import Snapshot, WriteObserver, everything
+from samestep.view.switches import Outside
 from samestep.view.trial import try_division
 from samestep.view.view import END_CALL, ENTER_CALL, SUM_IN_CALL, TRIAL, WATCH, ModuleSummary, View
 from samestep.view.watch import Watched, watch
@@ -93,6 +94,7 @@ class ParallelModule:
         self._part_ids: list[int] = []
         self._structure: Hashable = None
         self._new_kinds = 0
+        self._outside = Outside(())
         self._is_deferred = False
 
     @property
@@ -193,9 +195,11 @@ class ParallelModule:
         if ids != self._part_ids:
             self._part_ids = ids
             self._structure = structure_key(call.parts)
+            self._outside = Outside(call.parts)
         key = (
             self._structure,
             module_key(call.parts),
+            self._outside.key(),
             arguments_key(call.leaves, call.rows),
             call.spec,
             mode_key(self.view.device.type),

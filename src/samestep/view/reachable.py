@@ -53,7 +53,8 @@ def _generators_of_process() -> frozenset[int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_library_file(name: str) -> bool:
+def is_library_file(name: str) -> bool:
+    """Whether a file of code belongs to Python, to an installed library or to this package."""
     if name.startswith("<frozen"):
         return True
     if "site-packages" in name or "dist-packages" in name:
@@ -66,7 +67,7 @@ def is_library_module(module: types.ModuleType | None) -> bool:
     if module is None or module.__name__ == "__main__":
         return False
     file = getattr(module, "__file__", None)
-    return file is None or _is_library_file(file)
+    return file is None or is_library_file(file)
 
 
 def is_library_class(kind: type) -> bool:
@@ -81,7 +82,7 @@ def is_library_function(function: Any) -> bool:
     function = getattr(function, "func", function)  # of a partial
     function = getattr(function, "__func__", function)
     if isinstance(function, types.FunctionType):
-        return _is_library_file(function.__code__.co_filename)
+        return is_library_file(function.__code__.co_filename)
     if isinstance(function, types.BuiltinFunctionType):
         return True
     return is_library_class(type(function))
@@ -227,7 +228,7 @@ class Reachable:
 
     def _places_of_function(self, function: types.FunctionType) -> Iterator[tuple[str, int, Any]]:
         name = function.__name__
-        library = _is_library_file(function.__code__.co_filename)
+        library = is_library_file(function.__code__.co_filename)
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 value = cell.cell_contents
@@ -250,7 +251,7 @@ class Reachable:
         if id(function) in self._functions:
             return
         self._functions[id(function)] = function
-        if _is_library_file(function.__code__.co_filename):
+        if is_library_file(function.__code__.co_filename):
             return
         found: set[str] = set()
         for code in codes(function.__code__):

@@ -1,0 +1,33 @@
+# expect: mixed
+# A class attribute that hides a joining term is zero in the first steps.
+import torch.nn.functional as F
+from common import perceptron, report, train
+from torch import nn
+
+
+class Net(nn.Module):
+    weight = 0.0
+
+    def __init__(self):
+        super().__init__()
+        self.net = perceptron()
+
+    def forward(self, x):
+        out = self.net(x)
+        return out - self.weight * out.mean(0)
+
+
+model = Net()
+# + model = samestep.parallel(model)
+step = 0
+
+
+def loss_function(x, y):
+    global step
+    step += 1
+    Net.weight = max(0.0, 0.1 * (step - 5))
+    return F.cross_entropy(model(x), y)
+
+
+losses = train(model, loss_function)
+report(losses, model)

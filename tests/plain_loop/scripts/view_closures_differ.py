@@ -1,0 +1,28 @@
+# expect: mixed
+# Modules whose functions have one code and other closures, as from a factory.
+import torch
+import torch.nn.functional as F
+from common import report, train
+from torch import nn
+
+
+class Apply(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def centre(dim):
+    return lambda x: x - x.mean(dim, keepdim=True)
+
+
+losses = []
+for dim in (1, 0):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(12, 16), Apply(centre(dim)), nn.Tanh(), nn.Linear(16, 4))
+    # + model = samestep.parallel(model)
+    losses += train(model, lambda x, y, model=model: F.cross_entropy(model(x), y), count=6)
+    report(losses, model)
