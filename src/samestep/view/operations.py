@@ -17,8 +17,8 @@ from samestep.view.region import Make, Region
 # A rule receives the operations of the call, the function, and its arguments; it returns the result.
 Rule = Callable[["Operations", Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 RULES: dict[Callable[..., Any], Rule] = {**DRAW_RULES, **LOSS_RULES, **BATCH_NORM_RULES}
-# A function, or a switch of the next function in a list of operations: a string or a truth value among its arguments.
-Operation = Callable[..., Any] | str | bool
+# A function, or a switch of the next function in a list of operations: one of its arguments that is not a tensor.
+Operation = Callable[..., Any] | str | bool | int
 
 # Functions whose results are Python numbers that depend on shapes and dtypes, not on values.
 _SHAPE_FUNCTIONS = frozenset(
@@ -36,6 +36,19 @@ _SHAPE_FUNCTIONS = frozenset(
 # Functions that copy values of a tensor into Python objects.
 _VALUE_FUNCTIONS = frozenset(
     {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__, torch.Tensor.__format__}
+)
+# Functions of all whose integers are dimensions, among them that of the rows.
+_DIMENSION_NAMES = (
+    *("all", "amax", "amin", "any", "argmax", "argmin", "argsort", "aminmax", "count_nonzero", "cummax", "cummin"),
+    *("cumprod", "cumsum", "flip", "log_softmax", "logcumsumexp", "logsumexp", "max", "mean", "median", "min", "mode"),
+    *("movedim", "nanmean", "nanmedian", "nansum", "normalize", "permute", "prod", "softmax", "softmin", "sort"),
+    *("squeeze", "std", "std_mean", "sum", "transpose", "unsqueeze", "var", "var_mean"),
+)
+_DIMENSION_FUNCTIONS = frozenset(
+    getattr(owner, name)
+    for owner in (torch, torch.Tensor, torch.nn.functional)
+    for name in _DIMENSION_NAMES
+    if hasattr(owner, name)
 )
 
 
@@ -87,10 +100,7 @@ class Operations(TorchFunctionMode):
             if self.recorder is not None and isinstance(value, torch.Tensor | Node):  # such as `data`
                 self.recorder.result(function, arguments, value)
             return value
-        for value in (*arguments, *options.values()):
-            kind = type(value)
-            if kind is bool or (kind is str and ":" not in value):  # "cuda:1" is the device of one rank
-                self.functions.append(value)
+        self._note_switches(function, arguments, options)
         self.functions.append(function)
         recorder = self.recorder
         if recorder is not None:
@@ -108,6 +118,26 @@ class Operations(TorchFunctionMode):
         if recorder is not None:
             recorder.result(function, arguments, result)
         return result
+
+    def _note_switches(
+        self, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
+    ) -> None:
+        """Note what a verdict depends on in the arguments of an operation.
+
+        Scripts take it from closures, globals and configurations, which the kind of a call does not contain.
+        """
+        has_dimensions = function in _DIMENSION_FUNCTIONS
+        for value in (*arguments, *options.values()):
+            kind = type(value)
+            if kind is bool or (kind is str and ":" not in value):  # "cuda:1" is the device of one rank
+                self.functions.append(value)
+            elif kind is float:
+                self.functions.append(value == 0)  # hides what it multiplies
+            elif has_dimensions:  # integers of other functions can be numbers of rows
+                if kind is int:
+                    self.functions.append(value)
+                elif kind is tuple or kind is list:
+                    self.functions += [number for number in value if type(number) is int]
 
     def draw(self, shape: Sequence[int], make: Make, device: torch.device) -> torch.Tensor:
         """Return the numbers of a random draw inside of a divided call, for the own rows."""

@@ -60,6 +60,34 @@ def test_switches_of_a_function_make_another_list_of_operations() -> None:
     assert operations_hash(operations(reduction="mean")) != operations_hash(operations(reduction="sum"))
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda x: x.mean(0), lambda x: x.mean(1)),
+        (lambda x: torch.sum(x, dim=(0, 1)), lambda x: torch.sum(x, dim=(1, 2))),
+        (lambda x: F.softmax(x, dim=0), lambda x: F.softmax(x, dim=1)),
+        (lambda x: 0.0 * x, lambda x: 0.5 * x),
+    ],
+)
+def test_dimensions_and_zeros_make_another_list_of_operations(one: Any, other: Any) -> None:
+    lists = []
+    for function in (one, other):
+        with Operations() as found:
+            function(torch.ones(2, 3, 4))
+        lists.append(found.functions)
+    assert lists[0] != lists[1]
+
+
+def test_numbers_of_rows_make_no_other_list_of_operations() -> None:
+    lists = []
+    for rows in (2, 3):
+        with Operations() as found:
+            x = torch.ones(rows, 4)
+            (x.view(rows, 2, 2) + x.new_zeros(rows, 1, 1).expand(rows, 2, 2)).narrow(0, 0, rows).mul(0.5)
+        lists.append(found.functions)
+    assert lists[0] == lists[1]
+
+
 def test_name_of_a_device_makes_no_other_list_of_operations() -> None:
     with Operations() as one:
         torch.ones(1).to("meta:0")
