@@ -21,6 +21,7 @@ import numpy
 import torch
 from torch import nn
 
+from samestep.view.division import ComputedWhole
 from samestep.view.reachable import Reachable, changed, codes, is_library_class, is_library_function, is_library_module
 
 _FUNCTION = "has an autograd function whose backward keeps state"
@@ -89,11 +90,14 @@ class BackwardCode:
             return self._words
         return None
 
-    def changed(self) -> str | None:
-        """Return a reason for whole calls if what the code reaches has changed since the watched call."""
-        if self._reachable is None or changed(self._before, self._reachable.digest()) is None:
-            return None
-        return self._words
+    def require_unchanged(self) -> None:
+        """Require that what the code reaches has not changed since the watched call.
+
+        Raises:
+            ComputedWhole: it has, and so a trial would change it too.
+        """
+        if self._reachable is not None and changed(self._before, self._reachable.digest()) is not None:
+            raise ComputedWhole(self._words)
 
     def _can_write(self, function: types.FunctionType) -> bool:
         assert self._reachable is not None

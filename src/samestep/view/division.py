@@ -46,3 +46,24 @@ class Division:
 
 class ComputedWhole(Exception):
     """The calls of a kind are computed whole, for the reason that is the text of this exception."""
+
+
+LONGEST_REASON = 120
+
+
+def shortened(reason: str) -> str:
+    """Return the first line of a reason, cut where it is too long for one line of a summary."""
+    reason = reason.strip().partition("\n")[0]
+    if len(reason) <= LONGEST_REASON:
+        return reason
+    return f"{reason[: LONGEST_REASON - 3].rstrip()}..."
+
+
+def failure(phrase: str, error: Exception) -> str:
+    """Return a reason that names an exception.
+
+    Args:
+        phrase: plain words, which come first.
+        error: the exception.
+    """
+    return shortened(f"{phrase} ({type(error).__name__}: {error}".partition("\n")[0] + ")")

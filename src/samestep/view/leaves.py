@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import types
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -86,6 +87,8 @@ def is_held_elsewhere(value: Any) -> bool:
     _flatten(value, objects)
     if not objects:
         return False
+    if any(weakref.getweakrefcount(item) for item in objects):
+        return True
     inside = {id(objects), *(id(item) for item in _below(value))}
     for holder in gc.get_referrers(*objects):
         if id(holder) not in inside and not isinstance(holder, types.FrameType):
@@ -131,7 +134,7 @@ def _content(value: Any) -> Any:
     elif isinstance(value, dict):
         if new is dict.__new__ and kind.__basicsize__ <= dict.__basicsize__ + 2 * _POINTER:
             content = (dict(value), dict(attributes or {}))
-    elif not isinstance(value, _CLOSED) and new is object.__new__:
+    elif not isinstance(value, _CLOSED) and new is object.__new__ and not hasattr(kind, "__del__"):
         slots = _slots(kind)
         base = object.__basicsize__
         if attributes is not None:

@@ -19,7 +19,7 @@ from samestep.launcher.job import process_state
 from samestep.microbatches import microbatch_bounds, owned_microbatches
 from samestep.view.call import Call
 from samestep.view.divided import DividedCall, OwnResult, own_arguments
-from samestep.view.division import ComputedWhole, Division
+from samestep.view.division import ComputedWhole, Division, failure, shortened
 from samestep.view.exchange import CallAbandoned, CallExchange
 from samestep.view.hub import Hub
 from samestep.view.kinds import (
@@ -232,6 +232,7 @@ class ParallelModule:
             )
 
     def _decide_whole(self, kind: Kind, reason: str) -> None:
+        reason = shortened(reason)
         kind.reason = reason
         kind.division = None
         self.summary.add_reason(reason)
@@ -318,11 +319,10 @@ class ParallelModule:
     def _try(self, kind: Kind, call: Call) -> None:
         """Decide by a trial whether calls of a kind can be divided."""
         division: Division | None = None
-        assert kind.backward_code is not None
-        reason = kind.backward_code.changed() or ""
+        reason = ""
         try:
-            if reason:
-                raise ComputedWhole(reason)
+            if kind.backward_code is not None:  # otherwise no whole call was watched
+                kind.backward_code.require_unchanged()
             with self.view.suspended(), _eager(kind):
                 division = try_division(
                     call.module,
@@ -336,7 +336,7 @@ class ParallelModule:
         except ComputedWhole as decision:
             reason = str(decision)
         except Exception as error:  # boundary: a script that is right without a trial must not end because of it
-            reason = f"the trial failed with {type(error).__name__}: {error}"
+            reason = failure("fails in the trial", error)
         kind.backward_code = None
         words = self.view.word(TRIAL, int(division is not None))
         self.view.require_same_action(words)

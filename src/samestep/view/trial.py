@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from samestep.view.division import ComputedWhole, Division
+from samestep.view.division import ComputedWhole, Division, failure
 from samestep.view.lockstep import Part, run_in_lockstep
 from samestep.view.operations import Operation
 from samestep.view.sandbox import sandbox
@@ -224,8 +224,7 @@ def _refusing(reason: str, dtype: torch.dtype, kind: type[ComputedWhole]) -> Ite
     except (ComputedWhole, torch.OutOfMemoryError):
         raise
     except Exception as error:  # boundary: whatever code of the script raises in a trial means whole
-        lines = str(error).splitlines() or [""]
-        text = f"{reason} ({type(error).__name__}: {lines[0][:100]})"
+        text = failure(reason, error)
         is_refusal = isinstance(error, RuntimeError) and any(word in str(error) for word in _DTYPE_WORDS)
         if dtype is torch.float64 and is_refusal:
             raise _DtypeRefused(text) from None
@@ -243,4 +242,4 @@ def _draw_factors(whole: Run, fewer: Run, plan: _Plan) -> tuple[int | None, ...]
             rows_factor(shape, other, plan.rows, plan.fewer) for shape, other in zip(draws, others, strict=True)
         )
     except ValueError as error:
-        raise ComputedWhole(f"draws random numbers whose number does not follow the rows: {error}") from None
+        raise ComputedWhole(f"draws random numbers that do not follow the rows ({error})") from None

@@ -31,7 +31,7 @@ def rows_factor(whole: Sequence[int], fewer: Sequence[int], rows: int, fewer_row
         factor = whole[0] // rows
         if (whole[0], fewer[0]) == (factor * rows, factor * fewer_rows):
             return factor
-    raise ValueError(f"the shape {tuple(whole)} becomes {tuple(fewer)} with {fewer_rows} rows")
+    raise ValueError(f"{tuple(whole)} becomes {tuple(fewer)} with {fewer_rows} rows")
 
 
 class Verdict:
@@ -116,7 +116,7 @@ class Verdict:
         try:
             factor = rows_factor(whole.shape, fewer.shape, self._setting.rows, self._fewer.own)
         except ValueError as error:
-            raise ComputedWhole(f"returns a tensor whose size does not follow the rows: {error}") from None
+            raise ComputedWhole(f"returns a tensor whose size does not follow the rows ({error})") from None
         if factor is None:
             return Output(self._kind_without_rows(whole, parts))
         for part, run in zip(parts, self._parts, strict=True):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from samestep.view.division import ComputedWhole
 from samestep.view.watch import Watched, watch
 
 FUNCTION = "has an autograd function whose backward keeps state"
@@ -271,16 +272,17 @@ def test_function_that_computes_again() -> None:
 
 def test_change_between_watched_call_and_trial() -> None:
     result = watched(lambda x, module: Reversal.apply(x, 0.5))
-    assert result.backward_code.changed() is None
+    result.backward_code.require_unchanged()
     options["scale"] = 3.0
-    assert result.backward_code.changed() == FUNCTION
+    with pytest.raises(ComputedWhole, match=FUNCTION):
+        result.backward_code.require_unchanged()
     options["scale"] = 2.0
 
 
 def test_code_of_libraries_only() -> None:
     code = watched(lambda x, module: x.relu()).backward_code
     assert code.reason() is None
-    assert code.changed() is None
+    code.require_unchanged()
 
 
 def test_registered_operation() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import types
+import weakref
 from typing import Any
 
 import pytest
@@ -129,6 +130,16 @@ def test_packed_sequence() -> None:
     assert type(rebuilt(value)) is type(value)
 
 
+class Deleting:
+    """Object whose end has a consequence, as that of a copy would have."""
+
+    def __init__(self) -> None:
+        self.name = "file"
+
+    def __del__(self) -> None:
+        pass
+
+
 class Loop:
     """Object that refers to itself."""
 
@@ -139,7 +150,8 @@ class Loop:
 @pytest.mark.parametrize(
     "value",
     [
-        *(nn.Linear(1, 1), threading.Lock(), ValueError("x"), iter([1]), flatten, torch.Generator(), Loop()),
+        *(nn.Linear(1, 1), threading.Lock(), ValueError("x"), iter([1]), flatten, torch.Generator()),
+        *(Loop(), Deleting()),
         *(Output(threading.Lock()), [Output(nn.Linear(1, 1))]),  # type: ignore[arg-type]
     ],
     ids=lambda value: type(value).__name__,
@@ -167,6 +179,14 @@ def test_object_that_is_held_elsewhere() -> None:
     module = nn.Identity()
     module.kept = [inner]
     assert is_held_elsewhere(Bag(output=Output(inner)))  # type: ignore[arg-type]
+
+
+def test_object_with_a_weak_reference() -> None:
+    output = types.SimpleNamespace(a=Output(x()))
+    assert not is_held_elsewhere([output])
+    reference = weakref.ref(output.a)
+    assert is_held_elsewhere([output])
+    del reference
 
 
 def test_cache_of_a_language_model() -> None:
