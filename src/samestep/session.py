@@ -156,7 +156,7 @@ def init(
     process_state.world, process_state.options = world, options
     session.callback(_forget_world)
     uncaught = UncaughtErrors(None if adopt else joined_job(), world.context.status)
-    session.callback(uncaught.close)
+    session.push(uncaught.close)
     atexit.register(_end_script, world, uncaught, is_adopted=adopt)
     return world
 

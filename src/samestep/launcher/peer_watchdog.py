@@ -10,6 +10,7 @@ connection at once, but NCCL's kernels wait for a killed rank forever (https://g
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -102,9 +103,11 @@ class PeerWatchdog:
         ]
         for thread in self._threads:
             thread.start()
+        atexit.register(self.close)  # the end of the interpreter aborts the process in a thread that uses a store
 
     def close(self) -> None:
         """Stop the threads."""
+        atexit.unregister(self.close)
         self._closed.set()
         for thread in self._threads:
             thread.join(_TIMEOUT_SECONDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 from samestep.distributed.status import RankStatus
 from samestep.distributed.streams import report_line
@@ -27,9 +28,9 @@ class UncaughtErrors:
         if job is not None:
             sys.excepthook = self._hook
 
-    def close(self) -> None:
-        """Restore the hook, unless the script has set another one."""
-        if sys.excepthook == self._hook:
+    def close(self, kind: type[BaseException] | None = None, *_: Any) -> None:
+        """Restore the hook, unless the script has set another one, or an error is on its way to the hook."""
+        if kind is None and sys.excepthook == self._hook:
             sys.excepthook = self._hook_before
 
     def report(self, error: BaseException) -> None:

@@ -162,7 +162,7 @@ class ParallelModule:
             self._count_whole("a rank would have a single row", call)
             return call.whole()
         if not self._is_worth_dividing(kind, kind.division, call):
-            self._count_whole("a small call", call)
+            self._count_whole("so small that messages would take longer", call)
             return call.whole()
         return self._divided(kind, kind.division, call)
 
