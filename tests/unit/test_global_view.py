@@ -35,7 +35,7 @@ EXPECTED: dict[str, list[Any]] = {
     "pickled": [False, True, True, True, [0, 0, 0], True],
     "appearance": [True] * 9,
     "hooks_of_the_outermost_module": [[11, [11, 11], 11], 2],
-    "deleted_models_are_freed": [True] * 4,
+    "deleted_models_are_freed": [True] * 5,
     "arguments_are_not_kept_by_a_loss": [True, True],
     "refusals": ["E_TOO_MANY_RANKS", "E_VALUE", "E_WRAPPED_MODEL", "E_VALUE", "E_VALUE", "E_VALUE", True],
     "places_where_calls_stay_whole": [2, 0, 0, 0, 0, 0, 0, 1],

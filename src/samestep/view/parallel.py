@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -390,9 +391,15 @@ class ParallelModule:
             self.summary.divided += 1
             if self.summary.divided == 1:
                 view.report(self.summary, f"calls divided between {view.ranks.size} processes")
-            return divided.whole_outputs(result, hub, view.in_step.facts_of_backward)
+            return divided.whole_outputs(result, hub, partial(self._before_backward, has_sums=bool(exchange.sizes)))
         snapshot.restore()
         return self._computed_again(kind, call, str(difference), is_unknown=difference == _OTHER_OPERATIONS)
+
+    def _before_backward(self, gradients: Sequence[torch.Tensor | None], *, has_sums: bool) -> None:
+        """Note the gradients of the outputs, and send a word before sums inside of the backward, as of batch norm."""
+        self.view.in_step.facts_of_backward(gradients)
+        if has_sums:
+            self.view.begin_backward()
 
     def _difference(self, kind: Kind, divided: DividedCall, result: OwnResult | None) -> str | None:
         """Exchange one word about the own rows; return why the call must be computed whole, if it must."""

@@ -44,7 +44,8 @@ class Snapshot:
         for index, name in written.buffers:
             buffer = parts[index]._buffers[name]
             if buffer is not None and not nn.parameter.is_lazy(buffer):
-                self._buffers.append((index, name, buffer, buffer.detach().clone()))
+                version = None if buffer.is_inference() else buffer._version
+                self._buffers.append((index, name, buffer, buffer.detach().clone(), version))
         self._attributes = [(index, _attributes(parts[index])) for index in written.attributes]
         self._torch = torch.get_rng_state()
         self._gpu = None
@@ -75,8 +76,10 @@ class Snapshot:
     def restore(self) -> None:
         """Put the state back."""
         with torch.no_grad():
-            for index, name, buffer, value in self._buffers:
+            for index, name, buffer, value, version in self._buffers:
                 buffer.copy_(value)
+                if version is not None:  # ranks compare numbers of writes; private, in torch 2.11 and 2.13
+                    torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
                 self._parts[index]._buffers[name] = buffer
         for index, attributes in self._attributes:
             current = self._parts[index].__dict__

@@ -1,0 +1,119 @@
+"""Calls of a module that ranks divide, compared with the plain loop on real ranks."""
+
+from typing import Any
+
+import pytest
+
+from helpers.forked_ranks import Job, run_jobs
+
+TOLERANCE = 1e-12
+# Divided calls at least, and calls after the trial that are whole.
+COMPARED = {
+    "several_calls": (11, 0),
+    "parameters_used_outside": (3, 0),
+    "frozen_parts": (3, 0),
+    "absent_gradients": (3, 0),
+    "graph_kept": (3, 0),
+    "gradients_of_some_parameters": (19, 0),
+    "gradient_penalty": (3, 0),
+    "squares_of_gradients": (3, 0),
+    "hooks_of_parameters": (7, 0),
+    "layouts_and_dtypes": (3, 0),
+    "tied_and_recurrent": (3, 0),
+    "random_layers": (3, 0),
+    "unused_parameters_with_no_sync": (11, 0),
+    "gradients_zeroed_in_place_before_no_sync": (11, 0),
+    "changed_module": (9, 0),
+    "renamed_parameter": (3, 3),
+}
+SEVERAL = {
+    "checkpointing": 2,
+    "accumulation": 4,
+    "zeroed_inside_of_no_sync": 2,
+}
+OTHERS = [
+    "gradients_of_inputs_start_no_sum",
+    "gradients_are_buckets",
+    "step_with_pending_gradients",
+    "a_row_that_fails",
+    "a_rank_that_fails_alone",
+    "small_batches",
+    "strict",
+    "local_batch_norm",
+]
+
+
+@pytest.fixture(scope="module", params=[3, 4])
+def results(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    job = Job("run", request.param, {"names": [*COMPARED, *SEVERAL, *OTHERS]})
+    (found,) = run_jobs("workers.view_calls", job, timeout=400)
+    return found
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_gradients_are_those_of_the_plain_loop(results: dict[str, list[Any]], name: str) -> None:
+    least, whole = COMPARED[name]
+    for found in results[name]:
+        assert isinstance(found, list), found
+        assert found[0] <= TOLERANCE
+        assert found[1] >= least
+        assert found[2] == whole
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_gradients_of_each_form_are_those_of_the_plain_loop(results: dict[str, list[Any]], name: str) -> None:
+    for found in results[name]:
+        assert isinstance(found, list), found
+        assert len(found) == SEVERAL[name]
+        for difference, divided, whole in found:
+            assert difference <= TOLERANCE
+            assert divided >= 6
+            assert whole == 0
+
+
+def test_gradients_of_inputs_start_no_sum(results: dict[str, list[Any]]) -> None:
+    for (difference, divided, _), counts in results["gradients_of_inputs_start_no_sum"]:
+        assert difference <= TOLERANCE
+        assert divided >= 6
+        assert counts == [0, 1, 0, 1]
+
+
+def test_gradients_are_memory_of_the_buckets(results: dict[str, list[Any]]) -> None:
+    assert all(found == [True] * 6 for found in results["gradients_are_buckets"])
+
+
+def test_a_step_with_pending_gradients_is_an_error(results: dict[str, list[Any]]) -> None:
+    assert all(found == ["E_RUN", "none"] for found in results["step_with_pending_gradients"])
+
+
+def test_a_row_that_fails_is_the_exception_of_the_script_on_all_ranks(results: dict[str, list[Any]]) -> None:
+    for found in results["a_row_that_fails"]:
+        assert isinstance(found, list), found
+        for difference, divided, _ in found:
+            assert difference <= TOLERANCE
+            assert divided >= 3
+
+
+def test_a_rank_that_fails_alone_fails_no_call(results: dict[str, list[Any]]) -> None:
+    for found in results["a_rank_that_fails_alone"]:
+        assert isinstance(found, list), found
+        for difference, divided, whole, faults in found:
+            assert difference <= TOLERANCE
+            assert divided >= 1
+            assert divided + whole in (2, 3)
+            assert faults == 0
+
+
+def test_a_batch_with_fewer_rows_than_ranks_is_whole(results: dict[str, list[Any]]) -> None:
+    assert all(found == [True, 0, 1] for found in results["small_batches"])
+
+
+def test_strict_makes_whole_calls_errors(results: dict[str, list[Any]]) -> None:
+    for found in results["strict"]:
+        assert found == ["none", *["E_INCOMPATIBLE"] * 2, *["none"] * 3, "E_INCOMPATIBLE"]
+
+
+def test_local_batch_norm(results: dict[str, list[Any]]) -> None:
+    for divided, difference in results["local_batch_norm"]:
+        assert divided == 2
+        assert difference <= TOLERANCE
