@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Division:
         minimum_rows: smallest number of own rows for which whole and divided agree (1 or 2).
         form: `flat` or `inner` graph (`view/divided.py`).
         operations_per_row: floating-point operations of the forward, per row.
+        operations: functions that were tried, in order, after their switches.
     """
 
     inputs: tuple[bool, ...]
@@ -42,6 +43,7 @@ class Division:
     minimum_rows: int = 1
     form: Literal["flat", "inner"] = "flat"
     operations_per_row: float = field(default=0.0, compare=False)
+    operations: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
 
 class ComputedWhole(Exception):

@@ -26,6 +26,9 @@ _PLAIN = (bool, str, type(None))
 _SWITCHES = (*_PLAIN, int, float, tuple, list, dict, types.FunctionType, types.MethodType, partial)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MOST_SWITCHES = 8  # of one type, among the arguments of a call
+_CONVERSIONS = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "float", "half", "bfloat16", "double", "type", "type_as")
+)
 _TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
@@ -41,7 +44,7 @@ class Kind:
         division: result of the trial.
         known: division of each list of operations that was watched, tried and divided.
         last: operations of the watched call.
-        is_tried_now: whether the trial belongs to the current call, so that `division` is that of `last`.
+        is_tried_now: whether the trial belongs to the current call, so that `division` is that of its operations.
         outputs: structure of its outputs.
         uses_checkpointing: whether parts are computed again in the backward.
         is_compiled: whether torch.compile replaces the forward of parts.
@@ -73,9 +76,19 @@ class Kind:
 
     def divides(self, operations: tuple[Operation, ...]) -> bool:
         """Whether `division` is that of a list of operations."""
-        return self.division is not None and (
-            self.known.get(operations) == self.division or (self.is_tried_now and operations == self.last)
+        if self.division is None:
+            return False
+        if self.known.get(operations) == self.division:
+            return True
+        tried = self.division.operations
+        return self.is_tried_now and (
+            operations == tried or (operations == self.last and _but_conversions(tried) == _but_conversions(operations))
         )
+
+
+def _but_conversions(operations: Sequence[Operation]) -> list[Operation]:
+    """Return functions without conversions of precision, which a trial may leave out or add."""
+    return [one for one in operations if not isinstance(one, str | bool) and one not in _CONVERSIONS]
 
 
 @dataclass(frozen=True)

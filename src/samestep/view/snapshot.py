@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,17 +15,51 @@ from torch import nn
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.view.kinds import Written
 
+_MUTABLE = (list, dict, set, deque)
 _TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
-def _shallow(value: Any) -> Any:
-    if type(value) is list or type(value) is dict or type(value) is set:
-        return value.copy()
-    return value
-
-
 def _attributes(part: nn.Module) -> dict[str, Any]:
-    return {name: _shallow(value) for name, value in part.__dict__.items() if name not in _TABLES}
+    return {name: value for name, value in part.__dict__.items() if name not in _TABLES}
+
+
+def _containers(part: nn.Module) -> list[tuple[Any, Any]]:
+    """Return the containers in the attributes of a module, at all levels, each with a copy."""
+    found: list[tuple[Any, Any]] = []
+    seen: set[int] = set()
+    todo = [value for name, value in _attributes(part).items() if not name.endswith("_hooks")]
+    while todo:
+        value = todo.pop()
+        if not isinstance(value, (*_MUTABLE, tuple)) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            found.append((value, dict(value)))
+            todo += value.values()
+            continue
+        if not isinstance(value, tuple):
+            found.append((value, set(value) if isinstance(value, set) else list(value)))
+        todo += value
+    return found
+
+
+def _tensors(part: nn.Module) -> list[torch.Tensor]:
+    """Return the tensors among the attributes of a module and in their containers, without a graph."""
+    found: list[torch.Tensor] = []
+    for name, value in part.__dict__.items():
+        if name in _TABLES or name.endswith("_hooks"):
+            continue
+        items = [value]
+        if isinstance(value, dict):
+            items = list(value.values())
+        elif isinstance(value, list | tuple):
+            items = list(value)
+        found += [item for item in items if type(item) is torch.Tensor and not item.requires_grad]
+    return found
+
+
+def _versions(part: nn.Module) -> list[int]:
+    return [tensor._version for tensor in _tensors(part) if not tensor.is_inference()]
 
 
 class Snapshot:
@@ -47,6 +82,10 @@ class Snapshot:
                 version = None if buffer.is_inference() else buffer._version
                 self._buffers.append((index, name, buffer, buffer.detach().clone(), version))
         self._attributes = [(index, _attributes(parts[index])) for index in written.attributes]
+        self._containers = [pair for index in written.attributes for pair in _containers(parts[index])]
+        # Written in place, as a counter that is no buffer.
+        tensors = [tensor for index in written.attributes for tensor in _tensors(parts[index])]
+        self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
         self._torch = torch.get_rng_state()
         self._gpu = None
         if is_accelerator(device):
@@ -81,12 +120,19 @@ class Snapshot:
                 if version is not None:  # ranks compare numbers of writes; private, in torch 2.11 and 2.13
                     torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
                 self._parts[index]._buffers[name] = buffer
+            for tensor, value in self._tensors:
+                tensor.detach().copy_(value)
         for index, attributes in self._attributes:
             current = self._parts[index].__dict__
             for name in [name for name in current if name not in _TABLES and name not in attributes]:
                 del current[name]
-            for name, value in attributes.items():
-                self._restore_attribute(current, name, value)
+            current.update(attributes)
+        for container, content in self._containers:  # the script's own objects
+            container.clear()
+            if isinstance(container, dict | set):
+                container.update(content)
+            else:
+                container.extend(content)
         torch.set_rng_state(self._torch)
         if self._gpu is not None:
             accelerator_module().set_rng_state(self._gpu, self._device)
@@ -94,18 +140,6 @@ class Snapshot:
             random.setstate(self._python)
         if self._numpy is not None:
             numpy.random.set_state(self._numpy)
-
-    @staticmethod
-    def _restore_attribute(current: dict[str, Any], name: str, value: Any) -> None:
-        # A container of the script stays the same object.
-        now: Any = current.get(name)
-        if type(now) is list and type(value) is list:
-            now[:] = value
-        elif type(now) is type(value) and isinstance(now, dict | set):
-            now.clear()
-            now.update(value)
-        else:
-            current[name] = value
 
 
 def everything(parts: Sequence[nn.Module]) -> Written:
@@ -125,6 +159,8 @@ class WriteObserver:
         self._parts = parts
         self._buffers = self._buffer_values()
         self._attributes = [_attributes(part) for part in parts]
+        self._containers = [_containers(part) for part in parts]
+        self._versions = [_versions(part) for part in parts]
         self._python = random.getstate()
         self._numpy = _numpy_state()
 
@@ -145,7 +181,9 @@ class WriteObserver:
                 buffers.append((index, name))
         attributes = []
         for index, before in enumerate(self._attributes):
-            if _differ(before, self._parts[index].__dict__):
+            part = self._parts[index]
+            has_other_items = any(_has_changed(*pair) for pair in self._containers[index])
+            if has_other_items or _differ(before, part.__dict__) or _versions(part) != self._versions[index]:
                 attributes.append(index)
         return Written(
             tuple(buffers),
@@ -164,17 +202,17 @@ def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
     names = {name for name in after if name not in _TABLES}
     if names != before.keys():
         return True
-    return any(_has_changed(value, after[name]) for name, value in before.items())
+    return any(after[name] is not value for name, value in before.items())
 
 
-def _has_changed(before: Any, now: Any) -> bool:
-    """Whether an attribute has changed since `_shallow` has copied it."""
-    if type(before) not in (list, dict, set):
-        return now is not before
-    if type(now) is not type(before) or len(now) != len(before):
+def _has_changed(container: Any, before: Any) -> bool:
+    """Whether a container has other items than its copy."""
+    if len(container) != len(before):
         return True
-    if isinstance(before, set):
-        return bool(now != before)
-    if isinstance(before, dict) and any(a is not b for a, b in zip(before.values(), now.values(), strict=True)):
+    if isinstance(container, set):
+        return bool(container != before)
+    if isinstance(container, dict) and any(
+        a is not b for a, b in zip(before.values(), container.values(), strict=True)
+    ):
         return True
-    return any(a is not b for a, b in zip(before, now, strict=True))
+    return any(a is not b for a, b in zip(before, container, strict=True))

@@ -212,7 +212,14 @@ def _compared(
     with _refusing("fails in the trial", dtype, _Failed):
         outputs = Verdict(setting, whole, fewer, runs, tolerance).outputs()
     operations_per_row = work.operations / plan.fewer
-    division = Division(setting.has_rows, outputs, factors, plan.minimum, operations_per_row=operations_per_row)
+    division = Division(
+        setting.has_rows,
+        outputs,
+        factors,
+        plan.minimum,
+        operations_per_row=operations_per_row,
+        operations=tuple(whole.operations.functions),
+    )
     return division, setting, whole
 
 

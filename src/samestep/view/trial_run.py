@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
-from samestep.distributed.rng import generator_state, seed_generators
+from samestep.distributed.rng import generator_state
 from samestep.view.comparison import written_values
 from samestep.view.division import ComputedWhole
 from samestep.view.leaves import Spec, flatten
@@ -22,7 +22,7 @@ from samestep.view.region import Exchange, Region, inside
 from samestep.view.sandbox import generators
 from samestep.view.slots import ModuleState, ParameterSlots
 
-_SEED = 20260  # of everything random in a trial; never of a rank
+_SEED = 20260  # of what a trial chooses; never of a rank
 _NOISE = 65_537  # numbers that are repeated, since a random number for each parameter takes time
 _SUMS = frozenset({torch.sum, torch.Tensor.sum})
 _EQUALS = frozenset({torch.eq, torch.Tensor.eq, torch.Tensor.__eq__})
@@ -66,6 +66,8 @@ class Setting:
         self._leaves, self._structure = call
         self._inference = torch.is_inference_mode_enabled()
         self._base = ModuleState(module)
+        # Those of the call that follows, so that it takes the same decisions by chance.
+        self._restore_generators = generators(device)
         self._slots = ParameterSlots(module, attributes=True)
         held = self._slots.held()
         parameters = list(module.parameters())
@@ -94,7 +96,7 @@ class Setting:
                 value = leaf.detach()
                 if cut:
                     value = value[index.to(leaf.device)]
-                value = converted(value, self.dtype)
+                value = _without_zeros(converted(value, self.dtype))
                 other = _other_value(value) if cut else None
                 if other is not None:
                     self.has_plain_masks = True
@@ -114,14 +116,14 @@ class Setting:
                 raise ComputedWhole("writes into a parameter")
 
     def begin(self) -> None:
-        """Put the module into its state before a run, with fresh copies, and seed the generators."""
+        """Put the module and the generators into their states before a run, with fresh copies of tensors."""
         self._base.restore()
         fresh: list[torch.Tensor] = []
         for index, tensor in enumerate(self._slots.tensors):
             copy = self._copies.get(index)
-            fresh.append(converted(tensor, self.dtype) if copy is None else copy)
+            fresh.append(_without_zeros(converted(tensor, self.dtype)) if copy is None else copy)
         self._slots.put(fresh)
-        seed_generators(_SEED, self.device)
+        self._restore_generators()
 
     def arguments(self, start: int, stop: int) -> tuple[Any, dict[int, torch.Tensor]]:
         """Return the (arguments, options) of a run, and the inputs that require gradients, by number of the leaf."""
@@ -258,6 +260,14 @@ def _moved(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
             scale *= deviation
     repeated = noise.to(value.device).repeat(value.numel() // _NOISE + 1)[: value.numel()]
     return value.add_(repeated.view(value.shape), alpha=scale)
+
+
+def _without_zeros(value: torch.Tensor) -> torch.Tensor:
+    """Let a tensor of zeros, such as a weight that begins at zero, have small numbers that hide no term."""
+    if value.is_floating_point() and value.numel() and not bool(value.any()):
+        noise = torch.rand(_NOISE, generator=torch.Generator().manual_seed(_SEED), dtype=value.dtype).to(value.device)
+        value.add_(noise.repeat(value.numel() // _NOISE + 1)[: value.numel()].view(value.shape), alpha=0.01)
+    return value
 
 
 def _other_value(value: torch.Tensor) -> int | None:

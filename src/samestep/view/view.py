@@ -126,6 +126,8 @@ class View:
             reason = "is called under torch.func"
         elif forward_ad._current_level >= 0:  # private; inside of `dual_level`
             reason = "is called with forward-mode derivatives"
+        elif torch.is_anomaly_enabled():
+            reason = "is called while anomalies are detected"  # the backward may fail on one rank only
         elif _is_checkpointed():
             reason = "is called inside of a checkpoint"
         elif _has_modes():

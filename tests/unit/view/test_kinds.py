@@ -97,8 +97,12 @@ def test_name_of_a_device_makes_no_other_list_of_operations() -> None:
 
 
 def test_a_trial_holds_for_the_list_of_operations_of_its_call() -> None:
-    kind = Kind("Net", division=Division((True,), ()), last=(torch.relu,), is_tried_now=True)
+    division = Division((True,), (), operations=(torch.relu,))
+    kind = Kind("Net", division=division, last=(torch.Tensor.float, torch.relu), is_tried_now=True)
     assert kind.divides((torch.relu,))
+    assert kind.divides((torch.Tensor.float, torch.relu))
+    assert not kind.divides((torch.tanh,))
+    kind.last = (torch.tanh,)  # watched, but the trial took another branch
     assert not kind.divides((torch.tanh,))
     kind.is_tried_now = False
     assert not kind.divides((torch.relu,))

@@ -199,10 +199,32 @@ def test_tensors_of_attributes_are_found() -> None:
 
 
 def test_a_tensor_in_an_attribute_that_is_written_in_place() -> None:
-    """`watch` gives a reason for such calls; the observer sees objects only."""
     module = Counting()
     hidden: Tensor = torch.zeros(3)
     module.part.hidden = [hidden]
-    observer = WriteObserver(submodules(module))
+    parts = submodules(module)
+    observer = WriteObserver(parts)
     hidden.add_(1)
-    assert observer.written() == Written()
+    found = observer.written()
+    assert found.attributes
+    snapshot = Snapshot(parts, found, CPU)
+    hidden.add_(1)
+    snapshot.restore()
+    assert hidden.tolist() == [1, 1, 1]
+
+
+def test_items_of_nested_containers_that_are_written() -> None:
+    module = Counting()
+    module.part.hidden = {"calls": {"number": 0}, "sizes": ([1],)}
+    parts = submodules(module)
+    observer = WriteObserver(parts)
+    module.part.hidden["calls"]["number"] += 1
+    found = observer.written()
+    assert found.attributes
+    snapshot = Snapshot(parts, found, CPU)
+    nested = module.part.hidden["calls"]
+    nested["number"] += 1
+    module.part.hidden["sizes"][0].append(2)
+    snapshot.restore()
+    assert module.part.hidden == {"calls": {"number": 1}, "sizes": ([1],)}
+    assert module.part.hidden["calls"] is nested
