@@ -49,6 +49,12 @@ class Verdict:
         """Return the fields for a JSON file."""
         return {**asdict(self), "passed": self.passed}
 
+    def as_short_json(self) -> dict[str, Any]:
+        """Return the fields that are not empty; those of an earlier run stay equal but for deviations."""
+        fields = asdict(self)
+        del fields["seconds"]
+        return {name: value for name, value in fields.items() if value or name == "processes"}
+
 
 def deviation(expected: list[str], printed: list[str]) -> float | str:
     """Return the largest relative deviation of the numbers of the lines, or why they cannot be compared.

@@ -149,7 +149,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="names of scripts; all if none")
     parser.add_argument("--processes", default="1,2,3,4", help="numbers of processes; 0: plain Python once more")
     parser.add_argument("--json", type=Path, help="file of the verdicts")
-    parser.add_argument("--result", type=Path, help="file of the verdicts with the machine, and a page next to it")
+    parser.add_argument(
+        "--result",
+        type=Path,
+        help="file of the verdicts with the machine, and a page next to it; with names, these are replaced",
+    )
     parser.add_argument("--keep", type=Path, help="new folder for output and files of the runs")
     parser.add_argument("--slots", type=int, help="processes at a time")
     options = parser.parse_args(arguments)
@@ -166,9 +170,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     if options.result is not None:
-        result = {"machine": machine, "seconds": seconds, "runs": rows}
+        if options.names:
+            verdicts = _replaced(options.result, verdicts)
+        result = {"machine": machine, "runs": [verdict.as_short_json() for verdict in verdicts]}
         save(options.result, result, page(verdicts, machine))
     return 3 if wrong else 0
+
+
+def _replaced(result: Path, verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Return the verdicts of a file, those of the scripts that ran again replaced."""
+    again = {verdict.script for verdict in verdicts}
+    found = []
+    if result.exists():
+        rows = json.loads(result.read_text(encoding="utf-8"))["runs"]
+        found = [Verdict(**row) for row in rows if row["script"] not in again]
+    return sorted([*found, *verdicts], key=lambda verdict: (verdict.script, verdict.processes))
 
 
 def _print(verdict: Verdict) -> None:
