@@ -739,57 +739,6 @@ def a_row_that_fails() -> Any:
     return [deviation(Tokens(normalised=normalised), of_steps(step, steps=5)) for normalised in (False, True)]
 
 
-class FailingOnce(nn.Module):
-    """Fails on one rank only, when told, before or after the sums of batch norm, or does something else there."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, width)
-        self.norm = nn.BatchNorm1d(width)
-        self.second = nn.Linear(width, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        if FAULT == ["before"]:
-            FAULT.clear()
-            raise MemoryError
-        if FAULT == ["other way"]:
-            FAULT.clear()
-            x = torch.tanh(x)
-        if FAULT == ["other numbers"]:
-            FAULT.clear()
-            x.sum().item()
-        x = self.norm(x)
-        if FAULT == ["after"]:
-            FAULT.clear()
-            raise MemoryError
-        return self.second(x)
-
-
-FAULT: list[str] = []
-
-
-@check
-def a_rank_that_fails_alone() -> Any:
-    """The call is computed whole on all ranks, and no rank sees an exception."""
-    results = []
-    for place in ("before", "after", "other way", "other numbers"):
-        for failing in range(samestep.init().size):
-
-            def script(model: nn.Module, place: str = place, failing: int = failing) -> Iterator[Tensor | None]:
-                for number in range(4):
-                    is_divided = parallel_module(model) is not None
-                    if is_divided and number == 2 and samestep.init().rank == failing:
-                        FAULT.append(place)
-                    model.zero_grad()
-                    model(batch(number)).pow(2).mean().backward()
-                    yield from gradients(model)
-                yield from model.buffers()
-
-            results.append([*deviation(FailingOnce(4 + len(results)), script), len(FAULT)])
-    return results
-
-
 def _fails_in_step(compute: Callable[[nn.Module, torch.optim.Optimizer, int], Any]) -> str:
     model = samestep.parallel(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -36,7 +36,6 @@ OTHERS = [
     "gradients_are_buckets",
     "step_with_pending_gradients",
     "a_row_that_fails",
-    "a_rank_that_fails_alone",
     "small_batches",
     "strict",
     "local_batch_norm",
@@ -92,16 +91,6 @@ def test_a_row_that_fails_is_the_exception_of_the_script_on_all_ranks(results: d
         for difference, divided, _ in found:
             assert difference <= TOLERANCE
             assert divided >= 3
-
-
-def test_a_rank_that_fails_alone_fails_no_call(results: dict[str, list[Any]]) -> None:
-    for found in results["a_rank_that_fails_alone"]:
-        assert isinstance(found, list), found
-        for difference, divided, whole, faults in found:
-            assert difference <= TOLERANCE
-            assert divided >= 1
-            assert divided + whole in (2, 3)
-            assert faults == 0
 
 
 def test_a_batch_with_fewer_rows_than_ranks_is_whole(results: dict[str, list[Any]]) -> None:
