@@ -41,11 +41,14 @@ def own_arguments(ranks: Ranks, division: Division, call: Call) -> list[Any]:
     """Return the leaves of the arguments of a call for the own rows."""
     rows = Rows(ranks, call.bounds)
     own = []
+    cuts: dict[int, torch.Tensor] = {}  # by identity: attention asks whether query and key are one tensor
     for leaf, is_cut in zip(call.leaves, division.inputs, strict=True):
         if not isinstance(leaf, torch.Tensor):
             own.append(leaf)
         elif is_cut:
-            own.append(cut(leaf, rows))
+            if id(leaf) not in cuts:
+                cuts[id(leaf)] = cut(leaf, rows)
+            own.append(cuts[id(leaf)])
         elif leaf.requires_grad and torch.is_grad_enabled():
             own.append(enter(leaf, ranks))
         else:
