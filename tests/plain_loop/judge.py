@@ -98,7 +98,7 @@ def judge(script: Script, plain: list[str], tolerance: float, run: Run) -> Verdi
         verdict.outcome = "hang"
         verdict.problem = f"hang: {_errors(outcomes)}"
     elif any(outcome.code for outcome in outcomes):
-        _judge_failure(script, plain, outcomes, verdict)
+        _judge_failure(script, plain, tolerance, outcomes, verdict)
     elif script.expected == "error" and run.processes > 1:
         verdict.outcome = "no error"
         verdict.problem = f"no error {script.words}"
@@ -122,7 +122,9 @@ def _read_summary(verdict: Verdict, outcome: Outcome) -> None:
         verdict.kind = "whole"
 
 
-def _judge_failure(script: Script, plain: list[str], outcomes: list[Outcome], verdict: Verdict) -> None:
+def _judge_failure(
+    script: Script, plain: list[str], tolerance: float, outcomes: list[Outcome], verdict: Verdict
+) -> None:
     """A rank ended with an error: right if it is the expected one, on all ranks, with no other number before it."""
     texts = [f"{outcome.error} {outcome.errors}" for outcome in outcomes]
     codes = list(script.allowed)
@@ -141,7 +143,9 @@ def _judge_failure(script: Script, plain: list[str], outcomes: list[Outcome], ve
     elif not script.numbers_vary:
         for outcome in outcomes:
             numbers = [line for line in outcome.lines if line.startswith("R ")]
-            if deviation(plain[: len(numbers)], numbers) not in (0.0, "the plain loop printed no numbers"):
+            first = [line for line in plain if line.startswith("R ")][: len(numbers)]
+            distance = deviation(first, numbers)
+            if numbers and not (isinstance(distance, float) and distance <= tolerance):
                 verdict.problem = "other numbers before the error"
 
 
