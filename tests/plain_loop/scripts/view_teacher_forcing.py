@@ -1,4 +1,4 @@
-# expect: whole: operations that were not tried
+# expect: divided
 # Python's generator decides in the forward between the target and the own prediction.
 import random
 
