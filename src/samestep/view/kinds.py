@@ -81,9 +81,11 @@ class Kind:
         if self.known.get(operations) == self.division:
             return True
         tried = self.division.operations
-        return self.is_tried_now and (
-            operations == tried or (operations == self.last and _but_conversions(tried) == _but_conversions(operations))
-        )
+        if not self.is_tried_now or operations == tried:
+            return self.is_tried_now
+        # A trial computes in one precision, and without checkpoints, which have operations of their own.
+        is_alike = self.uses_checkpointing or _but_conversions(tried) == _but_conversions(operations)
+        return is_alike and operations == self.last
 
 
 def _but_conversions(operations: Sequence[Operation]) -> list[Operation]:
