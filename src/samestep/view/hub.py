@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class _HubBucket:
         self.work: Any = None
         self.pending: torch.Tensor | None = None  # own gradients of `no_sync`
         self._has_gradient: list[bool] = []  # for each parameter: whether the current backward has one here
+        self._hooks: list[Any] = []  # of the parameters, while gradients are pending
         self._versions: list[int] = []  # of the gradients of the parameters, when they were last looked at
         self._sums = sums
 
@@ -93,6 +95,9 @@ class _HubBucket:
             self.bucket.add(self.flat, gradients)
         if not self._sums.is_deferred:
             self.pending = None
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
             self._sums.start_in_order()
         # Views of the same memory, so that this takes no time; `finish` replaces them.
         return list(self.bucket.views(self.flat))
@@ -118,6 +123,7 @@ class _HubBucket:
         if self.pending is None:
             self.pending = flat
             self._versions = [0 if one.grad is None else one.grad._version for one in self.parameters]
+            self._watch_accumulation()
         # `.grad` exists from the first backward on, so that `zero_grad` can be seen.
         marks: list[torch.Tensor | None] = []
         for parameter, has_gradient in zip(self.parameters, self._has_gradient, strict=True):
@@ -126,6 +132,18 @@ class _HubBucket:
                 mark = torch.zeros_like(parameter)
             marks.append(mark)
         return marks
+
+    def _watch_accumulation(self) -> None:
+        """Note the versions of `.grad` after gradients are added to it, to tell these writes from `zero_grad`."""
+        versions = self._versions
+
+        def note(index: int, parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                versions[index] = parameter.grad._version
+
+        self._hooks = [
+            one.register_post_accumulate_grad_hook(partial(note, index)) for index, one in enumerate(self.parameters)
+        ]
 
     def _pending_gradients(self) -> torch.Tensor:
         """Return own gradients of earlier backwards; those which `zero_grad` has dropped since are zero or absent."""

@@ -43,7 +43,7 @@ from samestep.view.size import is_worth_dividing
 from samestep.view.snapshot import Snapshot, WriteObserver, everything
 from samestep.view.switches import Outside
 from samestep.view.trial import try_division
-from samestep.view.view import END_CALL, ENTER_CALL, SUM_IN_CALL, TRIAL, WATCH, ModuleSummary, View
+from samestep.view.view import END_CALL, ENTER_CALL, SUM_IN_CALL, TRIAL, WATCH, WATCH_RAISED, ModuleSummary, View
 from samestep.view.watch import Watched, watch
 
 MOST_MICROBATCHES = 8
@@ -245,7 +245,11 @@ class ParallelModule:
         before = Snapshot(call.parts, everything(call.parts), self.view.device)
         watched = None
         if self._can_be_whole:
-            watched = self._watch(kind, call, call.whole_eager, call.arguments, call.options, call.rows)
+            try:
+                watched = self._watch(kind, call, call.whole_eager, call.arguments, call.options, call.rows)
+            except Exception:
+                self.view.require_same_action(self.view.word(WATCH_RAISED))  # otherwise other ranks would wait
+                raise
         words = self.view.word(WATCH, int(watched is not None))
         self.view.require_same_action(words)
         if watched is None or not all(word[2] for word in words):

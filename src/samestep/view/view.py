@@ -36,8 +36,9 @@ BACKWARD = 4  # it begins to sum gradients
 STEP = 5  # an optimizer begins to step after whole calls
 TRIAL = 6  # it has tried a kind of calls
 PARALLEL = 7  # it gives a module to `samestep.parallel`
-WATCH = 9  # it has watched the first call of a kind
 END = 8  # it ends the script, or the block of `samestep.init`
+WATCH = 9  # it has watched the first call of a kind
+WATCH_RAISED = 10  # the first call of a kind raised an exception
 _NAMES = {
     ENTER_CALL: "a divided call",
     SUM_IN_CALL: "a sum inside of a divided call",
@@ -46,6 +47,7 @@ _NAMES = {
     STEP: "a step of an optimizer",
     PARALLEL: "samestep.parallel",
     WATCH: "the first call of a kind",
+    WATCH_RAISED: "an exception in the first call of a kind",
     END: "the end of the script",
     TRIAL: "the second call of a kind",
 }
