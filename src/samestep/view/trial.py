@@ -67,7 +67,7 @@ class _Plan:
 
 _PLAN = _Plan((1, 2, 3), minimum=1)
 # Three parts, since a quotient of two parts can be their mean by chance.
-_LARGER_PARTS = _Plan((2, 3, 4), minimum=2)
+_LARGER_PARTS = _Plan((2, 2, 3), minimum=2)
 _LITTLE_MEMORY = _Plan((1, 1), minimum=1)
 
 
