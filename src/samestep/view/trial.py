@@ -7,7 +7,7 @@ another order. Its tolerance is a constant. Every rank has the same whole batch 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,12 +16,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from samestep.distributed.rng import seed_generators
 from samestep.view.division import ComputedWhole, Division, failure
 from samestep.view.lockstep import Part, run_in_lockstep
 from samestep.view.operations import Operation
 from samestep.view.sandbox import sandbox
 from samestep.view.size import WorkCounter
-from samestep.view.trial_run import Run, Setting
+from samestep.view.trial_run import Change, Run, Setting
 from samestep.view.verdict import Verdict, rows_factor
 
 # Kernels that refuse float64 are judged in float32, with a tolerance that rounding of a few rows does not reach.
@@ -68,6 +69,7 @@ class _Plan:
 _PLAN = _Plan((1, 2, 3), minimum=1)
 # Three parts, since a quotient of two parts can be their mean by chance.
 _LARGER_PARTS = _Plan((2, 2, 3), minimum=2)
+_OTHER_DRAWS = 5  # seed
 _LITTLE_MEMORY = _Plan((1, 1), minimum=1)
 
 
@@ -156,8 +158,12 @@ class _Trial:
             raise ComputedWhole("does not fit into memory in the trial") from None
 
     def _attempt(self, plan: _Plan, has_rows: tuple[bool, ...], dtype: torch.dtype, tolerance: float) -> Division:
-        def compare(vary: bool, known: list[Operation] | None) -> tuple[Division, Setting, Run]:
+        def compare(
+            plan: _Plan, change: Change | None = None, known: list[Operation] | None = None
+        ) -> tuple[Division, Setting, Run]:
             with sandbox(self._module, self._device, dtype):
+                if change == "rows":
+                    seed_generators(_OTHER_DRAWS, self._device)
                 setting = Setting(
                     self._module,
                     self._forward,
@@ -167,16 +173,25 @@ class _Trial:
                     plan.rows,
                     dtype,
                     self._device,
-                    vary=vary,
+                    change=change,
                 )
                 return _compared(setting, plan, dtype, tolerance, known)
 
-        division, setting, whole = compare(False, None)
+        division, setting, whole = compare(plan)
+        known = whole.operations.functions
         if setting.has_plain_masks:
-            try:
-                compare(True, whole.operations.functions)
-            except (_Failed, _OtherKind):  # it does not accept such masks, or computes something else for them
-                return division
+            # It may not accept such masks, or compute something else for them.
+            with suppress(_Failed, _OtherKind):
+                compare(plan, "masks", known)
+        # A quotient can be a mean by chance, and a condition on the largest value be the same in all parts.
+        has_sums = any(output.kind in ("mean", "sum") for output in division.outputs)
+        other_plan = plan
+        if plan.minimum == 1 and not has_sums:
+            other_plan = _LITTLE_MEMORY
+        with suppress(_Failed, _OtherKind):
+            other, _, _ = compare(other_plan, "rows", known)
+            if other.outputs != division.outputs:
+                raise ComputedWhole("joins samples (outputs differ for other rows)")
         return division
 
 
@@ -204,12 +219,14 @@ def _compared(
         with fewer.turn(), work:
             fewer.compute()
     setting.require_unwritten()
-    if known is not None and whole.operations.functions != known:
+    if known is not None and (whole.operations.functions != known or not whole.is_finite()):
         raise _OtherKind
     factors = _draw_factors(whole, fewer, plan)
     runs = [Run(setting, start, stop, factors) for start, stop in plan.spans]
     with _refusing("fails on a part of the rows", dtype, ComputedWhole):
         run_in_lockstep([Part(run.compute, run.turn) for run in runs])
+    if setting.change == "rows" and any(run.operations.functions != known for run in runs):
+        raise _OtherKind  # a branch on a large value, which ranks compare in each call
     with _refusing("fails in the trial", dtype, _Failed):
         outputs = Verdict(setting, whole, fewer, runs, tolerance).outputs()
     operations_per_row = work.operations / plan.fewer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,9 +24,12 @@ from samestep.view.slots import ModuleState, ParameterSlots
 
 _SEED = 20260  # of what a trial chooses; never of a rank
 _NOISE = 65_537  # numbers that are repeated, since a random number for each parameter takes time
+_LARGE = 1000.0  # times the value of a row
 _SUMS = frozenset({torch.sum, torch.Tensor.sum})
 _EQUALS = frozenset({torch.eq, torch.Tensor.eq, torch.Tensor.__eq__})
 _ANY_OR_ALL = frozenset({torch.any, torch.all, torch.Tensor.any, torch.Tensor.all})
+# Change of the rows: masks of a batch with padding, or one row with large values, with other random draws.
+Change = Literal["masks", "rows"]
 
 
 class Setting:
@@ -40,6 +43,7 @@ class Setting:
         device: device of the module.
         parameters: copies of the parameters, moved a little.
         has_rows: leaves of the arguments that are cut.
+        change: change of the rows.
         has_plain_masks: whether an argument looks like a mask of a batch without padding.
     """
 
@@ -54,7 +58,7 @@ class Setting:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        vary: bool,
+        change: Change | None = None,
     ) -> None:
         self.module = module
         self.forward = forward
@@ -82,10 +86,11 @@ class Setting:
                 self._copies[index] = nn.Parameter(_moved(converted(tensor, dtype), noise), tensor.requires_grad)
         self.parameters = list(self._copies.values())
         self._versions = {index: 0 if self._inference else copy._version for index, copy in self._copies.items()}
+        self.change = change
         self.has_plain_masks = False
-        self._inputs = self._few_rows(batch, vary)
+        self._inputs = self._few_rows(batch, change)
 
-    def _few_rows(self, batch: int, vary: bool) -> list[Any]:
+    def _few_rows(self, batch: int, change: Change | None) -> list[Any]:
         """Return the leaves of the arguments with rows of the batch in another order."""
         order = torch.randperm(batch, generator=torch.Generator().manual_seed(_SEED))
         index = order[torch.arange(self.rows) % batch]
@@ -100,8 +105,10 @@ class Setting:
                 other = _other_value(value) if cut else None
                 if other is not None:
                     self.has_plain_masks = True
-                    if vary:
+                    if change == "masks":
                         _vary(value, other)
+                elif cut and change == "rows" and value.is_floating_point():
+                    value[0] *= _LARGE
             inputs.append(value)
         return inputs
 
@@ -202,6 +209,11 @@ class Run:
                 restore()
 
             self._resume = resume
+
+    def is_finite(self) -> bool:
+        """Whether all outputs are finite."""
+        tensors = [leaf for leaf in self.outputs if isinstance(leaf, torch.Tensor)]
+        return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def compute(self, exchange: Exchange | None = None) -> None:
         """Compute the rows, as a part of a divided call if there is an exchange with others."""

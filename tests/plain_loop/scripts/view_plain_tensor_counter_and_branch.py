@@ -1,4 +1,4 @@
-# expect: divided
+# expect: mixed
 # A plain tensor that counts calls in place, in a forward that must sometimes be computed again.
 import torch
 import torch.nn.functional as F
