@@ -39,10 +39,10 @@ def parallel(
     subclass of its own class. Joins the other ranks if `samestep.init` was not called.
 
     Args:
-        module: a module whose parameters are equal on all ranks.
+        module: a module with equal parameters on all ranks.
         strategy: `ddp`: each rank holds all parameters.
         reduction: `fast`: results are equal to those of one process to rounding.
-        batch_norm: statistics of the whole batch (`global`), or of the own rows (`local`), whose results depend on the
+        batch_norm: statistics of the whole batch (`global`), or of the own rows (`local`): then results depend on the
             number of ranks.
         microbatches: number of slices of a batch, of which each rank owns equally many; at least the number of ranks.
             None: the rows of the first call, at most 8.
@@ -92,13 +92,13 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 def parallel_module(module: nn.Module) -> ParallelModule | None:
-    """Return what `samestep.parallel` keeps for a module, or None if its calls are not divided."""
+    """Return the state of `samestep.parallel` for a module, or None if its calls are not divided."""
     owner: ParallelModule | None = getattr(type(module), "_samestep_owner", None)
     return owner if owner is not None and owner.module is module else None
 
 
 class _Parallel(nn.Module):
-    """Mixin of the class of a module whose calls are divided."""
+    """Mixin of the class of a module with divided calls."""
 
     _samestep_base: type[nn.Module]
 

@@ -36,7 +36,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def require_seen(seen: dict[str, Any], processes: int, steps: int) -> None:
-    """Require what a script of some steps sees on each number of processes."""
+    """Require the results of a script of some steps on each number of processes."""
     assert seen["steps"] == steps
     assert (seen["variables"], seen["own branch"]) == ([], False)
     samples, right, accuracy = seen["evaluation"][0]
@@ -83,7 +83,7 @@ def test_script_says_once_how_its_calls_are_computed(plain: Path, tmp_path: Path
     again = run(3, LOOP, tmp_path, EPOCHS, 0, cwd=tmp_path)
     assert again.code == 0
     complete = f"this run is complete: {EPOCHS} of {EPOCHS} epochs were trained by earlier starts\n"
-    assert again.err == complete + DIVIDED.format(3) + SHORT  # of the evaluation, whose last batch has two samples
+    assert again.err == complete + DIVIDED.format(3) + SHORT  # of the evaluation: its last batch has two samples
     require_seen(json.loads(again.out), 3, 0)
 
 

@@ -42,7 +42,7 @@ STACK_SECONDS = 0.5
 
 
 def preload(scripts: Sequence[Script]) -> None:
-    """Import what the runs of some scripts need. No thread may be started here, since the runs are forks."""
+    """Import the modules for the runs of some scripts. No thread may be started here, since the runs are forks."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     names = dict.fromkeys(name for script in scripts if not script.missing for name in script.imports)
@@ -58,7 +58,7 @@ def preload(scripts: Sequence[Script]) -> None:
 
 @dataclass
 class Outcome:
-    """What one rank left.
+    """Files that one rank left.
 
     Attributes:
         code: exit code, negative for a signal.
@@ -136,7 +136,7 @@ class Run:
         return False
 
     def outcomes(self) -> list[Outcome]:
-        """Return what the ranks left, in order."""
+        """Return the files of the ranks, in order."""
         return [self._outcome(rank) for rank in range(self.ranks)]
 
     def _outcome(self, rank: int) -> Outcome:
@@ -185,7 +185,7 @@ def _run_as_rank(run: Run, rank: int, port: int) -> None:
 
 def _prepare_process(run: Run, rank: int, port: int) -> None:
     os.setpgid(0, 0)
-    atexit._clear()  # private: what the parent registered is the parent's
+    atexit._clear()  # private: functions that the parent registered are the parent's
     signal.alarm(int(run.script.limit) + 60)  # should the parent be killed
     for descriptor, name in ((1, "out"), (2, "err")):
         file = os.open(run.folder / f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -26,7 +26,7 @@ class Verdict:
         whole: number of whole calls of rank 0.
         reasons: reasons for whole calls.
         deviation: largest difference to the numbers of plain Python, relative to the largest number of its line.
-        problem: what does not fit the expectation; empty if the run is right.
+        problem: difference from the expectation; empty if the run is right.
         seconds: duration of the run.
     """
 

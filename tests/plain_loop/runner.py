@@ -118,7 +118,7 @@ def run_scripts(
 
 
 def _ended(todo: list[ScriptRuns], limit: int) -> Iterator[ScriptRuns]:
-    """Yield scripts whose runs have ended. At most `limit` processes run at a time, at least one run."""
+    """Yield scripts after the end of their runs. At most `limit` processes run at a time, at least one run."""
     waiting = [run for runs in todo for run in runs.all()]
     running: list[Run] = []
     left = list(todo)

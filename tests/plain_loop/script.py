@@ -6,7 +6,7 @@ The first lines of a script are comments:
                              "whole: WORDS | OTHER WORDS" if the reason depends on the number of processes
     # allows: E_CODE [E_CODE...]    errors that are right as well
     # tolerance: 1e-4        relative to the largest number of a line; 1e-10 if absent
-    # tolerance: permuted    twice the deviation of a plain loop with the rows of batches in another order, whose models
+    # tolerance: permuted    twice the deviation of a plain loop with the rows of batches in another order; its models
                              compute the halves of a batch one after the other
     # processes: 2,3         1,2,3,4 if absent
     # needs: lightning       packages without which the script is skipped
@@ -94,7 +94,7 @@ class Script:
 
     @property
     def source_with_halves(self) -> str:
-        """The plain script, whose models compute the halves of a batch one after the other."""
+        """The plain script; its models compute the halves of a batch one after the other."""
         return self._with_line("import common", "common.halved")
 
     def _with_line(self, first_line: str, function: str) -> str:

@@ -18,7 +18,7 @@ SAMPLES, BATCH = 22, 4
 
 
 def facts() -> list[dict[str, Any]]:
-    """Return what a script sees before and after `init`, by rank."""
+    """Return the surroundings of a script before and after `init`, by rank."""
     before = samestep.is_main()
     world = samestep.init()
     seen = {

@@ -531,7 +531,7 @@ def hooks_of_the_outermost_module() -> Any:
 
 @check
 def two_models() -> Any:
-    """A generator and a critic, whose sums are not mixed up."""
+    """A generator and a critic; their sums are not mixed up."""
 
     class Pair(nn.Module):
         def __init__(self) -> None:
@@ -581,7 +581,7 @@ def deleted_models_are_freed() -> Any:
 
 def _collect() -> None:
     gc.collect()
-    gc.collect()  # what only nodes of freed graphs referred to
+    gc.collect()  # objects of freed graphs
 
 
 @check
@@ -670,10 +670,9 @@ def places_where_calls_stay_whole() -> Any:
     numbers = [owner.summary.divided]
 
     def count(compute: Callable[[], Any]) -> None:
-        before = owner.summary.divided + owner.summary.whole + owner.summary.watched
+        before = owner.summary.divided
         compute()
-        after = owner.summary.divided + owner.summary.whole + owner.summary.watched
-        numbers.append(after - before)
+        numbers.append(owner.summary.divided - before)
 
     def in_thread() -> None:
         thread = threading.Thread(target=lambda: model(batch(0)))
@@ -853,13 +852,13 @@ DIFFERENCES = (
 
 
 def run_difference(name: str) -> list[Any]:
-    """Return what one of `DIFFERENCES` returned on each rank; the ranks are not in step afterwards."""
+    """Return the result of one of `DIFFERENCES` on each rank; the ranks are not in step afterwards."""
     found = run_checks({name: globals()[name]})
     return found[name]
 
 
 def run_end(name: str, folder: str) -> None:
-    """Write what `end_of_...` returned on this rank to a file: no exchange is possible afterwards."""
+    """Write the result of `end_of_...` on this rank to a file: no exchange is possible afterwards."""
     import os
     from pathlib import Path
 

@@ -12,7 +12,7 @@ from samestep.view.ranks import Ranks
 
 
 def run() -> dict[str, list[Any]]:
-    """Return for each message what the ranks found."""
+    """Return for each message the result of the ranks."""
     world = samestep.init(threads=1)
     ranks = Ranks(world)
     found: dict[str, Any] = {"words": ranks.words([ranks.rank, -(2**63) + ranks.rank, 2**62 - ranks.rank])}

@@ -1,7 +1,7 @@
 """Code of a script that runs in the backward of a call: functions of its own, and hooks of saved tensors.
 
-A trial runs this code. What it changes outside of the backward cannot be seen in the watched call, which runs no
-backward, so the code is read; and what it reaches is compared between the watched call and the trial.
+A trial runs this code. Its changes outside of the backward cannot be seen in the watched call, which runs no
+backward, so the code is read; and the values that it reaches are compared between the watched call and the trial.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class BackwardCode:
     """Code of the script that the backward of a watched call would run.
 
     Args:
-        parts: the module and its submodules, whose state a trial restores.
+        parts: the module and its submodules; a trial restores their state.
         nodes: nodes of the graph.
         hooks: functions that pack or unpack saved tensors.
     """
 
     def __init__(self, parts: Iterable[nn.Module], nodes: Iterable[Any], hooks: Iterable[Callable[..., Any]]) -> None:
-        self._own: set[int] = set()  # functions whose first argument is the context
-        self._shared: list[Any] = []  # what contexts share with other objects
+        self._own: set[int] = set()  # functions with the context as first argument
+        self._shared: list[Any] = []  # shared by contexts and other objects
         parts = list(parts)
         own = {id(part) for part in parts}
         roots: list[Any] = []
@@ -83,7 +83,7 @@ class BackwardCode:
             self._before = self._reachable.digest()
 
     def reason(self) -> str | None:
-        """Return a reason for whole calls if the code can write into what outlives a backward."""
+        """Return a reason for whole calls if the code can write into objects that outlive a backward."""
         if self._reachable is None:
             return None
         if any(self._can_write(function) for function in self._reachable.functions()):
@@ -91,7 +91,7 @@ class BackwardCode:
         return None
 
     def require_unchanged(self) -> None:
-        """Require that what the code reaches has not changed since the watched call.
+        """Require that the values within reach of the code have not changed since the watched call.
 
         Raises:
             ComputedWhole: it has, and so a trial would change it too.

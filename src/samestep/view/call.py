@@ -42,12 +42,12 @@ class Call:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that require gradients, each once."""
-        found: dict[nn.Parameter, None] = {}
+        collected: dict[nn.Parameter, None] = {}
         for part in self.parts:
             for parameter in part._parameters.values():
                 if parameter is not None and parameter.requires_grad:
-                    found[parameter] = None
-        return list(found)
+                    collected[parameter] = None
+        return list(collected)
 
     def whole(self) -> Any:
         """Compute the call whole."""

@@ -1,4 +1,4 @@
-"""torch.compile around a module whose calls are divided: only the module's own forward is compiled.
+"""torch.compile around a module with divided calls: only the module's own forward is compiled.
 
 `torch.compile(model)` compiles every function that it reaches. The way of a divided call is not for a compiler, so it
 is left out, and the compiler is put back for the forward of the own rows.
@@ -20,7 +20,7 @@ _eval_frame = torch._C._dynamo.eval_frame
 
 
 class ForwardOfCalls:
-    """The attribute `forward` of a class whose calls are divided.
+    """The attribute `forward` of a class with divided calls.
 
     Args:
         call: receives the module, its eager forward, the forward to use, and the arguments.
@@ -58,7 +58,7 @@ def with_compiler(compiler: Any, function: Callable[..., Any]) -> Callable[..., 
         return function
 
     def traced(*arguments: Any, **options: Any) -> Any:
-        # The compiler skips frames of torch.nn, such as the forward of `Sequential`, but not what they inline here.
+        # The compiler skips frames of torch.nn, such as the forward of `Sequential`, but not what they inline.
         return function(*arguments, **options)
 
     def compiled(*arguments: Any, **options: Any) -> Any:

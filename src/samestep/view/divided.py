@@ -24,7 +24,7 @@ from samestep.view.snapshot import Snapshot
 
 @dataclass
 class OwnResult:
-    """What the forward of the own rows gave.
+    """Result of the forward of the own rows.
 
     Attributes:
         leaves: leaves of the outputs.
@@ -148,7 +148,7 @@ class DividedCall:
         return True
 
     def shapes_hash(self, result: OwnResult) -> int:
-        """Return a number below 2**62 for what outputs of all ranks have in common."""
+        """Return a number below 2**62 for the facts that outputs of all ranks share."""
         facts = []
         for leaf, output in zip(result.leaves, self.division.outputs, strict=True):
             if isinstance(leaf, torch.Tensor):
@@ -194,7 +194,7 @@ class DividedCall:
 
 
 class OutputCrossing:
-    """What the end of a divided call needs, without its arguments: a graph keeps it as long as the loss lives.
+    """State for the end of a divided call, without its arguments: a graph keeps it as long as the loss lives.
 
     Args:
         ranks: the ranks.

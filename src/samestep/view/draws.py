@@ -98,7 +98,7 @@ def _dropout(
     unbatched: int = 0,
     inplace: bool = False,
 ) -> Rule:
-    """Return the rule of a dropout function whose argument `on` switches it on.
+    """Return the rule of a dropout function with the switch `on`.
 
     With `feature` there is one number for each channel, which is in the second dimension, or in the first one if the
     input has the number of dimensions `unbatched`.
@@ -198,9 +198,9 @@ def _sample(operations: Operations, function: Function, arguments: Arguments, op
             raise UnknownDraw(f"draw by {function.__name__}, which takes more numbers for some values than for others")
         return draw_rows(asked)
 
-    given = any(isinstance(value, torch.Generator) for value in named.values())
+    received = any(isinstance(value, torch.Generator) for value in named.values())
     device = torch.empty(0, device=named.get("device") or tensors[0].device).device  # with its index
-    numbers = draw(operations, shape, draw_shape, device, given)
+    numbers = draw(operations, shape, draw_shape, device, received)
     if fills:
         out = tensors[0]
     elif out is not None:

@@ -17,9 +17,9 @@ class CallAbandoned(Exception):
 class CallExchange:
     """Exchange of one divided call.
 
-    A rank whose code fails takes part in the next sum of the others with a mark, so that they leave the call too and no
-    rank waits. It must know the size of that sum: sizes are those of an earlier call of the kind. Without one, a word
-    precedes each sum.
+    A rank with code that fails takes part in the next sum of the others with a mark, so that they leave the call too
+    and no rank waits. It must know the size of that sum: sizes are those of an earlier call of the kind. Without one, a
+    word precedes each sum.
 
     Args:
         ranks: the ranks.

@@ -1,4 +1,4 @@
-"""Graph of a watched call: what it takes from elsewhere, and functions of the script in it."""
+"""Graph of a watched call: tensors from elsewhere, and functions of the script in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 
 @dataclass
 class Captures:
-    """What a walk of the graph of a call has found.
+    """Result of a walk of the graph of a call.
 
     Attributes:
         reason: why the call must be computed whole.
@@ -37,14 +37,14 @@ def sequence_number() -> int:
 
 def captures(
     module: nn.Module,
-    given: Sequence[Any],
+    received: Sequence[Any],
     returned: Sequence[Any],
     made: Mapping[int, weakref.ref[torch.Tensor]],
     start: int,
 ) -> Captures:
     """Walk the graph of the outputs for tensors that the call took from elsewhere than arguments and parameters."""
-    found = Captures()
-    own = [*module.parameters(), *(leaf for leaf in given if isinstance(leaf, torch.Tensor))]
+    collected = Captures()
+    own = [*module.parameters(), *(leaf for leaf in received if isinstance(leaf, torch.Tensor))]
     own_leaves = {id(tensor) for tensor in own}
     seen = {tensor.grad_fn for tensor in own if tensor.grad_fn is not None}
     todo: list[Any] = [leaf.grad_fn for leaf in returned if isinstance(leaf, torch.Tensor)]
@@ -58,14 +58,14 @@ def captures(
             variable = node.variable
             reference = made.get(id(variable))
             if id(variable) not in own_leaves and (reference is None or reference() is not variable):
-                found.reason = "uses a parameter that is not its own"
+                collected.reason = "uses a parameter that is not its own"
             continue
         if node._sequence_nr() < start:
-            found.reason = "uses a tensor with a graph that is not an argument"
+            collected.reason = "uses a tensor with a graph that is not an argument"
             continue
         if name == "CheckpointFunctionBackward":
-            found.has_checkpoint = True
+            collected.has_checkpoint = True
         elif isinstance(node, BackwardCFunction):
-            found.functions.append(node)
+            collected.functions.append(node)
         todo.extend(next_node for next_node, _ in node.next_functions)
-    return found
+    return collected

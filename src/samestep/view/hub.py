@@ -214,12 +214,12 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _place(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """Return what changes if a script assigns other data to a parameter, be it a part of the old memory."""
+    """Return the facts that change if a script assigns other data to a parameter, be it a part of the old memory."""
     return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
 
 
 class Hub:
-    """Aliases of a module's parameters, whose gradients are summed over ranks.
+    """Aliases of a module's parameters; their gradients are summed over ranks.
 
     Attributes:
         anchors: one scalar for each bucket; a call gives each a gradient.

@@ -1,4 +1,4 @@
-"""Comparison of what must be equal on all ranks: a hash of few bytes, and names and script lines on a difference."""
+"""Comparison of facts that must be equal on all ranks: a small hash, and names and script lines on a difference."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Fact(NamedTuple):
 
 
 class _Lists(NamedTuple):
-    """What is compared of a module: dictionaries that hold numbers and buffers, with names for a report."""
+    """Compared facts of a module: dictionaries that hold numbers and buffers, with names for a report."""
 
     attributes: list[tuple[dict[str, Any], Callable[[dict[str, Any]], tuple[Any, ...]]]]
     attribute_names: list[str]
@@ -90,7 +90,7 @@ class InStep:
         self._calls = 0
 
     def facts_of_call(self, module: nn.Module, leaves: Sequence[Any]) -> None:
-        """Add what a call must have in common; `leaves` are its flattened arguments, of the whole batch."""
+        """Add the common facts of a call; `leaves` are its flattened arguments, of the whole batch."""
         line = self._begin()
         self._calls += 1
         kind = f"call {self._calls}: {type(module).__qualname__}"

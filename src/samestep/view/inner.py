@@ -21,7 +21,7 @@ from samestep.view.snapshot import Snapshot
 
 @dataclass
 class RecomputedRegion(Region):
-    """Region of a recomputation, whose draws are found by their shapes: their numbers in the call are not known."""
+    """Region of a recomputation. Its draws are found by their shapes: their numbers in the call are not known."""
 
     factors: dict[tuple[int, ...], int | None] = field(default_factory=dict)
 
@@ -86,10 +86,10 @@ class _InnerGraph(torch.autograd.Function):
                 roots.append(output)
                 seeds.append(gradient)
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # private; torch 2.11 and 2.13
-        found = ctx.inner.backward(roots, seeds, ctx.leaves, keep_graph=keeps_graph)
+        collected = ctx.inner.backward(roots, seeds, ctx.leaves, keep_graph=keeps_graph)
         if not keeps_graph:
             ctx.outputs = None
-        return (None, *found)
+        return (None, *collected)
 
 
 class Inner:
@@ -171,10 +171,10 @@ class Inner:
         if not pairs:
             return [None] * len(tensors)
         roots, seeds = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(roots, wanted, seeds, create_graph=True, allow_unused=True))
-        return [next(found) if tensor.requires_grad else None for tensor in tensors]
+        collected = iter(torch.autograd.grad(roots, wanted, seeds, create_graph=True, allow_unused=True))
+        return [next(collected) if tensor.requires_grad else None for tensor in tensors]
 
 
 def inner_graph(inner: Inner, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the own outputs as a function of `tensors`, whose graph is run by one node."""
+    """Return the own outputs as a function of `tensors`; one node runs its graph."""
     return list(_InnerGraph.apply(inner, *tensors))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Kinds of calls: what a verdict depends on, and what is known about each kind.
+"""Kinds of calls: the facts behind a verdict, and the knowledge about each kind.
 
 A kind is found by the structure of a module and of the arguments, not by objects or sizes, so that a copy of a module,
 or a batch of another length, needs no new trial.
@@ -34,13 +34,13 @@ _TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 @dataclass
 class Kind:
-    """What is known about the calls of one kind.
+    """Knowledge about the calls of one kind.
 
     Attributes:
         name: class of the module and mode of the call, for reports.
         reason: why calls of this kind are computed whole; None while that is not decided, or if they are divided.
         is_watched: whether a first call was computed whole and watched, without a reason for whole.
-        watched_reason: what the watched call does that cannot be divided.
+        watched_reason: act of the watched call that cannot be divided.
         division: result of the trial.
         known: division of each list of operations that was watched, tried and divided.
         last: operations of the watched call.
@@ -48,7 +48,7 @@ class Kind:
         outputs: structure of its outputs.
         uses_checkpointing: whether parts are computed again in the backward.
         is_compiled: whether torch.compile replaces the forward of parts.
-        written: what the watched call changed in the module, to be restored before a call is computed again.
+        written: changes of the watched call in the module, to be restored before a call is computed again.
         exchanges: numbers of elements of the sums inside of a divided call; None before the first one.
         gradient_bytes: size of the gradients of the parameters.
         output_bytes_per_row: size of the outputs, per row of the batch.
@@ -95,11 +95,11 @@ def _but_conversions(operations: Sequence[Operation]) -> list[Operation]:
 
 @dataclass(frozen=True)
 class Written:
-    """What a call of a kind changes.
+    """Changes by a call of a kind.
 
     Attributes:
         buffers: (submodule index, name) of each buffer.
-        attributes: submodule indices whose attributes change.
+        attributes: indices of submodules with changed attributes.
         uses_python: whether Python's generator is used.
         uses_numpy: whether NumPy's generator is used.
     """
@@ -113,14 +113,14 @@ class Written:
 def submodules(module: nn.Module) -> list[nn.Module]:
     """Return a module and all modules below it, each once, in the order of a breadth-first walk."""
     # Faster than `modules()`, which is a recursion of generators; this runs in every call.
-    found = [module]
+    collected = [module]
     seen = {id(module)}
-    for part in found:
+    for part in collected:
         for child in part._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
-                found.append(child)
-    return found
+                collected.append(child)
+    return collected
 
 
 def has_compiled_parts(parts: Sequence[nn.Module]) -> bool:
@@ -130,7 +130,7 @@ def has_compiled_parts(parts: Sequence[nn.Module]) -> bool:
 
 
 def module_key(parts: Sequence[nn.Module]) -> Hashable:
-    """Return what a verdict depends on in a module: types, modes, hooks, switches of the user's classes.
+    """Return the facts of a module behind a verdict: types, modes, hooks, switches of the user's classes.
 
     Args:
         parts: `submodules` of the module.
@@ -161,7 +161,7 @@ def module_key(parts: Sequence[nn.Module]) -> Hashable:
 
 
 def structure_key(parts: Sequence[nn.Module]) -> Hashable:
-    """Return what modules that share a verdict have in common: plain attributes and shapes of parameters."""
+    """Return the facts that modules with one verdict share: plain attributes and shapes of parameters."""
     key: list[Any] = []
     settings: set[int] = set()  # once, also if all submodules have them
     for part in parts:
@@ -194,7 +194,7 @@ def _add_switches(attributes: dict[str, Any], key: list[Any], configurations: di
 
 
 def arguments_key(leaves: Sequence[Any], rows: int) -> Hashable:
-    """Return what a verdict depends on in the leaves of the arguments of a call.
+    """Return the facts behind a verdict in the leaves of the arguments of a call.
 
     Many numbers or strings are values of rows, such as lengths and names, and not switches: only their types count.
     """
@@ -218,7 +218,7 @@ def has_rows(leaf: Any, rows: int) -> bool:
 
 
 def mode_key(device: str) -> Hashable:
-    """Return what a verdict depends on outside of modules and arguments."""
+    """Return the facts behind a verdict outside of modules and arguments."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),

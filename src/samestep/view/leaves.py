@@ -22,7 +22,7 @@ _POINTER = tuple.__itemsize__
 
 
 class _Plain:
-    """Class whose objects have attributes, and nothing beside them."""
+    """Class of objects that have attributes, and nothing beside them."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def flatten(value: Any) -> tuple[list[Any], Spec]:
 
 
 def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
-    """Return a value of a structure. Objects are new ones of the same classes, whose `__init__` is not called."""
+    """Return a value of a structure. Objects are new ones of the same classes, made without `__init__`."""
     if not spec.opened:
         return tree_unflatten(list(leaves), spec.tree)
     opened = dict(spec.opened)
@@ -100,21 +100,21 @@ def _flatten(value: Any, objects: list[Any]) -> tuple[list[Any], Spec]:
     leaves, tree = tree_flatten(value, is_leaf=_is_size)  # which torch would make a tuple
     if all(isinstance(leaf, _KNOWN) for leaf in leaves):
         return leaves, Spec(tree)
-    found: list[Any] = []
+    collected: list[Any] = []
     opened: list[tuple[int, Opened]] = []
     for position, leaf in enumerate(leaves):
         content = None
         if not isinstance(leaf, _KNOWN) and not any(leaf is other for other in objects):
             content = _content(leaf)
         if content is None:
-            found.append(leaf)
+            collected.append(leaf)
             continue
         if not isinstance(leaf, torch.Size):
             objects.append(leaf)
         inner, spec = _flatten(content, objects)
-        found += inner
+        collected += inner
         opened.append((position, Opened(type(leaf), spec, len(inner))))
-    return found, Spec(tree, tuple(opened))
+    return collected, Spec(tree, tuple(opened))
 
 
 def _is_size(value: Any) -> bool:
@@ -122,7 +122,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """Return what an object consists of; None if it may have more than attributes."""
+    """Return the parts of an object; None if it may have more than attributes."""
     kind = type(value)
     new: Any = kind.__new__
     attributes = getattr(value, "__dict__", None)
@@ -170,12 +170,12 @@ def _rebuilt(kind: type, content: Any) -> Any:
 
 
 def _below(value: Any) -> list[Any]:
-    """Return a value and what it holds, without tensors and code."""
-    found = [value]
+    """Return a value and its parts, without tensors and code."""
+    collected = [value]
     seen = {id(value)}
-    for item in found:
+    for item in collected:
         for held in gc.get_referents(item):
             if id(held) not in seen and not isinstance(held, (*_KNOWN, *_CLOSED)):
                 seen.add(id(held))
-                found.append(held)
-    return found
+                collected.append(held)
+    return collected

@@ -27,7 +27,7 @@ class Part:
     """One part of a divided call, and its `Exchange` with the others.
 
     Attributes:
-        result: what the part has computed.
+        result: result of the part.
     """
 
     joins_graph = True
@@ -37,7 +37,7 @@ class Part:
 
         Args:
             compute: the computation. Grad mode and function modes belong to threads: it sets them itself.
-            turn: context of the scheduler around each time that the part runs: installs what the parts do not share.
+            turn: context of the scheduler around each time that the part runs: installs its own state.
         """
         self.result: Any = None
         self.error: BaseException | None = None

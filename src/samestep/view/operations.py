@@ -20,7 +20,7 @@ RULES: dict[Callable[..., Any], Rule] = {**DRAW_RULES, **LOSS_RULES, **BATCH_NOR
 # A function, or a switch of the next function in a list of operations: one of its arguments that is not a tensor.
 Operation = Callable[..., Any] | str | bool | int
 
-# Functions whose results are Python numbers that depend on shapes and dtypes, not on values.
+# Functions with Python numbers as results that depend on shapes and dtypes, not on values.
 _SHAPE_FUNCTIONS = frozenset(
     {
         *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.numel, torch.Tensor.nelement),
@@ -37,7 +37,7 @@ _SHAPE_FUNCTIONS = frozenset(
 _VALUE_FUNCTIONS = frozenset(
     {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__, torch.Tensor.__format__}
 )
-# Functions of all whose integers are dimensions, among them that of the rows.
+# Functions of which all integers are dimensions, among them that of the rows.
 _DIMENSION_NAMES = (
     *("all", "amax", "amin", "any", "argmax", "argmin", "argsort", "aminmax", "count_nonzero", "cummax", "cummin"),
     *("cumprod", "cumsum", "flip", "log_softmax", "logcumsumexp", "logsumexp", "max", "mean", "median", "min", "mode"),
@@ -124,7 +124,7 @@ class Operations(TorchFunctionMode):
     def _note_switches(
         self, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
     ) -> None:
-        """Note what a verdict depends on in the arguments of an operation.
+        """Note the facts behind a verdict in the arguments of an operation.
 
         Scripts take it from closures, globals and configurations, which the kind of a call does not contain.
         """

@@ -42,7 +42,7 @@ def default_generator(generator: torch.Generator | None) -> Iterator[None]:
 
 
 def draw(
-    operations: Operations, shape: Shape, compute: Callable[[Shape], Any], device: torch.device, given: bool = False
+    operations: Operations, shape: Shape, compute: Callable[[Shape], Any], device: torch.device, received: bool = False
 ) -> torch.Tensor:
     """Return the numbers of the own rows, which have `shape`; `compute` is asked for those of other shapes as well.
 
@@ -55,7 +55,7 @@ def draw(
         with default_generator(generator):
             return torch.as_tensor(compute(asked))
 
-    if region.seed is not None and not given:
+    if region.seed is not None and not received:
         return operations.draw(shape, make, device)
     operations.draws.append(shape)
     numbers = replace(region, seed=None).draw(len(operations.draws) - 1, shape, make, device)
@@ -63,7 +63,7 @@ def draw(
 
 
 def like(tensor: torch.Tensor, shape: Shape, *, exactly: bool = False) -> torch.Tensor:
-    """Return what `empty_like` returns for the whole batch if `tensor` holds own rows of it.
+    """Return the result of `empty_like` for the whole batch if `tensor` holds own rows of it.
 
     With `exactly` the strides are those of `tensor` even if it is not dense.
     """

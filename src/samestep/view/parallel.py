@@ -56,7 +56,7 @@ _UNKNOWN = 3  # its operations were not tried
 
 
 class ParallelModule:
-    """What `samestep.parallel` keeps for one module.
+    """State of `samestep.parallel` for one module.
 
     Args:
         view: the view of this process.
@@ -240,7 +240,7 @@ class ParallelModule:
         self.view.report(self.summary, _WHOLE.format(reason))
 
     def _watched(self, kind: Kind, call: Call) -> Any:
-        """Compute a call whole, as the script's own, and note what it does."""
+        """Compute a call whole, as the script's own, and note its effects."""
         kind.is_compiled = call.forward is not call.eager or has_compiled_parts(call.parts)
         before = Snapshot(call.parts, everything(call.parts), self.view.device)
         watched = None
@@ -270,7 +270,7 @@ class ParallelModule:
         options: dict[str, Any],
         rows: int,
     ) -> Watched | None:
-        """Watch a computation and note what it does; return None if it does not fit into memory."""
+        """Watch a computation and note its effects; return None if it does not fit into memory."""
         observer = WriteObserver(call.parts)
         try:
             with self.view.suspended(), _eager(kind):

@@ -90,7 +90,7 @@ class Ranks:
 
 
 def _in_memory(values: torch.Tensor) -> torch.Tensor:
-    """Return the values as a contiguous tensor whose memory holds them: not the conjugates or negatives of them."""
+    """Return the values as a contiguous tensor with their own memory: not the conjugates or negatives of them."""
     return values.detach().contiguous().resolve_conj().resolve_neg()
 
 

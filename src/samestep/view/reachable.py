@@ -1,4 +1,4 @@
-"""Digest of the values outside of a module that the code of its forward can reach, to find what a call changes.
+"""Digest of the values outside of a module that the code of its forward can reach, to find changes by a call.
 
 The code is followed from the methods of classes that the script defines, through the functions, classes and objects
 that they name. The code of installed libraries is not followed, and the state of their objects is not read, with the
@@ -128,7 +128,7 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _parts_of_code(value: Any) -> tuple[Any, ...] | None:
-    """Return what a wrapper of functions consists of; None for other values."""
+    """Return the parts of a wrapper of functions; None for other values."""
     parts: tuple[Any, ...] | None = None
     if isinstance(value, types.MethodType):
         parts = (value.__func__, value.__self__)
@@ -141,7 +141,7 @@ def _parts_of_code(value: Any) -> tuple[Any, ...] | None:
     elif isinstance(value, functools.cached_property):
         parts = (value.func,)
     elif isinstance(value, functools._lru_cache_wrapper):
-        parts = (value.__wrapped__,)  # what it keeps is a function of the arguments
+        parts = (value.__wrapped__,)  # it keeps a function of the arguments
     return parts
 
 
@@ -179,9 +179,9 @@ class Reachable:
 
     def digest(self) -> dict[tuple[str, int], Digest]:
         """Return a digest for each place that holds a value, with the words for it."""
-        found = {(label, owner): self._digest(value) for label, owner, value in list(self._places())}
+        collected = {(label, owner): self._digest(value) for label, owner, value in list(self._places())}
         self._seen = {}
-        return found
+        return collected
 
     def functions(self) -> list[types.FunctionType]:
         """Return the functions of the script that can be reached."""
@@ -253,7 +253,7 @@ class Reachable:
         self._functions[id(function)] = function
         if is_library_file(function.__code__.co_filename):
             return
-        found: set[str] = set()
+        collected: set[str] = set()
         for code in codes(function.__code__):
             self._names.update(code.co_names)
             self._names.update(text for text in code.co_consts if isinstance(text, str))  # for getattr
@@ -262,9 +262,9 @@ class Reachable:
             # Names of globals and of attributes stand in one list, which only the instructions tell apart.
             if _STORE_GLOBAL in code.co_code[::2] or not function.__globals__.keys().isdisjoint(code.co_names):
                 instructions = dis.get_instructions(code)
-                found.update(step.argval for step in instructions if step.opname in _GLOBAL_OPERATIONS)
+                collected.update(step.argval for step in instructions if step.opname in _GLOBAL_OPERATIONS)
         namespace = function.__globals__
-        self._globals[id(function)] = tuple(sorted(n for n in found if n in namespace or not hasattr(builtins, n)))
+        self._globals[id(function)] = tuple(sorted(n for n in collected if n in namespace or not hasattr(builtins, n)))
 
     def _add_owner(self, owner: Any, label: str) -> None:
         if id(owner) in self._owners:
@@ -291,54 +291,54 @@ class Reachable:
 
     def _digest_new(self, value: Any, depth: int) -> Digest:
         for read in (self._digest_code, self._digest_generator, self._digest_container, self._digest_object):
-            found = read(value, depth)
-            if found is not None:
-                return (type(value).__qualname__, found)
+            collected = read(value, depth)
+            if collected is not None:
+                return (type(value).__qualname__, collected)
         return (type(value).__qualname__, id(value))
 
     def _digest_code(self, value: Any, depth: int) -> Digest | None:
-        """Return a digest of a function, class or Python module, whose code is followed."""
-        found: Digest | None = None
+        """Return a digest of a function, class or Python module; its code is followed."""
+        collected: Digest | None = None
         if isinstance(value, types.FunctionType):
             self._add_function(value)
-            found = id(value)
+            collected = id(value)
         elif isinstance(value, type):
             for kind in value.__mro__:
                 self._add_owner(kind, "class")
-            found = id(value)
+            collected = id(value)
         elif isinstance(value, types.ModuleType):
             self._add_owner(value, "module")
-            found = id(value)
+            collected = id(value)
         elif isinstance(value, types.BuiltinFunctionType):
             owner = value.__self__
-            found = id(value)
+            collected = id(value)
             if isinstance(owner, _GENERATORS):
-                found = self._digest(owner, depth)
+                collected = self._digest(owner, depth)
         else:
             parts = _parts_of_code(value)
             if parts is not None:
-                found = tuple(self._digest(part, depth) for part in parts)
-        return found
+                collected = tuple(self._digest(part, depth) for part in parts)
+        return collected
 
     def _digest_generator(self, value: Any, depth: int) -> Digest | None:
         """Return a digest of a random generator or an iterator."""
-        found: Digest | None = None
+        collected: Digest | None = None
         if id(value) in _generators_of_process():
-            found = id(value)
+            collected = id(value)
         elif isinstance(value, torch.Generator):
-            found = value.get_state().numpy().tobytes()
+            collected = value.get_state().numpy().tobytes()
         elif isinstance(value, numpy.random.Generator):
-            found = repr(value.bit_generator.state)
+            collected = repr(value.bit_generator.state)
         elif isinstance(value, numpy.random.RandomState):
             name, key, *others = value.get_state(legacy=True)
-            found = (name, numpy.asarray(key).tobytes(), *others)
+            collected = (name, numpy.asarray(key).tobytes(), *others)
         elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-            found = value.getstate()
+            collected = value.getstate()
         elif isinstance(value, itertools.count):
-            found = repr(value)
+            collected = repr(value)
         elif hasattr(type(value), "__next__") and is_library_class(type(value)):
-            found = _Incomparable(value)
-        return found
+            collected = _Incomparable(value)
+        return collected
 
     def _digest_container(self, value: Any, depth: int) -> Digest | None:
         if isinstance(value, numpy.ndarray):
@@ -386,7 +386,7 @@ class Reachable:
 
 
 class _Incomparable:
-    """Digest of a value whose state cannot be read without changing it. Not equal to any other."""
+    """Digest of a value with a state that cannot be read without changing it. Not equal to any other."""
 
     def __init__(self, value: Any) -> None:
         self.kind = type(value).__name__
@@ -402,18 +402,18 @@ def _sample(items: list[Any]) -> list[Any]:
 
 def _attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object in its dictionary and slots, without results that it caches."""
-    found = dict(getattr(value, "__dict__", {}))
+    collected = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         for name, entry in vars(kind).items():
             if isinstance(entry, types.MemberDescriptorType) and hasattr(value, name):
-                found[name] = getattr(value, name)
+                collected[name] = getattr(value, name)
             elif isinstance(entry, functools.cached_property):
-                found.pop(name, None)
-    return found
+                collected.pop(name, None)
+    return collected
 
 
 def changed(before: dict[tuple[str, int], Digest], after: dict[tuple[str, int], Digest]) -> str | None:
-    """Return words for the first place whose value a call has changed or which cannot be compared."""
+    """Return words for the first place with a value that a call has changed or which cannot be compared."""
     for place, new in after.items():  # a place that has gone is a hook or an attribute that was removed
         if new == before.get(place):
             continue

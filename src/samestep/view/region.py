@@ -20,7 +20,7 @@ class Exchange(Protocol):
     """Communication inside of a divided call. All ranks call the same methods equally often.
 
     Attributes:
-        joins_graph: the ranks are slices of one process whose graphs are joined by `total`, and there is no `sum`.
+        joins_graph: the ranks are slices of one process, `total` joins their graphs, and there is no `sum`.
     """
 
     joins_graph: bool
@@ -29,7 +29,7 @@ class Exchange(Protocol):
         """Return the sum of `values` over all ranks, on every rank. Differentiable.
 
         Args:
-            values: a tensor whose shape and dtype are equal on all ranks.
+            values: a tensor with equal shape and dtype on all ranks.
         """
         ...
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Containers whose items can be replaced and restored.
+# Containers with items that can be replaced and restored.
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 _MUTABLE = (dict, list, set, deque)
 _WALKED = (nn.Module, dict, list, set, deque, tuple)
@@ -28,7 +28,7 @@ def containers(module: nn.Module, *, hooks: bool = False) -> list[Container]:
         module: the module.
         hooks: whether to return the dictionaries of hooks, too; most modules have a dozen of empty ones.
     """
-    found: list[Container] = []
+    collected: list[Container] = []
     seen: set[int] = set()
     todo: list[Any] = [module]
     while todo:
@@ -42,11 +42,11 @@ def containers(module: nn.Module, *, hooks: bool = False) -> list[Container]:
             continue
         seen.add(id(value))
         if isinstance(value, _MUTABLE):
-            found.append(value)
+            collected.append(value)
         if items is None:
             items = list(value.values()) if isinstance(value, dict) else value
         todo.extend(item for item in items if isinstance(item, _WALKED))
-    return found
+    return collected
 
 
 class ModuleState:
@@ -152,15 +152,15 @@ class ParameterSlots:
             container[key] = self._rebuilt(value, replacements)
 
     def entries(self, mapping: Mapping[torch.Tensor, torch.Tensor]) -> list[Entry]:
-        """Return the slots of the keys of `mapping`, with what is there and what `mapping` puts there."""
+        """Return the slots of the keys of `mapping`, with the present values and those of `mapping`."""
         replacements = [mapping.get(tensor, tensor) for tensor in self.tensors]
-        found: list[Entry] = []
+        collected: list[Entry] = []
         for container, key, index in self._direct:
             if replacements[index] is not self.tensors[index]:
-                found.append((container, key, self.tensors[index], replacements[index]))
+                collected.append((container, key, self.tensors[index], replacements[index]))
         for container, key, value in self._nested:
-            found.append((container, key, value, self._rebuilt(value, replacements)))
-        return found
+            collected.append((container, key, value, self._rebuilt(value, replacements)))
+        return collected
 
     @contextmanager
     def replaced(self, mapping: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:

@@ -25,7 +25,7 @@ def _attributes(part: nn.Module) -> dict[str, Any]:
 
 def _containers(part: nn.Module) -> list[tuple[Any, Any]]:
     """Return the containers in the attributes of a module, at all levels, each with a copy."""
-    found: list[tuple[Any, Any]] = []
+    collected: list[tuple[Any, Any]] = []
     seen: set[int] = set()
     todo = [value for name, value in _attributes(part).items() if not name.endswith("_hooks")]
     while todo:
@@ -34,18 +34,18 @@ def _containers(part: nn.Module) -> list[tuple[Any, Any]]:
             continue
         seen.add(id(value))
         if isinstance(value, dict):
-            found.append((value, dict(value)))
+            collected.append((value, dict(value)))
             todo += value.values()
             continue
         if not isinstance(value, tuple):
-            found.append((value, set(value) if isinstance(value, set) else list(value)))
+            collected.append((value, set(value) if isinstance(value, set) else list(value)))
         todo += value
-    return found
+    return collected
 
 
 def _tensors(part: nn.Module) -> list[torch.Tensor]:
     """Return the tensors among the attributes of a module and in their containers, without a graph."""
-    found: list[torch.Tensor] = []
+    collected: list[torch.Tensor] = []
     for name, value in part.__dict__.items():
         if name in _TABLES or name.endswith("_hooks"):
             continue
@@ -54,8 +54,8 @@ def _tensors(part: nn.Module) -> list[torch.Tensor]:
             items = list(value.values())
         elif isinstance(value, list | tuple):
             items = list(value)
-        found += [item for item in items if type(item) is torch.Tensor and not item.requires_grad]
-    return found
+        collected += [item for item in items if type(item) is torch.Tensor and not item.requires_grad]
+    return collected
 
 
 def _versions(part: nn.Module) -> list[int]:
@@ -67,8 +67,8 @@ class Snapshot:
 
     Args:
         parts: `submodules` of the module.
-        written: what calls of the kind change.
-        device: device of the call, whose generator is saved too.
+        written: changes by calls of the kind.
+        device: device of the call; its generator is saved too.
     """
 
     def __init__(self, parts: Sequence[nn.Module], written: Written, device: torch.device) -> None:
@@ -143,13 +143,13 @@ class Snapshot:
 
 
 def everything(parts: Sequence[nn.Module]) -> Written:
-    """Return what a call of unknown code can change."""
+    """Return the possible changes by a call of unknown code."""
     buffers = [(index, name) for index, part in enumerate(parts) for name in part._buffers.keys()]  # noqa: SIM118
     return Written(tuple(buffers), tuple(range(len(parts))), uses_python=True, uses_numpy=True)
 
 
 class WriteObserver:
-    """Finds what a whole call changes in a module and in the generators of the host.
+    """Finds changes of a whole call in a module and in the generators of the host.
 
     Args:
         parts: `submodules` of the module.
@@ -174,7 +174,7 @@ class WriteObserver:
         return values
 
     def written(self) -> Written:
-        """Return what has changed since the observer was made."""
+        """Return the changes since the observer was made."""
         buffers = []
         for (index, name), (buffer, value) in self._buffers.items():
             if self._parts[index]._buffers.get(name) is not buffer or not torch.equal(buffer, value):

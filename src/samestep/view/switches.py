@@ -1,7 +1,7 @@
 """Switches of a forward: plain values on which a verdict depends, in attributes, closures, globals and classes.
 
 A factor of zero hides what it multiplies, and the same operations join samples or not along other dimensions. So bools,
-strings and whether numbers are zero belong to the kind of a call; `exact` values belong to what modules share.
+strings and whether numbers are zero belong to the kind of a call; `exact` values are facts that modules share.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_SETTINGS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionT
 
 
 def switch(value: Any, *, exact: bool = False, depth: int = 0) -> Hashable:
-    """Return what a verdict depends on in a value; None for objects that are neither plain nor code.
+    """Return the facts of a value behind a verdict; None for objects that are neither plain nor code.
 
     Args:
         value: any value.
@@ -37,23 +37,23 @@ def switch(value: Any, *, exact: bool = False, depth: int = 0) -> Hashable:
         depth: number of containers around the value.
     """
     kind = type(value)
-    found: Hashable = None
+    collected: Hashable = None
     if kind in _PLAIN:
-        found = value
+        collected = value
     elif kind in _NUMBERS:
-        found = value if exact else _number(value)
+        collected = value if exact else _number(value)
     elif depth > _DEPTH:
-        found = None
+        collected = None
     elif kind is types.FunctionType or kind is types.MethodType or kind is partial:
-        found = code_of(value, exact=exact, depth=depth + 1)
+        collected = code_of(value, exact=exact, depth=depth + 1)
     elif kind is tuple and len(value) <= _ITEMS:
-        found = tuple(switch(item, exact=exact, depth=depth + 1) for item in value)
+        collected = tuple(switch(item, exact=exact, depth=depth + 1) for item in value)
     elif kind is list and len(value) <= _ITEMS:  # lists of numbers may grow with the steps
         counted = (bool, str, int) if exact else (bool, str)
-        found = tuple(switch(item, exact=exact) for item in value if type(item) in counted)
+        collected = tuple(switch(item, exact=exact) for item in value if type(item) in counted)
     elif isinstance(value, dict) and len(value) <= _ITEMS:
-        found = switches_of(value, exact=exact, depth=depth)
-    return found
+        collected = switches_of(value, exact=exact, depth=depth)
+    return collected
 
 
 def _number(number: float) -> Hashable:
@@ -66,8 +66,8 @@ def _number(number: float) -> Hashable:
 def switches_of(values: Mapping[str, Any], *, exact: bool = False, depth: int = 0) -> Hashable:
     """Return the switches among named values, such as attributes of an object."""
     pairs = [(name, value) for name, value in values.items() if type(name) is str]
-    found = [(name, switch(value, exact=exact, depth=depth + 1)) for name, value in pairs]
-    return tuple(pair for pair in found if pair[1] is not None)
+    collected = [(name, switch(value, exact=exact, depth=depth + 1)) for name, value in pairs]
+    return tuple(pair for pair in collected if pair[1] is not None)
 
 
 def code_of(function: Any, *, exact: bool = False, depth: int = 0) -> Hashable:
@@ -89,7 +89,7 @@ def code_of(function: Any, *, exact: bool = False, depth: int = 0) -> Hashable:
 
 
 def has_settings(value: Any) -> bool:
-    """Whether a value is an object whose attributes may be switches."""
+    """Whether a value is an object with attributes that may be switches."""
     return not isinstance(value, _NO_SETTINGS) and isinstance(getattr(value, "__dict__", None), dict)
 
 

@@ -243,7 +243,7 @@ def _compared(
 
 @contextmanager
 def _refusing(reason: str, dtype: torch.dtype, kind: type[ComputedWhole]) -> Iterator[None]:
-    """Turn exceptions of the block into reasons to compute whole; lack of memory stays what it is."""
+    """Turn exceptions of the block into reasons to compute whole; lack of memory is raised unchanged."""
     try:
         yield
     except (ComputedWhole, torch.OutOfMemoryError):

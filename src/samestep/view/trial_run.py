@@ -22,7 +22,7 @@ from samestep.view.region import Exchange, Region, inside
 from samestep.view.sandbox import generators
 from samestep.view.slots import ModuleState, ParameterSlots
 
-_SEED = 20260  # of what a trial chooses; never of a rank
+_SEED = 20260  # of the choices of a trial; never of a rank
 _NOISE = 65_537  # numbers that are repeated, since a random number for each parameter takes time
 _LARGE = 1000.0  # times the value of a row
 _SUMS = frozenset({torch.sum, torch.Tensor.sum})
@@ -33,7 +33,7 @@ Change = Literal["masks", "rows"]
 
 
 class Setting:
-    """What all runs of a trial share: the module, its parameters in the trial's precision, and the rows.
+    """Shared state of all runs of a trial: the module, its parameters in the trial's precision, and the rows.
 
     Attributes:
         module: the module, in whose slots the copies stand during a run.
@@ -167,7 +167,7 @@ class Setting:
 
 
 class Run:
-    """One computation, and what it has done.
+    """One computation, and its effects.
 
     Attributes:
         own: number of rows.

@@ -210,13 +210,13 @@ class Verdict:
             wanted += part.wanted.values()
             start = stop
         gradients = torch.autograd.grad(results, wanted, own_cotangents, allow_unused=True)
-        found: list[torch.Tensor | None] = list(gradients[: len(parameters)])
+        collected: list[torch.Tensor | None] = list(gradients[: len(parameters)])
         inputs = list(self._whole.wanted)
         others = gradients[len(parameters) :]
         for position, number in enumerate(inputs):
             pieces = others[position :: len(inputs)]
-            found.append(self._joined(number, pieces))
-        return found
+            collected.append(self._joined(number, pieces))
+        return collected
 
     def _joined(self, number: int, pieces: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Return the gradient of an input from those of the parts."""

@@ -28,7 +28,7 @@ from samestep.view.region import current_region
 if TYPE_CHECKING:
     from samestep.view.parallel import ParallelModule
 
-# First number of a word: what the rank does.
+# First number of a word: action of the rank.
 ENTER_CALL = 1  # it begins a divided call with sums inside
 SUM_IN_CALL = 2  # it is in a sum inside of a divided call
 END_CALL = 3  # it has computed the own rows of a divided call
@@ -64,7 +64,7 @@ class ModuleSummary:
         watched: number of first calls of a kind, which are computed whole.
         whole: number of other calls that were computed whole.
         reasons: reasons for whole calls.
-        lines: what was logged about the module.
+        lines: lines that were logged about the module.
     """
 
     module: str
@@ -109,7 +109,7 @@ class View:
             self.require_same_action(self.word(END))
 
     def add(self, owner: ParallelModule) -> None:
-        """Add a module whose calls are divided."""
+        """Add a module with divided calls."""
         self.modules.append(owner.summary)
         self._owners.append(weakref.ref(owner))
 
@@ -162,7 +162,7 @@ class View:
         """Send a word to all ranks and return the words of all: action, number of the word, and `fields`.
 
         Words have one size, so that ranks which do different things read one another's words. Each carries a hash of
-        what must be equal on all ranks.
+        the facts that must be equal on all ranks.
 
         Raises:
             RankMismatchError: something that must be equal differs between ranks.

@@ -1,4 +1,4 @@
-"""Watched call: the first call of a kind, computed whole, and what it does besides returning its outputs."""
+"""Watched call: the first call of a kind, computed whole, and its other effects than the outputs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Watched:
 def watch(
     module: nn.Module, compute: Callable[[], Any], arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> Watched:
-    """Compute a whole call and report what it did by other ways than its arguments and outputs.
+    """Compute a whole call and report its effects by other ways than arguments and outputs.
 
     Args:
         module: the module that is called.
@@ -76,13 +76,15 @@ def watch(
         arguments: positional arguments of the call.
         options: keyword arguments of the call.
     """
-    given = tree_flatten((arguments, options))[0]
-    marks = _Arguments(arguments, options, given)
+    received = tree_flatten((arguments, options))[0]
+    marks = _Arguments(arguments, options, received)
     structure = _structure(module)
     gradients = _gradients(module)
-    reachable = Reachable(module, (*(leaf for leaf in given if isinstance(leaf, _FUNCTIONS)), *_classes(module, given)))
+    reachable = Reachable(
+        module, (*(leaf for leaf in received if isinstance(leaf, _FUNCTIONS)), *_classes(module, received))
+    )
     before = reachable.digest()
-    recorder = _Recorder([leaf for leaf in given if isinstance(leaf, torch.Tensor)])
+    recorder = _Recorder([leaf for leaf in received if isinstance(leaf, torch.Tensor)])
     start = sequence_number()
     with Operations(None, recorder) as operations:
         recorder.operations = operations
@@ -90,11 +92,11 @@ def watch(
     recorder.open.clear()
     returned = flatten(result)[0]
     kept = _returned_elsewhere(result)  # not in a function below, which would hold the result too
-    found = captures(module, given, returned, recorder.made, start)
-    uses_checkpointing = recorder.uses_checkpointing or found.has_checkpoint
-    backward_code = BackwardCode(module.modules(), found.functions, recorder.saving)
+    collected = captures(module, received, returned, recorder.made, start)
+    uses_checkpointing = recorder.uses_checkpointing or collected.has_checkpoint
+    backward_code = BackwardCode(module.modules(), collected.functions, recorder.saving)
     checks: tuple[Callable[[], str | None], ...] = (
-        lambda: _foreign_leaf(given, _ARGUMENTS, "is given"),
+        lambda: _foreign_leaf(received, _ARGUMENTS, "is given"),
         lambda: _property_of_submodules(module),
         marks.changed,
         lambda: changed(before, reachable.digest()),
@@ -102,12 +104,12 @@ def watch(
         lambda: None if _gradients(module) == gradients else "writes gradients of parameters",
         lambda: _foreign_leaf(returned, VALUES, "returns"),
         lambda: kept,
-        lambda: found.reason,
+        lambda: collected.reason,
         backward_code.reason,
-        lambda: _survivors(module, [*given, *returned], recorder, uses_checkpointing),
+        lambda: _survivors(module, [*received, *returned], recorder, uses_checkpointing),
     )
     is_first_again = structure != _structure(module)
-    if is_first_again:  # what else the call did is seen in the next one
+    if is_first_again:  # other effects of the call are seen in the next one
         reason: str | None = "creates parameters, buffers or submodules"
     else:
         reason = next((words for words in (check() for check in checks) if words is not None), None)
@@ -127,12 +129,12 @@ def watch(
 
 
 def _structure(module: nn.Module) -> list[Any]:
-    """Return what a call changes that creates parameters, buffers or submodules. Buffers may be replaced."""
-    found: list[Any] = []
+    """Return the changes of a call that creates parameters, buffers or submodules. Buffers may be replaced."""
+    collected: list[Any] = []
     for name, part in module.named_modules():
         parameters = [(key, id(value), type(value)) for key, value in part._parameters.items()]
-        found.append((name, id(part), parameters, list(part._buffers.keys())))
-    return found
+        collected.append((name, id(part), parameters, list(part._buffers.keys())))
+    return collected
 
 
 def _gradients(module: nn.Module) -> list[Any]:
@@ -151,9 +153,9 @@ def _property_of_submodules(module: nn.Module) -> str | None:
     return None
 
 
-def _classes(module: nn.Module, given: Sequence[Any]) -> set[type]:
-    """Return the script's own classes of tensors, whose `__torch_function__` runs in the call."""
-    tensors = (*module.parameters(), *module.buffers(), *(leaf for leaf in given if isinstance(leaf, torch.Tensor)))
+def _classes(module: nn.Module, received: Sequence[Any]) -> set[type]:
+    """Return the script's own classes of tensors with a `__torch_function__` that runs in the call."""
+    tensors = (*module.parameters(), *module.buffers(), *(leaf for leaf in received if isinstance(leaf, torch.Tensor)))
     return {type(tensor) for tensor in tensors if not is_library_class(type(tensor))}
 
 
@@ -171,7 +173,7 @@ def _returned_elsewhere(result: Any) -> str | None:
 
 
 class _Arguments:
-    """Arguments of a call, to find what the call writes into them."""
+    """Arguments of a call, to find writes of the call."""
 
     def __init__(self, arguments: tuple[Any, ...], options: dict[str, Any], leaves: Sequence[Any]) -> None:
         self._tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -237,7 +239,7 @@ class _Recorder:
     `by_rows` says that its first dimension has followed the rows of the batch all the way.
     """
 
-    given: Sequence[torch.Tensor]
+    received: Sequence[torch.Tensor]
     operations: Operations | None = None
     reason: str | None = None
     uses_checkpointing: bool = False
@@ -247,11 +249,11 @@ class _Recorder:
     open: list[_Open] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._rows = next((tensor.shape[0] for tensor in self.given if tensor.dim()), 0)
+        self._rows = next((tensor.shape[0] for tensor in self.received if tensor.dim()), 0)
         self._taints: dict[int, tuple[weakref.ref[torch.Tensor], bool]] = {}
         self._tests: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}  # with place, elements of the source
         self._numbers = 0
-        for tensor in self.given:
+        for tensor in self.received:
             if tensor.dim() and tensor.shape[0] == self._rows:
                 self._taint(tensor, True)
 

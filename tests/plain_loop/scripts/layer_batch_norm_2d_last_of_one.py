@@ -1,5 +1,5 @@
 # expect: mixed
-# Batch norm in a conv net over an epoch whose last batch has one sample.
+# Batch norm in a conv net over an epoch with a last batch of one sample.
 import torch
 from common import report
 from torch import nn

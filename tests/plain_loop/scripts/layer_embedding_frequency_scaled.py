@@ -1,5 +1,5 @@
 # expect: whole: joins samples
-# Embedding whose gradients are scaled by how often an index is in the batch.
+# Embedding with gradients scaled by how often an index is in the batch.
 import torch
 from common import report
 from torch import nn

@@ -1,5 +1,5 @@
 # expect: whole: joins samples
-# Mixture of experts, top 1, with the balance loss of the batch returned beside the output.
+# Mixture of experts, top 1, with the balance loss of the batch returned with the output.
 import torch
 from common import report
 from torch import nn

@@ -1,5 +1,5 @@
 # expect: whole: joins samples
-# A function whose backward divides by the norm of the gradient of the whole batch.
+# A function with a backward that divides by the norm of the gradient of the whole batch.
 import torch
 from common import report
 from torch import nn

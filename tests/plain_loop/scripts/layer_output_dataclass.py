@@ -1,5 +1,5 @@
 # expect: divided
-# The model returns a dataclass with its loss beside logits, and a distribution.
+# The model returns a dataclass with its loss next to logits, and a distribution.
 from dataclasses import dataclass
 
 import torch

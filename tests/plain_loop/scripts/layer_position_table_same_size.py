@@ -1,5 +1,5 @@
 # expect: divided
-# Vision transformer whose class token, position table and windows have the size of the batch by coincidence.
+# Vision transformer: class token, position table and windows have the size of the batch by coincidence.
 import torch
 from common import report
 from torch import nn

@@ -1,5 +1,5 @@
 # expect: divided
-# VQ-VAE: nearest codes, straight-through gradient, and the losses of codes returned beside the image.
+# VQ-VAE: nearest codes, straight-through gradient, and the losses of codes returned with the image.
 import torch
 from common import report
 from torch import nn

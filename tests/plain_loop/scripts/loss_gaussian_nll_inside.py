@@ -1,5 +1,5 @@
 # expect: divided
-# Heteroscedastic regression: the model predicts mean and variance and returns its loss beside them.
+# Heteroscedastic regression: the model predicts mean and variance and returns its loss with them.
 import torch
 from common import report
 from torch import nn

@@ -1,5 +1,5 @@
 # expect: mixed: joins samples
-# Models of one class whose loss is a mean in one and a sum in the other, by a partial function and by a dataclass.
+# Models of one class: the loss is a mean in one and a sum in the other, by a partial function and by a dataclass.
 from dataclasses import dataclass
 from functools import partial
 

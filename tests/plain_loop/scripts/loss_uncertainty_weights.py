@@ -1,5 +1,5 @@
 # expect: divided
-# Several tasks whose losses are weighted by trained log variances, parameters outside of the call.
+# Several tasks with losses weighted by trained log variances, parameters outside of the call.
 import torch
 from common import report
 from torch import nn

@@ -1,5 +1,5 @@
 # expect: divided
-# Sharpness-aware minimisation: two backwards per step, at the parameters and beside them.
+# Sharpness-aware minimisation: two backwards per step, at the parameters and next to them.
 import torch
 import torch.nn.functional as F
 from common import classifier, images, report

@@ -4,7 +4,7 @@
 # limit: 240
 # imports: transformers.trainer transformers.models.gpt2.modeling_gpt2
 # environment: hidden
-# The Trainer of Transformers with GPT-2, whose loss is a sum divided by the tokens of all accumulated batches.
+# The Trainer of Transformers with GPT-2: its loss is a sum divided by the tokens of all accumulated batches.
 import torch
 import transformers
 from common import report

@@ -1,5 +1,5 @@
 # expect: mixed: forward-mode derivatives
-# Forward-mode derivatives and products with the Hessian, beside calls of the plain loop.
+# Forward-mode derivatives and products with the Hessian, and calls of the plain loop.
 import torch
 import torch.nn.functional as F
 from common import batches, perceptron, report, sgd

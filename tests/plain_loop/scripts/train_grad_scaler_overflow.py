@@ -1,5 +1,5 @@
 # expect: divided
-# A gradient scaler whose first scale overflows: steps are left out until the scale fits.
+# The first scale of a gradient scaler overflows: steps are left out until the scale fits.
 import torch
 import torch.nn.functional as F
 from common import batches, perceptron, report, sgd

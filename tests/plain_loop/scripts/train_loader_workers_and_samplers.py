@@ -1,5 +1,5 @@
 # expect: divided
-# Loaders with workers, a weighted sampler and an endless iterable data set whose batches are padded.
+# Loaders with workers, a weighted sampler and an endless iterable data set; its batches are padded.
 import torch
 import torch.nn.functional as F
 from common import report, sgd

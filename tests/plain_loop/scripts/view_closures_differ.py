@@ -1,5 +1,5 @@
 # expect: mixed
-# Modules whose functions have one code and other closures, as from a factory.
+# Modules with functions of one code and other closures, as from a factory.
 import torch
 import torch.nn.functional as F
 from common import report, train

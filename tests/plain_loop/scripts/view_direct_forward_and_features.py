@@ -1,5 +1,5 @@
 # expect: divided
-# The script calls `model.forward` and another method of the model, beside the model itself.
+# The script calls `model.forward` and another method of the model, next to the model itself.
 import torch
 import torch.nn.functional as F
 from common import perceptron, report, train

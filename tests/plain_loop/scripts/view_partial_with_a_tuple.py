@@ -1,5 +1,5 @@
 # expect: mixed
-# Modules whose partial functions differ in a tuple.
+# Modules with partial functions that differ in a tuple.
 from functools import partial
 
 import torch

@@ -1,4 +1,4 @@
-"""Kinds of calls: what makes a call one of another kind."""
+"""Kinds of calls: differences between kinds."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_packed_sequence() -> None:
 
 
 class Deleting:
-    """Object whose end has a consequence, as that of a copy would have."""
+    """Object with a consequence at its end, as that of a copy would have."""
 
     def __init__(self) -> None:
         self.name = "file"

@@ -1,4 +1,4 @@
-"""Mean losses of own rows beside those of a plain call."""
+"""Mean losses of own rows and those of a plain call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State that a call changes: what is found, and what is put back."""
+"""State that a call changes: found changes, and restored values."""
 
 import random
 from collections.abc import Callable
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 class Counting(nn.Module):
-    """A module whose parts can be told to write into their state."""
+    """A module with parts that can be told to write into their state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ BATCH = 7
 
 
 class Call(nn.Module):
-    """A module whose forward is a function of (module, arguments...)."""
+    """A module with a forward that is a function of (module, arguments...)."""
 
     def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Words between ranks: what the ranks do must be the same."""
+"""Words between ranks: actions of ranks must be the same."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Watched calls: a reason for each side door, and none for what scripts may do."""
+"""Watched calls: a reason for each side door, and none for other code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def data(seed: int = 0) -> Tensor:
 
 
 class Net(nn.Module):
-    """One linear layer whose output passes through a function of the test."""
+    """One linear layer; its output passes through a function of the test."""
 
     def __init__(self) -> None:
         super().__init__()
