@@ -45,7 +45,7 @@ def parallel(
         batch_norm: statistics of the whole batch (`global`), or of the own rows (`local`): then results depend on the
             number of ranks.
         microbatches: number of slices of a batch, of which each rank owns equally many; at least the number of ranks.
-            None: the rows of the first call, at most 8.
+            None: the rows of the first call with a row for each rank, at most 8.
         whole: whether a rank can compute a whole batch. With False, a call that cannot be divided is an error.
         strict: raise an error if a call is not divided, with the reason.
 

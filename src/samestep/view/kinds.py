@@ -37,7 +37,6 @@ class Kind:
     """Knowledge about the calls of one kind.
 
     Attributes:
-        name: class of the module and mode of the call, for reports.
         reason: why calls of this kind are computed whole; None while that is not decided, or if they are divided.
         is_watched: whether a first call was computed whole and watched, without a reason for whole.
         watched_reason: act of the watched call that cannot be divided.
@@ -56,7 +55,6 @@ class Kind:
         surprises: divided calls that had to be computed whole.
     """
 
-    name: str
     reason: str | None = None
     is_watched: bool = False
     watched_reason: str | None = None

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.rng import derive_seed
 from samestep.errors import InputError
-from samestep.launcher.job import process_state
 from samestep.microbatches import microbatch_bounds, owned_microbatches
 from samestep.view.call import Call
 from samestep.view.divided import DividedCall, OwnResult, own_arguments
@@ -40,7 +39,7 @@ from samestep.view.operations import has_rules
 from samestep.view.ranks import rank_bounds
 from samestep.view.region import Region
 from samestep.view.size import is_worth_dividing
-from samestep.view.snapshot import Snapshot, WriteObserver, everything
+from samestep.view.snapshot import Snapshot, everything
 from samestep.view.switches import Outside
 from samestep.view.trial import try_division
 from samestep.view.view import END_CALL, ENTER_CALL, SUM_IN_CALL, TRIAL, WATCH, WATCH_RAISED, ModuleSummary, View
@@ -61,7 +60,7 @@ class ParallelModule:
     Args:
         view: the view of this process.
         module: the module, whose class calls `call`.
-        microbatches: slices of a batch; None for the rows of the first call, at most 8.
+        microbatches: slices of a batch; None for the rows of the first call with a row for each rank, at most 8.
         batch_norm: statistics of the whole batch, or of the own rows.
         whole: whether a rank can compute a whole batch.
         strict: whether a whole call is an error.
@@ -208,7 +207,7 @@ class ParallelModule:
         )
         kind = self.view.kinds.get(key)
         if kind is None:
-            kind = Kind(self.summary.module)
+            kind = Kind()
             self._new_kinds += 1
             if self._new_kinds > _MOST_KINDS:
                 kind.reason = f"has arguments or modes of more than {_MOST_KINDS} kinds"
@@ -246,7 +245,7 @@ class ParallelModule:
         watched = None
         if self._can_be_whole:
             try:
-                watched = self._watch(kind, call, call.whole_eager, call.arguments, call.options, call.rows)
+                watched = self._watch(kind, call, before, call.whole_eager, call.arguments, call.options, call.rows)
             except Exception:
                 self.view.require_same_action(self.view.word(WATCH_RAISED))  # otherwise other ranks would wait
                 raise
@@ -265,13 +264,13 @@ class ParallelModule:
         self,
         kind: Kind,
         call: Call,
+        before: Snapshot,
         compute: Callable[[], Any],
         arguments: tuple[Any, ...],
         options: dict[str, Any],
         rows: int,
     ) -> Watched | None:
         """Watch a computation and note its effects; return None if it does not fit into memory."""
-        observer = WriteObserver(call.parts)
         try:
             with self.view.suspended(), _eager(kind):
                 watched = watch(call.module, compute, arguments, options)
@@ -282,7 +281,7 @@ class ParallelModule:
         outputs, kind.outputs = flatten(watched.result)
         kind.is_watched = True
         kind.last = watched.operations
-        kind.written = observer.written()
+        kind.written = before.changes()
         kind.uses_checkpointing = watched.uses_checkpointing
         kind.backward_code = watched.backward_code
         kind.gradient_bytes = sum(parameter.nbytes for parameter in call.parameters())
@@ -302,7 +301,7 @@ class ParallelModule:
             arguments, options = tree_unflatten(own, call.spec)
             start, stop = call.bounds[self.view.ranks.rank]
             watched = self._watch(
-                kind, call, lambda: call.eager(*arguments, **options), arguments, options, stop - start
+                kind, call, before, lambda: call.eager(*arguments, **options), arguments, options, stop - start
             )
             before.restore()
             if watched is None:
@@ -336,7 +335,6 @@ class ParallelModule:
                     forward=call.eager,
                     rows=call.rows,
                     has_rows=call.cut_leaves(),
-                    operations=kind.last,
                 )
         except ComputedWhole as decision:
             reason = str(decision)
@@ -471,12 +469,6 @@ class ParallelModule:
             self._hub = Hub(call.module, own, self.view.ranks, self.view.begin_backward)
             self._hub.is_deferred = self._is_deferred
         return self._hub
-
-
-def summary() -> list[ModuleSummary]:
-    """Return the numbers of divided and whole calls of each module of this process."""
-    view: View | None = process_state.view
-    return [] if view is None else view.modules
 
 
 def _eager(kind: Kind) -> AbstractContextManager[Any]:

@@ -58,10 +58,6 @@ def _tensors(part: nn.Module) -> list[torch.Tensor]:
     return collected
 
 
-def _versions(part: nn.Module) -> list[int]:
-    return [tensor._version for tensor in _tensors(part) if not tensor.is_inference()]
-
-
 class Snapshot:
     """State before a call.
 
@@ -82,10 +78,11 @@ class Snapshot:
                 version = None if buffer.is_inference() else buffer._version
                 self._buffers.append((index, name, buffer, buffer.detach().clone(), version))
         self._attributes = [(index, _attributes(parts[index])) for index in written.attributes]
-        self._containers = [pair for index in written.attributes for pair in _containers(parts[index])]
-        # Written in place, as a counter that is no buffer.
-        tensors = [tensor for index in written.attributes for tensor in _tensors(parts[index])]
-        self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        self._containers = []
+        self._tensors = []  # written in place, as a counter that is no buffer
+        for index in written.attributes:
+            self._containers += [(index, *pair) for pair in _containers(parts[index])]
+            self._tensors += [(index, tensor, tensor.detach().clone()) for tensor in _tensors(parts[index])]
         self._torch = torch.get_rng_state()
         self._gpu = None
         if is_accelerator(device):
@@ -120,14 +117,14 @@ class Snapshot:
                 if version is not None:  # ranks compare numbers of writes; private, in torch 2.11 and 2.13
                     torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
                 self._parts[index]._buffers[name] = buffer
-            for tensor, value in self._tensors:
+            for _, tensor, value in self._tensors:
                 tensor.detach().copy_(value)
         for index, attributes in self._attributes:
             current = self._parts[index].__dict__
             for name in [name for name in current if name not in _TABLES and name not in attributes]:
                 del current[name]
             current.update(attributes)
-        for container, content in self._containers:  # the script's own objects
+        for _, container, content in self._containers:  # the script's own objects
             container.clear()
             if isinstance(container, dict | set):
                 container.update(content)
@@ -141,6 +138,22 @@ class Snapshot:
         if self._numpy is not None:
             numpy.random.set_state(self._numpy)
 
+    def changes(self) -> Written:
+        """Return the changes since this snapshot of everything."""
+        buffers = []
+        for index, name, buffer, value, _ in self._buffers:  # by value: kernels write without a new version
+            if self._parts[index]._buffers.get(name) is not buffer or not torch.equal(buffer, value):
+                buffers.append((index, name))
+        attributes = {index for index, before in self._attributes if _differ(before, self._parts[index].__dict__)}
+        attributes |= {index for index, container, content in self._containers if _has_changed(container, content)}
+        attributes |= {index for index, tensor, value in self._tensors if not torch.equal(tensor, value)}
+        return Written(
+            tuple(buffers),
+            tuple(sorted(attributes)),
+            uses_python=random.getstate() != self._python,
+            uses_numpy=self._numpy is None or _comparable(numpy.random.get_state()) != _comparable(self._numpy),
+        )
+
 
 def everything(parts: Sequence[nn.Module]) -> Written:
     """Return the possible changes by a call of unknown code."""
@@ -148,54 +161,10 @@ def everything(parts: Sequence[nn.Module]) -> Written:
     return Written(tuple(buffers), tuple(range(len(parts))), uses_python=True, uses_numpy=True)
 
 
-class WriteObserver:
-    """Finds changes of a whole call in a module and in the generators of the host.
-
-    Args:
-        parts: `submodules` of the module.
-    """
-
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        self._parts = parts
-        self._buffers = self._buffer_values()
-        self._attributes = [_attributes(part) for part in parts]
-        self._containers = [_containers(part) for part in parts]
-        self._versions = [_versions(part) for part in parts]
-        self._python = random.getstate()
-        self._numpy = _numpy_state()
-
-    def _buffer_values(self) -> dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]:
-        """Return the buffers and copies of them: kernels of batch norm write without a new version."""
-        values = {}
-        for index, part in enumerate(self._parts):
-            for name, buffer in part._buffers.items():
-                if buffer is not None and not nn.parameter.is_lazy(buffer):
-                    values[index, name] = (buffer, buffer.detach().clone())
-        return values
-
-    def written(self) -> Written:
-        """Return the changes since the observer was made."""
-        buffers = []
-        for (index, name), (buffer, value) in self._buffers.items():
-            if self._parts[index]._buffers.get(name) is not buffer or not torch.equal(buffer, value):
-                buffers.append((index, name))
-        attributes = []
-        for index, before in enumerate(self._attributes):
-            part = self._parts[index]
-            has_other_items = any(_has_changed(*pair) for pair in self._containers[index])
-            if has_other_items or _differ(before, part.__dict__) or _versions(part) != self._versions[index]:
-                attributes.append(index)
-        return Written(
-            tuple(buffers),
-            tuple(attributes),
-            uses_python=random.getstate() != self._python,
-            uses_numpy=_numpy_state() != self._numpy,
-        )
-
-
-def _numpy_state() -> tuple[Any, ...]:
-    kind, key, *others = numpy.random.get_state(legacy=True)
-    return kind, bytes(memoryview(key)), *others  # type: ignore[arg-type]
+def _comparable(state: Any) -> tuple[Any, ...]:
+    """Return a state of NumPy's generator with bytes in place of an array."""
+    kind, key, *others = state
+    return kind, bytes(memoryview(key)), *others
 
 
 def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:

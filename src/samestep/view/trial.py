@@ -81,7 +81,6 @@ def try_division(
     forward: Callable[..., Any],
     rows: int,
     has_rows: tuple[bool, ...],
-    operations: tuple[Operation, ...] = (),
 ) -> Division:
     """Compare a whole with a divided call and return how calls of this kind are divided.
 
@@ -93,8 +92,6 @@ def try_division(
         rows: number of rows of the batch.
         has_rows: for each leaf of (arguments, options) in the order of `tree_flatten`: whether its first dimension is
             as long as the batch, be it by coincidence.
-        operations: functions of the watched call. Its list may differ from that of the trial, which ignores
-            conversions and autocast.
 
     Raises:
         ComputedWhole: the calls are computed whole, with the reason.

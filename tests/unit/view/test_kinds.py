@@ -98,7 +98,7 @@ def test_name_of_a_device_makes_no_other_list_of_operations() -> None:
 
 def test_a_trial_holds_for_the_list_of_operations_of_its_call() -> None:
     division = Division((True,), (), operations=(torch.relu,))
-    kind = Kind("Net", division=division, last=(torch.Tensor.float, torch.relu), is_tried_now=True)
+    kind = Kind(division=division, last=(torch.Tensor.float, torch.relu), is_tried_now=True)
     assert kind.divides((torch.relu,))
     assert kind.divides((torch.Tensor.float, torch.relu))
     assert not kind.divides((torch.tanh,))
@@ -109,7 +109,7 @@ def test_a_trial_holds_for_the_list_of_operations_of_its_call() -> None:
 
 
 def test_an_earlier_list_is_divided_while_its_division_is_that_of_the_kind() -> None:
-    kind = Kind("Net", division=Division((True,), (), operations_per_row=2.0))
+    kind = Kind(division=Division((True,), (), operations_per_row=2.0))
     kind.known[torch.relu,] = Division((True,), (), operations_per_row=1.0)
     kind.known[torch.tanh,] = Division((True,), (), minimum_rows=2)
     assert kind.divides((torch.relu,))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.view.kinds import Written, submodules
-from samestep.view.snapshot import Snapshot, WriteObserver
+from samestep.view.snapshot import Snapshot, everything
 
 CPU = torch.device("cpu")
 
@@ -36,9 +36,9 @@ PART = 2  # index of `part` among the submodules
 
 def written(write: Callable[[Any], Any]) -> Written:
     module = Counting()
-    observer = WriteObserver(submodules(module))
+    before = Snapshot(submodules(module), everything(submodules(module)), CPU)
     write(module)
-    return observer.written()
+    return before.changes()
 
 
 def _append(module: Counting) -> None:
@@ -180,9 +180,9 @@ def test_a_buffer_that_holds_gradients_is_put_back() -> None:
 
 def test_lazy_buffers_are_left_out() -> None:
     module = nn.LazyBatchNorm1d()
-    observer = WriteObserver([module])
+    before = Snapshot([module], everything([module]), CPU)
     module(torch.randn(4, 3))
-    assert isinstance(observer.written(), Written)
+    assert isinstance(before.changes(), Written)
 
 
 def test_tensors_of_attributes_are_found() -> None:
@@ -203,9 +203,9 @@ def test_a_tensor_in_an_attribute_that_is_written_in_place() -> None:
     hidden: Tensor = torch.zeros(3)
     module.part.hidden = [hidden]
     parts = submodules(module)
-    observer = WriteObserver(parts)
+    before = Snapshot(parts, everything(parts), CPU)
     hidden.add_(1)
-    found = observer.written()
+    found = before.changes()
     assert found.attributes
     snapshot = Snapshot(parts, found, CPU)
     hidden.add_(1)
@@ -217,9 +217,9 @@ def test_items_of_nested_containers_that_are_written() -> None:
     module = Counting()
     module.part.hidden = {"calls": {"number": 0}, "sizes": ([1],)}
     parts = submodules(module)
-    observer = WriteObserver(parts)
+    before = Snapshot(parts, everything(parts), CPU)
     module.part.hidden["calls"]["number"] += 1
-    found = observer.written()
+    found = before.changes()
     assert found.attributes
     snapshot = Snapshot(parts, found, CPU)
     nested = module.part.hidden["calls"]
