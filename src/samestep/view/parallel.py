@@ -1,4 +1,7 @@
-"""Calls of a module divided between ranks: the way of each call from its arguments to its result."""
+"""Calls of a module divided between ranks: the way of each call from its arguments to its result.
+
+Decisions: docs/decisions/global-view.md
+"""
 
 from __future__ import annotations
 
