@@ -137,8 +137,11 @@ def _judge_failure(
     verdict.outcome = f"error {' '.join(found or errors)}"
     if not found:
         verdict.problem = f"failed: {_errors(outcomes)}"
-    elif not all(any(re.search(rf"\b{code}\b", text) for code in found) for text in texts):
-        # A rank at the end of its script reports the error there, and has the exit code of the script.
+    elif not all(
+        outcome.code or any(re.search(rf"\b{code}\b", text) for code in found)
+        for outcome, text in zip(outcomes, texts, strict=True)
+    ):
+        # One rank reports the error for all. A rank at the end of its script has the exit code of the script.
         verdict.problem = f"ranks without an error: codes {[outcome.code for outcome in outcomes]}"
     elif not script.numbers_vary:
         for outcome in outcomes:
