@@ -89,8 +89,8 @@ def in_step() -> list[str]:
                 _backward(ranks, 2.0)
             else:
                 _backward(ranks, 1.0)
-            words = _gathered(ranks.as_words())
-            error = _error(lambda words=words: ranks.read_words(words))  # type: ignore[misc]
+            digests = _gathered(ranks.digest())
+            error = _error(lambda digests=digests: ranks.compare(digests))  # type: ignore[misc]
         return _gathered(error)
 
 

@@ -13,7 +13,7 @@ Outside of a divided call each rank holds the whole value and the whole gradient
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,86 +45,47 @@ class Rows:
         return self.ranks.gather_rows(own, self.bounds, self.factor)
 
 
-class _Cut(torch.autograd.Function):
+class _Crossing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, rows: Rows) -> torch.Tensor:
-        ctx.rows = rows
-        return rows.own(whole).detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gather(gradient, ctx.rows), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, rows: Rows) -> torch.Tensor:
-        ctx.rows = rows
-        return rows.gather(own)
+    def forward(
+        ctx: Any, value: torch.Tensor, cross: Callable[[Any], torch.Tensor], back: Callable[[Any], torch.Tensor]
+    ) -> torch.Tensor:
+        ctx.back = back
+        return cross(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return cut(gradient, ctx.rows), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.back(gradient), None, None
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        ctx.ranks = ranks
-        return whole.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return leave(gradient, ctx.ranks), None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        ctx.ranks = ranks
-        return ranks.sum(part)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return enter(gradient, ctx.ranks), None
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, exchange: Any) -> torch.Tensor:
-        ctx.exchange = exchange
-        total: torch.Tensor = exchange.sum(part)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Total.apply(gradient, ctx.exchange), None  # type: ignore[no-untyped-call]
+def _cross(
+    value: torch.Tensor, cross: Callable[[Any], torch.Tensor], back: Callable[[Any], torch.Tensor]
+) -> torch.Tensor:
+    """Return the value of a crossing. `back` is the crossing of its gradient, so gradients can be differentiated."""
+    result: torch.Tensor = _Crossing.apply(value, cross, back)  # type: ignore[no-untyped-call]
+    return result
 
 
 def cut(whole: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Return the own rows of a whole tensor; the gradient is gathered."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return rows.own(whole)
-    own: torch.Tensor = _Cut.apply(whole, rows)  # type: ignore[no-untyped-call]
-    return own
+    return _cross(whole, lambda value: rows.own(value).detach(), lambda gradient: gather(gradient, rows))
 
 
 def gather(own: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Return the whole tensor of own rows; the gradient is cut."""
-    whole: torch.Tensor = _Gather.apply(own, rows)  # type: ignore[no-untyped-call]
-    return whole
+    return _cross(own, rows.gather, lambda gradient: cut(gradient, rows))
 
 
 def enter(whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Return a replicated tensor for use in own computations; the gradient is the sum over ranks."""
-    inside: torch.Tensor = _Enter.apply(whole, ranks)  # type: ignore[no-untyped-call]
-    return inside
+    return _cross(whole, torch.Tensor.detach, lambda gradient: leave(gradient, ranks))
 
 
 def leave(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Return the sum of own parts as a replicated tensor; the gradient enters own computations."""
-    total: torch.Tensor = _Leave.apply(part, ranks)  # type: ignore[no-untyped-call]
-    return total
+    return _cross(part, ranks.sum, lambda gradient: enter(gradient, ranks))
 
 
 def total(part: torch.Tensor, exchange: Any) -> torch.Tensor:
@@ -134,5 +95,4 @@ def total(part: torch.Tensor, exchange: Any) -> torch.Tensor:
         part: own part.
         exchange: its method `sum` adds parts of all ranks.
     """
-    result: torch.Tensor = _Total.apply(part, exchange)  # type: ignore[no-untyped-call]
-    return result
+    return _cross(part, exchange.sum, lambda gradient: total(gradient, exchange))

@@ -134,22 +134,18 @@ class InStep:
         self._add(_GENERATORS, python_generator(), line)
 
     def digest(self) -> int:
-        """Return a hash of 64 bits of the facts since the last one."""
-        self._sent, self._facts = self._facts, []
-        return hash(tuple(fact.value for fact in self._sent)) & (2**64 - 1)
+        """Return a hash of the facts since the last one, a signed integer of 64 bits."""
+        self._sent = self._facts
+        self._facts = []
+        return hash(tuple(fact.value for fact in self._sent))
 
-    def as_words(self) -> list[int]:
-        """Return the hash as signed integers of 64 bits for a message of words."""
-        digest = self.digest()
-        return [digest - 2**64 if digest >= 2**63 else digest]
-
-    def read_words(self, words: Sequence[Sequence[int]]) -> None:
-        """Compare the words of all ranks.
+    def compare(self, digests: Sequence[int]) -> None:
+        """Compare the hashes of all ranks.
 
         Raises:
             RankMismatchError: they differ; on all ranks.
         """
-        if any(list(own) != list(words[0]) for own in words):
+        if len(set(digests)) > 1:
             self.explain()
 
     def explain(self) -> None:

@@ -95,7 +95,7 @@ class View:
         self.in_step = InStep(lambda text: all_gather(text, world))
         self.kinds: dict[Hashable, Kind] = {}
         self.modules: list[ModuleSummary] = []
-        self._owners: list[weakref.ref[ParallelModule]] = []
+        self._owners: weakref.WeakSet[ParallelModule] = weakref.WeakSet()
         self.calls = 0  # divided calls, which number random streams
         self._is_suspended = False
         self._process = os.getpid()
@@ -111,7 +111,7 @@ class View:
     def add(self, owner: ParallelModule) -> None:
         """Add a module with divided calls."""
         self.modules.append(owner.summary)
-        self._owners.append(weakref.ref(owner))
+        self._owners.add(owner)
 
     def divides_here(self) -> bool:
         """Whether calls can be divided in this thread, at this point of the program."""
@@ -168,10 +168,10 @@ class View:
             RankMismatchError: something that must be equal differs between ranks.
         """
         self._words += 1
-        own = [*self.in_step.as_words(), action, self._words, *fields]
+        own = [self.in_step.digest(), action, self._words, *fields]
         own += [0] * (_WORD - len(own))
         words = self.ranks.words(own)
-        self.in_step.read_words([word[:1] for word in words])
+        self.in_step.compare([word[0] for word in words])
         return [word[1:] for word in words]
 
     def require_same_action(self, words: Iterable[list[int]]) -> None:
@@ -208,10 +208,8 @@ class View:
         """Compare the ranks before a step of an optimizer."""
         if not self.divides_here():
             return
-        for reference in self._owners:
-            owner = reference()
-            if owner is not None:
-                owner.require_no_pending()
+        for owner in self._owners:
+            owner.require_no_pending()
         self.in_step.facts_of_step(optimizer)
         self.require_same_action(self.word(STEP))
 

@@ -41,11 +41,11 @@ class Texts:
 
 def exchanged(ranks: list[InStep]) -> list[RankMismatchError | None]:
     """Exchange the facts as words; return the error of each rank."""
-    words = [one.as_words() for one in ranks]
+    digests = [one.digest() for one in ranks]
 
     def error(one: InStep) -> RankMismatchError | None:
         try:
-            one.read_words(words)
+            one.compare(digests)
         except RankMismatchError as mismatch:
             return mismatch
         return None
