@@ -23,7 +23,7 @@ from samestep.microbatches import microbatch_bounds, owned_microbatches
 from samestep.view.call import Call
 from samestep.view.divided import DividedCall, OwnResult, own_arguments
 from samestep.view.division import ComputedWhole, Division, failure, shortened
-from samestep.view.exchange import CallAbandoned, CallExchange
+from samestep.view.exchange import CallExchange
 from samestep.view.hub import Hub
 from samestep.view.kinds import (
     Kind,
@@ -383,8 +383,6 @@ class ParallelModule:
             else:
                 with _eager(kind):
                     result = divided.compute(call.eager, hub)
-        except CallAbandoned:
-            exchange.leave(view.device)
         except Exception:  # boundary: computed whole below, where the script's own exception comes on all ranks
             exchange.leave(view.device)
         difference = self._difference(kind, divided, result)
