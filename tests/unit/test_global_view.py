@@ -24,7 +24,7 @@ NAMES = [
 ]
 
 
-@pytest.fixture(scope="module", params=[3, 4])
+@pytest.fixture(scope="module", params=[pytest.param(3, marks=pytest.mark.slow), 4])
 def results(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     (found,) = run_jobs("workers.view_calls", Job("run", request.param, {"names": NAMES}), timeout=400)
     return found

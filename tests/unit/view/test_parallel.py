@@ -42,7 +42,7 @@ OTHERS = [
 ]
 
 
-@pytest.fixture(scope="module", params=[3, 4])
+@pytest.fixture(scope="module", params=[pytest.param(3, marks=pytest.mark.slow), 4])
 def results(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     job = Job("run", request.param, {"names": [*COMPARED, *SEVERAL, *OTHERS]})
     (found,) = run_jobs("workers.view_calls", job, timeout=400)
