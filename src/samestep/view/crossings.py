@@ -21,8 +21,8 @@ import torch
 from samestep.view.ranks import Ranks
 
 
-class Rows:
-    """Rows of one tensor that the ranks hold.
+class RowBounds:
+    """Bounds of the rows of one tensor that the ranks hold.
 
     Args:
         ranks: the ranks.
@@ -66,14 +66,14 @@ def _cross(
     return result
 
 
-def cut(whole: torch.Tensor, rows: Rows) -> torch.Tensor:
+def cut(whole: torch.Tensor, rows: RowBounds) -> torch.Tensor:
     """Return the own rows of a whole tensor; the gradient is gathered."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return rows.own(whole)
     return _cross(whole, lambda value: rows.own(value).detach(), lambda gradient: gather(gradient, rows))
 
 
-def gather(own: torch.Tensor, rows: Rows) -> torch.Tensor:
+def gather(own: torch.Tensor, rows: RowBounds) -> torch.Tensor:
     """Return the whole tensor of own rows; the gradient is cut."""
     return _cross(own, rows.gather, lambda gradient: cut(gradient, rows))
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_unflatten
 
 from samestep.view.call import Call
-from samestep.view.crossings import Rows, cut, enter
+from samestep.view.crossings import RowBounds, cut, enter
 from samestep.view.division import Division, Output
 from samestep.view.exchange import CallExchange
 from samestep.view.hub import Hub
@@ -39,7 +39,7 @@ class OwnResult:
 
 def own_arguments(ranks: Ranks, division: Division, call: Call) -> list[Any]:
     """Return the leaves of the arguments of a call for the own rows."""
-    rows = Rows(ranks, call.bounds)
+    rows = RowBounds(ranks, call.bounds)
     own = []
     cuts: dict[int, torch.Tensor] = {}  # by identity: attention asks whether query and key are one tensor
     for leaf, is_cut in zip(call.leaves, division.inputs, strict=True):
@@ -223,7 +223,7 @@ class OutputCrossing:
         whole = []
         for tensor, output in zip(tensors, self.outputs, strict=True):
             if output.kind == "rows":
-                whole.append(Rows(self._ranks, self._bounds, output.factor).gather(tensor))
+                whole.append(RowBounds(self._ranks, self._bounds, output.factor).gather(tensor))
             elif output.kind == "constant":
                 whole.append(tensor.detach())
             else:
@@ -241,7 +241,7 @@ class OutputCrossing:
     def own_gradient(self, gradient: torch.Tensor, output: Output) -> torch.Tensor:
         """Return the gradient of an own output from that of the whole output. Differentiable."""
         if output.kind == "rows":
-            return cut(gradient, Rows(self._ranks, self._bounds, output.factor))
+            return cut(gradient, RowBounds(self._ranks, self._bounds, output.factor))
         if gradient.requires_grad and torch.is_grad_enabled():
             gradient = enter(gradient, self._ranks)
         return gradient * self._weight(output)

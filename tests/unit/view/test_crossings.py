@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.thread_ranks import ThreadRanks, on_ranks
-from samestep.view.crossings import Rows, cut, enter, gather, leave, total
+from samestep.view.crossings import RowBounds, cut, enter, gather, leave, total
 
 BOUNDS = {3: [(0, 1), (1, 4), (4, 6)], 4: [(0, 2), (2, 3), (3, 5), (5, 6)]}
 SIZES = pytest.mark.parametrize("size", [3, 4])
@@ -17,8 +17,8 @@ def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
 
 
-def rows_of(ranks: ThreadRanks, factor: int = 1) -> Rows:
-    return Rows(ranks, BOUNDS[ranks.size], factor)
+def rows_of(ranks: ThreadRanks, factor: int = 1) -> RowBounds:
+    return RowBounds(ranks, BOUNDS[ranks.size], factor)
 
 
 class Sum:
