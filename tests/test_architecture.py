@@ -39,7 +39,6 @@ PUBLIC = {
     "Loss",
     "LossTerm",
     "MeshConfig",
-    "MicrobatchLoop",
     "MultiLoss",
     "OverlapMetric",
     "StepResult",

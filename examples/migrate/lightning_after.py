@@ -1,6 +1,4 @@
-"""Training with Lightning's trainer and Samestep's strategy: `python lightning_after.py 3` for 3 processes."""
-
-import sys
+"""Training with Lightning's trainer: `samestep run --processes 3 lightning_after.py`."""
 
 import lightning
 import torch
@@ -8,7 +6,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from samestep.integrations.lightning import SamestepStrategy
+import samestep
 
 torch.manual_seed(0)
 images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
@@ -33,11 +31,11 @@ class Digits(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-devices = int(sys.argv[1]) if len(sys.argv) > 1 else 1
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-strategy = SamestepStrategy(microbatches=8)
-trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", devices=devices, strategy=strategy, **quiet)
+trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", devices=1, **quiet)
 model = Digits()
+model.net = samestep.parallel(model.net)
 trainer.fit(model, DataLoader(train, batch_size=64))
 values = trainer.test(model, DataLoader(test, batch_size=64), verbose=False)
-trainer.print(f"loss {values[0]['loss']:.4f}")
+if samestep.is_main():
+    print(f"loss {values[0]['loss']:.4f}")

@@ -1,12 +1,12 @@
-"""Training on any number of processes: `torchrun --nproc-per-node 3 transformers_after.py`."""
+"""Training with the trainer of Transformers: `samestep run --processes 3 transformers_after.py`."""
 
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import random_split
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
-from samestep.integrations.transformers import Trainer
+import samestep
 
 torch.manual_seed(0)
 images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
@@ -24,9 +24,12 @@ class Digits(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+samestep.init()  # before the arguments, which then see one process
+model = samestep.parallel(Digits())
 arguments = TrainingArguments(
     num_train_epochs=3,
     learning_rate=0.01,
+    per_device_train_batch_size=64,
     per_device_eval_batch_size=64,
     train_sampling_strategy="sequential",
     save_strategy="no",
@@ -34,8 +37,8 @@ arguments = TrainingArguments(
     disable_tqdm=True,
     use_cpu=True,
 )
-trainer = Trainer(Digits(), arguments, train_dataset=train, eval_dataset=test, global_batch_size=64)
+trainer = Trainer(model, arguments, train_dataset=train, eval_dataset=test)
 trainer.train()
 values = trainer.evaluate()
-if trainer.is_world_process_zero():
+if samestep.is_main():
     print(f"loss {values['eval_loss']:.4f}")

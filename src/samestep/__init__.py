@@ -37,7 +37,6 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.engine.step_stats import StepResult as StepResult
     from samestep.global_view import no_sync as no_sync
     from samestep.global_view import parallel as parallel
-    from samestep.integrations.microbatch_loop import MicrobatchLoop as MicrobatchLoop
     from samestep.launcher.launch import launch as launch
     from samestep.metrics.counts import Accuracy as Accuracy
     from samestep.metrics.counts import OverlapMetric as OverlapMetric
@@ -58,7 +57,6 @@ _HOMES = {
     "Loss": "engine.loss",
     "LossTerm": "engine.multi_loss",
     "MeshConfig": "config",
-    "MicrobatchLoop": "integrations.microbatch_loop",
     "MultiLoss": "engine.multi_loss",
     "OverlapMetric": "metrics.counts",
     "StepConfig": "config",

@@ -49,7 +49,6 @@ CODES = {
     "E_BUFFER": "A forward changes a buffer, parameter, variable or generator that the rules for buffers do not cover.",
     "E_OPTIMIZER": "The optimizer does not hold exactly the trained parameters, or it or a scheduler does not fit.",
     "E_INCOMPATIBLE": "Two options of the recipe, or a strategy and the model, exclude each other.",
-    "E_INTEGRATION": "A feature of Lightning, Transformers or Accelerate does not fit the steps of a global batch.",
     "E_WRAPPED_MODEL": "The model, or a part of it, is wrapped in DDP, FSDP, torch.compile or TorchScript.",
     "E_PARAMETER": "A parameter has no values yet, has changed, has hooks, is complex, or receives sparse gradients.",
     "E_VALUE": "A recipe value, an option, an argument or a setting is outside of its range.",

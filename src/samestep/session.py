@@ -161,13 +161,6 @@ def init(
     return world
 
 
-def enter(**options: Any) -> World:
-    """Enter `start(**options)` until the interpreter exits, for trainers of other libraries with the engine."""
-    world = process_state.session.enter_context(start(**options))
-    atexit.register(_end_session, world, is_adopted=True)
-    return world
-
-
 @dataclass(frozen=True)
 class SessionOptions:
     """SessionOptions of a world; see `start`."""

@@ -234,8 +234,7 @@ def _require_optimizer_of(parameters: Sequence[torch.nn.Parameter], optimizer: t
             "optimizer are not in the model",
             expected="the optimizer holds exactly the model's parameters that require a gradient",
             fix="construct it from model.parameters(); freeze others with requires_grad_(False); for parameters that "
-            "are new or no longer frozen, call optimizer.add_param_group, or make a new engine; for two optimizers of "
-            "one model, use samestep.MicrobatchLoop",
+            "are new or no longer frozen, call optimizer.add_param_group, or make a new engine",
             code="E_OPTIMIZER",
         )
 

@@ -1,1 +1,1 @@
-"""Adapters for the training loops of other libraries."""
+"""Ranks that other libraries start."""

@@ -101,25 +101,6 @@ def test_values_of_a_second_engine_are_metrics(tmp_path: Path) -> None:
     assert metrics[0]["values"]["engine 2/lr"] == 0.25
 
 
-def microbatch_loop(run: Path) -> None:
-    with samestep.start(device="cpu", run=run) as world:
-        _, batches = parts(world)  # an engine without a step
-        model = nn.Linear(4, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loop = samestep.MicrobatchLoop(model, world=world)
-        for inputs, targets in loop.microbatches(batches):
-            loop.backward(nn.functional.cross_entropy(model(inputs), targets))
-            if loop.is_last:
-                optimizer.step()
-
-
-def test_loop_over_microbatches_is_logged_without_a_rate(tmp_path: Path) -> None:
-    samestep.launch(microbatch_loop, tmp_path / "run", processes=2)
-    steps = [event for event in read_events(tmp_path / "run") if event["event"] == "step"]
-    assert steps[-1]["step"] == 4
-    assert "lr" not in steps[-1]
-
-
 def exits(run: Path, how: str) -> None:
     with samestep.start(device="cpu", run=run) as world:
         engine, batches = parts(world)
