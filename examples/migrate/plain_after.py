@@ -26,7 +26,7 @@ torch.manual_seed(0)
 images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
 data = TensorDataset(images.float().view(-1, 1, 8, 8) / 16, labels)
 train_data, test_data = random_split(data, [1400, 397])
-train_batches = DataLoader(train_data, batch_size=64)
+train_batches = samestep.loader(train_data, batch_size=64)
 test_batches = DataLoader(test_data, batch_size=64)
 model = nn.Sequential(
     nn.Conv2d(1, 16, 3, padding=1),
@@ -37,8 +37,9 @@ model = nn.Sequential(
 model = samestep.parallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 loss_function = nn.CrossEntropyLoss()
+checkpoints = samestep.CheckpointManager("checkpoints", model, train_batches, optimizer=optimizer)
 
-for epoch in range(EPOCHS):
+for epoch in checkpoints.epochs(EPOCHS):
     for inputs, targets in train_batches:
         optimizer.zero_grad()
         loss_function(model(inputs), targets).backward()
