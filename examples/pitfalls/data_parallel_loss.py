@@ -2,7 +2,7 @@
 
 Mistake: replicas receive chunks of different size (a last batch of 5 samples becomes 2, 2 and 1, and the fourth GPU has
 none), and in the mean of their means the single sample has twice the weight of the others.
-Rule: a loss is a sum and a count, divided once.
+Rule: only calls of the model are divided; the loss is the mean over the batch.
 
 Without GPUs, nn.DataParallel silently calls the bare module, and the result is correct. This example therefore writes
 out scatter (`Tensor.chunk`), replicas and gather as on four GPUs.
@@ -50,13 +50,13 @@ def usual_way() -> float:
 
 
 def samestep_way() -> float:
-    """Four ranks with one microbatch each, of 1, 1, 1 and 2 samples."""
+    """Four ranks with 1, 1, 1 and 2 samples. The first call of a kind is computed whole; the second is divided."""
+    samestep.init(device="cpu")
     model, data = model_and_data()
-    with samestep.start(device="cpu") as world:
-        optimizer = torch.optim.SGD(model.parameters())
-        engine = samestep.Engine(model.layer, optimizer, nn.MSELoss(), world=world)
-        (batch,) = samestep.loader(data, batch_size=5, microbatches=4, world=world)
-        return engine.step(batch).loss
+    model = samestep.parallel(model, strict=True)
+    with torch.no_grad():
+        model(*data.tensors)
+        return float(model(*data.tensors))
 
 
 def main() -> tuple[float, float, float]:

@@ -2,8 +2,11 @@
 
 Mistake: `torch.manual_seed(seed)` gives the samples of all ranks the same dropout masks and the same augmentation, and
 `torch.manual_seed(seed + rank)` gives them different ones on another number of ranks.
-Rule: dropout is a function of (seed, step, microbatch), augmentation of (seed, epoch, sample).
+Rule: dropout is that of the whole batch, of which each rank keeps its rows; augmentation is a function of (seed, epoch,
+sample).
 """
+
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -26,20 +29,9 @@ class Noisy(Dataset[tuple[torch.Tensor, int]]):
         return torch.ones(WIDTH) + torch.rand(()), index
 
 
-class Recorder:
-    """Loss that records the outputs of the model: mask and noise of each sample."""
-
-    def __init__(self) -> None:
-        self._rows = torch.zeros(SAMPLES, WIDTH)
-
-    def __call__(self, outputs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        self._rows[indices] = outputs.detach()
-        return outputs.mean()
-
-    def rows(self) -> Rows:
-        """Return one row per sample, from all ranks."""
-        dist.all_reduce(self._rows)
-        return self._rows.tolist()
+def record(rows: torch.Tensor, outputs: torch.Tensor, indices: torch.Tensor) -> None:
+    """Record the outputs of the model: mask and noise of each sample."""
+    rows[indices] = outputs.detach()
 
 
 def dropout() -> nn.Module:
@@ -50,29 +42,30 @@ def dropout() -> nn.Module:
 def usual_way(world: samestep.World, seed: int) -> Rows:
     """One batch of DistributedSampler and DataLoader after `torch.manual_seed`."""
     torch.manual_seed(seed)
-    model, record, data = dropout(), Recorder(), Noisy()
+    model, data, rows = dropout(), Noisy(), torch.zeros(SAMPLES, WIDTH)
     for inputs, indices in DataLoader(data, SAMPLES // world.size, sampler=DistributedSampler(data, shuffle=False)):
-        record(model(inputs), indices)
-    return record.rows()
+        record(rows, model(inputs), indices)
+    dist.all_reduce(rows)
+    return rows.tolist()
 
 
-def samestep_way(world: samestep.World) -> Rows:
-    """One step on the same batch."""
-    model, record = dropout(), Recorder()
-    engine = samestep.Engine(model, torch.optim.SGD(model.parameters()), record, world=world)
-    for batch in samestep.loader(Noisy(), batch_size=SAMPLES, microbatches=4, world=world):
-        engine.step(batch)
-    return record.rows()
+def samestep_way() -> Rows:
+    """Two epochs of the loop of one device: the first call of a kind is computed whole, the second is divided."""
+    torch.manual_seed(0)
+    model, rows = samestep.parallel(dropout(), strict=True), torch.zeros(SAMPLES, WIDTH)
+    batches = samestep.loader(Noisy(), batch_size=SAMPLES)
+    for _ in range(2):
+        for inputs, indices in batches:
+            record(rows, model(inputs), indices)
+    return rows.tolist()
 
 
-def on_ranks() -> dict[str, Rows]:
-    """Return all results, computed in the same ranks."""
-    with samestep.start(device="cpu") as world:
-        return {
-            "one seed": usual_way(world, 0),
-            "seed + rank": usual_way(world, world.rank),
-            "samestep": samestep_way(world),
-        }
+def on_ranks(address: str) -> dict[str, Rows]:
+    """Return all results, computed in the same ranks; the usual way has a process group of its own."""
+    world = samestep.init(device="cpu")
+    ours = samestep_way()
+    dist.init_process_group("gloo", init_method=address, rank=world.rank, world_size=world.size)
+    return {"one seed": usual_way(world, 0), "seed + rank": usual_way(world, world.rank), "samestep": ours}
 
 
 def counts(rows: Rows, alone: Rows) -> tuple[int, int, int]:
@@ -84,7 +77,8 @@ def counts(rows: Rows, alone: Rows) -> tuple[int, int, int]:
 
 def main() -> dict[str, tuple[int, int, int]]:
     """Print and return the counts of each method."""
-    alone, together = (samestep.launch(on_ranks, processes=size) for size in (1, 4))
+    with TemporaryDirectory() as folder:
+        alone, together = (samestep.launch(on_ranks, f"file://{folder}/{size}", processes=size) for size in (1, 4))
     result = {"samestep on 1": counts(alone["samestep"], alone["samestep"])}
     result |= {f"{name} on 4": counts(rows, alone[name]) for name, rows in together.items()}
     for name, (masks, noises, same) in result.items():

@@ -4,12 +4,13 @@ Mistake: `sampler.set_epoch(epoch)` is missing, so every epoch has the order of 
 Rule: the order is a function of (seed, epoch), and the loader counts epochs.
 """
 
+from tempfile import TemporaryDirectory
+
 import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler, TensorDataset
 
 import samestep
-from samestep.microbatches import Cursor
 
 EPOCHS = 3
 Orders = list[list[int]]  # first samples of each epoch
@@ -29,26 +30,29 @@ def usual_way() -> Orders:
     return orders
 
 
-def samestep_way(world: samestep.World) -> Orders:
-    """Return the first samples of the first global batch in three epochs."""
-    batches = samestep.loader(DATA, batch_size=20, microbatches=4, shuffle=True, world=world)
+def samestep_way() -> Orders:
+    """Return the first samples of the first batch in three epochs."""
+    batches = samestep.loader(DATA, batch_size=20, shuffle=True)
     orders = []
-    for epoch in range(EPOCHS):
-        batches.cursor = Cursor(epoch)  # as after the steps of the earlier epochs
-        orders.append(next(iter(batches)).indices[:4].tolist())
+    for _ in range(EPOCHS):
+        samples, _ = next(iter(batches))
+        orders.append([int(sample) for sample in samples[:4]])
     return orders
 
 
-def on_ranks() -> tuple[Orders, Orders]:
-    """Return both results, computed in the same ranks."""
-    with samestep.start(device="cpu") as world:
-        return usual_way(), samestep_way(world)
+def on_ranks(address: str) -> tuple[Orders, Orders]:
+    """Return both results, computed in the same ranks; the usual way has a process group of its own."""
+    world = samestep.init(device="cpu")
+    ours = samestep_way()
+    dist.init_process_group("gloo", init_method=address, rank=world.rank, world_size=world.size)
+    return usual_way(), ours
 
 
 def main() -> tuple[Orders, Orders, Orders]:
     """Print and return the first samples of three epochs."""
-    _, alone = samestep.launch(on_ranks, processes=1)
-    usual, ours = samestep.launch(on_ranks, processes=4)
+    with TemporaryDirectory() as folder:
+        _, alone = samestep.launch(on_ranks, f"file://{folder}/one", processes=1)
+        usual, ours = samestep.launch(on_ranks, f"file://{folder}/four", processes=4)
     names = ("samestep on 1", "no set_epoch, on 4", "samestep on 4")
     for name, orders in zip(names, (alone, usual, ours), strict=True):
         shown = "   ".join(" ".join(f"{index:2}" for index in order) for order in orders)

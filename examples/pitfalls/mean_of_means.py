@@ -1,12 +1,14 @@
 """DDP averages gradients over ranks: a mean of means if ranks have different numbers of tokens.
 
 Mistake: each rank's loss is the mean over its local tokens, so tokens on a rank with few tokens have more weight.
-Rule: a loss is a sum and a count. Sums are added, counts are added, and the sums are divided once.
+Rule: the loss is that of the whole batch, outside of the model; only the calls of the model are divided.
 """
 
 import math
+from tempfile import TemporaryDirectory
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -28,13 +30,8 @@ def model_and_data() -> tuple[nn.Module, TensorDataset]:
 
 
 def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the tokens of one rank."""
+    """Return the mean over the tokens."""
     return functional.cross_entropy(logits.transpose(1, 2), targets, ignore_index=PADDING)
-
-
-def sum_and_count(logits: torch.Tensor, targets: torch.Tensor) -> samestep.Loss:
-    """Return the same loss as a sum and a count."""
-    return samestep.cross_entropy(logits.transpose(1, 2), targets, ignore_index=PADDING)
 
 
 def gradient_of(model: nn.Module) -> list[float]:
@@ -62,27 +59,31 @@ def usual_way() -> list[float]:
     return gradient_of(model)
 
 
-def samestep_way(world: samestep.World) -> list[float]:
-    """Samestep on the same batch in microbatches."""
+def samestep_way() -> list[float]:
+    """The loop of one device. The first call of a kind is computed whole; the second is divided."""
     model, data = model_and_data()
-    engine = samestep.Engine(model, torch.optim.SGD(model.parameters()), sum_and_count, world=world)
-    for batch in samestep.loader(data, batch_size=32, microbatches=8, world=world):
-        engine.step(batch)
+    model = samestep.parallel(model, strict=True)
+    inputs, targets = data.tensors
+    for _ in range(2):
+        model.zero_grad()
+        mean_loss(model(inputs), targets).backward()
     return gradient_of(model)
 
 
-def on_ranks() -> tuple[list[float], list[float]]:
-    """Return both results, computed in the same ranks."""
-    with samestep.start(device="cpu") as world:
-        return usual_way(), samestep_way(world)
+def on_ranks(address: str) -> tuple[list[float], list[float]]:
+    """Return both results, computed in the same ranks; the usual way has a process group of its own."""
+    world = samestep.init(device="cpu")
+    ours = samestep_way()
+    dist.init_process_group("gloo", init_method=address, rank=world.rank, world_size=world.size)
+    return usual_way(), ours
 
 
 def main() -> tuple[float, float]:
     """Print the gradient norm of one process and the relative errors of the others; return the errors."""
     whole = one_process()
-    usual, ours = (
-        math.dist(gradient, whole) / math.hypot(*whole) for gradient in samestep.launch(on_ranks, processes=4)
-    )
+    with TemporaryDirectory() as folder:
+        gradients = samestep.launch(on_ranks, f"file://{folder}/group", processes=4)
+    usual, ours = (math.dist(gradient, whole) / math.hypot(*whole) for gradient in gradients)
     print(f"one process    norm of the gradient {math.hypot(*whole):.6f}")
     print(f"DDP on 4       relative error {usual:.2g}")
     print(f"samestep on 4  relative error {ours:.2g}")

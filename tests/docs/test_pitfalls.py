@@ -76,18 +76,17 @@ def test_each_epoch_has_another_order(examples: Examples) -> None:
     assert len({tuple(order) for order in usual}) == 1
 
 
-def test_batch_norm_uses_the_configured_group(examples: Examples) -> None:
+def test_batch_norm_uses_the_whole_batch(examples: Examples) -> None:
     distances = examples.result("batch_norm")
-    assert max(distances["samestep sync on 4"]) < ROUNDING
+    assert max(distances["samestep on 4"]) < ROUNDING
     assert min(distances["DDP on 4"]) > 0.01
-    assert distances["samestep microbatch on 4"] == distances["samestep microbatch on 1"]
-    assert distances["samestep microbatch on 4"][0] == pytest.approx(distances["DDP on 4"][0], rel=ROUNDING)
 
 
 def test_learning_rate_and_batch_size_are_independent_of_processes(examples: Examples) -> None:
     usual, ours = examples.result("learning_rate")
-    assert len(set(ours)) == 1
-    assert len(set(usual)) == len(usual)
+    assert [steps for steps, _ in ours] == [24, 24, 24]
+    assert [loss for _, loss in ours] == pytest.approx([ours[0][1]] * 3, rel=1e-4)
+    assert len({round(loss, 3) for _, loss in usual}) == 3
 
 
 def test_losses_of_replicas_are_not_averaged(examples: Examples) -> None:
@@ -118,4 +117,4 @@ def test_example_runs_as_a_script() -> None:
     file = FOLDER / "data_parallel_loss.py"
     done = subprocess.run([sys.executable, file], text=True, capture_output=True, check=True, timeout=100)
     assert done.stdout.count("\n") == 3
-    assert done.stderr == ""
+    assert done.stderr.count("\n") == 1  # the calls were divided
