@@ -413,7 +413,7 @@ def check_host(device):
 def links(device, sizes):
     """Times of collectives and messages on the GPUs of this machine, and the memory that NCCL takes for each kind."""
     import torch, torch.distributed as dist, samestep
-    from samestep.strategies.reduction import MicrobatchTree, tree_all_reduce
+    from samestep.reduce.tree import MicrobatchTree, tree_all_reduce
 
     rank = claim_worker()
     result = {}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from samestep import launch
-from samestep.strategies.reduction import MicrobatchTree
+from samestep.reduce.tree import MicrobatchTree
 from workers import reductions as ranks_reductions
 from workers.reductions import DTYPES, LONG, NAMES, TREES, as_bytes, filled, gradients_of, vector_of
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from samestep import launch
-from samestep.strategies.reduction import MicrobatchTree
+from samestep.reduce.tree import MicrobatchTree
 from workers import strategies as ranks_strategies
 from workers.reductions import vector_of
 from workers.strategies import MICROBATCHES, MODELS, SIZES

@@ -7,7 +7,7 @@ from samestep.distributed.world import World
 from samestep.engine.data_parallel import replicate
 from samestep.engine.microbatch_threads import Threads, Track, run_in_lockstep
 from samestep.engine.sync_batch_norm import StatisticsExchange, norm_layers, synchronized_layers
-from samestep.strategies.reduction import MicrobatchTree
+from samestep.reduce.tree import MicrobatchTree
 
 CPU = torch.device("cpu")
 ONE_RANK = World(0, 1, CPU)

@@ -13,8 +13,8 @@ from samestep.config import MeshConfig, Precision, StrategyConfig
 from samestep.distributed.world import World
 from samestep.errors import EXIT_INPUT
 from samestep.launcher.failure import RankError
+from samestep.reduce.tree import MicrobatchTree
 from samestep.strategies.fsdp import TreeReduceScatter, _Backward, _move_buffers, shard_units
-from samestep.strategies.reduction import MicrobatchTree
 from workers import fsdp as ranks_fsdp
 
 RANKS = 4

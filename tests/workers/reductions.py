@@ -8,8 +8,9 @@ import torch
 
 import samestep
 from samestep.microbatches import owned_microbatches
+from samestep.reduce.tree import MicrobatchTree
 from samestep.strategies.fast_reduction import build_reduction
-from samestep.strategies.reduction import MicrobatchTree, Reduction
+from samestep.strategies.reduction import Reduction
 from workers.loader import gathered
 
 World = samestep.World

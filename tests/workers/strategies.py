@@ -12,10 +12,10 @@ import samestep
 from helpers.models import seeded
 from samestep.engine.build import build_strategy
 from samestep.microbatches import microbatch_bounds
+from samestep.reduce.tree import MicrobatchTree
 from samestep.strategies.ddp import DdpStrategy
 from samestep.strategies.fast_reduction import build_reduction
 from samestep.strategies.local_parameters import LocalParameters
-from samestep.strategies.reduction import MicrobatchTree
 from samestep.strategies.strategy import DeferredStrategy, SingleStrategy, Strategy
 from workers.loader import gathered
 from workers.reductions import as_bytes, own_microbatches, vector_of

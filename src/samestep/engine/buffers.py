@@ -35,7 +35,7 @@ from samestep.engine.buffer_rules import (
 from samestep.engine.module_attributes import ModuleAttributes
 from samestep.engine.side_effects import ParameterCheck
 from samestep.engine.tensor_bits import any_differs, bytes_of, copies, copy_tensors, hash_of, version_of
-from samestep.strategies.reduction import MicrobatchTree
+from samestep.reduce.tree import MicrobatchTree
 from samestep.strategies.strategy import Strategy
 
 _MODULE_ATTRIBUTES = ("training", "call_super_init", "dump_patches")

@@ -24,7 +24,7 @@ from samestep.engine.model_changes import hooked_parameter
 from samestep.engine.step_runner import SequentialRunner, StepRunner
 from samestep.engine.step_stats import LocalStats
 from samestep.errors import InputError
-from samestep.strategies.reduction import MicrobatchTree
+from samestep.reduce.tree import MicrobatchTree
 
 
 class Replica(NamedTuple):

@@ -25,8 +25,8 @@ from samestep.engine.step_runner import SequentialRunner
 from samestep.engine.step_stats import LocalStats
 from samestep.engine.tensor_bits import copy_tensors
 from samestep.microbatches import most_owned
+from samestep.reduce.tree import MicrobatchTree
 from samestep.strategies.ddp import DdpStrategy
-from samestep.strategies.reduction import MicrobatchTree
 from samestep.strategies.strategy import SingleStrategy, Strategy
 
 SEPARATE = "the microbatches of a rank are computed one after another"

@@ -24,7 +24,7 @@ from samestep.engine.microbatch_forward import TRAINING, MicrobatchForward
 from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
 from samestep.engine.step_runner import StepRunner
 from samestep.engine.step_stats import LocalStats, StepStats
-from samestep.strategies.reduction import MicrobatchTree
+from samestep.reduce.tree import MicrobatchTree
 
 NO_LOSS = Loss(torch.zeros(()), 0.0)  # of a microbatch: the loss is that of the whole batch
 

@@ -13,7 +13,7 @@ from samestep.data.structure import TensorSpec, build, describe
 from samestep.distributed.world import World, all_gather
 from samestep.engine.tensor_bits import bytes_of
 from samestep.errors import InputError
-from samestep.strategies.reduction import communicate
+from samestep.reduce.tree import communicate
 
 
 def has_rows(data: Any, size: int) -> bool:

@@ -20,9 +20,9 @@ from samestep.engine.loss import Loss
 from samestep.engine.microbatch_forward import EVALUATION, TRAINING, MicrobatchForward, as_arguments
 from samestep.engine.step_runner import StepRunner
 from samestep.engine.step_stats import LocalStats
+from samestep.reduce.tree import MicrobatchTree
 from samestep.strategies.pipeline.stages import PipelineStages
 from samestep.strategies.pipeline.strategy import PipelineStrategy
-from samestep.strategies.reduction import MicrobatchTree
 
 StageResult = tuple[Any, list[Loss]]
 

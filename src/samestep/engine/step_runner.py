@@ -23,7 +23,7 @@ from samestep.engine.microbatch_forward import MicrobatchForward
 from samestep.engine.non_finite import flagged_by_any, has_finite_gradient
 from samestep.engine.step_stats import LocalStats, StepStats, vector_length
 from samestep.errors import UnusedParameterError
-from samestep.strategies.reduction import MicrobatchTree
+from samestep.reduce.tree import MicrobatchTree
 from samestep.strategies.strategy import Strategy, Sum, sparse_error
 
 

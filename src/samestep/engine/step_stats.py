@@ -20,7 +20,7 @@ from samestep.distributed.devices import value_on_host
 from samestep.distributed.world import World, all_gather
 from samestep.engine.loss import Loss
 from samestep.metrics.counts import rounded_sum
-from samestep.strategies.reduction import MicrobatchTree, Node
+from samestep.reduce.tree import MicrobatchTree, Node
 
 
 @dataclass(frozen=True)

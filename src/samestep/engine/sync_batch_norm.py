@@ -25,7 +25,7 @@ from samestep.distributed.local_sockets import LocalSockets
 from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.microbatches import owned_microbatches, rank_count
-from samestep.strategies.reduction import MicrobatchTree
+from samestep.reduce.tree import MicrobatchTree
 
 Direction = Literal["forward", "backward"]
 _DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")

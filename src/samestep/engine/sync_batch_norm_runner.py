@@ -40,7 +40,7 @@ from samestep.engine.sync_batch_norm import (
     synchronized_layers,
 )
 from samestep.errors import InputError
-from samestep.strategies.reduction import MicrobatchTree
+from samestep.reduce.tree import MicrobatchTree
 
 
 class _SingleMicrobatch:

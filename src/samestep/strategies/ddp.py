@@ -21,7 +21,8 @@ from samestep.distributed.collective_check import is_lost_connection
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World
 from samestep.errors import PeerLostError
-from samestep.strategies.reduction import MicrobatchTree, Node, Reduction, reduce_gradients
+from samestep.reduce.tree import MicrobatchTree, Node
+from samestep.strategies.reduction import Reduction, reduce_gradients
 from samestep.strategies.strategy import Strategy, Sum
 
 TensorFuture = torch.futures.Future[torch.Tensor]

@@ -10,16 +10,8 @@ import torch.distributed as dist
 from samestep.config import Reduction as ReductionName
 from samestep.config.strategy import Hook
 from samestep.distributed.world import World
-from samestep.strategies.reduction import (
-    ExactReduction,
-    MicrobatchTree,
-    Parameter,
-    Reduction,
-    Tensors,
-    fast_all_reduce,
-    flatten,
-    unflatten,
-)
+from samestep.reduce.tree import MicrobatchTree, fast_all_reduce
+from samestep.strategies.reduction import ExactReduction, Parameter, Reduction, Tensors, flatten, unflatten
 
 # Sums flat gradients over ranks, in place.
 AllReduce = Callable[[torch.Tensor], torch.Tensor]

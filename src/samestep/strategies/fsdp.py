@@ -27,15 +27,9 @@ from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World
 from samestep.errors import InputError, UnusedParameterError
 from samestep.microbatches import owned_microbatches
+from samestep.reduce.tree import MicrobatchTree, Node, communicate, tree_all_reduce
 from samestep.strategies.local_parameters import Division, LocalParameters
-from samestep.strategies.reduction import (
-    ExactReduction,
-    MicrobatchTree,
-    Node,
-    Reduction,
-    communicate,
-    tree_all_reduce,
-)
+from samestep.strategies.reduction import ExactReduction, Reduction
 from samestep.strategies.strategy import Strategy
 
 _MAX_UNITS = 200  # each unit is one message in forward and one in backward

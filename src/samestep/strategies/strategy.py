@@ -17,8 +17,9 @@ from torch.nn.parameter import is_lazy
 from samestep.config import StepConfig
 from samestep.distributed.world import World, gather_numbers
 from samestep.errors import InputError
+from samestep.reduce.tree import MicrobatchTree, Node
 from samestep.strategies.local_parameters import LocalParameters
-from samestep.strategies.reduction import MicrobatchTree, Node, Reduction
+from samestep.strategies.reduction import Reduction
 
 _WRAPPERS = {
     DistributedDataParallel: "pass the wrapped module, model.module: the engine reduces gradients itself",

@@ -25,8 +25,8 @@ from torch.utils._pytree import register_pytree_node
 from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.microbatches import owned_microbatches
+from samestep.reduce.tree import MicrobatchTree, communicate, tree_all_reduce
 from samestep.strategies.random_functions import dropout_mask
-from samestep.strategies.reduction import MicrobatchTree, communicate, tree_all_reduce
 
 _ALIGNMENT = 64  # bytes, as of new memory on CPUs; matrix products can depend on it
 

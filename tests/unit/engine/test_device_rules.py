@@ -24,7 +24,8 @@ from samestep.engine.loss import as_step_loss
 from samestep.engine.microbatch_forward import TRAINING, MicrobatchForward
 from samestep.engine.sync_batch_norm import LayerPosition, Message, sync_batch_norm
 from samestep.microbatches import Cursor
-from samestep.strategies.reduction import ExactReduction, MicrobatchTree
+from samestep.reduce.tree import MicrobatchTree
+from samestep.strategies.reduction import ExactReduction
 from samestep.strategies.strategy import SingleStrategy
 from workers import buckets
 

@@ -13,7 +13,7 @@ from samestep.engine import step_stats as module
 from samestep.engine.loss import Loss
 from samestep.engine.step_stats import LocalStats, StepStats, StepValues, vector_length
 from samestep.launcher.launch import launch
-from samestep.strategies.reduction import MicrobatchTree, Node
+from samestep.reduce.tree import MicrobatchTree, Node
 from workers import step_values
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from helpers.lockstep import ONE_RANK, Microbatches
 from helpers.waits import Waits
 from samestep.engine.sync_batch_norm import Message, StatisticsExchange
 from samestep.errors import InputError
-from samestep.strategies.reduction import MicrobatchTree
+from samestep.reduce.tree import MicrobatchTree
 
 LAYERS = ["first", "second"]
 

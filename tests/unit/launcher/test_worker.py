@@ -16,7 +16,7 @@ import torch
 import samestep
 from samestep.launcher.failure import RankError
 from samestep.launcher.launch import LaunchConfig, run_workers
-from samestep.strategies.reduction import communicate
+from samestep.reduce.tree import communicate
 
 RANKS = 3
 pools: list[ProcessPoolExecutor] = []

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, channels_last, equal, randn
 
 from samestep.microbatches import Shares, microbatch_bounds, owned_microbatches, rank_count
-from samestep.strategies.reduction import MicrobatchTree, Node, flatten, unflatten
+from samestep.reduce.tree import MicrobatchTree, Node
+from samestep.strategies.reduction import flatten, unflatten
 
 Sum = Any  # a microbatch's number, or a pair of sums
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from samestep.distributed.world import World
+from samestep.reduce.tree import MicrobatchTree
 from samestep.strategies.ddp import DdpStrategy
-from samestep.strategies.reduction import ExactReduction, MicrobatchTree
+from samestep.strategies.reduction import ExactReduction
 
 
 class OtherStream:

@@ -14,13 +14,14 @@ from samestep.config import Reduction as ReductionName
 from samestep.config import StepConfig
 from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError
+from samestep.reduce.tree import MicrobatchTree, Node
 from samestep.strategies.fast_reduction import build_reduction
 from samestep.strategies.local_parameters import LocalParameters
 from samestep.strategies.pipeline.partition import partition_model
 from samestep.strategies.pipeline.schedule import stage_count
 from samestep.strategies.pipeline.shared_weights import SharedWeights, pipeline_group
 from samestep.strategies.pipeline.stages import PipelineStages
-from samestep.strategies.reduction import MicrobatchTree, Node, flatten, unflatten
+from samestep.strategies.reduction import flatten, unflatten
 from samestep.strategies.strategy import DeferredStrategy, Sum
 
 
