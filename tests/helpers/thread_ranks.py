@@ -68,8 +68,8 @@ class ThreadRanks:
         assert len({part.shape for part in parts}) == 1, f"sum {number} of {[part.shape for part in parts]}"
         values.copy_(torch.stack(parts).sum(0))
 
-    def gather_rows(self, own: torch.Tensor, bounds: Sequence[tuple[int, int]], factor: int) -> torch.Tensor:
-        parts = self._calls.take(self._calls.give(self.rank, own.detach().clone()))
+    def gather_rows(self, own: Sequence[torch.Tensor], bounds: Sequence[tuple[int, int]], factor: int) -> torch.Tensor:
+        parts = self._calls.take(self._calls.give(self.rank, torch.cat([part.detach() for part in own])))
         assert [len(part) for part in parts] == [(stop - start) * factor for start, stop in bounds]
         return torch.cat(parts)
 

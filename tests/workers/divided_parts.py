@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.errors import RankMismatchError
+from samestep.view.crossings import totals
 from samestep.view.in_step import InStep
 from samestep.view.operations import Operations
 from samestep.view.region import Region, inside
@@ -25,26 +26,17 @@ def _group() -> Iterator[tuple[int, int]]:
         dist.destroy_process_group()
 
 
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        return Reduced().sum(values.clone())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return Reduced().total(gradient)
-
-
 class Reduced:
     """Exchange between real ranks."""
 
-    joins_graph = False
+    def join(self, compute: Any, value: Any) -> Any:
+        return compute(self, [value])[0]
 
     def total(self, values: Tensor) -> Tensor:
-        result: Tensor = _Total.apply(values)  # type: ignore[no-untyped-call]
-        return result
+        return totals(self, [values])[0]
 
-    def sum(self, values: Tensor) -> Tensor:
+    def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        values = parts[0].clone()
         dist.all_reduce(values)
         return values
 
@@ -71,7 +63,7 @@ def batch_norm() -> Any:
             outputs = network(inputs[start:stop])
         own = torch.autograd.grad(outputs.pow(3).sum(), parameters)
         pairs = [(outputs, expected[start:stop])]
-        pairs += [(Reduced().sum(one.clone()), other) for one, other in zip(own, gradients, strict=True)]
+        pairs += [(Reduced().sum([one]), other) for one, other in zip(own, gradients, strict=True)]
         # A bias before batch norm has a gradient of pure rounding, so differences are relative to the largest value.
         differences = [float((one - other).abs().max()) for one, other in pairs]
         largest = max(float(one.abs().max()) for _, one in pairs)

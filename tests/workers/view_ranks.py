@@ -65,10 +65,10 @@ def _rows(ranks: Ranks, dtype: torch.dtype, found: dict[str, Any]) -> None:
         numbers = torch.arange(stops[-1] * factor * (torch.Size(shape).numel())) % 3
         whole = _of_dtype(numbers.view(-1, *shape), dtype)
         start, stop = bounds[ranks.rank]
-        gathered = ranks.gather_rows(whole[start * factor : stop * factor], bounds, factor)
+        gathered = ranks.gather_rows([whole[start * factor : stop * factor]], bounds, factor)
         found[f"{name} {str(dtype)[6:]}"] = gathered.dtype == dtype and torch.equal(gathered, whole)
         if dtype == torch.complex128:
-            conjugate = ranks.gather_rows((whole * 1j)[start * factor : stop * factor].conj(), bounds, factor)
+            conjugate = ranks.gather_rows([(whole * 1j)[start * factor : stop * factor].conj()], bounds, factor)
             found[f"{name} conjugate"] = torch.equal(conjugate, whole * -1j)
 
 

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from samestep.view.region import Exchange, Region
+from samestep.view.crossings import Sums, totals
+from samestep.view.region import Region
 
 if TYPE_CHECKING:
     from samestep.view.operations import Operations, Rule
 
 
 class _Moments(NamedTuple):
-    """Statistics per channel over all ranks. Those of differentiable formulas have a graph."""
+    """Statistics per channel over all slices."""
 
     count: Any  # values per channel: a number, or a tensor on an accelerator, so that the host does not wait
     mean: Tensor
@@ -42,22 +43,12 @@ def _batch_norm(
     """Compute `torch.nn.functional.batch_norm`; in training with the statistics of the whole batch."""
     if not training:
         return functional.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-    exchange = region.exchange
     if region.local_batch_norm:
         own = partial(functional.batch_norm, weight=weight, bias=bias, training=True, momentum=momentum, eps=eps)
         return _with_own_statistics(own, region, input, (running_mean, running_var))
-    if exchange.joins_graph:
-        moments = _differentiable_moments(input, exchange)
-    else:
-        moments = _fast_moments(input, exchange)
-    if isinstance(moments.count, float) and moments.count < 2:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
+    outputs, moments = region.exchange.join(partial(_normalize, eps=eps), (input, weight, bias))
     _update(running_mean, running_var, moments, momentum)
-    if exchange.joins_graph:
-        outputs = _normalized(input, moments, eps)
-        outputs = outputs if weight is None else outputs * _along_channels(weight, outputs)
-        return (outputs if bias is None else outputs + _along_channels(bias, outputs)).to(input.dtype)
-    return _Normalize.apply(input, weight, bias, moments, eps, exchange)  # type: ignore[no-any-return,no-untyped-call]
+    return outputs  # type: ignore[no-any-return]
 
 
 def _instance_norm(
@@ -79,41 +70,63 @@ def _instance_norm(
 def _with_own_statistics(
     function: Callable[..., Tensor], region: Region, input: Tensor, running: Sequence[Tensor | None], *others: Any
 ) -> Tensor:
-    """Normalize by the own rows. Running statistics become the means of all ranks', weighted by their rows."""
+    """Normalize by the own rows. Running statistics become the means of all slices', weighted by their rows."""
     own = [None if values is None else values.clone() for values in running]
     outputs = function(input, *own, *others) if input.numel() else torch.empty_like(input)
     for whole, values in zip(running, own, strict=True):
         if whole is not None and values is not None:
             share = values.double() * (region.own / region.rows)
-            exchange = region.exchange
-            whole.data.copy_(exchange.total(share) if exchange.joins_graph else exchange.sum(share))
+            whole.data.copy_(region.exchange.join(_sum_without_graph, share))
     return outputs
+
+
+def _sum_without_graph(sums: Sums, parts: Sequence[Tensor]) -> list[Tensor]:
+    return [sums.sum(parts)] * len(parts)
 
 
 def _along_channels(vector: Tensor, like: Tensor) -> Tensor:
     return vector.view(1, -1, *[1] * (like.dim() - 2))
 
 
-@torch.no_grad()
-def _fast_moments(inputs: Tensor, exchange: Exchange) -> _Moments:
-    """Return moments without a graph: one exchange, in float64, which holds squares of float32 means.
+# Of one slice: inputs, weight and bias.
+_Slice = tuple[Tensor, Tensor | None, Tensor | None]
 
-    For float64 there are two exchanges, so that large means do not cancel.
+
+def _normalize(sums: Sums, slices: Sequence[_Slice], *, eps: float) -> list[tuple[Tensor, _Moments]]:
+    """Return the outputs of each slice that is computed here, in one node, and the moments of all slices."""
+    moments = _fast_moments([inputs for inputs, _, _ in slices], sums)
+    if isinstance(moments.count, float) and moments.count < 2:
+        size = slices[0][0].size()
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
+    tensors = [tensor for own in slices for tensor in own]
+    outputs = _Normalize.apply(moments, eps, sums, *tensors)  # type: ignore[no-untyped-call]
+    return [(output, moments) for output in outputs]
+
+
+@torch.no_grad()
+def _fast_moments(slices: Sequence[Tensor], sums: Sums) -> _Moments:
+    """Return moments without a graph: one sum, in float64, which holds squares of float32 means.
+
+    For float64 there are two sums, so that large means do not cancel.
     """
-    kind = torch.promote_types(inputs.dtype, torch.float32)
-    channels = inputs.shape[1]
-    count = inputs.numel() // channels
-    mean = variance = inputs.new_zeros(channels, dtype=kind)
-    if count:
-        mean, variance = _own_moments(inputs if inputs.is_cuda else inputs.to(kind), count)  # CPUs return the precision
-    message = torch.cat([mean, variance, mean.new_ones(1)]).double()
-    first, second, _ = message.split([channels, channels, 1])
-    second.addcmul_(first, first)
-    total = exchange.sum(message.mul_(count))
+    kind = torch.promote_types(slices[0].dtype, torch.float32)
+    channels = slices[0].shape[1]
+    counts = [inputs.numel() // channels for inputs in slices]
+    own = [_own_moments(inputs, kind, count) for inputs, count in zip(slices, counts, strict=True)]
+    messages = []
+    for (mean, variance), count in zip(own, counts, strict=True):
+        message = torch.cat([mean, variance, mean.new_ones(1)]).double()
+        first, second, _ = message.split([channels, channels, 1])
+        second.addcmul_(first, first)
+        messages.append(message.mul_(count))
+    total = sums.sum(messages)
     number = _number(total[-1])
     whole, spread, _ = total.div_(number).split([channels, channels, 1])
     if kind == torch.float64:
-        spread = exchange.sum((variance + (mean - whole).square()) * count).div_(number)
+        squares = [
+            (variance + (mean - whole).square()) * count for (mean, variance), count in zip(own, counts, strict=True)
+        ]
+        spread = sums.sum(squares).div_(number)
     else:
         spread.addcmul_(whole, whole, value=-1).clamp_(min=0)
     return _Moments(number, whole.to(kind), spread.to(kind))
@@ -123,8 +136,12 @@ def _number(value: Tensor) -> Any:
     return value.item() if value.device.type == "cpu" else value.detach().clone()
 
 
-def _own_moments(data: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _own_moments(inputs: Tensor, kind: torch.dtype, count: int) -> tuple[Tensor, Tensor]:
     """Return means and variances of the own values."""
+    if not count:
+        zeros = inputs.new_zeros(inputs.shape[1], dtype=kind)
+        return zeros, zeros
+    data = inputs if inputs.is_cuda else inputs.to(kind)  # CPUs return the precision
     if data.is_cuda or data.dim() == 2 or not data.is_contiguous() or data[0, 0].numel() < 64:
         return torch.batch_norm_update_stats(data, None, None, 0.0)  # the kernel of torch's own layer
     # That kernel takes four times as long for channels one after another on a CPU.
@@ -137,13 +154,23 @@ def _sum_channels(values: Tensor) -> Tensor:
     return values.sum([dim for dim in range(values.dim()) if dim != 1])
 
 
-def _differentiable_moments(inputs: Tensor, exchange: Exchange) -> _Moments:
-    data = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
-    sums = _sum_channels(data).double()
-    total = exchange.total(torch.cat([sums, sums.new_full((1,), data.numel() // data.shape[1])]))
-    mean = (total[:-1] / total[-1]).to(data.dtype)
-    squares = exchange.total(_sum_channels((data - _along_channels(mean, data)).square()).double())
-    return _Moments(_number(total[-1]), mean, (squares / total[-1]).to(data.dtype))
+def _differentiable_moments(slices: Sequence[Tensor], sums: Sums) -> list[_Moments]:
+    """Return the moments for use in each slice that is computed here, with a graph."""
+    data = [inputs.to(torch.promote_types(inputs.dtype, torch.float32)) for inputs in slices]
+    firsts = []
+    for values in data:
+        channel_sums = _sum_channels(values).double()
+        firsts.append(torch.cat([channel_sums, channel_sums.new_full((1,), values.numel() // values.shape[1])]))
+    all_totals = totals(sums, firsts)
+    means = [(total[:-1] / total[-1]).to(values.dtype) for total, values in zip(all_totals, data, strict=True)]
+    seconds = [
+        _sum_channels((values - _along_channels(mean, values)).square()).double()
+        for values, mean in zip(data, means, strict=True)
+    ]
+    return [
+        _Moments(_number(total[-1]), mean, (squares / total[-1]).to(mean.dtype))
+        for total, mean, squares in zip(all_totals, means, totals(sums, seconds), strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -162,78 +189,97 @@ def _normalized(inputs: Tensor, moments: _Moments, eps: float) -> Tensor:
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalize the own rows by given moments of the whole batch; the backward differentiates the moments, too."""
+    """Normalize slices by given moments of the whole batch; the backward differentiates the moments, too."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        moments: _Moments,
-        eps: float,
-        exchange: Any,
-    ) -> Tensor:
-        ctx.save_for_backward(inputs, weight, moments.mean, moments.variance)
-        ctx.count, ctx.eps, ctx.exchange = moments.count, eps, exchange
-        ctx.weight_type, ctx.bias_type = (None if values is None else values.dtype for values in (weight, bias))
-        if inputs.numel() == 0:
-            return torch.empty_like(inputs)
-        scale, shift = (None if values is None else values.to(moments.mean.dtype) for values in (weight, bias))
-        return functional.batch_norm(inputs, moments.mean, moments.variance, scale, shift, False, 0.0, eps)
+    def forward(ctx: Any, moments: _Moments, eps: float, sums: Sums, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors, moments.mean, moments.variance)
+        ctx.count = moments.count
+        ctx.eps = eps
+        ctx.sums = sums
+        ctx.types = [None if tensor is None else tensor.dtype for tensor in tensors]
+        outputs = []
+        for inputs, *affine in _by_slice(tensors):
+            if inputs.numel() == 0:
+                outputs.append(torch.empty_like(inputs))
+                continue
+            scale, shift = (None if values is None else values.to(moments.mean.dtype) for values in affine)
+            outputs.append(functional.batch_norm(inputs, moments.mean, moments.variance, scale, shift, False, 0.0, eps))
+        return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        compute = _fast_gradients
         if torch.is_grad_enabled():  # `create_graph`: the gradients are differentiated again
-            by_inputs, by_weight, by_bias = _differentiable_gradients(ctx, gradient)
-        else:
-            by_inputs, by_weight, by_bias = _fast_gradients(ctx, gradient)
-        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        weight_gradient = by_weight.to(ctx.weight_type) if needs_weight else None
-        bias_gradient = by_bias.to(ctx.bias_type) if needs_bias else None
-        return by_inputs, weight_gradient, bias_gradient, None, None, None
+            compute = _differentiable_gradients
+        collected = [gradient for own in compute(ctx, gradients) for gradient in own]
+        needed = ctx.needs_input_grad[3:]
+        results: list[Tensor | None] = [None, None, None]
+        for gradient, is_needed, dtype in zip(collected, needed, ctx.types, strict=True):
+            results.append(gradient.to(dtype) if is_needed and gradient is not None else None)
+        return tuple(results)
 
 
-def _fast_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-    inputs, weight, mean, variance = ctx.saved_tensors
+def _by_slice(tensors: Sequence[Any]) -> list[Any]:
+    """Return inputs, weight and bias of each slice."""
+    return [tensors[start : start + 3] for start in range(0, len(tensors), 3)]
+
+
+def _fast_gradients(ctx: Any, gradients: Sequence[Tensor]) -> list[tuple[Tensor | None, Tensor, Tensor]]:
+    *tensors, mean, variance = ctx.saved_tensors
     kind = mean.dtype
-    data, slope = inputs.to(kind), gradient.to(kind)
-    by_weight = by_bias = torch.zeros_like(mean)
-    if data.numel():  # sums of dy * xhat and of dy: the affine gradients of torch's backward in evaluation
-        none = mean.new_empty(0)  # not read, nor is the weight; CUDA's kernel refuses None
-        _, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
-            slope, data, mean, mean, variance, none, none, False, ctx.eps, [False, True, True]
-        )
-    if not ctx.needs_input_grad[0]:
-        return None, by_weight, by_bias
-    sums = ctx.exchange.sum(torch.cat([by_weight, by_bias]).double()).div_(ctx.count).to(kind)
-    if data.numel() == 0:
-        return torch.zeros_like(inputs), by_weight, by_bias
+    none = mean.new_empty(0)  # not read, nor is the weight; CUDA's kernel refuses None
+    slices = []
+    messages = []
+    for (inputs, weight, _), gradient in zip(_by_slice(tensors), gradients, strict=True):
+        data, slope = inputs.to(kind), gradient.to(kind)
+        by_weight = by_bias = torch.zeros_like(mean)
+        if data.numel():  # sums of dy * xhat and of dy: the affine gradients of torch's backward in evaluation
+            _, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
+                slope, data, mean, mean, variance, none, none, False, ctx.eps, [False, True, True]
+            )
+        slices.append((data, slope, weight, by_weight, by_bias))
+        messages.append(torch.cat([by_weight, by_bias]).double())
+    if not ctx.needs_input_grad[3]:
+        return [(None, by_weight, by_bias) for *_, by_weight, by_bias in slices]
+    total = ctx.sums.sum(messages).div_(ctx.count).to(kind).view(2, -1)
     # dx = w / sigma * (dy - xhat * mean(dy * xhat) - mean(dy)); the kernel of batch norm computes the last two terms.
-    scale = torch.rsqrt(variance + ctx.eps)
-    if weight is not None:
-        scale.mul_(weight)
-    dot, total = (sums.view(2, -1) * scale).neg_().unbind()
-    by_inputs = functional.batch_norm(data, mean, variance, dot, total, False, 0.0, ctx.eps)
-    by_inputs.addcmul_(slope, _along_channels(scale, data))
-    return by_inputs.to(inputs.dtype), by_weight, by_bias
+    results: list[tuple[Tensor | None, Tensor, Tensor]] = []
+    for data, slope, weight, by_weight, by_bias in slices:
+        by_inputs = torch.zeros_like(data)
+        if data.numel():
+            scale = torch.rsqrt(variance + ctx.eps)
+            if weight is not None:
+                scale.mul_(weight)
+            dot, shift = (total * scale).neg_().unbind()
+            by_inputs = functional.batch_norm(data, mean, variance, dot, shift, False, 0.0, ctx.eps)
+            by_inputs.addcmul_(slope, _along_channels(scale, data))
+        results.append((by_inputs, by_weight, by_bias))
+    return results
 
 
-def _differentiable_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-    inputs, weight, *_ = ctx.saved_tensors
-    moments = _differentiable_moments(inputs, ctx.exchange)
-    normalized = _normalized(inputs, moments, ctx.eps)
-    slope = gradient.to(normalized.dtype)
-    by_weight, by_bias = _sum_channels(slope * normalized), _sum_channels(slope)
-    if not ctx.needs_input_grad[0]:
-        return None, by_weight, by_bias
-    sums = ctx.exchange.total(torch.cat([by_weight, by_bias]).double()) / moments.count
-    dot, total = (_along_channels(part, slope) for part in sums.to(slope.dtype).chunk(2))
-    scale = _along_channels(torch.rsqrt(moments.variance + ctx.eps), slope)
-    by_inputs = (slope - normalized * dot - total) * scale
-    if weight is not None:
-        by_inputs = by_inputs * _along_channels(weight, slope)
-    return by_inputs.to(inputs.dtype), by_weight, by_bias
+def _differentiable_gradients(ctx: Any, gradients: Sequence[Tensor]) -> list[tuple[Tensor | None, Tensor, Tensor]]:
+    *tensors, _, _ = ctx.saved_tensors
+    slices = _by_slice(tensors)
+    every = _differentiable_moments([inputs for inputs, _, _ in slices], ctx.sums)
+    parts = []
+    for (inputs, weight, _), gradient, moments in zip(slices, gradients, every, strict=True):
+        scale = _along_channels(torch.rsqrt(moments.variance + ctx.eps), inputs)
+        normalized = (inputs.to(scale.dtype) - _along_channels(moments.mean, inputs)) * scale
+        slope = gradient.to(normalized.dtype)
+        parts.append((weight, scale, normalized, slope, _sum_channels(slope * normalized), _sum_channels(slope)))
+    if not ctx.needs_input_grad[3]:
+        return [(None, by_weight, by_bias) for *_, by_weight, by_bias in parts]
+    sums = totals(ctx.sums, [torch.cat([by_weight, by_bias]).double() for *_, by_weight, by_bias in parts])
+    results: list[tuple[Tensor | None, Tensor, Tensor]] = []
+    for (weight, scale, normalized, slope, by_weight, by_bias), total in zip(parts, sums, strict=True):
+        mean_of = (total / every[0].count).to(slope.dtype)
+        dot, shift = (_along_channels(part, slope) for part in mean_of.chunk(2))
+        by_inputs = (slope - normalized * dot - shift) * scale
+        if weight is not None:
+            by_inputs = by_inputs * _along_channels(weight, slope)
+        results.append((by_inputs, by_weight, by_bias))
+    return results
 
 
 def _rule(compute: Callable[..., Tensor]) -> Rule:

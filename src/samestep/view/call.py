@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec
 
 from samestep.view.kinds import has_rows
+from samestep.view.ranks import Slices
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Call:
         leaves: leaves of both.
         spec: structure of both.
         rows: rows of the batch.
-        bounds: rows of each rank.
+        slices: slices of the batch.
     """
 
     module: nn.Module
@@ -38,7 +39,7 @@ class Call:
     leaves: Sequence[Any]
     spec: TreeSpec
     rows: int
-    bounds: Sequence[tuple[int, int]]
+    slices: Slices
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that require gradients, each once."""

@@ -1,98 +1,122 @@
 """Crossings between replicated and own values, each the derivative of another.
 
-Outside of a divided call each rank holds the whole value and the whole gradient; inside it holds its own part.
+Outside of a divided call each rank holds the whole value and the whole gradient; inside it holds parts, one for each of
+its slices.
 
 | crossing | value | gradient |
 |---|---|---|
-| `cut` | whole -> own rows | own rows -> whole: `gather` |
-| `enter` | whole -> the same | own parts -> their sum: `leave` |
-| `gather` | own rows -> whole | whole -> own rows: `cut` |
-| `leave` | own parts -> their sum | whole -> the same: `enter` |
-| `total` | own parts -> their sum, inside | own parts -> their sum, inside |
+| `cut` | whole -> rows of each own slice | rows -> whole: `gather` |
+| `enter` | whole -> the same for each own slice | parts -> their sum: `leave` |
+| `gather` | rows of each own slice -> whole | whole -> rows: `cut` |
+| `leave` | parts -> their sum | whole -> the same: `enter` |
+| `totals` | parts -> their sum, for each own slice | parts -> their sum, for each own slice |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from samestep.view.ranks import Ranks
+from samestep.view.ranks import Ranks, Slices
+
+Parts = Sequence[torch.Tensor]
+
+
+class Sums(Protocol):
+    """Sums over all slices of a batch, of all ranks."""
+
+    def sum(self, parts: Parts) -> torch.Tensor:
+        """Return the sum of a part of each slice, as a new tensor without a graph.
+
+        Args:
+            parts: one tensor of each own slice, all of one shape and dtype.
+        """
+        ...
 
 
 class RowBounds:
-    """Bounds of the rows of one tensor that the ranks hold.
+    """RowBounds of one tensor in the slices of a batch.
 
     Args:
         ranks: the ranks.
-        bounds: rows of the batch that each rank computes.
+        slices: slices of the batch.
         factor: rows of the tensor per row of the batch.
     """
 
-    def __init__(self, ranks: Ranks, bounds: Sequence[tuple[int, int]], factor: int = 1) -> None:
+    def __init__(self, ranks: Ranks, slices: Slices, factor: int = 1) -> None:
         self.ranks = ranks
-        self.bounds = bounds
+        self.slices = slices
         self.factor = factor
 
-    def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the own rows of a tensor; they share its memory."""
-        start, stop = self.bounds[self.ranks.rank]
-        return whole[start * self.factor : stop * self.factor]
+    def own(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Return the rows of each own slice of a tensor; they share its memory."""
+        return [whole[start * self.factor : stop * self.factor] for start, stop in self.slices.own_bounds]
 
-    def gather(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all ranks."""
-        return self.ranks.gather_rows(own, self.bounds, self.factor)
+    def gather(self, own: Parts) -> torch.Tensor:
+        """Return the rows of all slices of all ranks, from those of the own slices."""
+        return self.ranks.gather_rows(own, self.slices.by_rank, self.factor)
 
 
 class _Crossing(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, value: torch.Tensor, cross: Callable[[Any], torch.Tensor], back: Callable[[Any], torch.Tensor]
-    ) -> torch.Tensor:
+        ctx: Any,
+        cross: Callable[..., Sequence[torch.Tensor]],
+        back: Callable[..., Sequence[torch.Tensor]],
+        *values: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         ctx.back = back
-        return cross(value)
+        return tuple(cross(*values))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.back(gradient), None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, None, *ctx.back(*gradients))
 
 
 def _cross(
-    value: torch.Tensor, cross: Callable[[Any], torch.Tensor], back: Callable[[Any], torch.Tensor]
-) -> torch.Tensor:
-    """Return the value of a crossing. `back` is the crossing of its gradient, so gradients can be differentiated."""
-    result: torch.Tensor = _Crossing.apply(value, cross, back)  # type: ignore[no-untyped-call]
-    return result
+    values: Parts, cross: Callable[..., Sequence[torch.Tensor]], back: Callable[..., Sequence[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """Return the values of a crossing. `back` is the crossing of its gradients, so they can be differentiated."""
+    return list(_Crossing.apply(cross, back, *values))  # type: ignore[no-untyped-call]
 
 
-def cut(whole: torch.Tensor, rows: RowBounds) -> torch.Tensor:
-    """Return the own rows of a whole tensor; the gradient is gathered."""
+def cut(whole: torch.Tensor, rows: RowBounds) -> list[torch.Tensor]:
+    """Return the rows of each own slice of a whole tensor; the gradient is gathered."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return rows.own(whole)
-    return _cross(whole, lambda value: rows.own(value).detach(), lambda gradient: gather(gradient, rows))
+    return _cross(
+        [whole],
+        lambda value: [part.detach() for part in rows.own(value)],
+        lambda *gradients: [gather(gradients, rows)],
+    )
 
 
-def gather(own: torch.Tensor, rows: RowBounds) -> torch.Tensor:
-    """Return the whole tensor of own rows; the gradient is cut."""
-    return _cross(own, rows.gather, lambda gradient: cut(gradient, rows))
+def gather(own: Parts, rows: RowBounds) -> torch.Tensor:
+    """Return the whole tensor of the rows of each own slice; the gradient is cut."""
+    return _cross(own, lambda *parts: [rows.gather(parts)], lambda gradient: cut(gradient, rows))[0]
 
 
-def enter(whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Return a replicated tensor for use in own computations; the gradient is the sum over ranks."""
-    return _cross(whole, torch.Tensor.detach, lambda gradient: leave(gradient, ranks))
+def enter(whole: torch.Tensor, sums: Sums, count: int) -> list[torch.Tensor]:
+    """Return a replicated tensor for use in each of `count` own slices; the gradient is the sum over all slices."""
+    return _cross(
+        [whole],
+        lambda value: [value.detach() for _ in range(count)],
+        lambda *gradients: [leave(gradients, sums)],
+    )
 
 
-def leave(part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Return the sum of own parts as a replicated tensor; the gradient enters own computations."""
-    return _cross(part, ranks.sum, lambda gradient: enter(gradient, ranks))
+def leave(parts: Parts, sums: Sums) -> torch.Tensor:
+    """Return the sum of a part of each slice as a replicated tensor; the gradient enters each slice."""
+    return _cross(parts, lambda *own: [sums.sum(own)], lambda gradient: enter(gradient, sums, len(parts)))[0]
 
 
-def total(part: torch.Tensor, exchange: Any) -> torch.Tensor:
-    """Return the sum of own parts for use in own computations; the gradient is the sum of own gradients.
+def totals(sums: Sums, parts: Parts) -> list[torch.Tensor]:
+    """Return the sum of a part of each slice for use in each own slice; so is the gradient."""
 
-    Args:
-        part: own part.
-        exchange: its method `sum` adds parts of all ranks.
-    """
-    return _cross(part, exchange.sum, lambda gradient: total(gradient, exchange))
+    def cross(*own: torch.Tensor) -> list[torch.Tensor]:
+        total = sums.sum(own)
+        return [total, *[total.clone() for _ in own[1:]]]  # slices may write into them
+
+    return _cross(parts, cross, lambda *gradients: totals(sums, gradients))

@@ -1,4 +1,4 @@
-"""One divided call: own rows of the arguments, the forward, one word, and the gathered outputs."""
+"""One divided call: own slices of the arguments, the forward of each, one word, and the gathered outputs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_unflatten
 
+from samestep.reduce.reduction import Reduction
 from samestep.view.call import Call
 from samestep.view.crossings import RowBounds, cut, enter
 from samestep.view.division import Division, Output
@@ -17,14 +18,14 @@ from samestep.view.hub import Hub
 from samestep.view.inner import Inner, inner_graph
 from samestep.view.leaves import Spec, flatten, unflatten
 from samestep.view.operations import Operation, Operations
-from samestep.view.ranks import Ranks
+from samestep.view.ranks import Ranks, Slices
 from samestep.view.region import Region, inside
 from samestep.view.snapshot import Snapshot
 
 
 @dataclass
 class OwnResult:
-    """Result of the forward of the own rows.
+    """Result of the forward of an own slice.
 
     Attributes:
         leaves: leaves of the outputs.
@@ -37,22 +38,23 @@ class OwnResult:
     operations: Operations
 
 
-def own_arguments(ranks: Ranks, division: Division, call: Call) -> list[Any]:
-    """Return the leaves of the arguments of a call for the own rows."""
-    rows = RowBounds(ranks, call.bounds)
-    own = []
-    cuts: dict[int, torch.Tensor] = {}  # by identity: attention asks whether query and key are one tensor
+def own_arguments(ranks: Ranks, reduction: Reduction, division: Division, call: Call) -> list[list[Any]]:
+    """Return the leaves of the arguments of a call for each own slice."""
+    rows = RowBounds(ranks, call.slices)
+    count = len(reduction.own)
+    own: list[list[Any]] = [[] for _ in range(count)]
+    cuts: dict[int, list[torch.Tensor]] = {}  # by identity: attention asks whether query and key are one tensor
     for leaf, is_cut in zip(call.leaves, division.inputs, strict=True):
-        if not isinstance(leaf, torch.Tensor):
-            own.append(leaf)
-        elif is_cut:
-            if id(leaf) not in cuts:
-                cuts[id(leaf)] = cut(leaf, rows)
-            own.append(cuts[id(leaf)])
-        elif leaf.requires_grad and torch.is_grad_enabled():
-            own.append(enter(leaf, ranks))
-        else:
-            own.append(leaf)
+        parts: list[Any] = [leaf] * count
+        if isinstance(leaf, torch.Tensor):
+            if is_cut:
+                if id(leaf) not in cuts:
+                    cuts[id(leaf)] = cut(leaf, rows)
+                parts = cuts[id(leaf)]
+            elif leaf.requires_grad and torch.is_grad_enabled():
+                parts = enter(leaf, reduction, count)
+        for leaves, part in zip(own, parts, strict=True):
+            leaves.append(part)
     return own
 
 
@@ -61,10 +63,11 @@ class DividedCall:
 
     Args:
         ranks: the ranks.
+        reduction: sums over all slices.
         division: how the call is divided.
         call: the call.
-        region: own rows.
-        exchange: exchange of the region.
+        regions: own slices.
+        exchange: exchange of the regions.
         before: state before the call.
         known: operations of a forward that is compiled, in which no rule applies; None if they must be observed.
     """
@@ -72,9 +75,10 @@ class DividedCall:
     def __init__(
         self,
         ranks: Ranks,
+        reduction: Reduction,
         division: Division,
         call: Call,
-        region: Region,
+        regions: Sequence[Region],
         exchange: CallExchange,
         before: Snapshot,
         known: Sequence[Operation] | None = None,
@@ -82,38 +86,53 @@ class DividedCall:
         self.ranks = ranks
         self.division = division
         self.call = call
-        self.region = region
+        self.regions = regions
         self.exchange = exchange
+        self._reduction = reduction
         self._before = before
         self._known = known
 
-    def compute(self, forward: Callable[..., Any], hub: Hub | None) -> OwnResult:
-        """Run the forward on the own rows, with the aliases of the hub as parameters."""
-        own = own_arguments(self.ranks, self.division, self.call)
-        if hub is None:
-            return self._run(forward, own)
-        if self.division.form == "inner":
-            return self._run_inner(forward, own, hub)
-        with hub.aliases_in_place():
-            return self._run(forward, own)
+    def compute(self, forward: Callable[..., Any], hub: Hub | None) -> list[OwnResult]:
+        """Run the forward on each own slice, with the aliases of the hub as parameters."""
+        results = []
+        for position, own in enumerate(own_arguments(self.ranks, self._reduction, self.division, self.call)):
+            if position:  # each slice sees the state before the call
+                self._before.restore()
+            results.append(self._compute_slice(forward, hub, position, own))
+        return results
 
-    def _run(self, forward: Callable[..., Any], own: Sequence[Any]) -> OwnResult:
-        operations = Operations(self.region)
+    def _compute_slice(self, forward: Callable[..., Any], hub: Hub | None, position: int, own: list[Any]) -> OwnResult:
+        region = self.regions[position]
+        if hub is None:
+            return self._run(region, forward, own)
+        if self.division.form == "inner":
+            return self._run_inner(region, forward, own, hub, hub.aliases(position))
+        with hub.aliases_in_place(position):
+            return self._run(region, forward, own)
+
+    def _run(self, region: Region, forward: Callable[..., Any], own: Sequence[Any]) -> OwnResult:
+        operations = Operations(region)
         arguments, options = tree_unflatten(list(own), self.call.spec)
         if self._known is None:
-            with inside(self.region), operations:
+            with inside(region), operations:
                 result = forward(*arguments, **options)
         else:  # a function mode would be compiled too
-            with inside(self.region):
+            with inside(region):
                 result = forward(*arguments, **options)
             operations.functions = list(self._known)
         leaves, spec = flatten(result)
         return OwnResult(leaves, spec, operations)
 
-    def _run_inner(self, forward: Callable[..., Any], own: list[Any], hub: Hub) -> OwnResult:
+    def _run_inner(
+        self,
+        region: Region,
+        forward: Callable[..., Any],
+        own: list[Any],
+        hub: Hub,
+        aliases: list[torch.Tensor],
+    ) -> OwnResult:
         """Run the forward in a graph of its own. Its leaves are the aliases, and the arguments with gradients."""
         places = [index for index, leaf in enumerate(own) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        aliases = hub.aliases()
         results: list[OwnResult] = []
 
         def compute(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -121,34 +140,35 @@ class DividedCall:
             for place, leaf in zip(places, leaves[len(aliases) :], strict=True):
                 arguments[place] = leaf
             with hub.in_place(leaves[: len(aliases)]):
-                result = self._run(forward, arguments)
+                result = self._run(region, forward, arguments)
             inner.draws = result.operations.draws
             results.append(result)
             return [leaf for leaf in result.leaves if isinstance(leaf, torch.Tensor)]
 
-        inner = Inner(self.region, compute, lambda leaves: hub.in_place(leaves[: len(aliases)]), self._before)
+        inner = Inner(region, compute, lambda leaves: hub.in_place(leaves[: len(aliases)]), self._before)
         outputs = iter(inner_graph(inner, [*aliases, *[own[place] for place in places]]))
         result = results.pop()  # a reference would keep the inner graph
         leaves = [next(outputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in result.leaves]
         return OwnResult(leaves, result.spec, result.operations)
 
-    def fits(self, result: OwnResult, spec: Spec | None) -> bool:
-        """Whether the outputs have the structure and the rows that the trial found."""
+    def fits(self, position: int, result: OwnResult, spec: Spec | None) -> bool:
+        """Whether the outputs of an own slice have the structure and the rows that the trial found."""
+        own = self.regions[position].own
         if result.spec != spec or len(result.leaves) != len(self.division.outputs):
             return False
         for leaf, output in zip(result.leaves, self.division.outputs, strict=True):
             if isinstance(leaf, torch.Tensor) == (output.kind in ("value", "count")):
                 return False
-            if output.kind == "count" and leaf != output.factor * self.region.own:
+            if output.kind == "count" and leaf != output.factor * own:
                 return False
-            if output.kind == "rows" and (leaf.dim() == 0 or leaf.shape[0] != output.factor * self.region.own):
+            if output.kind == "rows" and (leaf.dim() == 0 or leaf.shape[0] != output.factor * own):
                 return False
             if output.kind in ("mean", "sum") and not leaf.is_floating_point():
                 return False
         return True
 
     def shapes_hash(self, result: OwnResult) -> int:
-        """Return a number below 2**62 for the facts that outputs of all ranks share."""
+        """Return a number below 2**62 for the facts that outputs of all slices share."""
         facts = []
         for leaf, output in zip(result.leaves, self.division.outputs, strict=True):
             if isinstance(leaf, torch.Tensor):
@@ -157,40 +177,42 @@ class DividedCall:
         return hash(tuple(facts)) & (2**62 - 1)  # hashes of integers are equal in all processes
 
     def whole_outputs(
-        self, result: OwnResult, hub: Hub | None, before_backward: Callable[[Sequence[torch.Tensor | None]], None]
+        self,
+        results: Sequence[OwnResult],
+        hub: Hub | None,
+        before_backward: Callable[[Sequence[torch.Tensor | None]], None],
     ) -> Any:
         """Return the outputs of the whole batch. A tensor that stands in several places is gathered once.
 
         Args:
-            result: outputs of the own rows.
+            results: outputs of the own slices.
             hub: hub of the parameters.
             before_backward: called in each backward with the gradients of the whole outputs.
         """
-        places: dict[int, int] = {}
-        tensors: list[torch.Tensor] = []
-        kinds: list[Output] = []
-        for leaf, output in zip(result.leaves, self.division.outputs, strict=True):
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in places:
-                places[id(leaf)] = len(tensors)
-                tensors.append(leaf)
-                kinds.append(output)
-        crossing = OutputCrossing(
-            self.ranks, self.call.bounds, self.region.own / self.region.rows, kinds, before_backward
-        )
+        first = results[0]
+        numbers: dict[int, int] = {}
+        places: list[int] = []
+        for place, leaf in enumerate(first.leaves):
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in numbers:
+                numbers[id(leaf)] = len(places)
+                places.append(place)
+        outputs = [self.division.outputs[place] for place in places]
+        tensors = [result.leaves[place] for result in results for place in places]
+        crossing = OutputCrossing(self.ranks, self._reduction, self.call.slices, outputs, before_backward)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             anchors = [] if hub is None else hub.anchors
             whole = list(GatherOutputs.apply(crossing, *tensors, *anchors))  # type: ignore[no-untyped-call]
         else:
             whole = crossing.gather(tensors)
         leaves = []
-        for leaf, output in zip(result.leaves, self.division.outputs, strict=True):
+        for leaf, output in zip(first.leaves, self.division.outputs, strict=True):
             if isinstance(leaf, torch.Tensor):
-                leaves.append(whole[places[id(leaf)]])
+                leaves.append(whole[numbers[id(leaf)]])
             elif output.kind == "count":
-                leaves.append(output.factor * self.region.rows)
+                leaves.append(output.factor * self.call.rows)
             else:
                 leaves.append(leaf)
-        return unflatten(leaves, result.spec)
+        return unflatten(leaves, first.spec)
 
 
 class OutputCrossing:
@@ -198,8 +220,8 @@ class OutputCrossing:
 
     Args:
         ranks: the ranks.
-        bounds: rows of each rank.
-        share: own rows divided by the rows of the batch.
+        reduction: sums over all slices.
+        slices: slices of the batch.
         outputs: the outputs that are tensors.
         before_backward: called in each backward with the gradients of the whole outputs.
     """
@@ -207,44 +229,59 @@ class OutputCrossing:
     def __init__(
         self,
         ranks: Ranks,
-        bounds: Sequence[tuple[int, int]],
-        share: float,
+        reduction: Reduction,
+        slices: Slices,
         outputs: Sequence[Output],
         before_backward: Callable[[Sequence[torch.Tensor | None]], None],
     ) -> None:
         self.outputs = outputs
         self.before_backward = before_backward
         self._ranks = ranks
-        self._bounds = bounds
-        self._share = share
+        self._reduction = reduction
+        self._slices = slices
+        rows = slices.bounds[-1][1]
+        self._shares = [(stop - start) / rows for start, stop in slices.own_bounds]
+
+    @property
+    def tensors(self) -> int:
+        """Number of tensors of all own slices."""
+        return len(self.outputs) * len(self._shares)
 
     def gather(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the whole value of each output, without a graph."""
+        """Return the whole value of each output, without a graph.
+
+        Args:
+            tensors: outputs of the first own slice, of the second, and so on.
+        """
         whole = []
-        for tensor, output in zip(tensors, self.outputs, strict=True):
+        for number, output in enumerate(self.outputs):
+            parts = tensors[number :: len(self.outputs)]
             if output.kind == "rows":
-                whole.append(RowBounds(self._ranks, self._bounds, output.factor).gather(tensor))
+                whole.append(RowBounds(self._ranks, self._slices, output.factor).gather(parts))
             elif output.kind == "constant":
-                whole.append(tensor.detach())
+                whole.append(parts[0].detach())
             else:
                 # Summed in float64: the sum of rounded parts would be less exact than the whole loss.
-                part = tensor.detach().double() * self._weight(output)
-                whole.append(self._ranks.sum(part).to(tensor.dtype))
+                weighted = [
+                    part.detach().double() * weight for part, weight in zip(parts, self._weights(output), strict=True)
+                ]
+                whole.append(self._reduction.sum(weighted).to(parts[0].dtype))
         return whole
 
-    def _weight(self, output: Output) -> float:
-        """Return the factor of the own part of an output that has no rows."""
+    def _weights(self, output: Output) -> list[float]:
+        """Return the factors of the parts of an output that has no rows."""
         if output.kind == "sum":
-            return 1.0
-        return self._share
+            return [1.0] * len(self._shares)
+        return self._shares
 
-    def own_gradient(self, gradient: torch.Tensor, output: Output) -> torch.Tensor:
-        """Return the gradient of an own output from that of the whole output. Differentiable."""
+    def own_gradients(self, gradient: torch.Tensor, output: Output) -> list[torch.Tensor]:
+        """Return the gradients of an output of each own slice from that of the whole output. Differentiable."""
         if output.kind == "rows":
-            return cut(gradient, RowBounds(self._ranks, self._bounds, output.factor))
+            return cut(gradient, RowBounds(self._ranks, self._slices, output.factor))
+        entered = [gradient] * len(self._shares)
         if gradient.requires_grad and torch.is_grad_enabled():
-            gradient = enter(gradient, self._ranks)
-        return gradient * self._weight(output)
+            entered = enter(gradient, self._reduction, len(self._shares))
+        return [own * weight for own, weight in zip(entered, self._weights(output), strict=True)]
 
 
 class GatherOutputs(torch.autograd.Function):
@@ -253,7 +290,7 @@ class GatherOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, crossing: OutputCrossing, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Gather the outputs; further tensors are anchors."""
-        count = len(crossing.outputs)
+        count = crossing.tensors
         ctx.crossing = crossing
         ctx.anchors = [tensor.device for tensor in tensors[count:]]
         ctx.set_materialize_grads(False)
@@ -266,13 +303,13 @@ class GatherOutputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of the own outputs, and zeros for the anchors."""
-        ctx.crossing.before_backward(gradients)
-        own: list[torch.Tensor | None] = []
-        for gradient, output in zip(gradients, ctx.crossing.outputs, strict=True):
-            if gradient is None:
-                own.append(None)
-            else:
-                own.append(ctx.crossing.own_gradient(gradient, output))
+        crossing = ctx.crossing
+        crossing.before_backward(gradients)
+        count = len(crossing.outputs)
+        own: list[torch.Tensor | None] = [None] * crossing.tensors
+        for number, (gradient, output) in enumerate(zip(gradients, crossing.outputs, strict=True)):
+            if gradient is not None:
+                own[number::count] = crossing.own_gradients(gradient, output)
         # Without a gradient for its anchor, a bucket that no own row uses would not be summed on this rank.
         anchors = [torch.zeros((), device=device) for device in ctx.anchors]
         return (None, *own, *anchors)

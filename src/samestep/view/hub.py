@@ -1,10 +1,12 @@
 """Hub of a module's parameters: sums the gradients of all calls over ranks once per backward.
 
     parameter -> Wait -> Launch -> alias, used by the calls
+    parameter -> Wait -> Launch -> Collect -> alias, used by one slice of the calls, if this rank has several slices
 
-One pair of nodes for each bucket. Launch runs when the gradients of its bucket are complete and starts their sum; Wait
-runs after everything else of the backward and returns the sum. So sums overlap with the backward, and autograd adds
-the gradients of several calls, and those of uses outside of calls, by its own rules.
+One pair of Wait and Launch for each bucket. Launch runs when the gradients of its bucket are complete and starts their
+sum; Wait runs after everything else of the backward and returns the sum. So sums overlap with the backward, and
+autograd adds the gradients of several calls, and those of uses outside of calls, by its own rules. Collect keeps the
+gradients of its slice, so that they are added to those of other slices in the order of the reduction.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from torch import nn
 
 from samestep.errors import RunError
 from samestep.reduce.buckets import Bucket, plan_buckets
+from samestep.reduce.reduction import Reduction
+from samestep.reduce.tree import Node
 from samestep.view.crossings import leave
-from samestep.view.ranks import Ranks
 from samestep.view.slots import ParameterSlots, is_in_place, replaced
 
 _FIRST = 2**63  # sequence number of a node that runs as soon as its inputs are complete
@@ -54,69 +57,129 @@ class _Launch(torch.autograd.Function):
         return (None, *ctx.bucket.launch(gradients[:-1]))
 
 
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bucket: _HubBucket, number: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.bucket = bucket
+        ctx.number = number
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.bucket.collect(ctx.number, gradients[:-1])
+        # The gradient of the anchor only: Launch takes the others from the bucket.
+        return (None, None, *[None] * (len(gradients) - 1), gradients[-1])
+
+
 class _HubBucket:
     """One bucket of a hub, and its gradients in the current backward.
 
     The graph of a call refers to it, so it must not refer to the graph: a cycle through nodes would never be freed.
     """
 
-    def __init__(self, sums: _Sums, parameters: list[torch.Tensor]) -> None:
+    def __init__(self, state: _State, parameters: list[torch.Tensor]) -> None:
         self.parameters = parameters
         self.bucket = Bucket(parameters)
         self.device = parameters[0].device
-        self.flat: torch.Tensor | None = None
+        self.sums: dict[Node, torch.Tensor] = {}  # flat gradients of own slices
+        self.is_complete = False  # `sums` has the gradients of all own slices
         self.work: Any = None
         self.pending: torch.Tensor | None = None  # own gradients of `no_sync`
+        self._parts: dict[int, Sequence[torch.Tensor | None]] = {}  # of slices, with a graph
         self._has_gradient: list[bool] = []  # for each parameter: whether the current backward has one here
         self._hooks: list[Any] = []  # of the parameters, while gradients are pending
         self._versions: list[int] = []  # of the gradients of the parameters, when they were last looked at
-        self._sums = sums
+        self._state = state
 
-    def aliases(self) -> list[torch.Tensor]:
-        """Return new aliases of the parameters, and the anchor."""
+    def aliases(self) -> list[list[torch.Tensor]]:
+        """Return new aliases of the parameters, and the anchor, for each own slice."""
         waiting = _Wait.apply(self, *self.parameters)  # type: ignore[no-untyped-call]
         waiting[0].grad_fn._set_sequence_nr(_LAST)  # private, exists in torch 2.11 and 2.13
         aliases: tuple[torch.Tensor, ...] = _Launch.apply(self, *waiting)  # type: ignore[no-untyped-call]
         launch: Any = aliases[-1].grad_fn
         launch._set_sequence_nr(_FIRST)
-        return list(aliases)
+        own = self._state.reduction.own
+        if len(own) == 1:
+            return [list(aliases)]
+        collected = []
+        for number in own:
+            collected.append(list(_Collect.apply(self, number, *aliases)))  # type: ignore[no-untyped-call]
+            collect: Any = collected[-1][-1].grad_fn
+            collect._set_sequence_nr(_FIRST)
+        return collected
+
+    def clear(self) -> None:
+        """Forget the gradients of an earlier backward."""
+        self.sums = {}
+        self.is_complete = False
+        self.work = None
+        self._parts = {}
+
+    def collect(self, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Keep the gradients of an own slice."""
+        if torch.is_grad_enabled():
+            self._parts[number] = gradients
+            return
+        self._state.begin_backward()
+        flat = self.bucket.fill([None if one is None else _dense(one) for one in gradients])
+        self.sums = self._state.reduction.merge({(number, number + 1): flat, **self.sums})
 
     def launch(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Start the sum of own gradients. The returned tensors only carry the order of nodes."""
+        reduction = self._state.reduction
         if torch.is_grad_enabled():  # create_graph: crossings that can be differentiated
-            return [None if g is None else leave(g, self._sums.ranks) for g in gradients]
-        self._sums.begin_backward()
-        gradients = [None if g is None else _dense(g) for g in gradients]
-        self._has_gradient = [gradient is not None for gradient in gradients]
-        if self.pending is None:
-            self.flat = self.bucket.fill(gradients)
-        else:  # added in place: a new flat tensor would move all gradients once more
-            self.flat = self._pending_gradients()
-            self.bucket.add(self.flat, gradients)
-        if not self._sums.is_deferred:
+            return self._leave([self._parts.get(number, gradients) for number in reduction.own])
+        self._state.begin_backward()
+        if len(reduction.own) == 1:
+            flat = self._own_gradients([None if one is None else _dense(one) for one in gradients])
+            self.sums = {(reduction.own.start, reduction.own.stop): flat}
+        self.is_complete = True
+        if not self._state.is_deferred:
             self.pending = None
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
-            self._sums.start_in_order()
+            self._state.start_in_order()
         # Views of the same memory, so that this takes no time; `finish` replaces them.
-        return list(self.bucket.views(self.flat))
+        return list(self.bucket.views(next(iter(self.sums.values()))))
+
+    def _leave(self, slices: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
+        """Return sums of the gradients of the own slices over all slices, which can be differentiated."""
+        self._parts = {}
+        results: list[torch.Tensor | None] = []
+        for parts in zip(*slices, strict=True):
+            present = [part for part in parts if part is not None]
+            if not present:
+                results.append(None)
+                continue
+            filled = [torch.zeros_like(present[0]) if part is None else part for part in parts]
+            results.append(leave(filled, self._state.reduction))
+        return results
+
+    def _own_gradients(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Return the flat gradients of the own slice, with those of `no_sync`."""
+        self._has_gradient = [gradient is not None for gradient in gradients]
+        if self.pending is None:
+            return self.bucket.fill(gradients)
+        flat = self._pending_gradients()  # added in place: a new flat tensor would move all gradients once more
+        self.bucket.add(flat, gradients)
+        return flat
 
     def finish(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Wait for the sum and return the gradients of the parameters."""
         if torch.is_grad_enabled():
             return gradients
-        flat = self.flat
-        if flat is None:  # autograd does not need the gradients of this bucket
+        if not self.is_complete:  # autograd does not need the gradients of this bucket
             return gradients
-        if self._sums.is_deferred:
-            self.flat = None
+        if self._state.is_deferred:
+            (flat,) = self.sums.values()
+            self.clear()
             return self._defer(flat)
         if self.work is None:
-            self._sums.start_all()
-        self._sums.ranks.wait(self.work)
-        self.flat = None
-        self.work = None
+            self._state.start_all()
+        flat = self._state.reduction.wait(self.work)
+        self.clear()
         return self.bucket.gradients(flat)
 
     def _defer(self, flat: torch.Tensor) -> list[torch.Tensor | None]:
@@ -160,17 +223,17 @@ class _HubBucket:
         return self.pending
 
 
-class _Sums:
-    """State of a hub's sums in the current backward.
+class _State:
+    """State of a hub in the current backward.
 
     Attributes:
-        ranks: the ranks.
+        reduction: sums over all slices.
         is_deferred: whether gradients are kept for a later backward.
         buckets: the buckets of the hub.
     """
 
-    def __init__(self, ranks: Ranks, before_reduction: Callable[[], None]) -> None:
-        self.ranks = ranks
+    def __init__(self, reduction: Reduction, before_reduction: Callable[[], None]) -> None:
+        self.reduction = reduction
         self.is_deferred = False
         self.buckets: list[_HubBucket] = []
         self._before_reduction = before_reduction
@@ -185,28 +248,26 @@ class _Sums:
         self._backward = task
         self._next = 0
         for bucket in self.buckets:
-            bucket.flat = None
-            bucket.work = None
+            bucket.clear()
         if not self.is_deferred:
             self._before_reduction()
 
     def start_in_order(self) -> None:
         """Start the sums of complete buckets, in the order of buckets on all ranks."""
         # Started when ready, in whatever order, sums of different buckets could be paired.
-        while self._next < len(self.buckets) and self.buckets[self._next].flat is not None:
+        while self._next < len(self.buckets) and self.buckets[self._next].is_complete:
             self._start(self.buckets[self._next])
             self._next += 1
 
     def start_all(self) -> None:
         """Start the sums that wait for a bucket which this backward does not need."""
         for bucket in self.buckets[self._next :]:
-            if bucket.flat is not None and bucket.work is None:
+            if bucket.is_complete and bucket.work is None:
                 self._start(bucket)
         self._next = len(self.buckets)
 
     def _start(self, bucket: _HubBucket) -> None:
-        assert bucket.flat is not None
-        bucket.work = self.ranks.start_sum(bucket.flat)
+        bucket.work = self.reduction.start(bucket.sums)
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
@@ -222,12 +283,12 @@ class Hub:
     """Aliases of a module's parameters; their gradients are summed over ranks.
 
     Attributes:
-        anchors: one scalar for each bucket; a call gives each a gradient.
+        anchors: one scalar for each bucket and own slice; a call gives each a gradient.
 
     Args:
         module: the module.
         parameters: its parameters that require gradients.
-        ranks: the ranks.
+        reduction: sums over all slices.
         before_reduction: called once in each backward before the first sum.
     """
 
@@ -235,31 +296,31 @@ class Hub:
         self,
         module: nn.Module,
         parameters: Sequence[torch.Tensor],
-        ranks: Ranks,
+        reduction: Reduction,
         before_reduction: Callable[[], None],
     ) -> None:
         self._places = [(parameter, _place(parameter)) for parameter in parameters]
         plan = plan_buckets(parameters)
-        self._sums = _Sums(ranks, before_reduction)
-        self._sums.buckets += [_HubBucket(self._sums, [parameters[index] for index in members]) for members in plan]
-        self._aliases: list[torch.Tensor] = []
-        self.anchors: list[torch.Tensor] = []
-        for bucket in self._sums.buckets:
-            *aliases, anchor = bucket.aliases()
-            self._aliases += aliases
-            self.anchors.append(anchor)
+        self._state = _State(reduction, before_reduction)
+        self._state.buckets += [_HubBucket(self._state, [parameters[index] for index in members]) for members in plan]
         self._slots = ParameterSlots(module)
-        self._entries = self._slots.entries(self._mapping(self._aliases))
+        self._aliases: list[list[torch.Tensor]] = [[] for _ in reduction.own]
+        self.anchors: list[torch.Tensor] = []
+        for bucket in self._state.buckets:
+            for own, (*aliases, anchor) in zip(self._aliases, bucket.aliases(), strict=True):
+                own.extend(aliases)
+                self.anchors.append(anchor)
+        self._entries = [self._slots.entries(self._mapping(aliases)) for aliases in self._aliases]
 
     def _mapping(self, replacements: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        parameters = [parameter for bucket in self._sums.buckets for parameter in bucket.parameters]
+        parameters = [parameter for bucket in self._state.buckets for parameter in bucket.parameters]
         return dict(zip(parameters, replacements, strict=True))
 
     def is_current(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether these are the parameters of the hub, in the same places with the same memory."""
         if len(parameters) != len(self._places):
             return False
-        if not is_in_place(self._entries):
+        if not is_in_place(self._entries[0]):
             return False
         return all(
             parameter is own and _place(parameter) == place
@@ -269,19 +330,19 @@ class Hub:
     @property
     def is_deferred(self) -> bool:
         """Whether gradients are kept for a later backward (`no_sync`)."""
-        return self._sums.is_deferred
+        return self._state.is_deferred
 
     @is_deferred.setter
     def is_deferred(self, value: bool) -> None:
-        self._sums.is_deferred = value
+        self._state.is_deferred = value
 
-    def aliases(self) -> list[torch.Tensor]:
-        """Return the aliases of the parameters, in the order of buckets."""
-        return list(self._aliases)
+    def aliases(self, position: int) -> list[torch.Tensor]:
+        """Return the aliases of the parameters for an own slice, in the order of buckets."""
+        return list(self._aliases[position])
 
-    def aliases_in_place(self) -> AbstractContextManager[None]:
-        """Put the aliases into the module during a block."""
-        return replaced(self._entries)
+    def aliases_in_place(self, position: int) -> AbstractContextManager[None]:
+        """Put the aliases for an own slice into the module during a block."""
+        return replaced(self._entries[position])
 
     def in_place(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Put other tensors, in the order of `aliases`, into the module during a block."""
@@ -293,7 +354,7 @@ class Hub:
         Raises:
             RunError: an optimizer steps before a backward outside of `no_sync`.
         """
-        if any(bucket.pending is not None for bucket in self._sums.buckets):
+        if any(bucket.pending is not None for bucket in self._state.buckets):
             raise RunError(
                 "the optimizer steps with gradients of samestep.no_sync that were not summed over ranks",
                 expected="a backward outside of samestep.no_sync before the step",

@@ -1,7 +1,7 @@
-"""Computation of all parts of a divided call in one process, in lock step: sums over the parts need no ranks.
+"""Computation of several slices of a divided call in one process, in lock step.
 
-Each part runs in a thread of its own, but only one thread runs at a time: a part runs until it asks for a total or
-ends, then the next part runs. Tensors of all parts belong to one autograd graph.
+Each slice runs in a thread of its own, but only one thread runs at a time: a slice runs until it joins the others or
+ends, then the next slice runs. Tensors of all slices belong to one autograd graph.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 
+from samestep.view.crossings import Parts, Sums, totals
+from samestep.view.region import Joined
+
 
 class OutOfStep(Exception):
-    """The parts asked for different totals."""
+    """The parts joined at different places."""
 
 
 class _Ended(BaseException):
@@ -24,13 +27,14 @@ class _Ended(BaseException):
 
 
 class Part:
-    """One part of a divided call, and its `Exchange` with the others.
+    """One slice of a divided call, and its `Exchange` with the others.
 
     Attributes:
-        result: result of the part.
+        result: result of the slice.
+        error: exception that ended it.
+        value: what it gives to the others, while it waits for them.
+        is_waiting: whether it waits for them.
     """
-
-    joins_graph = True
 
     def __init__(self, compute: Callable[[Part], Any], turn: Callable[[], AbstractContextManager[None]]) -> None:
         """Prepare a thread; `run_in_lockstep` starts it.
@@ -41,44 +45,67 @@ class Part:
         """
         self.result: Any = None
         self.error: BaseException | None = None
-        self.values: torch.Tensor | None = None
-        self.total_of_all: torch.Tensor | None = None
+        self.value: Any = None
+        self.is_waiting = False
         self._compute = compute
         self._turn = turn
         self._resumed = threading.Semaphore(0)
         self._paused = threading.Semaphore(0)
         self._ended = False
+        self._sums: Sums | None = None
+        self._parts: Sequence[Part] = ()
+        self._joined: Any = None
         run = copy_context().run
-        self._thread = threading.Thread(target=run, args=(self._run,), name="part of a trial", daemon=True)
+        self._thread = threading.Thread(target=run, args=(self._run,), name="slice of a call", daemon=True)
 
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `values` over all parts."""
+    def join(self, compute: Joined, value: Any) -> Any:
+        """Wait for all parts, and return the result for this one. The first part computes in its turn."""
         if self._ended:  # the script has caught the exception that ends it
             raise _Ended
-        self.values = values
+        self.value = value
+        self.is_waiting = True
         self._paused.release()
         self._resumed.acquire()
         if self._ended:
             raise _Ended
-        assert self.total_of_all is not None
-        total = self.total_of_all if torch.is_grad_enabled() else self.total_of_all.detach()
-        return total.clone()  # this part may write into it
+        if self is self._parts[0]:
+            self._compute_for_all(compute)
+        result = self._joined
+        self._joined = None
+        return result
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `values` over all parts, without a graph."""
-        return self.total(values.detach())
+    def _compute_for_all(self, compute: Joined) -> None:
+        assert self._sums is not None
+        values = [part.value for part in self._parts]
+        for part in self._parts:
+            part.value = None
+        try:
+            results = compute(self._sums, values)
+        except Exception as error:  # boundary: raised in the thread of the scheduler; the script must not catch it
+            self.error = error
+            self._ended = True
+            raise _Ended from None
+        for part, result in zip(self._parts, results, strict=True):
+            part._joined = result
 
-    def start(self) -> None:
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `values` over all slices. Differentiable."""
+        total: torch.Tensor = self.join(totals, values)
+        return total
+
+    def start(self, sums: Sums, parts: Sequence[Part]) -> None:
         """Start the thread, which waits for its first turn."""
+        self._sums = sums
+        self._parts = parts
         self._thread.start()
 
     def advance(self) -> None:
-        """Run until the part asks for a total or ends.
+        """Run until the part joins the others or ends.
 
         Raises:
             BaseException: the error of the part.
         """
-        self.values = None
+        self.is_waiting = False
         with self._turn():
             self._resumed.release()
             self._paused.acquire()
@@ -91,6 +118,7 @@ class Part:
         self._resumed.release()
         if self._thread.ident is not None:
             self._thread.join()
+        self._parts = ()
 
     def _run(self) -> None:
         self._resumed.acquire()
@@ -105,36 +133,45 @@ class Part:
         self._paused.release()
 
 
-def run_in_lockstep(parts: Sequence[Part]) -> None:
+class AllHere:
+    """Sums over parts that are all slices of a batch."""
+
+    def sum(self, parts: Parts) -> torch.Tensor:
+        """Return the sum of the parts.
+
+        Raises:
+            OutOfStep: the parts have different shapes or dtypes.
+        """
+        if len({(part.shape, part.dtype) for part in parts}) > 1:
+            raise OutOfStep("parts of the rows exchange values of different shapes or dtypes")
+        total = parts[0].detach().clone()
+        for part in parts[1:]:
+            total += part.detach()
+        return total
+
+
+def run_in_lockstep(parts: Sequence[Part], sums: Sums) -> None:
     """Run the parts to their ends. No thread is left, whatever happens.
 
+    Args:
+        parts: the slices that are computed here.
+        sums: sums over all slices.
+
     Raises:
-        OutOfStep: the parts asked for different totals.
+        OutOfStep: the parts joined at different places.
         BaseException: the error of the first part that failed.
     """
     try:
         for part in parts:
-            part.start()
+            part.start(sums, parts)
         while True:
             for part in parts:
                 part.advance()
-            if all(part.values is None for part in parts):
+            waiting = sum(part.is_waiting for part in parts)
+            if not waiting:
                 return
-            _share([part.values for part in parts], parts)
+            if waiting < len(parts):
+                raise OutOfStep("parts of the rows exchange different numbers of values")
     finally:
         for part in parts:
             part.end()
-
-
-def _share(values: Sequence[torch.Tensor | None], parts: Sequence[Part]) -> None:
-    present = [value for value in values if value is not None]
-    if len(present) < len(values):
-        raise OutOfStep("parts of the rows exchange different numbers of values")
-    if len({(value.shape, value.dtype) for value in present}) > 1:
-        raise OutOfStep("parts of the rows exchange values of different shapes or dtypes")
-    with torch.enable_grad():
-        total = present[0]
-        for value in present[1:]:
-            total = total + value
-    for part in parts:
-        part.total_of_all = total

@@ -39,7 +39,7 @@ from samestep.view.kinds import (
 )
 from samestep.view.leaves import flatten
 from samestep.view.operations import has_rules
-from samestep.view.ranks import rank_bounds
+from samestep.view.ranks import Slices, rank_bounds
 from samestep.view.region import Region
 from samestep.view.size import is_worth_dividing
 from samestep.view.snapshot import Snapshot, everything
@@ -54,7 +54,9 @@ _MOST_SURPRISES = 8  # calls of a kind that were divided and had to be computed 
 # Status of a rank at the end of a divided call.
 _OK = 1
 _FAILED = 2
-_UNKNOWN = 3  # its operations were not tried
+_UNKNOWN = 3  # operations that were not tried
+_OTHER_SHAPES = 4  # outputs of its slices differ
+_OTHER_NUMBERS = 5
 
 
 class ParallelModule:
@@ -145,11 +147,11 @@ class ParallelModule:
         assert module is not None
         leaves, spec = tree_flatten((arguments, options))
         rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), 0)
-        bounds = self._bounds(rows)
-        if bounds is None:
+        slices = self._slices(rows)
+        if slices is None:
             self._count_whole("fewer rows than ranks")
             return forward(*arguments, **options)
-        call = Call(module, submodules(module), forward, eager, arguments, options, leaves, spec, rows, bounds)
+        call = Call(module, submodules(module), forward, eager, arguments, options, leaves, spec, rows, slices)
         return self._call_of_kind(self._kind(call), call)
 
     def _call_of_kind(self, kind: Kind, call: Call) -> Any:
@@ -161,7 +163,7 @@ class ParallelModule:
         if kind.division is None:
             self._count_whole(str(kind.reason), call)
             return call.whole()
-        if min(stop - start for start, stop in call.bounds) < kind.division.minimum_rows:
+        if call.slices.fewest_rows < kind.division.minimum_rows:
             self._count_whole("a rank would have a single row", call)
             return call.whole()
         if not self._is_worth_dividing(kind, kind.division, call):
@@ -181,17 +183,17 @@ class ParallelModule:
             is_cpu=not is_accelerator(self.view.device),
         )
 
-    def _bounds(self, rows: int) -> list[tuple[int, int]] | None:
-        """Return the rows of each rank, or None if a rank would have none."""
-        size = self.view.ranks.size
-        if rows < size:
+    def _slices(self, rows: int) -> Slices | None:
+        """Return the slices of a batch, or None if a rank would have no row."""
+        ranks = self.view.ranks
+        if rows < ranks.size:
             return None
         if self._microbatches is None:
             self._microbatches = min(rows, MOST_MICROBATCHES)
-        bounds = rank_bounds(rows, self._microbatches, size)
-        if any(start == stop for start, stop in bounds):
+        slices = Slices(rank_bounds(rows, self._microbatches, ranks.size), ranks.size, ranks.rank)
+        if not slices.fewest_rows:
             return None
-        return bounds
+        return slices
 
     def _kind(self, call: Call) -> Kind:
         ids = [id(part) for part in call.parts]
@@ -300,9 +302,9 @@ class ParallelModule:
         """
         self._try(kind, call)
         if kind.division is not None:
-            own = own_arguments(self.view.ranks, kind.division, call)
-            arguments, options = tree_unflatten(own, call.spec)
-            start, stop = call.bounds[self.view.ranks.rank]
+            own = own_arguments(self.view.ranks, self.view.reduction, kind.division, call)
+            arguments, options = tree_unflatten(own[0], call.spec)
+            start, stop = call.slices.own_bounds[0]
             watched = self._watch(
                 kind, call, before, lambda: call.eager(*arguments, **options), arguments, options, stop - start
             )
@@ -366,35 +368,35 @@ class ParallelModule:
         view.calls += 1
         view.in_step.facts_of_call(call.module, call.leaves)
         snapshot = Snapshot(call.parts, kind.written, view.device)
-        exchange = CallExchange(view.ranks, kind.exchanges, view.all_ranks_in_sum)
-        region = self._region(division, call, exchange)
+        exchange = CallExchange(view.reduction, kind.exchanges, view.all_ranks_in_sum)
+        regions = self._regions(division, call, exchange)
         known = None
         stays_compiled = kind.is_compiled and not has_rules(kind.last)
         if stays_compiled:
             known = kind.last
-        divided = DividedCall(view.ranks, division, call, region, exchange, snapshot, known)
+        divided = DividedCall(view.ranks, view.reduction, division, call, regions, exchange, snapshot, known)
         if kind.exchanges is None or kind.exchanges:
             view.require_same_action(view.word(ENTER_CALL))
         hub = self._current_hub(call)
-        result: OwnResult | None = None
+        results: list[OwnResult] | None = None
         try:
             if stays_compiled:
-                result = divided.compute(call.forward, hub)
+                results = divided.compute(call.forward, hub)
             else:
                 with _eager(kind):
-                    result = divided.compute(call.eager, hub)
+                    results = divided.compute(call.eager, hub)
         except Exception:  # boundary: computed whole below, where the script's own exception comes on all ranks
             exchange.leave(view.device)
-        difference = self._difference(kind, divided, result)
-        if difference is None and result is not None:
+        difference = self._difference(kind, divided, results)
+        if difference is None and results is not None:
             exchange.end_forward()
             kind.exchanges = tuple(exchange.sizes)
-            kind.known[tuple(result.operations.functions)] = division
+            kind.known[tuple(results[0].operations.functions)] = division
             kind.is_tried_now = False
             self.summary.divided += 1
             if self.summary.divided == 1:
                 view.report(self.summary, f"calls divided between {view.ranks.size} processes")
-            return divided.whole_outputs(result, hub, partial(self._before_backward, has_sums=bool(exchange.sizes)))
+            return divided.whole_outputs(results, hub, partial(self._before_backward, has_sums=bool(exchange.sizes)))
         snapshot.restore()
         return self._computed_again(kind, call, str(difference), is_unknown=difference == _OTHER_OPERATIONS)
 
@@ -404,23 +406,11 @@ class ParallelModule:
         if has_sums:
             self.view.begin_backward()
 
-    def _difference(self, kind: Kind, divided: DividedCall, result: OwnResult | None) -> str | None:
-        """Exchange one word about the own rows; return why the call must be computed whole, if it must."""
+    def _difference(self, kind: Kind, divided: DividedCall, results: list[OwnResult] | None) -> str | None:
+        """Exchange one word about the own slices; return why the call must be computed whole, if it must."""
         if divided.exchange.is_known_to_all:
             return _ENDED_EARLY
-        fields = [_FAILED, 0, 0, 0]
-        if result is not None and divided.fits(result, kind.outputs):
-            operations = tuple(result.operations.functions)
-            status = _OK
-            if not kind.divides(operations):
-                status = _UNKNOWN
-            fields = [
-                status,
-                operations_hash(operations),
-                divided.shapes_hash(result),
-                numbers_hash(result.operations.numbers),
-            ]
-        words = self.view.word(END_CALL, *fields)
+        words = self.view.word(END_CALL, *self._facts(kind, divided, results))
         if any(word[0] == SUM_IN_CALL for word in words):
             return _ENDED_EARLY
         self.view.require_same_action(words)
@@ -430,11 +420,33 @@ class ParallelModule:
             difference = _ENDED_EARLY
         elif _UNKNOWN in statuses or len(lists) > 1:
             difference = _OTHER_OPERATIONS
-        elif len(shapes) > 1:
-            difference = "outputs of other shapes on some ranks"
-        elif len(numbers) > 1:
+        elif _OTHER_SHAPES in statuses or len(shapes) > 1:
+            difference = "outputs of other shapes in some rows"
+        elif _OTHER_NUMBERS in statuses or len(numbers) > 1:
             difference = "Python numbers that differ between rows"
         return difference
+
+    def _facts(self, kind: Kind, divided: DividedCall, results: list[OwnResult] | None) -> list[int]:
+        """Return the status of this rank, and the facts that all slices share: operations, shapes, numbers."""
+        if results is None or not all(divided.fits(place, one, kind.outputs) for place, one in enumerate(results)):
+            return [_FAILED, 0, 0, 0]
+        every = [
+            (
+                tuple(one.operations.functions),
+                divided.shapes_hash(one),
+                numbers_hash(one.operations.numbers),
+            )
+            for one in results
+        ]
+        operations, shapes, numbers = every[0]
+        status = _OK
+        if not kind.divides(operations) or any(other[0] != operations for other in every):
+            status = _UNKNOWN
+        elif any(other[1] != shapes for other in every):
+            status = _OTHER_SHAPES
+        elif any(other[2] != numbers for other in every):
+            status = _OTHER_NUMBERS
+        return [status, operations_hash(operations), shapes, numbers]
 
     def _computed_again(self, kind: Kind, call: Call, reason: str, *, is_unknown: bool) -> Any:
         kind.surprises += 1
@@ -447,18 +459,21 @@ class ParallelModule:
         self._count_whole(reason)
         return call.whole()
 
-    def _region(self, division: Division, call: Call, exchange: CallExchange) -> Region:
+    def _regions(self, division: Division, call: Call, exchange: CallExchange) -> list[Region]:
+        """Return the regions of the own slices."""
         view = self.view
-        start, stop = call.bounds[view.ranks.rank]
-        region = Region(call.rows, start, stop, exchange, division.draw_factors)
-        region.local_batch_norm = self._batch_norm == "local"
-        if is_accelerator(view.device):
-            assert self._microbatches is not None
-            slices = microbatch_bounds(call.rows, self._microbatches)
-            owned = owned_microbatches(self._microbatches, view.ranks.size, view.ranks.rank)
-            region.microbatches = [(number, *slices[number]) for number in owned]
-            region.seed = derive_seed("model", torch.initial_seed() % 2**63, view.calls)
-        return region
+        regions = []
+        for start, stop in call.slices.own_bounds:
+            region = Region(call.rows, start, stop, exchange, division.draw_factors)
+            region.local_batch_norm = self._batch_norm == "local"
+            if is_accelerator(view.device):
+                assert self._microbatches is not None
+                slices = microbatch_bounds(call.rows, self._microbatches)
+                owned = owned_microbatches(self._microbatches, view.ranks.size, view.ranks.rank)
+                region.microbatches = [(number, *slices[number]) for number in owned]
+                region.seed = derive_seed("model", torch.initial_seed() % 2**63, view.calls)
+            regions.append(region)
+        return regions
 
     def _current_hub(self, call: Call) -> Hub | None:
         """Return the hub of the parameters, or None without gradients."""
@@ -467,7 +482,7 @@ class ParallelModule:
         own = call.parameters()
         if self._hub is None or not self._hub.is_current(own):
             self.require_no_pending()
-            self._hub = Hub(call.module, own, self.view.ranks, self.view.begin_backward)
+            self._hub = Hub(call.module, own, self.view.reduction, self.view.begin_backward)
             self._hub.is_deferred = self._is_deferred
         return self._hub
 

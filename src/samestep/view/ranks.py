@@ -67,25 +67,25 @@ class Ranks:
             self._world.run_collective(lambda: self._group._allgather_base(received, sent).wait(), name)
         return every
 
-    def gather_rows(self, own: torch.Tensor, bounds: Sequence[tuple[int, int]], factor: int) -> torch.Tensor:
-        """Return the rows of all ranks in order, as a new tensor.
+    def gather_rows(self, own: Sequence[torch.Tensor], bounds: Sequence[tuple[int, int]], factor: int) -> torch.Tensor:
+        """Return the rows of all ranks in order, as a new contiguous tensor.
 
         Args:
-            own: own rows.
+            own: consecutive own rows.
             bounds: first row and row after the last of each rank, in rows of the batch.
             factor: rows of the tensor per row of the batch.
         """
         counts = [(stop - start) * factor for start, stop in bounds]
         largest = max(counts)
-        sent = _in_memory(own)
+        parts = [_in_memory(part) for part in own]
+        sent = parts[0]
         # Messages have equal sizes: ranks with fewer rows send rows without a meaning.
-        if len(own) < largest:
-            padded = sent.new_zeros(largest, *own.shape[1:])
-            padded[: len(own)] = sent
-            sent = padded
+        missing = largest - counts[self.rank]
+        if missing or len(parts) > 1:
+            sent = torch.cat([*parts, sent.new_zeros(missing, *sent.shape[1:])])
         every = self._gather_equal(sent, "rows of the outputs")
         if min(counts) == largest:
-            return every.view(-1, *own.shape[1:])
+            return every.view(-1, *sent.shape[1:])
         return torch.cat([rows[:count] for rows, count in zip(every, counts, strict=True)])
 
 
@@ -94,11 +94,43 @@ def _in_memory(values: torch.Tensor) -> torch.Tensor:
     return values.detach().contiguous().resolve_conj().resolve_neg()
 
 
+class Slices:
+    """Slices of a batch, each of which is computed alone; a rank owns consecutive ones.
+
+    Attributes:
+        bounds: first row and row after the last of each slice.
+        own: numbers of the own slices.
+        by_rank: first row and row after the last of each rank.
+
+    Args:
+        bounds: the slices, at least one for each rank.
+        size: number of ranks.
+        rank: this rank.
+    """
+
+    def __init__(self, bounds: Sequence[tuple[int, int]], size: int, rank: int) -> None:
+        self.bounds = bounds
+        self.own = owned_microbatches(len(bounds), size, rank)
+        self.by_rank = bounds
+        if size < len(bounds):
+            self.by_rank = _by_rank(bounds, size)
+
+    @property
+    def own_bounds(self) -> Sequence[tuple[int, int]]:
+        """First row and row after the last of each own slice."""
+        return self.bounds[self.own.start : self.own.stop]
+
+    @property
+    def fewest_rows(self) -> int:
+        """Number of rows of the smallest slice."""
+        return min(stop - start for start, stop in self.bounds)
+
+
+def _by_rank(bounds: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    owned = [owned_microbatches(len(bounds), size, rank) for rank in range(size)]
+    return [(bounds[numbers[0]][0], bounds[numbers[-1]][1]) for numbers in owned]
+
+
 def rank_bounds(rows: int, microbatches: int, size: int) -> list[tuple[int, int]]:
     """Return the own rows of each rank, `[start, stop)`: those of its microbatches."""
-    slices = microbatch_bounds(rows, microbatches)
-    bounds = []
-    for rank in range(size):
-        owned = owned_microbatches(microbatches, size, rank)
-        bounds.append((slices[owned[0]][0], slices[owned[-1]][1]))
-    return bounds
+    return _by_rank(microbatch_bounds(rows, microbatches), size)

@@ -1,4 +1,4 @@
-"""Part of a divided call that one rank computes: its rows, its exchange with other ranks, and its random draws."""
+"""Slice of a divided call: its rows, its exchange with other slices, and its random draws."""
 
 from __future__ import annotations
 
@@ -6,35 +6,39 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from samestep.distributed.rng import derive_seed
+from samestep.view.crossings import Sums
 
 # Returns random numbers of a shape. With a generator they come from it, otherwise from the script's stream.
 Make = Callable[[tuple[int, ...], torch.Generator | None], torch.Tensor]
 
 
+# Receives sums over all slices, and a value of each slice that is computed here; returns a result for each.
+Joined = Callable[[Sums, list[Any]], list[Any]]
+
+
 class Exchange(Protocol):
-    """Communication inside of a divided call. All ranks call the same methods equally often.
+    """Communication of a slice with all others in a divided call. All slices call the same methods equally often."""
 
-    Attributes:
-        joins_graph: the ranks are slices of one process, `total` joins their graphs, and there is no `sum`.
-    """
-
-    joins_graph: bool
-
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `values` over all ranks, on every rank. Differentiable.
+    def join(self, compute: Joined, value: Any) -> Any:
+        """Return the result for this slice of `compute`, which runs once for all slices that are computed here.
 
         Args:
-            values: a tensor with equal shape and dtype on all ranks.
+            compute: makes nodes of the graph that all these slices share.
+            value: value of this slice.
         """
         ...
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `values` over all ranks without a graph. It may overwrite `values`."""
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `values` over all slices, for each. Differentiable.
+
+        Args:
+            values: a tensor with equal shape and dtype in all slices.
+        """
         ...
 
 
@@ -46,7 +50,7 @@ class Region:
         rows: rows of the whole batch.
         start: first own row.
         stop: first row after the own rows.
-        exchange: communication with the ranks that compute the other rows.
+        exchange: communication with the slices of the other rows.
         draw_factors: for each random draw of the call, in order: numbers per row in the first dimension, or None if
             the first dimension does not depend on the number of rows.
         microbatches: slices of the own rows with random streams of their own.

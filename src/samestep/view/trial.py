@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from samestep.distributed.rng import seed_generators
 from samestep.view.division import ComputedWhole, Division, failure
-from samestep.view.lockstep import Part, run_in_lockstep
+from samestep.view.lockstep import AllHere, Part, run_in_lockstep
 from samestep.view.operations import Operation
 from samestep.view.sandbox import sandbox
 from samestep.view.size import WorkCounter
@@ -221,7 +221,7 @@ def _compared(
     factors = _draw_factors(whole, fewer, plan)
     runs = [Run(setting, start, stop, factors) for start, stop in plan.spans]
     with _refusing("fails on a part of the rows", dtype, ComputedWhole):
-        run_in_lockstep([Part(run.compute, run.turn) for run in runs])
+        run_in_lockstep([Part(run.compute, run.turn) for run in runs], AllHere())
     if setting.change == "rows" and any(run.operations.functions != known for run in runs):
         raise _OtherKind  # a branch on a large value, which ranks compare in each call
     with _refusing("fails in the trial", dtype, _Failed):

@@ -20,6 +20,8 @@ from torch.utils._device import DeviceContext  # private
 from samestep.distributed.logging import logger
 from samestep.distributed.world import World, all_gather
 from samestep.errors import RankDesyncError, RankMismatchError
+from samestep.reduce.fast import FastReduction
+from samestep.reduce.reduction import Reduction
 from samestep.view.in_step import InStep
 from samestep.view.kinds import Kind
 from samestep.view.ranks import Ranks
@@ -91,6 +93,7 @@ class View:
 
     def __init__(self, world: World) -> None:
         self.ranks = Ranks(world)
+        self.reduction: Reduction = FastReduction(self.ranks)
         self.device = world.device
         self.in_step = InStep(lambda text: all_gather(text, world))
         self.kinds: dict[Hashable, Kind] = {}

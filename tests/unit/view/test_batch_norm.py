@@ -5,6 +5,8 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from helpers.forked_ranks import Job, run_jobs
+from samestep.view.crossings import totals
+from samestep.view.lockstep import AllHere, Part, run_in_lockstep
 from samestep.view.operations import Operations
 from samestep.view.region import Exchange, Region, inside
 
@@ -34,59 +38,51 @@ class Meeting:
         return total
 
 
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, exchange: "Apart") -> Tensor:
-        ctx.exchange = exchange
-        return exchange.sum(values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.total(gradient), None
-
-
 class Apart:
     """Exchange of ranks with graphs of their own."""
-
-    joins_graph = False
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self._rank, self._meeting = rank, meeting
 
-    def total(self, values: Tensor) -> Tensor:
-        result: Tensor = _Total.apply(values, self)  # type: ignore[no-untyped-call]
-        return result
-
-    def sum(self, values: Tensor) -> Tensor:
-        return self._meeting(self._rank, values)
-
-
-class Joined(Apart):
-    """Exchange of slices of one process in one graph."""
-
-    joins_graph = True
+    def join(self, compute: Any, value: Any) -> Any:
+        return compute(self, [value])[0]
 
     def total(self, values: Tensor) -> Tensor:
-        return self._meeting(self._rank, values)
+        return totals(self, [values])[0]
 
-    def sum(self, values: Tensor) -> Tensor:
-        raise AssertionError("a trial has no sum")
+    def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        return self._meeting(self._rank, parts[0])
+
+
+class Counted(AllHere):
+    """Sums over slices of one process in one graph."""
+
+    calls = 0
+
+    def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        self.calls += 1
+        return super().sum(parts)
 
 
 def divided(
     compute: Callable[[int, Region], Any], counts: Sequence[int], joined: bool = False, **options: Any
 ) -> tuple[list[Any], int]:
-    """Return results of `compute` for each rank with `counts` rows, and the number of exchanges."""
+    """Return results of `compute` for each rank or slice with `counts` rows, and the number of sums."""
     meeting = Meeting(len(counts))
     stops = list(itertools.accumulate(counts))
 
-    def one(rank: int) -> Any:
-        exchange: Exchange = Joined(rank, meeting) if joined else Apart(rank, meeting)
+    def slice_of(rank: int, exchange: Exchange) -> Any:
         region = Region(stops[-1], stops[rank] - counts[rank], stops[rank], exchange, (), **options)
         return compute(rank, region)
 
+    if joined:
+        sums = Counted()
+        parts = [Part(partial(slice_of, rank), nullcontext) for rank in range(len(counts))]
+        run_in_lockstep(parts, sums)
+        return [part.result for part in parts], sums.calls
+
     with ThreadPoolExecutor(len(counts)) as pool:
-        return list(pool.map(one, range(len(counts)))), meeting.calls
+        return list(pool.map(lambda rank: slice_of(rank, Apart(rank, meeting)), range(len(counts)))), meeting.calls
 
 
 def forward(module: nn.Module, rows: Tensor, region: Region | None) -> Tensor:

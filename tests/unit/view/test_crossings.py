@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from helpers.thread_ranks import ThreadRanks, on_ranks
-from samestep.view.crossings import RowBounds, cut, enter, gather, leave, total
+from samestep.reduce.fast import FastReduction
+from samestep.view.crossings import RowBounds, cut, enter, gather, leave, totals
+from samestep.view.ranks import Slices
 
 BOUNDS = {3: [(0, 1), (1, 4), (4, 6)], 4: [(0, 2), (2, 3), (3, 5), (5, 6)]}
 SIZES = pytest.mark.parametrize("size", [3, 4])
@@ -18,14 +20,7 @@ def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def rows_of(ranks: ThreadRanks, factor: int = 1) -> RowBounds:
-    return RowBounds(ranks, BOUNDS[ranks.size], factor)
-
-
-class Sum:
-    """Exchange of `total`."""
-
-    def __init__(self, ranks: ThreadRanks) -> None:
-        self.sum = ranks.sum
+    return RowBounds(ranks, Slices(BOUNDS[ranks.size], ranks.size, ranks.rank), factor)
 
 
 @SIZES
@@ -36,9 +31,9 @@ def test_the_gradient_of_cut_rows_is_gathered(size: int, factor: int) -> None:
     def compute(ranks: ThreadRanks) -> Any:
         whole = leaf(6 * factor, 2)
         rows = rows_of(ranks, factor)
-        own = cut(whole, rows)
-        assert torch.equal(own, rows.own(whole))
-        (own * rows.own(weights)).sum().backward()
+        own = cut(whole, rows)[0]
+        assert torch.equal(own, rows.own(whole)[0])
+        (own * rows.own(weights)[0]).sum().backward()
         return whole.grad
 
     for gradient in on_ranks(size, compute):
@@ -51,11 +46,11 @@ def test_the_gradient_of_gathered_rows_is_cut(size: int) -> None:
 
     def compute(ranks: ThreadRanks) -> Any:
         rows = rows_of(ranks)
-        own = rows.own(leaf(6, 2)).detach().requires_grad_()
-        whole = gather(own, rows)
+        own = rows.own(leaf(6, 2))[0].detach().requires_grad_()
+        whole = gather([own], rows)
         assert torch.equal(whole, leaf(6, 2))
         (whole * weights).sum().backward()
-        return torch.equal(own.grad, rows.own(weights))
+        return torch.equal(own.grad, rows.own(weights)[0])
 
     assert on_ranks(size, compute) == [True] * size
 
@@ -64,7 +59,7 @@ def test_the_gradient_of_gathered_rows_is_cut(size: int) -> None:
 def test_the_gradient_of_what_enters_is_the_sum_of_the_parts(size: int) -> None:
     def compute(ranks: ThreadRanks) -> Any:
         whole = leaf(3)
-        inside = enter(whole, ranks)
+        inside = enter(whole, FastReduction(ranks), 1)[0]
         assert torch.equal(inside, whole)
         (inside * (ranks.rank + 1)).sum().backward()
         assert whole.grad is not None
@@ -77,7 +72,7 @@ def test_the_gradient_of_what_enters_is_the_sum_of_the_parts(size: int) -> None:
 def test_the_gradient_of_what_leaves_is_that_of_the_whole(size: int) -> None:
     def compute(ranks: ThreadRanks) -> Any:
         part = torch.full((2,), float(ranks.rank + 1), requires_grad=True)
-        whole = leave(part, ranks)
+        whole = leave([part], FastReduction(ranks))
         (whole * torch.tensor([3.0, 5.0])).sum().backward()
         assert part.grad is not None
         return whole.tolist(), part.grad.tolist()
@@ -89,7 +84,7 @@ def test_the_gradient_of_what_leaves_is_that_of_the_whole(size: int) -> None:
 def test_the_gradient_of_a_total_is_the_total_of_the_gradients(size: int) -> None:
     def compute(ranks: ThreadRanks) -> Any:
         part = torch.full((2,), float(ranks.rank + 1), requires_grad=True)
-        (total(part, Sum(ranks)) * (ranks.rank + 1)).sum().backward()
+        (totals(FastReduction(ranks), [part])[0] * (ranks.rank + 1)).sum().backward()
         assert part.grad is not None
         return part.grad.tolist()
 
@@ -102,9 +97,9 @@ def test_rows_without_a_graph_share_the_memory_of_the_whole() -> None:
         plain = leaf(6, 2).detach()
         whole = leaf(6, 2)
         with torch.no_grad():
-            without = cut(whole, rows)
+            without = cut(whole, rows)[0]
         assert without.grad_fn is None
-        return cut(plain, rows).data_ptr() == plain[rows.bounds[ranks.rank][0] :].data_ptr()
+        return cut(plain, rows)[0].data_ptr() == plain[rows.slices.own_bounds[0][0] :].data_ptr()
 
     assert on_ranks(3, compute) == [True] * 3
 
@@ -129,9 +124,9 @@ def test_first_and_second_derivatives_are_those_of_the_whole(size: int) -> None:
     def compute(ranks: ThreadRanks) -> Any:
         x, weight = leaf(6, 3), leaf(3, 2, seed=1)
         rows = rows_of(ranks)
-        own = cut(x, rows)
-        inside = enter(weight, ranks)
-        y = gather(network(own, inside, total((own**2).sum(0), Sum(ranks)) / 6), rows)
+        own = cut(x, rows)[0]
+        inside = enter(weight, FastReduction(ranks), 1)[0]
+        y = gather([network(own, inside, totals(FastReduction(ranks), [(own**2).sum(0)])[0] / 6)], rows)
         return penalty(x, weight, y)
 
     for found in on_ranks(size, compute):
@@ -151,8 +146,8 @@ def test_a_scalar_that_leaves_has_second_derivatives(size: int) -> None:
 
     def compute(ranks: ThreadRanks) -> Any:
         weight = leaf(3)
-        part = (enter(weight, ranks) ** 2 * (ranks.rank + 1)).sum()
-        return second(leave(part, ranks), weight)
+        part = (enter(weight, FastReduction(ranks), 1)[0] ** 2 * (ranks.rank + 1)).sum()
+        return second(leave([part], FastReduction(ranks)), weight)
 
     for found in on_ranks(size, compute):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from helpers.thread_ranks import ThreadRanks, on_ranks
+from samestep.reduce.fast import FastReduction
 from samestep.view.exchange import CallAbandoned, CallExchange
 
 CPU = torch.device("cpu")
@@ -16,7 +17,7 @@ def exchange_of(ranks: ThreadRanks, sizes: tuple[int, ...] | None) -> CallExchan
     def all_are_here() -> bool:
         return all(word == [1] for word in ranks.words([1]))
 
-    return CallExchange(ranks, sizes, all_are_here)
+    return CallExchange(FastReduction(ranks), sizes, all_are_here)
 
 
 def outcomes(
@@ -56,7 +57,7 @@ def test_sums_of_all_ranks(size: int, sizes: tuple[int, ...] | None) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_sums_keep_dtype_and_shape(dtype: torch.dtype) -> None:
     def compute(rank: int, exchange: CallExchange) -> Any:
-        value = exchange.sum(torch.ones(2, 2, dtype=dtype))
+        value = exchange.sum([torch.ones(2, 2, dtype=dtype)])
         return value.dtype == dtype and value.tolist() == [[3, 3], [3, 3]]
 
     assert [result for result, _ in outcomes(3, (4,), compute)] == [True] * 3
@@ -71,7 +72,7 @@ def test_a_rank_that_fails_takes_the_others_with_it(failing: int, after: int) ->
         for number in range(2):
             if rank == failing and number == after:
                 raise ZeroDivisionError
-            exchange.sum(torch.ones(6 if number == 0 else 1))
+            exchange.sum([torch.ones(6 if number == 0 else 1)])
 
     found = [result for result, _ in outcomes(3, (6, 1), compute)]
     assert found == ["failed" if rank == failing else "abandoned" for rank in range(3)]
@@ -81,14 +82,14 @@ def test_two_ranks_may_fail_at_once() -> None:
     def compute(rank: int, exchange: CallExchange) -> Any:
         if rank != 1:
             raise ZeroDivisionError
-        exchange.sum(torch.ones(5))
+        exchange.sum([torch.ones(5)])
 
     assert [result for result, _ in outcomes(3, (5, 5), compute)] == ["failed", "abandoned", "failed"]
 
 
 def test_a_failure_after_the_last_sum_sends_nothing() -> None:
     def compute(rank: int, exchange: CallExchange) -> Any:
-        exchange.sum(torch.ones(6))
+        exchange.sum([torch.ones(6)])
         if rank == 0:
             raise ZeroDivisionError
         return "done"
@@ -100,7 +101,7 @@ def test_a_failure_after_the_last_sum_sends_nothing() -> None:
 def test_sums_that_the_kind_does_not_have_abandon_the_call_on_all_ranks(elements: list[int]) -> None:
     def compute(rank: int, exchange: CallExchange) -> Any:
         for number in elements if rank == 1 else [6, 1]:
-            exchange.sum(torch.ones(number))
+            exchange.sum([torch.ones(number)])
         return "done"
 
     found = [result for result, _ in outcomes(3, (6, 1), compute)]
@@ -118,7 +119,7 @@ def test_in_a_first_call_a_word_tells_all_ranks() -> None:
             exchange.leave(CPU)
             return ranks.sums
         with pytest.raises(CallAbandoned):
-            exchange.sum(torch.ones(3))
+            exchange.sum([torch.ones(3)])
         exchange.leave(CPU)
         return exchange.is_known_to_all, ranks.sums
 

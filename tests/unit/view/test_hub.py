@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from helpers.thread_ranks import ThreadRanks, on_ranks
 from samestep.errors import RunError
+from samestep.reduce.fast import FastReduction
 from samestep.view import hub as hub_module
 from samestep.view.hub import Hub
 
@@ -64,7 +65,7 @@ class OneRank:
         self.parameters = [one for one in self.module.parameters() if one.requires_grad]
         begun: list[int] = []
         self.begun = begun
-        self.hub = Hub(self.module, self.parameters, ranks, lambda: begun.append(1))
+        self.hub = Hub(self.module, self.parameters, FastReduction(ranks), lambda: begun.append(1))
 
     @property
     def backwards(self) -> int:
@@ -73,7 +74,7 @@ class OneRank:
     def call(self, seed: int = 0, use_expert: bool = True) -> Tensor:
         """Return the own rows of a call, with a graph that ends in the anchors."""
         x = inputs(seed)[self.ranks.rank :: self.ranks.size]
-        with self.hub.aliases_in_place():
+        with self.hub.aliases_in_place(0):
             y = self.module(x, use_expert)
         return Anchored.apply(y, *self.hub.anchors)
 
@@ -222,7 +223,7 @@ def test_gradients_of_inputs_alone_need_no_sum() -> None:
     def compute(ranks: ThreadRanks) -> Any:
         one = OneRank(ranks)
         x = inputs(0).requires_grad_()
-        with one.hub.aliases_in_place():
+        with one.hub.aliases_in_place(0):
             y = Anchored.apply(one.module(x), *one.hub.anchors)
         (gradient,) = torch.autograd.grad(y.pow(2).sum(), x)
         return gradient, len(ranks.started), one.backwards, one.gradients()
@@ -281,7 +282,7 @@ def test_gradients_of_gradients() -> None:
     def compute(ranks: ThreadRanks) -> Any:
         one = OneRank(ranks)
         x = inputs(0)[ranks.rank :: ranks.size]
-        with one.hub.aliases_in_place():
+        with one.hub.aliases_in_place(0):
             y = one.module(x)
         script(y.pow(2).sum(), one.parameters)
         return one.gradients()
@@ -501,7 +502,7 @@ def test_parameters_are_back_after_a_call_and_after_an_exception() -> None:
         one = OneRank(ranks)
         before = list(one.module.parameters())
         weight = one.module.expert.weight
-        with pytest.raises(ZeroDivisionError), one.hub.aliases_in_place():
+        with pytest.raises(ZeroDivisionError), one.hub.aliases_in_place(0):
             assert one.module.expert.weight is not weight
             raise ZeroDivisionError
         return all(a is b for a, b in zip(before, one.module.parameters(), strict=True))

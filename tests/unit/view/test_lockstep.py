@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from samestep.view.lockstep import OutOfStep, Part, run_in_lockstep
+from samestep.view.lockstep import AllHere, OutOfStep, Part, run_in_lockstep
 
 VARIABLE = ContextVar("variable", default=0)
 
@@ -18,7 +18,7 @@ def run(*computes: Callable[[Part], Any]) -> list[Any]:
     parts = [Part(compute, nullcontext) for compute in computes]
     before = threading.active_count()
     try:
-        run_in_lockstep(parts)
+        run_in_lockstep(parts, AllHere())
     finally:
         assert threading.active_count() == before
     return [part.result for part in parts]
@@ -76,7 +76,7 @@ def test_one_part_runs_at_a_time_in_order() -> None:
 
         return run_part
 
-    run_in_lockstep([Part(compute(name), turn) for name in "abc"])
+    run_in_lockstep([Part(compute(name), turn) for name in "abc"], AllHere())
     assert "".join(events) == "(a)(b)(c)(A)(B)(C)"
 
 
@@ -137,7 +137,9 @@ def test_a_failing_turn_ends_all() -> None:
 
     before = threading.active_count()
     with pytest.raises(RuntimeError, match="no turn"):
-        run_in_lockstep([Part(lambda part: part.total(torch.ones(1)), nullcontext), Part(lambda part: None, turn)])
+        run_in_lockstep(
+            [Part(lambda part: part.total(torch.ones(1)), nullcontext), Part(lambda part: None, turn)], AllHere()
+        )
     assert threading.active_count() == before
 
 

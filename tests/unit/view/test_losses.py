@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
-from threading import Barrier
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from samestep.view.lockstep import AllHere, Part, run_in_lockstep
 from samestep.view.operations import Operations
 from samestep.view.region import Region
 
@@ -19,45 +20,25 @@ Compute = Callable[..., torch.Tensor]
 CUTS = ([0, 12], [0, 5, 12], [0, 1, 3, 12], [0, 1, 2, 11, 12])
 
 
-class Threads:
-    """Differentiable sum over slices that are computed by threads."""
+class Counted(AllHere):
+    calls = 0
 
-    def __init__(self, slices: int) -> None:
-        self.barrier = Barrier(slices, timeout=30)
-        self.values: dict[int, list[torch.Tensor]] = {}
-        self.calls = [0] * slices
-
-    def total(self, slice_: int, values: torch.Tensor) -> torch.Tensor:
-        call = self.calls[slice_]
-        self.calls[slice_] += 1
-        self.values.setdefault(call, []).append(values)
-        self.barrier.wait()
-        return torch.stack(sorted(self.values[call], key=id)).sum(0)
-
-
-class Slice:
-    def __init__(self, threads: Threads, number: int) -> None:
-        self.threads = threads
-        self.number = number
-
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        return self.threads.total(self.number, values)
+    def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        self.calls += 1
+        return super().sum(parts)
 
 
 def divided(compute: Compute, inputs: Sequence[torch.Tensor], cuts: Sequence[int]) -> tuple[list[torch.Tensor], int]:
-    """Compute slices of the rows in threads; return their losses and the number of exchanges."""
-    count = len(cuts) - 1
-    threads = Threads(count)
+    """Compute slices of the rows in lock step; return their losses and the number of sums."""
 
-    def one(number: int) -> torch.Tensor:
-        start, stop = cuts[number], cuts[number + 1]
-        with Operations(Region(cuts[-1], start, stop, Slice(threads, number), ())):
+    def one(start: int, stop: int, part: Part) -> torch.Tensor:
+        with Operations(Region(cuts[-1], start, stop, part, ())):
             return compute(*(given[start:stop] for given in inputs))
 
-    with ThreadPoolExecutor(count) as pool:
-        losses = list(pool.map(one, range(count)))
-    assert len(set(threads.calls)) == 1
-    return losses, threads.calls[0]
+    parts = [Part(partial(one, start, stop), nullcontext) for start, stop in pairwise(cuts)]
+    sums = Counted()
+    run_in_lockstep(parts, sums)
+    return [part.result for part in parts], sums.calls
 
 
 def check(compute: Compute, *inputs: torch.Tensor, exchanges: int = 1) -> None:
