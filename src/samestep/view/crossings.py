@@ -37,7 +37,7 @@ class Sums(Protocol):
 
 
 class RowBounds:
-    """RowBounds of one tensor in the slices of a batch.
+    """Bounds of the rows of one tensor in the slices of a batch.
 
     Args:
         ranks: the ranks.
