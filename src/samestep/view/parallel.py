@@ -20,6 +20,7 @@ from samestep.distributed.devices import is_accelerator
 from samestep.distributed.rng import derive_seed
 from samestep.errors import InputError
 from samestep.microbatches import microbatch_bounds, owned_microbatches
+from samestep.view.agreement import OTHER_OPERATIONS, difference_between_ranks
 from samestep.view.call import Call
 from samestep.view.divided import DividedCall, OwnResult, own_arguments
 from samestep.view.division import ComputedWhole, Division, failure, shortened
@@ -31,8 +32,6 @@ from samestep.view.kinds import (
     has_compiled_parts,
     mode_key,
     module_key,
-    numbers_hash,
-    operations_hash,
     shared_memory,
     structure_key,
     submodules,
@@ -45,18 +44,12 @@ from samestep.view.size import is_worth_dividing
 from samestep.view.snapshot import Snapshot, everything
 from samestep.view.switches import Outside
 from samestep.view.trial import try_division
-from samestep.view.view import END_CALL, ENTER_CALL, SUM_IN_CALL, TRIAL, WATCH, WATCH_RAISED, ModuleSummary, View
+from samestep.view.view import ENTER_CALL, TRIAL, WATCH, WATCH_RAISED, ModuleSummary, View
 from samestep.view.watch import Watched, watch
 
 MOST_MICROBATCHES = 8
 _MOST_KINDS = 64  # of the calls of a module; each costs memory, a watched call and a trial
 _MOST_SURPRISES = 8  # calls of a kind that were divided and had to be computed again whole
-# Status of a rank at the end of a divided call.
-_OK = 1
-_FAILED = 2
-_UNKNOWN = 3  # operations that were not tried
-_OTHER_SHAPES = 4  # outputs of its slices differ
-_OTHER_NUMBERS = 5
 
 
 class ParallelModule:
@@ -387,7 +380,7 @@ class ParallelModule:
                     results = divided.compute(call.eager, hub)
         except Exception:  # boundary: computed whole below, where the script's own exception comes on all ranks
             exchange.leave(view.device)
-        difference = self._difference(kind, divided, results)
+        difference = difference_between_ranks(view, kind, divided, results)
         if difference is None and results is not None:
             exchange.end_forward()
             kind.exchanges = tuple(exchange.sizes)
@@ -398,55 +391,13 @@ class ParallelModule:
                 view.report(self.summary, f"calls divided between {view.ranks.size} processes")
             return divided.whole_outputs(results, hub, partial(self._before_backward, has_sums=bool(exchange.sizes)))
         snapshot.restore()
-        return self._computed_again(kind, call, str(difference), is_unknown=difference == _OTHER_OPERATIONS)
+        return self._computed_again(kind, call, str(difference), is_unknown=difference == OTHER_OPERATIONS)
 
     def _before_backward(self, gradients: Sequence[torch.Tensor | None], *, has_sums: bool) -> None:
         """Note the gradients of the outputs, and send a word before sums inside of the backward, as of batch norm."""
         self.view.in_step.facts_of_backward(gradients)
         if has_sums:
             self.view.begin_backward()
-
-    def _difference(self, kind: Kind, divided: DividedCall, results: list[OwnResult] | None) -> str | None:
-        """Exchange one word about the own slices; return why the call must be computed whole, if it must."""
-        if divided.exchange.is_known_to_all:
-            return _ENDED_EARLY
-        words = self.view.word(END_CALL, *self._facts(kind, divided, results))
-        if any(word[0] == SUM_IN_CALL for word in words):
-            return _ENDED_EARLY
-        self.view.require_same_action(words)
-        statuses, lists, shapes, numbers = (set(column) for column in list(zip(*words, strict=True))[2:6])
-        difference = None
-        if _FAILED in statuses:
-            difference = _ENDED_EARLY
-        elif _UNKNOWN in statuses or len(lists) > 1:
-            difference = _OTHER_OPERATIONS
-        elif _OTHER_SHAPES in statuses or len(shapes) > 1:
-            difference = "outputs of other shapes in some rows"
-        elif _OTHER_NUMBERS in statuses or len(numbers) > 1:
-            difference = "Python numbers that differ between rows"
-        return difference
-
-    def _facts(self, kind: Kind, divided: DividedCall, results: list[OwnResult] | None) -> list[int]:
-        """Return the status of this rank, and the facts that all slices share: operations, shapes, numbers."""
-        if results is None or not all(divided.fits(place, one, kind.outputs) for place, one in enumerate(results)):
-            return [_FAILED, 0, 0, 0]
-        every = [
-            (
-                tuple(one.operations.functions),
-                divided.shapes_hash(one),
-                numbers_hash(one.operations.numbers),
-            )
-            for one in results
-        ]
-        operations, shapes, numbers = every[0]
-        status = _OK
-        if not kind.divides(operations) or any(other[0] != operations for other in every):
-            status = _UNKNOWN
-        elif any(other[1] != shapes for other in every):
-            status = _OTHER_SHAPES
-        elif any(other[2] != numbers for other in every):
-            status = _OTHER_NUMBERS
-        return [status, operations_hash(operations), shapes, numbers]
 
     def _computed_again(self, kind: Kind, call: Call, reason: str, *, is_unknown: bool) -> Any:
         kind.surprises += 1
@@ -496,5 +447,3 @@ def _eager(kind: Kind) -> AbstractContextManager[Any]:
 
 
 _WHOLE = "calls computed whole on every process: {}"
-_ENDED_EARLY = "a rank could not compute its rows alone"
-_OTHER_OPERATIONS = "operations that were not tried"
