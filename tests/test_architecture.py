@@ -54,6 +54,7 @@ PUBLIC = {
     "evaluate",
     "init",
     "is_main",
+    "main_first",
     "launch",
     "loader",
     "no_sync",

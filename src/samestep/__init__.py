@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.metrics.metrics import FunctionMetric as FunctionMetric
     from samestep.ranks import all_gather as all_gather
     from samestep.ranks import is_main as is_main
+    from samestep.ranks import main_first as main_first
     from samestep.ranks import reduce_dict as reduce_dict
     from samestep.session import init as init
     from samestep.session import start as start
@@ -73,6 +74,7 @@ _HOMES = {
     "is_main": "ranks",
     "launch": "launcher.launch",
     "loader": "data.whole_batches",
+    "main_first": "ranks",
     "no_sync": "global_view",
     "parallel": "global_view",
     "reduce_dict": "ranks",

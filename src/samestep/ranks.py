@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from samestep.distributed import world as collectives
@@ -20,6 +21,21 @@ def is_main() -> bool:
         return process_state.worker.rank == 0
     rendezvous = read_rendezvous() or process_state.rendezvous
     return rendezvous is None or rendezvous.rank == 0
+
+
+@contextmanager
+def main_first() -> Iterator[None]:
+    """Run the block on rank 0 before the other ranks, such as a download into a folder that all of them read.
+
+    Raises:
+        PeerLostError: rank 0 ended in the block.
+    """
+    world = init()
+    if not world.is_main:
+        world.barrier()
+    yield
+    if world.is_main:
+        world.barrier()
 
 
 def all_gather(value: Any, world: World | None = None) -> list[Any]:
