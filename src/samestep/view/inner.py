@@ -17,6 +17,7 @@ from samestep.view.operations import Operations
 from samestep.view.recomputation import checkpointing_off
 from samestep.view.region import Make, Region, UnknownDraw, inside
 from samestep.view.snapshot import Snapshot
+from samestep.view.strategy import CallParameters
 
 
 @dataclass
@@ -59,7 +60,7 @@ def recomputed(region: Region, draws: Sequence[tuple[int, ...]]) -> RecomputedRe
 class _InnerGraph(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inner: Inner, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        leaves = inner.leaves(tensors)
         with torch.enable_grad():
             outputs = inner.run(leaves)
         ctx.save_for_backward(*tensors)
@@ -93,32 +94,44 @@ class _InnerGraph(torch.autograd.Function):
 
 
 class Inner:
-    """Forward of the own rows on leaves of its own.
+    """Forward of an own slice on leaves of its own.
 
     Args:
         region: region of the forward.
-        compute: receives the leaves, puts parameters among them into the module, and returns the own outputs; the
-            operations of the forward are those of `operations()`.
-        put: context in which the module has the given leaves as parameters.
+        compute: receives the leaves and how they become the module's parameters, and returns the own outputs.
+        parameters: parameters of the call; their leaves come first.
+        position: place of the slice among the own ones.
         before: state of the module and of the generators before the call.
+
+    Attributes:
+        draws: shapes of the draws of the forward; set by `compute`.
     """
 
     def __init__(
         self,
         region: Region,
-        compute: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
-        put: Callable[[Sequence[torch.Tensor]], Any],
+        compute: Callable[[Sequence[torch.Tensor], CallParameters], list[torch.Tensor]],
+        parameters: CallParameters,
+        position: int,
         before: Snapshot,
     ) -> None:
+        self.aliases = parameters.aliases(position)
+        self.draws: list[tuple[int, ...]] = []
+        self._count = len(self.aliases)
         self._region = region
         self._compute = compute
-        self._put = put
+        self._parameters = parameters
+        self._position = position
         self._before = before
-        self.draws: list[tuple[int, ...]] = []
+
+    def leaves(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the leaves of the graph from the aliases and the arguments with gradients."""
+        own = self._parameters.leaves(tensors[: self._count])
+        return own + [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors[self._count :]]
 
     def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the forward."""
-        return self._compute(leaves)
+        return self._compute(leaves, self._parameters)
 
     def backward(
         self,
@@ -131,13 +144,15 @@ class Inner:
         """Run the backward, in the region of the forward, and return the gradients of the leaves."""
         region = recomputed(self._region, self.draws)
         if roots:
-            with self._put(leaves), inside(region), Operations(region):
+            surroundings = self._parameters.in_backward(leaves[: self._count], self._position)
+            with surroundings, inside(region), Operations(region):
                 # Not `torch.autograd.backward`: as a function of torch, it would run outside of the mode.
                 torch.autograd.graph._engine_run_backward(
                     tuple(roots), tuple(seeds), keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
                 )
-        gradients = [leaf.grad for leaf in leaves]
-        for leaf in leaves:
+        gradients = self._parameters.take_gradients(leaves[: self._count])
+        for leaf in leaves[self._count :]:
+            gradients.append(leaf.grad)
             leaf.grad = None
         return gradients
 
@@ -161,7 +176,7 @@ class Inner:
                 code="E_INCOMPATIBLE",
             )
         with self._before.revisited(), checkpointing_off(), torch.enable_grad():
-            outputs = self._compute(tensors)
+            outputs = self._compute(tensors, self._parameters.differentiable)
         pairs = [
             (output, gradient)
             for output, gradient in zip(outputs, gradients, strict=True)

@@ -1,0 +1,43 @@
+"""Distributed data parallel: each rank holds all parameters, and a hub sums their gradients (`ddp`)."""
+
+from __future__ import annotations
+
+import torch
+
+from samestep.view.call import Call
+from samestep.view.hub import Hub
+from samestep.view.strategy import Strategy
+
+
+class Replicated(Strategy):
+    """Complete parameters on every rank."""
+
+    _hub: Hub | None = None
+    _is_deferred = False
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether gradients are kept for a later backward."""
+        return self._is_deferred
+
+    @is_deferred.setter
+    def is_deferred(self, value: bool) -> None:
+        self._is_deferred = value
+        if self._hub is not None:
+            self._hub.is_deferred = value
+
+    def parameters(self, call: Call) -> Hub | None:
+        """Return the hub of the present parameters, or None without gradients."""
+        if not torch.is_grad_enabled():
+            return None
+        own = call.parameters()
+        if self._hub is None or not self._hub.is_current(own):
+            self.require_no_pending()
+            self._hub = Hub(call.module, own, self.reduction, self._before_reduction)
+            self._hub.is_deferred = self._is_deferred
+        return self._hub
+
+    def require_no_pending(self) -> None:
+        """Require that the gradients of all backwards were summed."""
+        if self._hub is not None:
+            self._hub.require_no_pending()

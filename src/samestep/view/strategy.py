@@ -1,0 +1,132 @@
+"""Interface of strategies: ways to compute the inside of the divided calls of one module.
+
+What a divided call is (own rows, words, crossings, outputs) does not depend on the strategy. A strategy
+
+1. prepares the module once, in `samestep.parallel`: it divides or places the parameters, in place;
+2. says which ranks share the rows of a batch (`ranks`); ranks with the same number there compute the same rows;
+3. gives each call its parameters (`CallParameters`), which sum gradients over the ranks;
+4. surrounds whole calls and trials, in which the module has complete parameters.
+
+Between calls the module looks as after `prepare`: a strategy that needs hooks or other classes installs them inside of
+`CallParameters` only, so that watched calls, trials and keys of kinds see the script's own module. Words are exchanged
+by all ranks of the view, whatever the strategy.
+
+`strategies.replicated` is the simplest implementation.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from samestep.reduce.reduction import Reduction
+from samestep.view.call import Call
+from samestep.view.ranks import Ranks
+
+
+class CallParameters(ABC):
+    """Parameters of divided calls, as the graph of the call sees them.
+
+    With a flat graph, `aliases_in_place` surrounds the forward of an own slice, whose graph is part of the script's.
+
+    With an inner graph, one node of the script's graph runs forward and backward of the slice: it receives `aliases`,
+    makes leaves of them, and returns their gradients. A strategy whose backward sums gradients itself returns the sums.
+
+    Attributes:
+        needs_inner_graph: calls have inner graphs, whether or not they use checkpointing.
+        anchors: scalars to which every backward of a call gives a gradient.
+    """
+
+    needs_inner_graph = False
+    anchors: Sequence[torch.Tensor] = ()
+
+    @property
+    def differentiable(self) -> CallParameters:
+        """Parameters whose gradients can be differentiated again (`create_graph`)."""
+        return self
+
+    @abstractmethod
+    def aliases(self, position: int) -> list[torch.Tensor]:
+        """Return the tensors of the script's graph that stand for the parameters in an own slice.
+
+        Args:
+            position: place of the slice among the own ones.
+        """
+
+    def aliases_in_place(self, position: int) -> AbstractContextManager[None]:
+        """Surround the forward of an own slice in a flat graph: the module has the aliases as parameters."""
+        return self.in_place(self.aliases(position))
+
+    @abstractmethod
+    def in_place(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """Surround the forward of a slice with an inner graph: the module computes with `leaves`."""
+
+    def in_backward(self, leaves: Sequence[torch.Tensor], position: int) -> AbstractContextManager[None]:
+        """Surround the backward of a slice with an inner graph, which may compute parts of the forward again."""
+        return self.in_place(leaves)
+
+    def leaves(self, aliases: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return leaves of an inner graph."""
+        return [alias.detach().requires_grad_(alias.requires_grad) for alias in aliases]
+
+    def take_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return the gradients of the leaves after the backward of a slice, and forget them."""
+        gradients = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        return gradients
+
+    def forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that computes an own slice, in place of the module's own forward."""
+        return forward
+
+
+class Strategy(ABC):
+    """A way to compute the inside of the calls of one module.
+
+    Attributes:
+        ranks: ranks that share the rows of a batch.
+        reduction: sums over the slices of these ranks.
+        is_deferred: whether gradients may be kept for a later backward (`samestep.no_sync`).
+
+    Args:
+        ranks: see above.
+        reduction: see above.
+        before_reduction: called once in each backward before its first sum of gradients; sends a word.
+    """
+
+    def __init__(self, ranks: Ranks, reduction: Reduction, before_reduction: Callable[[], None]) -> None:
+        self.ranks = ranks
+        self.reduction = reduction
+        self.is_deferred = False
+        self._before_reduction = before_reduction
+
+    def prepare(self, module: nn.Module) -> None:  # noqa: B027  # replicas need no preparation
+        """Divide or place the parameters of a module, in place. Called once, by all ranks."""
+
+    @abstractmethod
+    def parameters(self, call: Call) -> CallParameters | None:
+        """Return the parameters of a divided call.
+
+        None if the module's own are right: they are complete, and the call has no gradients.
+        """
+
+    def whole(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Surround a whole call: the module has complete parameters, and all ranks compute equal gradients of them."""
+        return nullcontext()
+
+    def complete(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Surround a trial, or a copy of the module: it has complete parameters, which are leaves."""
+        return nullcontext()
+
+    def require_no_pending(self) -> None:  # noqa: B027  # most strategies keep none
+        """Require that the gradients of all backwards were summed.
+
+        Raises:
+            RunError: they were not.
+        """
