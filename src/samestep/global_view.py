@@ -12,20 +12,24 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from samestep.config import StrategyConfig
 from samestep.errors import InputError
 from samestep.launcher.job import process_state
 from samestep.session import init
+from samestep.strategies.replicated import Replicated
 from samestep.view.compiled import ForwardOfCalls, with_compiler
 from samestep.view.parallel import MOST_MICROBATCHES, ParallelModule
+from samestep.view.strategy import Strategy
 from samestep.view.view import View
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
+StrategyName = Literal["ddp", "fsdp", "hsdp"]
 
 
 def parallel(
     module: ModuleType,
     *,
-    strategy: Literal["ddp"] = "ddp",
+    strategy: StrategyName | StrategyConfig | None = None,
     reduction: Literal["fast"] = "fast",
     batch_norm: Literal["global", "local"] = "global",
     microbatches: int | None = None,
@@ -40,7 +44,9 @@ def parallel(
 
     Args:
         module: a module with equal parameters on all ranks.
-        strategy: `ddp`: each rank holds all parameters.
+        strategy: `ddp`: each rank holds all parameters. `fsdp`: one part of every parameter on each rank; make
+            optimizers afterwards. `hsdp`, with a mesh: `fsdp` within groups of ranks. None: that of `samestep.init`,
+            otherwise `ddp`.
         reduction: `fast`: results are equal to those of one process to rounding.
         batch_norm: statistics of the whole batch (`global`), or of the own rows (`local`): then results depend on the
             number of ranks.
@@ -52,10 +58,11 @@ def parallel(
     Raises:
         InputError: an argument is invalid, there are more ranks than microbatches, or ranks hold different parameters.
     """
-    _require_arguments(module, strategy, reduction, batch_norm)
+    _require_arguments(module, reduction, batch_norm)
     if parallel_module(module) is not None:
         return module
-    view = _joined_view()
+    config = StrategyConfig(name=strategy) if isinstance(strategy, str) else strategy
+    view = _joined_view(config)
     size = view.ranks.size
     _require_microbatches(microbatches, size)
     if size > 1:  # calls of one process are the script's own
@@ -66,7 +73,9 @@ def parallel(
             "whole": whole,
             "strict": strict,
         }
-        _divide(module, ParallelModule(view, module, **options))
+        chosen = _strategy(view, config)
+        chosen.prepare(module)
+        _divide(module, ParallelModule(view, module, chosen, **options))
     return module
 
 
@@ -83,12 +92,12 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     if owner is None:  # one process
         yield
         return
-    before = owner.is_deferred
-    owner.is_deferred = True
+    before = owner.strategy.is_deferred
+    owner.strategy.is_deferred = True
     try:
         yield
     finally:
-        owner.is_deferred = before
+        owner.strategy.is_deferred = before
 
 
 def parallel_module(module: nn.Module) -> ParallelModule | None:
@@ -104,7 +113,8 @@ class _Parallel(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A saved module is one of its own class, so that a program without Samestep can load it.
-        with _own_class(self):
+        owner = type(self)._samestep_owner  # type: ignore[attr-defined]
+        with _own_class(self), owner.strategy.complete(self):
             create, arguments, *state = self.__reduce_ex__(protocol)
         if create is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle would compare the class with that of the object
             create = copyreg._reconstructor  # type: ignore[attr-defined]
@@ -113,9 +123,11 @@ class _Parallel(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         owner = type(self)._samestep_owner  # type: ignore[attr-defined]
-        with _own_class(self):
+        with _own_class(self), owner.strategy.complete(self):
             copied = copy.deepcopy(self, memo)
-        _divide(copied, ParallelModule(owner.view, copied, **owner.options))
+        strategy = owner.strategy.of_copy()
+        strategy.prepare(copied)
+        _divide(copied, ParallelModule(owner.view, copied, strategy, **owner.options))
         return copied
 
 
@@ -157,15 +169,30 @@ def _divide(module: nn.Module, owner: ParallelModule) -> None:
     module.__class__ = type(base.__name__, (_Parallel, base), attributes)
 
 
-def _joined_view() -> View:
+def _joined_view(strategy: StrategyConfig | None) -> View:
     """Return the view of this process; join the other ranks if necessary."""
+    if strategy is not None and strategy.name in ("auto", "ddp"):
+        strategy = None  # possible beside others
+    world = init(strategy=strategy)
     view: View | None = process_state.view
     if view is None:
-        world = init()
         view = View(world)
         process_state.view = view
         process_state.session.push(_forget_view)  # before the world ends
     return view
+
+
+def _strategy(view: View, config: StrategyConfig | None) -> Strategy:
+    """Return the strategy of a module."""
+    world = process_state.world
+    assert world is not None
+    name = (config or world.strategy).name
+    kind: type[Strategy] = Replicated
+    if name in ("fsdp", "hsdp"):
+        from samestep.strategies.sharded import Sharded  # slow to import
+
+        kind = Sharded
+    return kind(world, view.ranks, view.reduction, view.begin_backward)
 
 
 def _forget_view(error: type[BaseException] | None, *_: Any) -> None:
@@ -174,7 +201,7 @@ def _forget_view(error: type[BaseException] | None, *_: Any) -> None:
     view.close(error)
 
 
-def _require_arguments(module: Any, strategy: str, reduction: str, batch_norm: str) -> None:
+def _require_arguments(module: Any, reduction: str, batch_norm: str) -> None:
     if not isinstance(module, nn.Module):
         raise InputError(
             f"samestep.parallel received a {type(module).__name__}",
@@ -191,7 +218,6 @@ def _require_arguments(module: Any, strategy: str, reduction: str, batch_norm: s
             code="E_WRAPPED_MODEL",
         )
     choices = (
-        ("strategy", strategy, ("ddp",)),
         ("reduction", reduction, ("fast",)),
         ("batch_norm", batch_norm, ("global", "local")),
     )

@@ -152,6 +152,8 @@ def init(
     options = replace(options, is_private=not adopt and not _needs_default_group(strategy))
     session = process_state.session
     world = session.enter_context(_session(options))
+    if not adopt:
+        _share_generators(world)
     world = replace(world, context=replace(world.context, session=session))
     process_state.world, process_state.options = world, options
     session.callback(_forget_world)
@@ -222,7 +224,6 @@ def _session(options: SessionOptions) -> Iterator[World]:
             process_state.rendezvous = own.rendezvous  # of later worlds too
             hide_ranks()
             world = replace(world, group=own.group, is_private=True)
-            _share_generators(world)
         with context.resources as resources:
             world = resources.enter_context(_with_loggers(world, options.run, options.loggers, options.checksum_every))
             with check.until_end(), _handlers_installed(context.stop) if handles_signals else nullcontext():

@@ -35,25 +35,32 @@ from samestep.strategies.strategy import Strategy
 _MAX_UNITS = 200  # each unit is one message in forward and one in backward
 
 
-def shard_model(model: nn.Module, world: World, *, is_exact: bool) -> None:
+def shard_model(model: nn.Module, world: World, *, is_exact: bool, is_engine: bool = True) -> None:
     """Shard the parameters of `model` among the ranks of the shard axis, in place.
 
-    With `is_exact`, FSDP does not sum over copies of the model: `TreeReduceScatter` does.
+    With `is_exact`, FSDP does not sum over copies of the model: `TreeReduceScatter` does. The engine needs all
+    parameters divided, and hooks around FSDP's.
 
     Raises:
         InputError: the model has a parameter that FSDP cannot divide.
     """
     config, mesh = world.strategy, world.mesh
     assert mesh is not None
-    _require_divisible(model, world)
+    ignored: set[nn.Parameter] = set()
+    if is_engine:
+        _require_divisible(model, world)
+    else:
+        ignored = {one for one in model.parameters() if one.dim() == 0 or not one.is_contiguous()}
     axes = mesh["replicate", "shard"] if world.mesh_shape.replicate > 1 and not is_exact else mesh["shard"]
     values = _move_to_meta(model, world) if config.meta else {}
     # Without a GPU, pinned memory cannot be allocated.
     offload = CPUOffloadPolicy(pin_memory=is_accelerator(world.device)) if config.offload else OffloadPolicy()
     for module, precision in _with_precision([*shard_units(model), model], config):
-        module.register_forward_hook(_clone_views)  # before the hook of fully_shard, which needs its result
-        fully_shard(module, mesh=axes, mp_policy=precision, offload_policy=offload)
-    model.register_forward_pre_hook(_reshard_root, prepend=True)  # before the hook of fully_shard, which gathers
+        if is_engine:
+            module.register_forward_hook(_clone_views)  # before the hook of fully_shard, which needs its result
+        fully_shard(module, mesh=axes, mp_policy=precision, offload_policy=offload, ignored_params=ignored)
+    if is_engine:
+        model.register_forward_pre_hook(_reshard_root, prepend=True)  # before the hook of fully_shard, which gathers
     if config.meta:
         model.to_empty(device="cpu" if config.offload else world.device)
         _move_buffers(model, world.device)

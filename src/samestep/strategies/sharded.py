@@ -18,15 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.reduce.reduction import Reduction
 from samestep.strategies.fsdp import shard_model
 from samestep.strategies.local_parameters import Division
 from samestep.view.call import Call
-from samestep.view.crossings import cross, leave
+from samestep.view.crossings import crossing, leave
 from samestep.view.hub import Hub
-from samestep.view.ranks import Ranks
 from samestep.view.slots import ParameterSlots, replaced
 from samestep.view.strategy import CallParameters, Strategy
 
@@ -35,16 +33,10 @@ class Sharded(Strategy):
     """Parameters divided between ranks, gathered for a unit of layers at a time.
 
     Parameters without a dimension stay complete; a hub sums their gradients.
-
-    Args:
-        world: the ranks, with the mesh.
     """
 
-    def __init__(
-        self, ranks: Ranks, reduction: Reduction, before_reduction: Callable[[], None], *, world: World
-    ) -> None:
-        super().__init__(ranks, reduction, before_reduction)
-        self._world = world
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._units: list[_Unit] = []
         self._parameters: _ShardedParameters | None = None
 
@@ -58,7 +50,7 @@ class Sharded(Strategy):
                 code="E_INCOMPATIBLE",
             )
         classes = {part: type(part) for part in module.modules()}
-        shard_model(module, self._world, is_exact=False, has_hooks=False)
+        shard_model(module, self._world, is_exact=False, is_engine=False)
         self._units = [_Unit(part, classes[part]) for part in classes if isinstance(part, FSDPModule)]
         if _load_full not in module._load_state_dict_pre_hooks.values():
             module.register_load_state_dict_pre_hook(_load_full)
@@ -90,7 +82,9 @@ class Sharded(Strategy):
     @contextmanager
     def _gathered(self, module: nn.Module, full: Callable[[DTensor], torch.Tensor]) -> Iterator[None]:
         self.hide()
-        mapping = {one: full(one) for one in module.parameters() if isinstance(one, DTensor)}
+        mapping: dict[torch.Tensor, torch.Tensor] = {
+            one: full(one) for one in module.parameters() if isinstance(one, DTensor)
+        }
         with ParameterSlots(module).replaced(mapping):
             yield
 
@@ -113,9 +107,8 @@ class _Unit:
     """
 
     def __init__(self, module: nn.Module, own_class: type[nn.Module]) -> None:
-        assert isinstance(module, FSDPModule)
         self._module: Any = module
-        self._state: Any = module._get_fsdp_state()
+        self._state: Any = FSDPModule._get_fsdp_state(self._module)
         # The state has the only strong reference to itself in the module.
         self._state._pre_forward_hook_handle.remove()
         self._state._post_forward_hook_handle.remove()
@@ -299,7 +292,7 @@ class _Differentiable(CallParameters):
     def in_place(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
         """Surround a forward with gathered parameters."""
         count = len(self._divided)
-        mapping = {
+        mapping: dict[torch.Tensor, torch.Tensor] = {
             one: _gathered(leaf, self._strategy.reduction) for one, leaf in zip(self._divided, leaves, strict=False)
         }
         with ExitStack() as stack:
@@ -312,7 +305,8 @@ class _Differentiable(CallParameters):
 def _full(parameter: torch.Tensor) -> torch.Tensor:
     """Return the full value of a divided parameter. A collective."""
     assert isinstance(parameter, DTensor)
-    return Division.of(parameter).full_tensor(parameter.detach().to_local())
+    local: torch.Tensor = parameter._local_tensor  # private; `to_local` would belong to the graph
+    return Division.of(parameter).full_tensor(local.detach())
 
 
 def _gathered(parameter: torch.Tensor, reduction: Reduction | None) -> torch.Tensor:
@@ -323,26 +317,27 @@ def _gathered(parameter: torch.Tensor, reduction: Reduction | None) -> torch.Ten
         reduction: sums the gradients over ranks; None if they are equal on all ranks.
     """
 
-    def back(gradient: torch.Tensor) -> torch.Tensor:
+    def back(gradient: torch.Tensor) -> list[torch.Tensor]:
         if reduction is not None:
             gradient = leave([gradient], reduction)
-        return _divided(gradient, division, reduction)
+        return [_divided(gradient, division, reduction)]
 
     assert isinstance(parameter, DTensor)
     division = Division.of(parameter)
-    return cross(parameter, _full, back)
+    return crossing([parameter], lambda value: [_full(value)], back)[0]
 
 
 def _divided(full: torch.Tensor, division: Division, reduction: Reduction | None) -> torch.Tensor:
     """Return the own part of a full tensor, as a DTensor; its gradient becomes full. Differentiable."""
 
-    def forward(full: torch.Tensor) -> torch.Tensor:
+    def part(full: torch.Tensor) -> list[torch.Tensor]:
         local = division.local_part(full.detach()).clone(memory_format=torch.contiguous_format)
-        return DTensor.from_local(
+        placed = DTensor.from_local(
             local, division.mesh, division.placements, run_check=False, shape=division.shape, stride=division.stride
         )
+        return [placed]
 
-    return cross(full, forward, lambda gradient: _gathered(gradient, reduction))
+    return crossing([full], part, lambda gradient: [_gathered(gradient, reduction)])[0]
 
 
 def _not_a_view(value: Any) -> Any:
@@ -354,6 +349,6 @@ def _load_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)
         if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            if value.shape == parameter.shape:  # otherwise torch reports the difference
-                division = Division.of(parameter)
-                state_dict[prefix + name] = _divided(value.to(parameter.device), division, None)
+            if value.shape != parameter.shape:  # torch reports the difference
+                continue
+            state_dict[prefix + name] = _divided(value.to(parameter.device), Division.of(parameter), None)

@@ -50,10 +50,6 @@ class Call:
                     collected[parameter] = None
         return list(collected)
 
-    def whole(self) -> Any:
-        """Compute the call whole."""
-        return self.forward(*self.arguments, **self.options)
-
     def whole_eager(self) -> Any:
         """Compute the call whole, without a compiler."""
         return self.eager(*self.arguments, **self.options)

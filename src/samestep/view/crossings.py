@@ -75,7 +75,7 @@ class _Crossing(torch.autograd.Function):
         return (None, None, *ctx.back(*gradients))
 
 
-def _cross(
+def crossing(
     values: Parts, cross: Callable[..., Sequence[torch.Tensor]], back: Callable[..., Sequence[torch.Tensor]]
 ) -> list[torch.Tensor]:
     """Return the values of a crossing. `back` is the crossing of its gradients, so they can be differentiated."""
@@ -86,7 +86,7 @@ def cut(whole: torch.Tensor, rows: RowBounds) -> list[torch.Tensor]:
     """Return the rows of each own slice of a whole tensor; the gradient is gathered."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return rows.own(whole)
-    return _cross(
+    return crossing(
         [whole],
         lambda value: [part.detach() for part in rows.own(value)],
         lambda *gradients: [gather(gradients, rows)],
@@ -95,12 +95,12 @@ def cut(whole: torch.Tensor, rows: RowBounds) -> list[torch.Tensor]:
 
 def gather(own: Parts, rows: RowBounds) -> torch.Tensor:
     """Return the whole tensor of the rows of each own slice; the gradient is cut."""
-    return _cross(own, lambda *parts: [rows.gather(parts)], lambda gradient: cut(gradient, rows))[0]
+    return crossing(own, lambda *parts: [rows.gather(parts)], lambda gradient: cut(gradient, rows))[0]
 
 
 def enter(whole: torch.Tensor, sums: Sums, count: int) -> list[torch.Tensor]:
     """Return a replicated tensor for use in each of `count` own slices; the gradient is the sum over all slices."""
-    return _cross(
+    return crossing(
         [whole],
         lambda value: [value.detach() for _ in range(count)],
         lambda *gradients: [leave(gradients, sums)],
@@ -109,7 +109,7 @@ def enter(whole: torch.Tensor, sums: Sums, count: int) -> list[torch.Tensor]:
 
 def leave(parts: Parts, sums: Sums) -> torch.Tensor:
     """Return the sum of a part of each slice as a replicated tensor; the gradient enters each slice."""
-    return _cross(parts, lambda *own: [sums.sum(own)], lambda gradient: enter(gradient, sums, len(parts)))[0]
+    return crossing(parts, lambda *own: [sums.sum(own)], lambda gradient: enter(gradient, sums, len(parts)))[0]
 
 
 def totals(sums: Sums, parts: Parts) -> list[torch.Tensor]:
@@ -119,4 +119,4 @@ def totals(sums: Sums, parts: Parts) -> list[torch.Tensor]:
         total = sums.sum(own)
         return [total, *[total.clone() for _ in own[1:]]]  # slices may write into them
 
-    return _cross(parts, cross, lambda *gradients: totals(sums, gradients))
+    return crossing(parts, cross, lambda *gradients: totals(sums, gradients))

@@ -14,13 +14,13 @@ from samestep.view.call import Call
 from samestep.view.crossings import RowBounds, cut, enter
 from samestep.view.division import Division, Output
 from samestep.view.exchange import CallExchange
-from samestep.view.hub import Hub
 from samestep.view.inner import Inner, inner_graph
 from samestep.view.leaves import Spec, flatten, unflatten
 from samestep.view.operations import Operation, Operations
 from samestep.view.ranks import Ranks, Slices
 from samestep.view.region import Region, inside
 from samestep.view.snapshot import Snapshot
+from samestep.view.strategy import CallParameters
 
 
 @dataclass
@@ -92,23 +92,26 @@ class DividedCall:
         self._before = before
         self._known = known
 
-    def compute(self, forward: Callable[..., Any], hub: Hub | None) -> list[OwnResult]:
-        """Run the forward on each own slice, with the aliases of the hub as parameters."""
+    def compute(self, forward: Callable[..., Any], parameters: CallParameters | None) -> list[OwnResult]:
+        """Run the forward on each own slice, with the parameters of its strategy."""
         results = []
         for position, own in enumerate(own_arguments(self.ranks, self._reduction, self.division, self.call)):
             if position:  # each slice sees the state before the call
                 self._before.restore()
-            results.append(self._compute_slice(forward, hub, position, own))
+            results.append(self._compute_slice(forward, parameters, position, own))
         return results
 
-    def _compute_slice(self, forward: Callable[..., Any], hub: Hub | None, position: int, own: list[Any]) -> OwnResult:
+    def _compute_slice(
+        self, forward: Callable[..., Any], parameters: CallParameters | None, position: int, own: list[Any]
+    ) -> OwnResult:
         region = self.regions[position]
-        if hub is None:
+        if parameters is None:
             return self._run(region, forward, own)
-        if self.division.form == "inner":
-            return self._run_inner(region, forward, own, hub, hub.aliases(position))
-        with hub.aliases_in_place(position):
-            return self._run(region, forward, own)
+        is_inner = parameters.needs_inner_graph or self.division.form == "inner"
+        if is_inner and torch.is_grad_enabled():
+            return self._run_inner(region, forward, own, parameters, position)
+        with parameters.aliases_in_place(position):
+            return self._run(region, parameters.forward(forward), own)
 
     def _run(self, region: Region, forward: Callable[..., Any], own: Sequence[Any]) -> OwnResult:
         operations = Operations(region)
@@ -128,25 +131,26 @@ class DividedCall:
         region: Region,
         forward: Callable[..., Any],
         own: list[Any],
-        hub: Hub,
-        aliases: list[torch.Tensor],
+        parameters: CallParameters,
+        position: int,
     ) -> OwnResult:
         """Run the forward in a graph of its own. Its leaves are the aliases, and the arguments with gradients."""
         places = [index for index, leaf in enumerate(own) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         results: list[OwnResult] = []
 
-        def compute(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        def compute(leaves: Sequence[torch.Tensor], parameters: CallParameters) -> list[torch.Tensor]:
             arguments = list(own)
-            for place, leaf in zip(places, leaves[len(aliases) :], strict=True):
+            count = len(leaves) - len(places)
+            for place, leaf in zip(places, leaves[count:], strict=True):
                 arguments[place] = leaf
-            with hub.in_place(leaves[: len(aliases)]):
-                result = self._run(region, forward, arguments)
+            with parameters.in_place(leaves[:count]):
+                result = self._run(region, parameters.forward(forward), arguments)
             inner.draws = result.operations.draws
             results.append(result)
             return [leaf for leaf in result.leaves if isinstance(leaf, torch.Tensor)]
 
-        inner = Inner(region, compute, lambda leaves: hub.in_place(leaves[: len(aliases)]), self._before)
-        outputs = iter(inner_graph(inner, [*aliases, *[own[place] for place in places]]))
+        inner = Inner(region, compute, parameters, position, self._before)
+        outputs = iter(inner_graph(inner, [*inner.aliases, *[own[place] for place in places]]))
         result = results.pop()  # a reference would keep the inner graph
         leaves = [next(outputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in result.leaves]
         return OwnResult(leaves, result.spec, result.operations)
@@ -179,14 +183,14 @@ class DividedCall:
     def whole_outputs(
         self,
         results: Sequence[OwnResult],
-        hub: Hub | None,
+        parameters: CallParameters | None,
         before_backward: Callable[[Sequence[torch.Tensor | None]], None],
     ) -> Any:
         """Return the outputs of the whole batch. A tensor that stands in several places is gathered once.
 
         Args:
             results: outputs of the own slices.
-            hub: hub of the parameters.
+            parameters: parameters of the call.
             before_backward: called in each backward with the gradients of the whole outputs.
         """
         first = results[0]
@@ -200,7 +204,7 @@ class DividedCall:
         tensors = [result.leaves[place] for result in results for place in places]
         crossing = OutputCrossing(self.ranks, self._reduction, self.call.slices, outputs, before_backward)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            anchors = [] if hub is None else hub.anchors
+            anchors = [] if parameters is None else parameters.anchors
             whole = list(GatherOutputs.apply(crossing, *tensors, *anchors))  # type: ignore[no-untyped-call]
         else:
             whole = crossing.gather(tensors)

@@ -25,6 +25,7 @@ from samestep.reduce.reduction import Reduction
 from samestep.reduce.tree import Node
 from samestep.view.crossings import leave
 from samestep.view.slots import ParameterSlots, is_in_place, replaced
+from samestep.view.strategy import CallParameters
 
 _FIRST = 2**63  # sequence number of a node that runs as soon as its inputs are complete
 _LAST = 0  # of one that runs when no other node can
@@ -279,7 +280,7 @@ def _place(parameter: torch.Tensor) -> tuple[Any, ...]:
     return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
 
 
-class Hub:
+class Hub(CallParameters):
     """Aliases of a module's parameters; their gradients are summed over ranks.
 
     Attributes:

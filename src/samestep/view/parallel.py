@@ -25,7 +25,6 @@ from samestep.view.call import Call
 from samestep.view.divided import DividedCall, OwnResult, own_arguments
 from samestep.view.division import ComputedWhole, Division, failure, shortened
 from samestep.view.exchange import CallExchange
-from samestep.view.hub import Hub
 from samestep.view.kinds import (
     Kind,
     arguments_key,
@@ -42,6 +41,7 @@ from samestep.view.ranks import Slices, rank_bounds
 from samestep.view.region import Region
 from samestep.view.size import is_worth_dividing
 from samestep.view.snapshot import Snapshot, everything
+from samestep.view.strategy import Strategy
 from samestep.view.switches import Outside
 from samestep.view.trial import try_division
 from samestep.view.view import ENTER_CALL, TRIAL, WATCH, WATCH_RAISED, ModuleSummary, View
@@ -58,6 +58,7 @@ class ParallelModule:
     Args:
         view: the view of this process.
         module: the module, whose class calls `call`.
+        strategy: computes the inside of calls; it has prepared the module.
         microbatches: slices of a batch; None for the rows of the first call with a row for each rank, at most 8.
         batch_norm: statistics of the whole batch, or of the own rows.
         whole: whether a rank can compute a whole batch.
@@ -68,6 +69,7 @@ class ParallelModule:
         self,
         view: View,
         module: nn.Module,
+        strategy: Strategy,
         *,
         microbatches: int | None,
         batch_norm: Literal["global", "local"],
@@ -75,6 +77,7 @@ class ParallelModule:
         strict: bool,
     ) -> None:
         self.view = view
+        self.strategy = strategy
         self.options: dict[str, Any] = {
             "microbatches": microbatches,
             "batch_norm": batch_norm,
@@ -88,33 +91,15 @@ class ParallelModule:
         self._batch_norm = batch_norm
         self._can_be_whole = whole
         self._is_strict = strict
-        self._hub: Hub | None = None
         self._part_ids: list[int] = []
         self._structure: Hashable = None
         self._new_kinds = 0
         self._outside = Outside(())
-        self._is_deferred = False
 
     @property
     def module(self) -> nn.Module | None:
         """The module, while it exists."""
         return self._module()
-
-    @property
-    def is_deferred(self) -> bool:
-        """Whether gradients are kept for a later backward (`samestep.no_sync`)."""
-        return self._is_deferred
-
-    @is_deferred.setter
-    def is_deferred(self, value: bool) -> None:
-        self._is_deferred = value
-        if self._hub is not None:
-            self._hub.is_deferred = value
-
-    def require_no_pending(self) -> None:
-        """Require that the gradients of all backwards were summed."""
-        if self._hub is not None:
-            self._hub.require_no_pending()
 
     def call(
         self,
@@ -135,7 +120,7 @@ class ParallelModule:
             reason = self.view.whole_here()
             if reason is not None:
                 self._count_whole(reason)
-            return forward(*arguments, **options)
+            return self._whole(forward, arguments, options)
         module = self.module
         assert module is not None
         leaves, spec = tree_flatten((arguments, options))
@@ -143,7 +128,7 @@ class ParallelModule:
         slices = self._slices(rows)
         if slices is None:
             self._count_whole("fewer rows than ranks")
-            return forward(*arguments, **options)
+            return self._whole(forward, arguments, options)
         call = Call(module, submodules(module), forward, eager, arguments, options, leaves, spec, rows, slices)
         return self._call_of_kind(self._kind(call), call)
 
@@ -155,13 +140,13 @@ class ParallelModule:
             self._try(kind, call)
         if kind.division is None:
             self._count_whole(str(kind.reason), call)
-            return call.whole()
+            return self._whole(call.forward, call.arguments, call.options)
         if call.slices.fewest_rows < kind.division.minimum_rows:
             self._count_whole("a rank would have a single row", call)
-            return call.whole()
+            return self._whole(call.forward, call.arguments, call.options)
         if not self._is_worth_dividing(kind, kind.division, call):
             self._count_whole("so small that messages would take longer", call)
-            return call.whole()
+            return self._whole(call.forward, call.arguments, call.options)
         return self._divided(kind, kind.division, call)
 
     def _is_worth_dividing(self, kind: Kind, division: Division, call: Call) -> bool:
@@ -171,14 +156,14 @@ class ParallelModule:
             operations=division.operations_per_row * call.rows,
             gradient_bytes=kind.gradient_bytes,
             output_bytes=int(kind.output_bytes_per_row * call.rows),
-            ranks=self.view.ranks.size,
+            ranks=self.strategy.ranks.size,
             has_gradients=torch.is_grad_enabled() and kind.gradient_bytes > 0,
             is_cpu=not is_accelerator(self.view.device),
         )
 
     def _slices(self, rows: int) -> Slices | None:
         """Return the slices of a batch, or None if a rank would have no row."""
-        ranks = self.view.ranks
+        ranks = self.strategy.ranks
         if rows < ranks.size:
             return None
         if self._microbatches is None:
@@ -214,6 +199,12 @@ class ParallelModule:
         return kind
 
     # --- whole calls -----------------------------------------------------------------------------
+
+    def _whole(self, forward: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        module = self.module
+        assert module is not None
+        with self.strategy.whole(module):
+            return forward(*arguments, **options)
 
     def _count_whole(self, reason: str, call: Call | None = None) -> None:
         if call is not None and torch.is_grad_enabled():  # otherwise comparing could cost more than the call
@@ -270,13 +261,15 @@ class ParallelModule:
     ) -> Watched | None:
         """Watch a computation and note its effects; return None if it does not fit into memory."""
         try:
-            with self.view.suspended(), _eager(kind):
+            with self.strategy.whole(call.module), self.view.suspended(), _eager(kind):
                 watched = watch(call.module, compute, arguments, options)
+                outputs, structure = flatten(watched.result)
+                shared = shared_memory(outputs, call.leaves, call.parts)
         except torch.OutOfMemoryError:
             return None
         if watched.is_first_again:
             return watched
-        outputs, kind.outputs = flatten(watched.result)
+        kind.outputs = structure
         kind.is_watched = True
         kind.last = watched.operations
         kind.written = before.changes()
@@ -284,7 +277,7 @@ class ParallelModule:
         kind.backward_code = watched.backward_code
         kind.gradient_bytes = sum(parameter.nbytes for parameter in call.parameters())
         kind.output_bytes_per_row = sum(leaf.nbytes for leaf in outputs if isinstance(leaf, torch.Tensor)) / rows
-        kind.watched_reason = watched.reason or shared_memory(outputs, call.leaves, call.parts)
+        kind.watched_reason = watched.reason or shared
         return watched
 
     def _first_divided(self, kind: Kind, call: Call, before: Snapshot) -> Any:
@@ -295,7 +288,7 @@ class ParallelModule:
         """
         self._try(kind, call)
         if kind.division is not None:
-            own = own_arguments(self.view.ranks, self.view.reduction, kind.division, call)
+            own = own_arguments(self.strategy.ranks, self.strategy.reduction, kind.division, call)
             arguments, options = tree_unflatten(own[0], call.spec)
             start, stop = call.slices.own_bounds[0]
             watched = self._watch(
@@ -325,7 +318,7 @@ class ParallelModule:
         try:
             if kind.backward_code is not None:  # otherwise no whole call was watched
                 kind.backward_code.require_unchanged()
-            with self.view.suspended(), _eager(kind):
+            with self.strategy.complete(call.module), self.view.suspended(), _eager(kind):
                 division = try_division(
                     call.module,
                     call.arguments,
@@ -361,23 +354,25 @@ class ParallelModule:
         view.calls += 1
         view.in_step.facts_of_call(call.module, call.leaves)
         snapshot = Snapshot(call.parts, kind.written, view.device)
-        exchange = CallExchange(view.reduction, kind.exchanges, view.all_ranks_in_sum)
+        exchange = CallExchange(self.strategy.reduction, kind.exchanges, view.all_ranks_in_sum)
         regions = self._regions(division, call, exchange)
         known = None
         stays_compiled = kind.is_compiled and not has_rules(kind.last)
         if stays_compiled:
             known = kind.last
-        divided = DividedCall(view.ranks, view.reduction, division, call, regions, exchange, snapshot, known)
+        divided = DividedCall(
+            self.strategy.ranks, self.strategy.reduction, division, call, regions, exchange, snapshot, known
+        )
         if kind.exchanges is None or kind.exchanges:
             view.require_same_action(view.word(ENTER_CALL))
-        hub = self._current_hub(call)
+        parameters = self.strategy.parameters(call)
         results: list[OwnResult] | None = None
         try:
             if stays_compiled:
-                results = divided.compute(call.forward, hub)
+                results = divided.compute(call.forward, parameters)
             else:
                 with _eager(kind):
-                    results = divided.compute(call.eager, hub)
+                    results = divided.compute(call.eager, parameters)
         except Exception:  # boundary: computed whole below, where the script's own exception comes on all ranks
             exchange.leave(view.device)
         difference = difference_between_ranks(view, kind, divided, results)
@@ -389,7 +384,9 @@ class ParallelModule:
             self.summary.divided += 1
             if self.summary.divided == 1:
                 view.report(self.summary, f"calls divided between {view.ranks.size} processes")
-            return divided.whole_outputs(results, hub, partial(self._before_backward, has_sums=bool(exchange.sizes)))
+            return divided.whole_outputs(
+                results, parameters, partial(self._before_backward, has_sums=bool(exchange.sizes))
+            )
         snapshot.restore()
         return self._computed_again(kind, call, str(difference), is_unknown=difference == OTHER_OPERATIONS)
 
@@ -408,7 +405,7 @@ class ParallelModule:
             kind.exchanges = None
             return self._watched(kind, call)
         self._count_whole(reason)
-        return call.whole()
+        return self._whole(call.forward, call.arguments, call.options)
 
     def _regions(self, division: Division, call: Call, exchange: CallExchange) -> list[Region]:
         """Return the regions of the own slices."""
@@ -420,22 +417,11 @@ class ParallelModule:
             if is_accelerator(view.device):
                 assert self._microbatches is not None
                 slices = microbatch_bounds(call.rows, self._microbatches)
-                owned = owned_microbatches(self._microbatches, view.ranks.size, view.ranks.rank)
+                owned = owned_microbatches(self._microbatches, self.strategy.ranks.size, self.strategy.ranks.rank)
                 region.microbatches = [(number, *slices[number]) for number in owned]
                 region.seed = derive_seed("model", torch.initial_seed() % 2**63, view.calls)
             regions.append(region)
         return regions
-
-    def _current_hub(self, call: Call) -> Hub | None:
-        """Return the hub of the parameters, or None without gradients."""
-        if not torch.is_grad_enabled():
-            return None
-        own = call.parameters()
-        if self._hub is None or not self._hub.is_current(own):
-            self.require_no_pending()
-            self._hub = Hub(call.module, own, self.view.reduction, self.view.begin_backward)
-            self._hub.is_deferred = self._is_deferred
-        return self._hub
 
 
 def _eager(kind: Kind) -> AbstractContextManager[Any]:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from samestep.distributed.world import World
 from samestep.reduce.reduction import Reduction
 from samestep.view.call import Call
 from samestep.view.ranks import Ranks
@@ -95,16 +96,22 @@ class Strategy(ABC):
         is_deferred: whether gradients may be kept for a later backward (`samestep.no_sync`).
 
     Args:
+        world: all ranks, with the configuration of the strategy and its mesh.
         ranks: see above.
         reduction: see above.
         before_reduction: called once in each backward before its first sum of gradients; sends a word.
     """
 
-    def __init__(self, ranks: Ranks, reduction: Reduction, before_reduction: Callable[[], None]) -> None:
+    def __init__(self, world: World, ranks: Ranks, reduction: Reduction, before_reduction: Callable[[], None]) -> None:
         self.ranks = ranks
         self.reduction = reduction
         self.is_deferred = False
+        self._world = world
         self._before_reduction = before_reduction
+
+    def of_copy(self) -> Strategy:
+        """Return a strategy for a copy of the module, which is not prepared yet."""
+        return type(self)(self._world, self.ranks, self.reduction, self._before_reduction)
 
     def prepare(self, module: nn.Module) -> None:  # noqa: B027  # replicas need no preparation
         """Divide or place the parameters of a module, in place. Called once, by all ranks."""

@@ -212,7 +212,7 @@ class View:
         if not self.divides_here():
             return
         for owner in self._owners:
-            owner.require_no_pending()
+            owner.strategy.require_no_pending()
         self.in_step.facts_of_step(optimizer)
         self.require_same_action(self.word(STEP))
 

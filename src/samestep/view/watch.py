@@ -138,7 +138,7 @@ def _structure(module: nn.Module) -> list[Any]:
 
 
 def _gradients(module: nn.Module) -> list[Any]:
-    gradients = [parameter.grad for parameter in module.parameters()]
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.is_leaf]
     return [None if gradient is None else tensor_mark(gradient, content=False) for gradient in gradients]
 
 
