@@ -106,9 +106,9 @@ class _Unit:
         own_class: its class before.
     """
 
-    def __init__(self, module: nn.Module, own_class: type[nn.Module]) -> None:
-        self._module: Any = module
-        self._state: Any = FSDPModule._get_fsdp_state(self._module)
+    def __init__(self, module: Any, own_class: type[nn.Module]) -> None:
+        self._module = module
+        self._state: Any = module._get_fsdp_state()
         # The state has the only strong reference to itself in the module.
         self._state._pre_forward_hook_handle.remove()
         self._state._post_forward_hook_handle.remove()
