@@ -285,8 +285,8 @@ class _Differentiable(CallParameters):
         self._strategy = strategy
 
     def aliases(self, position: int) -> list[torch.Tensor]:
-        """Do not return: only `in_place` is called."""
-        raise NotImplementedError
+        """Return the divided parameters."""
+        return list(self._divided)
 
     @contextmanager
     def in_place(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
