@@ -18,7 +18,8 @@ from samestep.launcher.job import process_state
 from samestep.session import init
 from samestep.strategies.replicated import Replicated
 from samestep.view.compiled import ForwardOfCalls, with_compiler
-from samestep.view.parallel import MOST_MICROBATCHES, ParallelModule
+from samestep.view.parallel import ParallelModule
+from samestep.view.ranks import require_microbatches
 from samestep.view.strategy import Strategy
 from samestep.view.view import View
 
@@ -30,7 +31,7 @@ def parallel(
     module: ModuleType,
     *,
     strategy: StrategyName | StrategyConfig | None = None,
-    reduction: Literal["fast"] = "fast",
+    reduction: Literal["fast", "exact"] = "fast",
     batch_norm: Literal["global", "local"] = "global",
     microbatches: int | None = None,
     whole: bool = True,
@@ -47,11 +48,13 @@ def parallel(
         strategy: `ddp`: each rank holds all parameters. `fsdp`: one part of every parameter on each rank; make
             optimizers afterwards. `hsdp`, with a mesh: `fsdp` within groups of ranks. None: that of `samestep.init`,
             otherwise `ddp`.
-        reduction: `fast`: results are equal to those of one process to rounding.
+        reduction: `fast`: results are equal to those of one process to rounding. `exact`, with `ddp`: they have the
+            same bits on every number of processes up to `microbatches`, one included. Each microbatch is computed
+            alone, on one thread and by deterministic kernels; sums have a fixed order; compiled code runs uncompiled.
         batch_norm: statistics of the whole batch (`global`), or of the own rows (`local`): then results depend on the
             number of ranks.
         microbatches: number of slices of a batch, of which each rank owns equally many; at least the number of ranks.
-            None: the rows of the first call with a row for each rank, at most 8.
+            None: the rows of the first call with a row for each rank, under `exact` with several rows; at most 8.
         whole: whether a rank can compute a whole batch. With False, a call that cannot be divided is an error.
         strict: raise an error if a call is not divided, with the reason.
 
@@ -62,18 +65,19 @@ def parallel(
     if parallel_module(module) is not None:
         return module
     config = StrategyConfig(name=strategy) if isinstance(strategy, str) else strategy
-    view = _joined_view(config)
+    view = _joined_view(config, reduction)
     size = view.ranks.size
-    _require_microbatches(microbatches, size)
-    if size > 1:  # calls of one process are the script's own
+    require_microbatches(microbatches, size)
+    if size > 1 or reduction == "exact":  # otherwise calls of one process are the script's own
         view.require_equal(module)
         options: dict[str, Any] = {
             "microbatches": microbatches,
             "batch_norm": batch_norm,
+            "reduction": reduction,
             "whole": whole,
             "strict": strict,
         }
-        chosen = _strategy(view, config)
+        chosen = _strategy(view, config, reduction)
         chosen.prepare(module)
         _divide(module, ParallelModule(view, module, chosen, **options))
     return module
@@ -83,13 +87,14 @@ def parallel(
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Keep gradients of backwards inside the block, and sum them over ranks in the first backward after it.
 
-    For gradient accumulation: one sum for several backwards. `.grad` is complete after that backward.
+    For gradient accumulation: one sum for several backwards. `.grad` is complete after that backward. Under `exact`
+    each backward is summed, and the block changes nothing.
 
     Args:
         module: a module that was given to `samestep.parallel`.
     """
     owner = parallel_module(module)
-    if owner is None:  # one process
+    if owner is None or owner.is_exact:  # one process, or sums of microbatches, which cannot wait for later ones
         yield
         return
     before = owner.strategy.is_deferred
@@ -169,11 +174,11 @@ def _divide(module: nn.Module, owner: ParallelModule) -> None:
     module.__class__ = type(base.__name__, (_Parallel, base), attributes)
 
 
-def _joined_view(strategy: StrategyConfig | None) -> View:
+def _joined_view(strategy: StrategyConfig | None, reduction: Literal["fast", "exact"]) -> View:
     """Return the view of this process; join the other ranks if necessary."""
     if strategy is not None and strategy.name in ("auto", "ddp"):
         strategy = None  # possible beside others
-    world = init(strategy=strategy)
+    world = init(strategy=strategy, reduction=reduction)
     view: View | None = process_state.view
     if view is None:
         view = View(world)
@@ -182,11 +187,22 @@ def _joined_view(strategy: StrategyConfig | None) -> View:
     return view
 
 
-def _strategy(view: View, config: StrategyConfig | None) -> Strategy:
-    """Return the strategy of a module."""
+def _strategy(view: View, config: StrategyConfig | None, reduction: str) -> Strategy:
+    """Return the strategy of a module.
+
+    Raises:
+        InputError: it does not divide batches into microbatches.
+    """
     world = process_state.world
     assert world is not None
     name = (config or world.strategy).name
+    if reduction == "exact" and name not in ("auto", "ddp"):
+        raise InputError(
+            f"samestep.parallel: reduction='exact' with strategy={name!r}",
+            expected="strategy='ddp' with this reduction",
+            fix="strategy='ddp'",
+            code="E_INCOMPATIBLE",
+        )
     kind: type[Strategy] = Replicated
     if name in ("fsdp", "hsdp"):
         from samestep.strategies.sharded import Sharded  # slow to import
@@ -218,7 +234,7 @@ def _require_arguments(module: Any, reduction: str, batch_norm: str) -> None:
             code="E_WRAPPED_MODEL",
         )
     choices = (
-        ("reduction", reduction, ("fast",)),
+        ("reduction", reduction, ("fast", "exact")),
         ("batch_norm", batch_norm, ("global", "local")),
     )
     for name, value, allowed in choices:
@@ -229,14 +245,3 @@ def _require_arguments(module: Any, reduction: str, batch_norm: str) -> None:
                 fix=f"{name}={allowed[0]!r}",
                 code="E_VALUE",
             )
-
-
-def _require_microbatches(microbatches: int | None, size: int) -> None:
-    number = MOST_MICROBATCHES if microbatches is None else microbatches
-    if number < size:
-        raise InputError(
-            f"{size} ranks divide the calls of a module into {number} microbatches",
-            expected="at least one microbatch for each rank",
-            fix=f"samestep.parallel(model, microbatches={size}) on every number of ranks",
-            code="E_TOO_MANY_RANKS",
-        )

@@ -130,8 +130,8 @@ def init(
     Args:
         device: as in `samestep.start`.
         reduction: `exact` requests deterministic kernels from torch; `fast` leaves torch's settings unchanged.
-        threads: intra-op threads of this rank. None: unchanged on one process and on GPUs, otherwise a share of the
-            cores.
+        threads: intra-op threads of this rank. None: 1 under `exact`; under `fast` unchanged on one process and on
+            GPUs, otherwise a share of the cores.
         timeout: as in `samestep.start`.
         strategy: a strategy that divides the model needs torch's default group, which is then not private.
         run: as in `samestep.start`.
@@ -418,6 +418,8 @@ def _select_devices(
 def _configure_process(options: SessionOptions, own: Membership) -> None:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    elif options.reduction == "exact":
+        torch.set_num_threads(1)  # another number has other bits
     elif own.size > 1 and not is_accelerator(own.device):
         share = usable_processors() // _local_size(own)
         torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
+import hashlib
 import importlib
 import json
 import linecache
@@ -66,6 +68,7 @@ class Outcome:
         errors: text of the error stream.
         summary: modules of Samestep's summary.
         error: code of the error that ended the script, name of the exception, or None.
+        digest: of the printed numbers, and of parameters and states after each step of an optimizer.
     """
 
     code: int
@@ -73,6 +76,7 @@ class Outcome:
     errors: str
     summary: list[dict[str, Any]]
     error: str | None
+    digest: str
 
 
 @dataclass(eq=False)
@@ -84,12 +88,14 @@ class Run:
         processes: number of processes; 0 for plain Python.
         folder: folder of the run's files, which is created.
         permuted: rows of the batches are in another order.
+        exact: the added line asks for the reduction `exact`.
     """
 
     script: Script
     processes: int
     folder: Path
     permuted: bool = False
+    exact: bool = False
     hung: bool = False
     seconds: float = 0.0
     _pids: list[int] = field(default_factory=list)
@@ -145,7 +151,8 @@ class Run:
         lines = [line for line in printed.splitlines() if line.startswith(("R ", "D "))]
         left = self.folder / f"left{rank}.json"
         found = json.loads(left.read_text(encoding="utf-8")) if left.exists() else {}
-        return Outcome(self._codes[rank], lines, errors, found.get("summary", []), found.get("error"))
+        digest = hashlib.sha256("\n".join([*lines, found.get("steps", "")]).encode()).hexdigest()
+        return Outcome(self._codes[rank], lines, errors, found.get("summary", []), found.get("error"), digest)
 
     def end(self) -> None:
         """Write the stacks of the processes that are left, and end them."""
@@ -215,7 +222,7 @@ def _set_environment(run: Run, rank: int, port: int) -> None:
     if run.script.hides_environment:
         import samestep
 
-        samestep.init()
+        samestep.init(reduction="exact" if run.exact else "fast")
         for name in variables:
             os.environ.pop(name, None)
 
@@ -238,6 +245,12 @@ def _execute(run: Run, rank: int) -> int:
         from samestep.view.view import View
 
         View.divides_small_calls = True  # otherwise the scripts, which are small, would test little
+    steps = None
+    if run.exact:
+        import samestep
+
+        samestep.parallel = functools.partial(samestep.parallel, reduction="exact")
+        steps = _digest_of_steps()
     try:
         exec(compile(source, path, "exec"), main.__dict__)
     except SystemExit as exit_:
@@ -248,9 +261,31 @@ def _execute(run: Run, rank: int) -> int:
         sys.last_value = exception  # as the interpreter does
         traceback.print_exception(exception)
     summary = _summary() if run.processes else []
-    (run.folder / f"left{rank}.json").write_text(json.dumps({"error": error, "summary": summary}), encoding="utf-8")
+    left = {"error": error, "summary": summary, "steps": steps.hexdigest() if steps is not None else ""}
+    (run.folder / f"left{rank}.json").write_text(json.dumps(left), encoding="utf-8")
     atexit._run_exitfuncs()  # private: the interpreter calls this, `os._exit` does not
     return code
+
+
+def _digest_of_steps() -> Any:
+    """Return a hash that each step of an optimizer extends by the bytes of its parameters and states."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    digest = hashlib.sha256()
+
+    def extend(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for value in (parameter, *optimizer.state.get(parameter, {}).values()):
+                    if isinstance(value, torch.Tensor):
+                        raw = value.detach().to_dense().contiguous().reshape(-1).view(torch.uint8)
+                        digest.update(memoryview(raw.numpy()))
+                    else:
+                        digest.update(repr(value).encode())
+
+    register_optimizer_step_post_hook(extend)
+    return digest
 
 
 def _exit_code(exit_: SystemExit) -> int:

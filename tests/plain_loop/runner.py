@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from benchmarks.machine import describe_machine, machine_line, markdown_table, save
 
@@ -77,6 +77,15 @@ class ScriptRuns:
         return [judge(self.script, outcome.lines, tolerance, run) for run in self.others]
 
 
+class HasRuns(Protocol):
+    def all(self) -> list[Run]:
+        """Return the runs of one script."""
+        ...
+
+
+Runs = TypeVar("Runs", bound=HasRuns)
+
+
 def run_scripts(
     scripts: Sequence[Script],
     processes: Sequence[int],
@@ -103,7 +112,7 @@ def run_scripts(
             if script.missing:
                 reason = f"needs {', '.join(script.missing)}"
                 verdicts += [Verdict(script.name, number, "skipped", reasons=[reason]) for number in processes]
-        for runs in _ended(todo, limit):
+        for runs in ended(todo, limit):
             found = runs.verdicts()
             verdicts += found
             for verdict in found:
@@ -117,7 +126,7 @@ def run_scripts(
     return sorted(verdicts, key=lambda verdict: (verdict.script, verdict.processes))
 
 
-def _ended(todo: list[ScriptRuns], limit: int) -> Iterator[ScriptRuns]:
+def ended(todo: Sequence[Runs], limit: int) -> Iterator[Runs]:
     """Yield scripts after the end of their runs. At most `limit` processes run at a time, at least one run."""
     waiting = [run for runs in todo for run in runs.all()]
     running: list[Run] = []

@@ -51,8 +51,11 @@ class RowBounds:
         self.factor = factor
 
     def own(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Return the rows of each own slice of a tensor; they share its memory."""
-        return [whole[start * self.factor : stop * self.factor] for start, stop in self.slices.own_bounds]
+        """Return the rows of each own slice of a tensor; they share its memory, unless slices are copies."""
+        parts = [whole[start * self.factor : stop * self.factor] for start, stop in self.slices.own_bounds]
+        if self.slices.copies:
+            return [part.clone() for part in parts]
+        return parts
 
     def gather(self, own: Parts) -> torch.Tensor:
         """Return the rows of all slices of all ranks, from those of the own slices."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +18,14 @@ from samestep.view.division import Division, Output
 from samestep.view.exchange import CallExchange
 from samestep.view.inner import Inner, inner_graph
 from samestep.view.leaves import Spec, flatten, unflatten
+from samestep.view.lockstep import Part, run_in_lockstep
 from samestep.view.operations import Operation, Operations
+from samestep.view.order import nodes_of, order_nodes
 from samestep.view.ranks import Ranks, Slices
 from samestep.view.region import Region, inside
-from samestep.view.snapshot import Snapshot
+from samestep.view.snapshot import BuffersOfSlice, Snapshot
 from samestep.view.strategy import CallParameters
+from samestep.view.thread_modes import ThreadModes
 
 
 @dataclass
@@ -94,8 +99,11 @@ class DividedCall:
 
     def compute(self, forward: Callable[..., Any], parameters: CallParameters | None) -> list[OwnResult]:
         """Run the forward on each own slice, with the parameters of its strategy."""
+        arguments = own_arguments(self.ranks, self._reduction, self.division, self.call)
+        if self.division.has_sums and len(arguments) > 1:
+            return self._compute_in_lockstep(forward, parameters, arguments)
         results = []
-        for position, own in enumerate(own_arguments(self.ranks, self._reduction, self.division, self.call)):
+        for position, own in enumerate(arguments):
             if position:  # each slice sees the state before the call
                 self._before.restore()
             results.append(self._compute_slice(forward, parameters, position, own))
@@ -112,6 +120,40 @@ class DividedCall:
             return self._run_inner(region, forward, own, parameters, position)
         with parameters.aliases_in_place(position):
             return self._run(region, parameters.forward(forward), own)
+
+    def _compute_in_lockstep(
+        self, forward: Callable[..., Any], parameters: CallParameters | None, arguments: Sequence[list[Any]]
+    ) -> list[OwnResult]:
+        """Run the forward on the own slices at once, since each needs sums over all of them."""
+        modes = ThreadModes(self.ranks.world.device)
+
+        def compute(position: int, part: Part) -> OwnResult:
+            region = replace(self.regions[position], exchange=part)
+            with modes.installed():
+                return self._run(region, forward, arguments[position])
+
+        @contextmanager
+        def turn(position: int, buffers: BuffersOfSlice) -> Iterator[None]:
+            aliases: AbstractContextManager[None] = nullcontext()
+            if parameters is not None:
+                aliases = parameters.aliases_in_place(position)
+            with buffers.installed(), aliases:
+                yield
+
+        count = len(arguments)
+        buffers = [self._before.buffers_of_slice(copied=position > 0) for position in range(count)]
+        parts = [
+            Part(partial(compute, position), partial(turn, position, buffers[position])) for position in range(count)
+        ]
+        run_in_lockstep(parts, self.exchange)
+        buffers[0].install()
+        results: list[OwnResult] = [part.result for part in parts]
+        if torch.is_grad_enabled():
+            inputs: list[Any] = list(arguments)
+            if parameters is not None:
+                inputs += [parameters.aliases(position) for position in range(count)]
+            order_nodes(parts, [result.leaves for result in results], nodes_of(inputs))
+        return results
 
     def _run(self, region: Region, forward: Callable[..., Any], own: Sequence[Any]) -> OwnResult:
         operations = Operations(region)

@@ -34,6 +34,9 @@ class Part:
         error: exception that ended it.
         value: what it gives to the others, while it waits for them.
         is_waiting: whether it waits for them.
+        marks: numbers of the nodes of a graph that its thread would have made next, at each join.
+        joined: what it got at each join.
+        roots: what it has given at each join.
     """
 
     def __init__(self, compute: Callable[[Part], Any], turn: Callable[[], AbstractContextManager[None]]) -> None:
@@ -47,6 +50,9 @@ class Part:
         self.error: BaseException | None = None
         self.value: Any = None
         self.is_waiting = False
+        self.marks: list[int] = []
+        self.joined: list[Any] = []
+        self.roots: list[Any] = []
         self._compute = compute
         self._turn = turn
         self._resumed = threading.Semaphore(0)
@@ -54,7 +60,6 @@ class Part:
         self._ended = False
         self._sums: Sums | None = None
         self._parts: Sequence[Part] = ()
-        self._joined: Any = None
         run = copy_context().run
         self._thread = threading.Thread(target=run, args=(self._run,), name="slice of a call", daemon=True)
 
@@ -63,6 +68,8 @@ class Part:
         if self._ended:  # the script has caught the exception that ends it
             raise _Ended
         self.value = value
+        self.roots.append(value)
+        self.marks.append(torch._C._autograd._get_sequence_nr())  # private, in torch 2.11 and 2.13
         self.is_waiting = True
         self._paused.release()
         self._resumed.acquire()
@@ -70,15 +77,11 @@ class Part:
             raise _Ended
         if self is self._parts[0]:
             self._compute_for_all(compute)
-        result = self._joined
-        self._joined = None
-        return result
+        return self.joined[-1]
 
     def _compute_for_all(self, compute: Joined) -> None:
         assert self._sums is not None
         values = [part.value for part in self._parts]
-        for part in self._parts:
-            part.value = None
         try:
             results = compute(self._sums, values)
         except Exception as error:  # boundary: raised in the thread of the scheduler; the script must not catch it
@@ -86,7 +89,12 @@ class Part:
             self._ended = True
             raise _Ended from None
         for part, result in zip(self._parts, results, strict=True):
-            part._joined = result
+            part.joined.append(result)
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether it has joined the others."""
+        return bool(self.marks)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of `values` over all slices. Differentiable."""

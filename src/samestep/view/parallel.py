@@ -20,6 +20,7 @@ from samestep.distributed.devices import is_accelerator
 from samestep.distributed.rng import derive_seed
 from samestep.errors import InputError
 from samestep.microbatches import microbatch_bounds, owned_microbatches
+from samestep.reduce.exact import ExactReduction
 from samestep.view.agreement import OTHER_OPERATIONS, difference_between_ranks
 from samestep.view.call import Call
 from samestep.view.divided import DividedCall, OwnResult, own_arguments
@@ -37,7 +38,7 @@ from samestep.view.kinds import (
 )
 from samestep.view.leaves import flatten
 from samestep.view.operations import has_rules
-from samestep.view.ranks import Slices, rank_bounds
+from samestep.view.ranks import MOST_MICROBATCHES, Slices, rank_bounds, require_microbatches
 from samestep.view.region import Region
 from samestep.view.size import is_worth_dividing
 from samestep.view.snapshot import Snapshot, everything
@@ -47,7 +48,6 @@ from samestep.view.trial import try_division
 from samestep.view.view import ENTER_CALL, TRIAL, WATCH, WATCH_RAISED, ModuleSummary, View
 from samestep.view.watch import Watched, watch
 
-MOST_MICROBATCHES = 8
 _MOST_KINDS = 64  # of the calls of a module; each costs memory, a watched call and a trial
 _MOST_SURPRISES = 8  # calls of a kind that were divided and had to be computed again whole
 
@@ -61,6 +61,7 @@ class ParallelModule:
         strategy: computes the inside of calls; it has prepared the module.
         microbatches: slices of a batch; None for the rows of the first call with a row for each rank, at most 8.
         batch_norm: statistics of the whole batch, or of the own rows.
+        reduction: `fast`, or `exact`: each microbatch is a slice of its own.
         whole: whether a rank can compute a whole batch.
         strict: whether a whole call is an error.
     """
@@ -73,6 +74,7 @@ class ParallelModule:
         *,
         microbatches: int | None,
         batch_norm: Literal["global", "local"],
+        reduction: Literal["fast", "exact"],
         whole: bool,
         strict: bool,
     ) -> None:
@@ -81,6 +83,7 @@ class ParallelModule:
         self.options: dict[str, Any] = {
             "microbatches": microbatches,
             "batch_norm": batch_norm,
+            "reduction": reduction,
             "whole": whole,
             "strict": strict,
         }
@@ -89,6 +92,8 @@ class ParallelModule:
         self._module = weakref.ref(module)
         self._microbatches = microbatches
         self._batch_norm = batch_norm
+        self.is_exact = reduction == "exact"
+        self._has_reduction = not self.is_exact  # which needs the number of microbatches
         self._can_be_whole = whole
         self._is_strict = strict
         self._part_ids: list[int] = []
@@ -127,7 +132,7 @@ class ParallelModule:
         rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), 0)
         slices = self._slices(rows)
         if slices is None:
-            self._count_whole("fewer rows than ranks")
+            self._count_whole("fewer rows than microbatches" if self.is_exact else "fewer rows than ranks")
             return self._whole(forward, arguments, options)
         call = Call(module, submodules(module), forward, eager, arguments, options, leaves, spec, rows, slices)
         return self._call_of_kind(self._kind(call), call)
@@ -142,7 +147,7 @@ class ParallelModule:
             self._count_whole(str(kind.reason), call)
             return self._whole(call.forward, call.arguments, call.options)
         if call.slices.fewest_rows < kind.division.minimum_rows:
-            self._count_whole("a rank would have a single row", call)
+            self._count_whole("a part of the rows would be a single one", call)
             return self._whole(call.forward, call.arguments, call.options)
         if not self._is_worth_dividing(kind, kind.division, call):
             self._count_whole("so small that messages would take longer", call)
@@ -156,14 +161,20 @@ class ParallelModule:
             operations=division.operations_per_row * call.rows,
             gradient_bytes=kind.gradient_bytes,
             output_bytes=int(kind.output_bytes_per_row * call.rows),
-            ranks=self.strategy.ranks.size,
+            parts=len(call.slices.bounds),
             has_gradients=torch.is_grad_enabled() and kind.gradient_bytes > 0,
             is_cpu=not is_accelerator(self.view.device),
         )
 
     def _slices(self, rows: int) -> Slices | None:
-        """Return the slices of a batch, or None if a rank would have no row."""
+        """Return the slices of a batch, or None if one would have no row.
+
+        Raises:
+            InputError: under `exact`, there are more ranks than microbatches.
+        """
         ranks = self.strategy.ranks
+        if self.is_exact:
+            return self._microbatches_of(rows)
         if rows < ranks.size:
             return None
         if self._microbatches is None:
@@ -172,6 +183,18 @@ class ParallelModule:
         if not slices.fewest_rows:
             return None
         return slices
+
+    def _microbatches_of(self, rows: int) -> Slices | None:
+        ranks = self.strategy.ranks
+        if rows < 2 or rows < (self._microbatches or 0):
+            return None
+        if self._microbatches is None:
+            self._microbatches = min(rows, MOST_MICROBATCHES)
+            require_microbatches(self._microbatches, ranks.size)
+        if not self._has_reduction:
+            self.strategy.reduction = ExactReduction(ranks.world, self._microbatches)
+            self._has_reduction = True
+        return Slices(microbatch_bounds(rows, self._microbatches), ranks.size, ranks.rank, copies=True)
 
     def _kind(self, call: Call) -> Kind:
         ids = [id(part) for part in call.parts]
@@ -342,6 +365,10 @@ class ParallelModule:
             return
         if kind.uses_checkpointing:
             division = replace(division, form="inner")
+            if self.is_exact and (division.has_sums or division.draw_factors):
+                # A recomputation is one of a slice alone, and does not know the numbers of its draws.
+                self._decide_whole(kind, "computes activations again, with sums or random draws")
+                return
         kind.division = division
         kind.is_tried_now = True
 
@@ -354,16 +381,20 @@ class ParallelModule:
         view.calls += 1
         view.in_step.facts_of_call(call.module, call.leaves)
         snapshot = Snapshot(call.parts, kind.written, view.device)
-        exchange = CallExchange(self.strategy.reduction, kind.exchanges, view.all_ranks_in_sum)
+        exchanges = kind.exchanges
+        if self.is_exact and not division.has_sums:
+            exchanges = ()
+        exchange = CallExchange(self.strategy.reduction, exchanges, view.all_ranks_in_sum)
         regions = self._regions(division, call, exchange)
         known = None
-        stays_compiled = kind.is_compiled and not has_rules(kind.last)
+        # Under `exact` not: code that is compiled for one number of rows has other bits than that for several.
+        stays_compiled = kind.is_compiled and not self.is_exact and not has_rules(kind.last)
         if stays_compiled:
             known = kind.last
         divided = DividedCall(
             self.strategy.ranks, self.strategy.reduction, division, call, regions, exchange, snapshot, known
         )
-        if kind.exchanges is None or kind.exchanges:
+        if exchanges is None or exchanges:
             view.require_same_action(view.word(ENTER_CALL))
         parameters = self.strategy.parameters(call)
         results: list[OwnResult] | None = None
@@ -383,12 +414,17 @@ class ParallelModule:
             kind.is_tried_now = False
             self.summary.divided += 1
             if self.summary.divided == 1:
-                view.report(self.summary, f"calls divided between {view.ranks.size} processes")
+                view.report(self.summary, self._divided_into())
             return divided.whole_outputs(
                 results, parameters, partial(self._before_backward, has_sums=bool(exchange.sizes))
             )
         snapshot.restore()
         return self._computed_again(kind, call, str(difference), is_unknown=difference == OTHER_OPERATIONS)
+
+    def _divided_into(self) -> str:
+        if self.is_exact:
+            return f"calls divided into {self._microbatches} microbatches"
+        return f"calls divided between {self.view.ranks.size} processes"
 
     def _before_backward(self, gradients: Sequence[torch.Tensor | None], *, has_sums: bool) -> None:
         """Note the gradients of the outputs, and send a word before sums inside of the backward, as of batch norm."""
@@ -411,14 +447,17 @@ class ParallelModule:
         """Return the regions of the own slices."""
         view = self.view
         regions = []
-        for start, stop in call.slices.own_bounds:
+        for number, (start, stop) in zip(call.slices.own, call.slices.own_bounds, strict=True):
             region = Region(call.rows, start, stop, exchange, division.draw_factors)
             region.local_batch_norm = self._batch_norm == "local"
-            if is_accelerator(view.device):
+            if self.is_exact:
+                region.microbatches = [(number, start, stop)]
+            elif is_accelerator(view.device):
                 assert self._microbatches is not None
                 slices = microbatch_bounds(call.rows, self._microbatches)
                 owned = owned_microbatches(self._microbatches, self.strategy.ranks.size, self.strategy.ranks.rank)
-                region.microbatches = [(number, *slices[number]) for number in owned]
+                region.microbatches = [(own, *slices[own]) for own in owned]
+            if region.microbatches:
                 region.seed = derive_seed("model", torch.initial_seed() % 2**63, view.calls)
             regions.append(region)
         return regions

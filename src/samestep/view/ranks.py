@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from samestep.distributed.world import World
+from samestep.errors import InputError
 from samestep.microbatches import microbatch_bounds, owned_microbatches
 
+MOST_MICROBATCHES = 8  # without a number
 _FEW_BYTES = 2**16  # sent to every other rank at once
 
 
@@ -24,7 +26,7 @@ class Ranks:
     def __init__(self, world: World) -> None:
         self.rank = world.rank
         self.size = world.size
-        self._world = world
+        self.world = world
         group = world.group or dist.group.WORLD
         assert group is not None
         # Methods of the group: functions of torch.distributed need its default group, which the script may not see.
@@ -33,6 +35,8 @@ class Ranks:
 
     def words(self, word: Sequence[int]) -> list[list[int]]:
         """Return the 64-bit integers of all ranks, equally many of each, by rank."""
+        if self.size == 1:
+            return [list(word)]
         # On the host: reading a word from a GPU would wait for the work that is queued there.
         own = torch.tensor(word, dtype=torch.int64)
         every: list[list[int]] = self._gather_equal(own, "a word of each rank").tolist()
@@ -44,7 +48,7 @@ class Ranks:
         if self._sockets is not None and own.nbytes <= _FEW_BYTES:
             return self._gather_equal(own, "a sum").sum(0, dtype=own.dtype)
         total = own.clone()
-        self._world.run_collective(lambda: self._group.allreduce([total]).wait(), "a sum")
+        self.world.run_collective(lambda: self._group.allreduce([total]).wait(), "a sum")
         return total
 
     def start_sum(self, values: torch.Tensor) -> Any:
@@ -53,18 +57,18 @@ class Ranks:
 
     def wait(self, work: Any) -> None:
         """Wait for a sum of gradients."""
-        self._world.run_collective(work.wait, "the sum of gradients")
+        self.world.run_collective(work.wait, "the sum of gradients")
 
     def _gather_equal(self, own: torch.Tensor, name: str) -> torch.Tensor:
         """Return equally large tensors of all ranks, as rows of a new tensor."""
         every = own.new_empty(self.size, *own.shape)
         if self._sockets is not None and own.nbytes <= _FEW_BYTES:
             sockets = self._sockets
-            self._world.run_collective(lambda: sockets.all_gather(own, every, range(self.size)), name)
+            self.world.run_collective(lambda: sockets.all_gather(own, every, range(self.size)), name)
         else:
             # As bytes: backends do not send tensors of every dtype.
             sent, received = own.view(-1).view(torch.uint8), every.view(-1).view(torch.uint8)
-            self._world.run_collective(lambda: self._group._allgather_base(received, sent).wait(), name)
+            self.world.run_collective(lambda: self._group._allgather_base(received, sent).wait(), name)
         return every
 
     def gather_rows(self, own: Sequence[torch.Tensor], bounds: Sequence[tuple[int, int]], factor: int) -> torch.Tensor:
@@ -106,10 +110,12 @@ class Slices:
         bounds: the slices, at least one for each rank.
         size: number of ranks.
         rank: this rank.
+        copies: whether tensors of slices have memory of their own, whose alignment decides on kernels.
     """
 
-    def __init__(self, bounds: Sequence[tuple[int, int]], size: int, rank: int) -> None:
+    def __init__(self, bounds: Sequence[tuple[int, int]], size: int, rank: int, *, copies: bool = False) -> None:
         self.bounds = bounds
+        self.copies = copies
         self.own = owned_microbatches(len(bounds), size, rank)
         self.by_rank = bounds
         if size < len(bounds):
@@ -134,3 +140,19 @@ def _by_rank(bounds: Sequence[tuple[int, int]], size: int) -> list[tuple[int, in
 def rank_bounds(rows: int, microbatches: int, size: int) -> list[tuple[int, int]]:
     """Return the own rows of each rank, `[start, stop)`: those of its microbatches."""
     return _by_rank(microbatch_bounds(rows, microbatches), size)
+
+
+def require_microbatches(microbatches: int | None, size: int) -> None:
+    """Require a microbatch for each rank.
+
+    Raises:
+        InputError: there are more ranks.
+    """
+    number = MOST_MICROBATCHES if microbatches is None else microbatches
+    if number < size:
+        raise InputError(
+            f"{size} ranks divide the calls of a module into {number} microbatches",
+            expected="at least one microbatch for each rank",
+            fix=f"samestep.parallel(model, microbatches={size}) on every number of ranks",
+            code="E_TOO_MANY_RANKS",
+        )

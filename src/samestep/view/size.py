@@ -52,7 +52,7 @@ class WorkCounter(TorchDispatchMode):
 
 
 def is_worth_dividing(
-    *, operations: float, gradient_bytes: int, output_bytes: int, ranks: int, has_gradients: bool, is_cpu: bool
+    *, operations: float, gradient_bytes: int, output_bytes: int, parts: int, has_gradients: bool, is_cpu: bool
 ) -> bool:
     """Whether dividing a call saves more than it costs.
 
@@ -60,7 +60,7 @@ def is_worth_dividing(
         operations: floating-point operations of the forward of the whole batch.
         gradient_bytes: size of the gradients that are summed.
         output_bytes: size of the outputs that are gathered.
-        ranks: number of ranks.
+        parts: largest number of ranks.
         has_gradients: whether a backward follows, which has twice the operations of the forward.
         is_cpu: whether the call is computed on CPUs.
     """
@@ -69,5 +69,5 @@ def is_worth_dividing(
     if has_gradients:
         operations *= 3
         moved = 2 * output_bytes + gradient_bytes
-    saved = operations * (1 - 1 / ranks) / speeds.operations
+    saved = operations * (1 - 1 / parts) / speeds.operations
     return saved > speeds.call + moved / speeds.bytes

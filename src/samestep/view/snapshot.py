@@ -138,6 +138,12 @@ class Snapshot:
         if self._numpy is not None:
             numpy.random.set_state(self._numpy)
 
+    def buffers_of_slice(self, *, copied: bool) -> BuffersOfSlice:
+        """Return the buffers that a slice writes: those of the module, or copies."""
+        places = [(self._parts[index]._buffers, name) for index, name, *_ in self._buffers]
+        buffers = [buffer.detach().clone() if copied else buffer for _, _, buffer, *_ in self._buffers]
+        return BuffersOfSlice(places, buffers)
+
     def changes(self) -> Written:
         """Return the changes since this snapshot of everything."""
         buffers = []
@@ -153,6 +159,38 @@ class Snapshot:
             uses_python=random.getstate() != self._python,
             uses_numpy=self._numpy is None or _comparable(numpy.random.get_state()) != _comparable(self._numpy),
         )
+
+
+class BuffersOfSlice:
+    """Buffers of one of several slices that take turns, each of which writes its own.
+
+    Args:
+        places: dictionaries and names.
+        buffers: the buffers.
+    """
+
+    def __init__(
+        self, places: Sequence[tuple[dict[str, torch.Tensor | None], str]], buffers: Sequence[torch.Tensor | None]
+    ) -> None:
+        self._places = places
+        self._buffers = list(buffers)
+
+    def install(self) -> None:
+        """Put the buffers into the module."""
+        for (table, name), buffer in zip(self._places, self._buffers, strict=True):
+            table[name] = buffer
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Put the buffers into the module during the block."""
+        before = [table[name] for table, name in self._places]
+        self.install()
+        try:
+            yield
+        finally:
+            self._buffers = [table[name] for table, name in self._places]
+            for (table, name), buffer in zip(self._places, before, strict=True):
+                table[name] = buffer
 
 
 def everything(parts: Sequence[nn.Module]) -> Written:

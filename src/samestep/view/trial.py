@@ -221,7 +221,8 @@ def _compared(
     factors = _draw_factors(whole, fewer, plan)
     runs = [Run(setting, start, stop, factors) for start, stop in plan.spans]
     with _refusing("fails on a part of the rows", dtype, ComputedWhole):
-        run_in_lockstep([Part(run.compute, run.turn) for run in runs], AllHere())
+        parts = [Part(run.compute, run.turn) for run in runs]
+        run_in_lockstep(parts, AllHere())
     if setting.change == "rows" and any(run.operations.functions != known for run in runs):
         raise _OtherKind  # a branch on a large value, which ranks compare in each call
     with _refusing("fails in the trial", dtype, _Failed):
@@ -232,6 +233,7 @@ def _compared(
         outputs,
         factors,
         plan.minimum,
+        has_sums=parts[0].has_joined,
         operations_per_row=operations_per_row,
         operations=tuple(whole.operations.functions),
     )

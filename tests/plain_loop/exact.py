@@ -1,0 +1,162 @@
+"""Runs plain scripts with the reduction `exact` on several numbers of processes, and compares all bits.
+
+    PYTHONPATH=src:tests:. python -m plain_loop.exact                    # all scripts
+    PYTHONPATH=src:tests:. python -m plain_loop.exact NAME... --processes 1,2,3 --json FILE
+
+Of each run a SHA-256 is taken: of the printed numbers, and of parameters and states after each step of an optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from plain_loop.forks import Run, preload
+from plain_loop.runner import ended
+from plain_loop.script import Script, find_scripts
+
+PROCESSES = (1, 2, 3, 5, 8)
+TOO_MANY = "E_TOO_MANY_RANKS"
+
+
+@dataclass
+class ExactVerdict:
+    """Result of one script.
+
+    Attributes:
+        script: name of the script.
+        equal: numbers of processes with the bits of the first one.
+        refused: numbers of processes with more ranks than microbatches.
+        calls: `divided`, `whole` or `mixed`.
+        problem: why the script is not as expected; empty if it is.
+        reasons: reasons for whole calls.
+        seconds: time of the longest run.
+    """
+
+    script: str
+    equal: list[int] = field(default_factory=list)
+    refused: list[int] = field(default_factory=list)
+    calls: str = ""
+    problem: str = ""
+    reasons: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class ExactRuns:
+    """All runs of one script."""
+
+    def __init__(self, script: Script, processes: Sequence[int], folder: Path) -> None:
+        self.script = script
+        self.runs = [Run(script, number, folder / f"{script.name}.exact{number}", exact=True) for number in processes]
+
+    def all(self) -> list[Run]:
+        return self.runs
+
+    def verdict(self) -> ExactVerdict:
+        """Return the verdict; all runs have ended."""
+        verdict = ExactVerdict(self.script.name, seconds=max(run.seconds for run in self.runs))
+        first = None
+        for run in self.runs:
+            outcomes = run.outcomes()
+            errors = {outcome.error for outcome in outcomes}
+            if TOO_MANY in errors and run.processes > 1:
+                verdict.refused.append(run.processes)
+                continue
+            # A script that ends with an error on one process ends so on all numbers, with the same lines.
+            facts = {(outcome.digest, outcome.code, outcome.error) for outcome in outcomes}
+            if first is None:
+                first = next(iter(facts))
+                verdict.calls, verdict.reasons = _calls(outcomes[0].summary)
+            if run.hung:
+                verdict.problem = f"{run.processes} processes hang: {outcomes[0].errors[-2000:]}"
+            elif facts == {first}:
+                verdict.equal.append(run.processes)
+            elif not verdict.problem:
+                verdict.problem = f"{run.processes} processes differ: {sorted(errors, key=str)}"
+                verdict.problem += "".join(outcome.errors[-1500:] for outcome in outcomes[:2] if outcome.code)
+        if self.script.numbers_vary:
+            verdict.problem = ""
+        return verdict
+
+
+def _calls(summary: list[dict[str, object]]) -> tuple[str, list[str]]:
+    divided = sum(int(str(module["divided"])) for module in summary)
+    whole = sum(int(str(module["whole"])) for module in summary)
+    reasons = [str(reason) for module in summary for reason in module["reasons"]]  # type: ignore[attr-defined]
+    kind = "mixed" if divided and whole else "divided" if divided else "whole" if whole else ""
+    return kind, list(dict.fromkeys(reasons))
+
+
+def run_exact(
+    scripts: Sequence[Script],
+    processes: Sequence[int] = PROCESSES,
+    *,
+    slots: int | None = None,
+    report: Callable[[ExactVerdict], None] = lambda verdict: None,
+    keep: Path | None = None,
+) -> list[ExactVerdict]:
+    """Run scripts under `exact`, and return a verdict for each.
+
+    Args:
+        scripts: the scripts.
+        processes: numbers of processes.
+        slots: processes at a time; None for two per core.
+        report: called with each verdict as soon as it is known.
+        keep: folder for files of the runs, which are kept; None for a temporary one.
+    """
+    folder = keep or Path(tempfile.mkdtemp(prefix="plain-loop-exact-"))
+    limit = slots or 2 * len(os.sched_getaffinity(0))
+    verdicts = []
+    try:
+        todo = [ExactRuns(script, processes, folder) for script in scripts if not script.missing]
+        for runs in ended(todo, limit):
+            verdicts.append(runs.verdict())
+            report(verdicts[-1])
+            if keep is None:
+                for run in runs.all():
+                    shutil.rmtree(run.folder)
+    finally:
+        if keep is None:
+            shutil.rmtree(folder)
+    return sorted(verdicts, key=lambda verdict: verdict.script)
+
+
+def _print(verdict: ExactVerdict) -> None:
+    state = "WRONG" if verdict.problem else "ok   "
+    text = f"{state} {verdict.script:45} {verdict.calls:8} equal on {verdict.equal}, refused on {verdict.refused}"
+    if verdict.reasons:
+        text += f"  [{'; '.join(verdict.reasons)}]"
+    print(f"{text}  {verdict.seconds:.1f} s", flush=True)
+    if verdict.problem:
+        print("      " + verdict.problem.replace("\n", "\n      "), flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return 0 if all scripts are as expected."""
+    parser = argparse.ArgumentParser(prog="plain_loop.exact", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="names of scripts; all if none")
+    parser.add_argument("--processes", default=",".join(map(str, PROCESSES)), help="numbers of processes")
+    parser.add_argument("--json", type=Path, help="file of the verdicts")
+    parser.add_argument("--keep", type=Path, help="new folder for output and files of the runs")
+    parser.add_argument("--slots", type=int, help="processes at a time")
+    options = parser.parse_args(arguments)
+    scripts = find_scripts(options.names)
+    preload(scripts)
+    processes = [int(number) for number in options.processes.split(",")]
+    verdicts = run_exact(scripts, processes, slots=options.slots, report=_print, keep=options.keep)
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=1), encoding="utf-8")
+    wrong = sum(bool(verdict.problem) for verdict in verdicts)
+    print(f"{len(verdicts)} scripts, {wrong} not as expected")
+    return 3 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
