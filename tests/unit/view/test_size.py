@@ -41,7 +41,7 @@ BASE: dict[str, Any] = {
     "operations": 1e9,
     "gradient_bytes": 10**6,
     "output_bytes": 10**4,
-    "ranks": 2,
+    "parts": 2,
     "has_gradients": True,
     "is_cpu": True,
 }
@@ -57,7 +57,7 @@ def test_a_call_of_a_gigaflop_is_worth_dividing() -> None:
         {"operations": 1e6},
         {"gradient_bytes": 10**9},
         {"output_bytes": 10**9},
-        {"ranks": 1},
+        {"parts": 1},
         {"is_cpu": False},
     ],
 )
@@ -72,6 +72,6 @@ def test_gradients_that_are_not_computed_cost_nothing() -> None:
 
 
 def test_more_ranks_save_more() -> None:
-    least = next(n for n in range(20, 40) if is_worth_dividing(**BASE | {"operations": 2.0**n, "ranks": 2}))
-    more = next(n for n in range(20, 40) if is_worth_dividing(**BASE | {"operations": 2.0**n, "ranks": 8}))
+    least = next(n for n in range(20, 40) if is_worth_dividing(**BASE | {"operations": 2.0**n, "parts": 2}))
+    more = next(n for n in range(20, 40) if is_worth_dividing(**BASE | {"operations": 2.0**n, "parts": 8}))
     assert more <= least
