@@ -9,7 +9,8 @@ from torch import nn
 import samestep
 from helpers.forked_ranks import Job, run_jobs
 from samestep.errors import InputError
-from samestep.global_view import _require_arguments, _require_microbatches, no_sync, parallel_module
+from samestep.global_view import _require_arguments, no_sync, parallel_module
+from samestep.view.ranks import require_microbatches
 
 NAMES = [
     "copies",
@@ -55,13 +56,13 @@ def test_sums_of_two_models_are_not_mixed_up(results: dict[str, list[Any]]) -> N
 @pytest.mark.parametrize(("microbatches", "size"), [(None, 9), (4, 5), (1, 2)])
 def test_more_ranks_than_microbatches_are_refused(microbatches: int | None, size: int) -> None:
     with pytest.raises(InputError) as caught:
-        _require_microbatches(microbatches, size)
+        require_microbatches(microbatches, size)
     assert caught.value.code == "E_TOO_MANY_RANKS"
 
 
 @pytest.mark.parametrize(("microbatches", "size"), [(None, 8), (9, 9), (16, 5), (None, 1)])
 def test_a_microbatch_for_each_rank_is_enough(microbatches: int | None, size: int) -> None:
-    _require_microbatches(microbatches, size)
+    require_microbatches(microbatches, size)
 
 
 def test_scripted_modules_are_refused() -> None:
