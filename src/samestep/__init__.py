@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.config import StepConfig as StepConfig
     from samestep.config import StrategyConfig as StrategyConfig
     from samestep.data.whole_batches import epochs as epochs
-    from samestep.data.whole_batches import loader as loader
     from samestep.distributed.world import World as World
     from samestep.engine.callbacks import Callback as Callback
     from samestep.engine.corruption_witness import Witness as Witness
@@ -38,6 +37,7 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.global_view import no_sync as no_sync
     from samestep.global_view import parallel as parallel
     from samestep.launcher.launch import launch as launch
+    from samestep.loading import loader as loader
     from samestep.metrics.counts import Accuracy as Accuracy
     from samestep.metrics.counts import OverlapMetric as OverlapMetric
     from samestep.metrics.metrics import FunctionMetric as FunctionMetric
@@ -73,7 +73,7 @@ _HOMES = {
     "init": "session",
     "is_main": "ranks",
     "launch": "launcher.launch",
-    "loader": "data.whole_batches",
+    "loader": "loading",
     "main_first": "ranks",
     "no_sync": "global_view",
     "parallel": "global_view",

@@ -172,6 +172,9 @@ class CheckpointManager:
         self._objects = dict(state or {})
         if any(isinstance(part, _PlainLoop) for part in self._engines.values()):  # an engine seeds its own numbers
             self._objects |= {"script_generators": _Generators(world.device)}
+        for name, loader in self._loaders.items():
+            if isinstance(loader, WholeBatches) and loader.has_state:
+                self._objects |= {f"order_of_loader_{name}".rstrip("_"): loader}
         for each in self._engines.values():
             require_savable(each.model, each.optimizer, each.scheduler, self._objects)
         self._folder = CheckpointFolder(_place(Path(folder)), keep)

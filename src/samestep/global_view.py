@@ -65,7 +65,7 @@ def parallel(
     if parallel_module(module) is not None:
         return module
     config = StrategyConfig(name=strategy) if isinstance(strategy, str) else strategy
-    view = _joined_view(config, reduction)
+    view = joined_view(config, reduction)
     size = view.ranks.size
     require_microbatches(microbatches, size)
     if size > 1 or reduction == "exact":  # otherwise calls of one process are the script's own
@@ -174,7 +174,7 @@ def _divide(module: nn.Module, owner: ParallelModule) -> None:
     module.__class__ = type(base.__name__, (_Parallel, base), attributes)
 
 
-def _joined_view(strategy: StrategyConfig | None, reduction: Literal["fast", "exact"]) -> View:
+def joined_view(strategy: StrategyConfig | None, reduction: Literal["fast", "exact"]) -> View:
     """Return the view of this process; join the other ranks if necessary."""
     if strategy is not None and strategy.name in ("auto", "ddp"):
         strategy = None  # possible beside others

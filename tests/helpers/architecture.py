@@ -27,6 +27,7 @@ FLOORS = [
     ["runs"],
     ["session"],
     ["trainer", "checkpoint_manager", "zoo", "integrations", "global_view", "ranks"],
+    ["loading"],
     ["recipes"],
     ["tools"],
     ["cli"],

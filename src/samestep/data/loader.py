@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
 from itertools import chain, islice, tee
-from typing import Any, get_args
+from typing import Any
 
 import numpy
 import torch.utils.data
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from samestep.config import DEFAULT_PREFETCH, BadSamples, SampleOrder
 from samestep.data.batch import GlobalBatch, Microbatch, digest_of, prefetch_to_device
+from samestep.data.epoch_order import require_compatible, require_samples
 from samestep.data.microbatch_dataset import (
     PROBE,
     BatchPlanner,
@@ -34,7 +35,7 @@ from samestep.data.streams.dataset import StreamDataset
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.status import WaitClock
 from samestep.distributed.world import World
-from samestep.errors import DataError, InputError
+from samestep.errors import InputError
 from samestep.microbatches import (
     Cursor,
     Microbatches,
@@ -44,13 +45,6 @@ from samestep.microbatches import (
     require_shares,
     resolve_sizes,
 )
-
-_EXCLUSIVE = {  # arguments that exclude others, as those of torch's DataLoader
-    "sampler": ("shuffle", "lengths", "order"),
-    "batch_sampler": ("sampler", "shuffle", "lengths", "batch_size", "drop_last", "order"),
-    "generator": ("seed",),
-    "lengths": ("order",),
-}
 
 
 class Loader:
@@ -140,7 +134,7 @@ class Loader:
         prepare: Callable[[Any], Any] | None = None,
         keeps_microbatch_size: bool | None = None,
     ) -> None:
-        _require_compatible(dataset, locals())
+        require_compatible(dataset, locals())
         if generator is None:
             self._seed = require_integer("seed", seed or 0, at_least=0, at_most=2**64 - 1, example=0)
         else:
@@ -264,7 +258,7 @@ class Loader:
         return self._epoch_size[1]
 
     def _note_size(self, epoch: int, samples: int) -> int:
-        _require_samples(samples, self.batch_size, self._lengths, drop_last=self._drop_last)
+        require_samples(samples, self.batch_size, self._lengths, drop_last=self._drop_last)
         samples -= samples % self.batch_size if self._drop_last else 0
         self._epoch_size = (epoch, len(self.dataset)), samples
         return samples
@@ -416,57 +410,3 @@ def loop_epochs(batches: Loader, number: int) -> Iterator[int]:
                 "pass the loader of the training data to samestep.epochs",
                 code="E_LOADER",
             )
-
-
-def _require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
-    """Require a dataset with an index, and arguments of a loader that fit together.
-
-    Raises:
-        InputError: the dataset is iterable only, there is no such order, or two arguments exclude each other.
-    """
-    order, orders = arguments["order"], get_args(SampleOrder)
-    if order not in orders:
-        problem = f"order of a loader is {order!r}"
-        raise InputError(problem, f"one of {', '.join(orders)}", "leave out order, or order='auto'", code="E_VALUE")
-    if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
-        raise InputError(
-            f"the dataset {type(dataset).__name__} has no length and index",
-            "a dataset with __len__ and __getitem__: order, augmentation and resumption are functions of the index",
-            "samestep.loader(list(dataset), ...) if the samples fit into memory, or an index of files and offsets",
-            code="E_LOADER",
-        )
-    present = {name for name, value in arguments.items() if value is not None and value is not False}
-    if order != "keyed":  # the order of lengths is `shuffled`
-        present.discard("order")
-    for one, others in _EXCLUSIVE.items():
-        other = next((name for name in others if name in present), None)
-        if one in present and other is not None:
-            problem = f"{one} and {other} of a loader exclude each other"
-            raise InputError(problem, "one of them", f"leave out {other}", code="E_LOADER")
-
-
-def _require_samples(samples: int, batch_size: int, lengths: Indices | None, *, drop_last: bool) -> None:
-    """Require samples in an epoch, and one length for each.
-
-    Raises:
-        DataError: there are no samples, or too few for a batch.
-        InputError: the number of lengths is another one.
-    """
-    if samples == 0:
-        raise DataError(
-            "the dataset is empty", "at least one sample", "check the path and the filters", code="E_EMPTY_DATASET"
-        )
-    if drop_last and samples < batch_size:
-        raise DataError(
-            f"the dataset has {samples} samples, fewer than one batch of {batch_size}, and drop_last is set",
-            expected="at least one complete batch",
-            fix=f"batch_size={samples} or less, or leave drop_last out",
-            code="E_EMPTY_DATASET",
-        )
-    if lengths is not None and len(lengths) != samples:
-        raise InputError(
-            f"there are {len(lengths)} lengths for {samples} samples",
-            "one length per sample",
-            "pass lengths in the order of the dataset",
-            code="E_LOADER",
-        )

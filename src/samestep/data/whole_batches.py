@@ -2,92 +2,150 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, overload
+import copy
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import partial
+from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from samestep.config import BadSamples, SampleOrder
-from samestep.data.batch import map_tensors
+from samestep.data.epoch_order import EpochOrder
 from samestep.data.loader import Loader, loop_epochs
-from samestep.data.microbatch_dataset import Collate, SizedDataset
-from samestep.data.samplers import Sampler
-from samestep.distributed.devices import accelerator_module
+from samestep.data.own_rows import BatchRanks, OwnRows, own_iterator
 from samestep.distributed.logging import logger
-from samestep.distributed.world import World
+from samestep.distributed.rng import PassedGenerator, passed_generators
 from samestep.errors import InputError
 from samestep.launcher.job import process_state, rank_and_size
 from samestep.microbatches import Cursor
 
-# Arguments of a loader that only `samestep.Engine` uses.
-_OF_ENGINE = ("microbatches", "prepare", "count_tokens", "keeps_microbatch_size")
+_MANY = 2**62  # batches of a sampler without a length
 
 
 class WholeBatches:
     """Iterable over the batches of one epoch, as the collate function returns them; equal on every rank.
 
-    The words are those of torch's `DataLoader`, and so is the rule of an iteration: each one is an epoch, also after
-    one that was left early. The order is a function of (seed, epoch), and the random numbers of a sample are a
-    function of (seed, epoch, index): neither depends on ranks, workers, or generators of the script.
+    Each rank reads its own rows of a batch, and small tensors are gathered. The first batch is read whole, and decides
+    whether batches can be read so. Batches are those of torch's `DataLoader`, with one exception: if the data set draws
+    random numbers, those of a sample are a function of (seed, epoch, index) on any number of processes.
+
+    Each iteration is an epoch, also after one that was left early.
 
     Attributes:
         dataset: source of the samples.
-        batch_size: samples of a batch; the last one of an epoch holds the remaining samples.
+        batch_size: samples of a batch; the last one of an epoch can have fewer.
+        skipped: error lines of the samples that this rank has left out; the caller clears the list.
 
     Args:
-        dataset: map-style dataset; `__getitem__` raises `DataError` for an unusable sample.
-        batch_size: samples per batch, over all ranks.
-        options: others of `samestep.loader`.
-
-    Raises:
-        InputError: a number is invalid, or arguments do not fit together.
-        DataError: the dataset is empty.
+        loader: torch's loader of the batches.
+        order: order of the samples as a function of (seed, epoch); None for the order of torch's loader.
+        ranks: returns the ranks that read together, or None; called by the first iteration.
+        skips: samples that raise `DataError` are left out.
+        line: line of the script that made the loader; a loader that it makes again reads as the first one.
     """
 
     def __init__(
-        self, dataset: SizedDataset, *, batch_size: int | None = None, pin_memory: bool = False, **options: Any
+        self,
+        loader: DataLoader[Any],
+        order: EpochOrder | None,
+        ranks: Callable[[], BatchRanks | None],
+        *,
+        skips: bool = False,
+        line: Hashable = None,
     ) -> None:
-        # The batches of one rank with one microbatch are whole.
-        world = World(0, 1, torch.device("cpu"))
-        self._loader = Loader(dataset, batch_size=batch_size, microbatches=1, world=world, pin_memory=False, **options)
-        self.dataset, self.batch_size = dataset, self._loader.batch_size
-        self._pins = pin_memory
+        self._line = line
+        self._loader = copy.copy(loader)  # torch's own iterators remain for the script
+        self._loader._get_iterator = self._iterator  # type: ignore[method-assign]
+        self._loader._iterator = None
+        self._order = order
+        self._ranks = ranks
+        self._state = OwnRows(None, skips=skips)
+        self._has_ranks = False
+        self.dataset = loader.dataset
+        self.batch_size = loader.batch_size or 1 if order is None else order.batch_size
+        self._cursor = Cursor()
         self._begins_at_cursor = True
         self._iterations = 0
+        self._begin: list[torch.Tensor] | None = None  # generators at the begin of the epoch, with the order of torch
+        self._resumed: list[torch.Tensor] | None = None
+        self._forked_size = -1  # of the data set in persistent workers
+        self._running: weakref.ref[_BaseDataLoaderIter] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of torch's loader, such as `sampler` or `num_workers`."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    @property
+    def skipped(self) -> list[str]:
+        """Error lines of the samples that this rank has left out; the caller clears the list."""
+        return self._state.skipped
 
     @property
     def cursor(self) -> Cursor:
-        """Position after the last batch that was read. Assign a cursor to resume there, at the cost of any other."""
-        return self._loader.cursor
+        """Position after the last batch that was read. Assign a cursor to resume there.
+
+        With an order of (seed, epoch), the cost is the same for any cursor. With the order of torch's loader, a batch
+        counts `batch_size` samples, and earlier indices of the epoch are drawn again.
+        """
+        return self._cursor
 
     @cursor.setter
     def cursor(self, cursor: Cursor) -> None:
-        self._loader.cursor, self._begins_at_cursor = cursor, True
+        self._cursor, self._begins_at_cursor = cursor, True
 
     def settings_of(self, epoch: int) -> dict[str, int | str]:
         """Return the settings on which the batches of an epoch depend; checkpoints contain them."""
-        return self._loader.settings_of(epoch)
+        if self._order is not None:
+            return self._order.settings_of(epoch)
+        return {"samples": self.samples_of(epoch), "batch_size": self.batch_size}
 
     def adopt(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a checkpoint."""
-        return self._loader.adopt(settings)
+        return dict(settings) if self._order is None else self._order.adopt(settings)
 
     def samples_of(self, epoch: int) -> int:
         """Return the number of samples of an epoch, without those that `drop_last` leaves out."""
-        return self._loader.samples_of(epoch)
+        if self._order is not None:
+            return self._order.samples_of(epoch)
+        try:
+            return len(self._loader) * self.batch_size
+        except TypeError:
+            return _MANY
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of generators at the begin of the epoch, from which torch's order can be drawn again."""
+        return {} if self._begin is None else {"begin": self._begin}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; assign the cursor too."""
+        self._resumed = state.get("begin")
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a checkpoint needs `state_dict`: the order is that of torch's loader."""
+        return self._order is None
 
     def close(self) -> None:
         """End the workers; the next iteration starts new ones."""
-        self._loader.close()
+        running = None if self._running is None else self._running()
+        if running is not None and hasattr(running, "_shutdown_workers"):
+            running._shutdown_workers()
+        self._loader._iterator = None
 
     def end_epoch(self) -> None:
         """Move the position to the next epoch, if some of the samples of this one have been read."""
-        if self.cursor.samples:
-            self._loader.cursor = Cursor(self.cursor.epoch + 1)
+        if self._cursor.samples:
+            self._cursor = Cursor(self._cursor.epoch + 1)
 
     def __len__(self) -> int:
         """Number of batches in a complete epoch."""
-        return len(self._loader)
+        if self._order is None:
+            return len(self._loader)
+        return (self._order.samples_of(self._cursor.epoch) + self.batch_size - 1) // self.batch_size
 
     def __iter__(self) -> Iterator[Any]:
         if not self._begins_at_cursor:
@@ -95,73 +153,115 @@ class WholeBatches:
         self._begins_at_cursor = False
         self._iterations += 1
         iteration = self._iterations
-        for batch in self._loader:
+        begin = self._cursor
+        samples = begin.samples
+        for number, batch in enumerate(self._started(begin), start=1):
+            running = None if self._running is None else self._running()
+            samples = begin.samples + (number + getattr(running, "left_out", 0)) * self.batch_size
             if iteration == self._iterations:  # an older iteration beside a newer one moves nothing
-                self._loader.cursor = batch.end
-            for microbatch in batch.local_microbatches:
-                if microbatch.size:  # not every sample of the batch is unusable
-                    yield self._pinned(microbatch.data)
+                self._cursor = Cursor(begin.epoch, samples)
+                if self._order is not None and samples >= self._order.samples_of(begin.epoch):
+                    self._cursor = Cursor(begin.epoch + 1)
+            yield batch
+        if iteration == self._iterations and self._cursor.epoch == begin.epoch and samples:
+            self._cursor = Cursor(begin.epoch + 1)
 
-    def _pinned(self, data: Any) -> Any:
-        if self._pins and accelerator_module().is_available():
-            return map_tensors(data, torch.Tensor.pin_memory)
-        return data
+    def _started(self, begin: Cursor) -> Iterator[Any]:
+        """Start an iteration of torch's loader at a position."""
+        state = self._state
+        if not self._has_ranks:
+            state.ranks = self._ranks()
+            self._has_ranks = True
+            if state.ranks is not None and self._line is not None:
+                state.decisions, state.key = state.ranks.decisions_of(self.dataset, self._loader.collate_fn, self._line)
+        if self._order is not None:
+            if len(self.dataset) != self._forked_size:  # type: ignore[arg-type]
+                self._forked_size = len(self.dataset)  # type: ignore[arg-type]
+                self._loader._iterator = None
+            self._order.cursor = begin
+            state.seed = self._order.seed
+            state.epoch = begin.epoch
+            return iter(self._loader)
+        state.leaves_out = begin.samples // self.batch_size
+        generators = self._generators()
+        now = [generator.state() for generator in generators]
+        if state.leaves_out and self._resumed is not None:
+            self._begin, self._resumed = self._resumed, None
+            for generator, saved in zip(generators, self._begin, strict=True):
+                generator.set_state(saved)
+            iterator = iter(self._loader)
+            for generator, saved in zip(generators, now, strict=True):
+                generator.set_state(saved)
+            return iterator
+        self._begin = now
+        return iter(self._loader)
+
+    def _generators(self) -> list[PassedGenerator]:
+        """Return the generators from which torch's loader and its sampler can draw an order."""
+        owners = [self._loader, self._loader.sampler, self._loader.batch_sampler]
+        own = [vars(owner).get("generator") for owner in owners if hasattr(owner, "__dict__")]
+        unique = {id(one): one for one in own if isinstance(one, torch.Generator)}
+        generators = passed_generators(torch.device("cpu"))
+        for one in unique.values():
+            generators.append(PassedGenerator(one.get_state, partial(_set_state, one), lambda: 0.0))
+        return generators
+
+    def _iterator(self) -> _BaseDataLoaderIter:
+        iterator = own_iterator(self._loader, self._state)
+        self._running = weakref.ref(iterator)
+        return iterator
 
 
-@overload
-def loader(dataset: SizedDataset, *, world: World, **options: Any) -> Loader: ...
+def _set_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state)
 
 
-@overload
-def loader(
-    dataset: SizedDataset,
-    *,
-    world: None = None,
-    batch_size: int | None = None,
-    seed: int | None = None,
-    shuffle: bool = False,
-    order: SampleOrder = "auto",
-    sampler: Sampler | None = None,
-    batch_sampler: Sampler | None = None,
-    num_workers: int = 0,
-    collate_fn: Collate | None = None,
-    pin_memory: bool = False,
-    drop_last: bool = False,
-    worker_init_fn: Callable[[int], None] | None = None,
-    generator: torch.Generator | None = None,
-    prefetch_factor: int | None = None,
-    persistent_workers: bool = False,
-    bad_samples: BadSamples = "stop",
-    lengths: Sequence[int] | None = None,
-) -> WholeBatches: ...
-
-
-def loader(dataset: SizedDataset, *, world: World | None = None, **options: Any) -> Loader | WholeBatches:
-    """Return an iterable over the batches of one epoch.
-
-    Without `world`, each rank reads whole batches, and the loop gets what the collate function returns, as from torch's
-    `DataLoader`: see `WholeBatches`. With the world of `samestep.start`, each rank reads its own microbatches, as
-    `samestep.Engine` takes them: see `Loader`.
+def whole_batches(
+    dataset: Any,
+    options: Mapping[str, Any],
+    ranks: Callable[[], BatchRanks | None],
+    line: Hashable,
+) -> WholeBatches:
+    """Return the loader of a data set, or of a loader of torch.
 
     Args:
-        dataset: map-style dataset.
-        world: None for whole batches.
-        options: those of `Loader`; without `world`, not `microbatches`, `prepare`, `count_tokens` and
-            `keeps_microbatch_size`.
+        dataset: map-style data set, or a loader of torch.
+        options: all arguments of `samestep.loader`.
+        ranks: see `WholeBatches`.
+        line: see `WholeBatches`.
+
+    Raises:
+        InputError: arguments do not fit together.
+        DataError: the data set is empty.
     """
-    if world is not None:
-        return Loader(dataset, world=world, **options)
-    of_engine = [
-        name for name in ("microbatches", "prepare", "count_tokens", "keeps_microbatch_size") if name in options
-    ]
-    if of_engine:
-        raise InputError(
-            f"a loader of whole batches has no {of_engine[0]}",
-            expected="the arguments of torch's DataLoader; samestep.parallel divides the calls of the model",
-            fix=f"leave out {of_engine[0]}, or pass world= for samestep.Engine",
-            code="E_LOADER",
-        )
-    return WholeBatches(dataset, **options)
+    if isinstance(dataset, DataLoader):
+        return WholeBatches(dataset, None, ranks, line=line)
+    arguments = {name: options[name] for name in _OF_TORCH}
+    is_single = options["batch_size"] is None and options["batch_sampler"] is None
+    if isinstance(dataset, IterableDataset) or is_single:
+        orders = ("shuffle", "sampler", "batch_sampler", "batch_size", "generator", "drop_last")
+        arguments |= {name: options[name] for name in orders if options[name] is not None or name == "batch_size"}
+        return WholeBatches(DataLoader(dataset, **arguments), None, ranks, line=line)
+    order = EpochOrder(dataset, options)
+    if arguments["num_workers"] and arguments["multiprocessing_context"] is None:
+        # Forks of the rank, not of the fork server: they end with the rank and need no pickling.
+        arguments["multiprocessing_context"] = "fork"
+    arguments["generator"] = torch.Generator()  # torch draws a seed of workers, which must not change the script's
+    loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=order, **arguments)
+    return WholeBatches(loader, order, ranks, skips=options["bad_samples"] == "skip", line=line)
+
+
+_OF_TORCH = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
 
 
 def epochs(batches: Loader | WholeBatches, number: int) -> Iterator[int]:

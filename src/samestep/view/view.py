@@ -41,6 +41,7 @@ PARALLEL = 7  # it gives a module to `samestep.parallel`
 END = 8  # it ends the script, or the block of `samestep.init`
 WATCH = 9  # it has watched the first call of a kind
 WATCH_RAISED = 10  # the first call of a kind raised an exception
+BATCH = 11  # a loader has read its own rows of a batch
 _NAMES = {
     ENTER_CALL: "a divided call",
     SUM_IN_CALL: "a sum inside of a divided call",
@@ -50,6 +51,7 @@ _NAMES = {
     PARALLEL: "samestep.parallel",
     WATCH: "the first call of a kind",
     WATCH_RAISED: "an exception in the first call of a kind",
+    BATCH: "a batch of a loader",
     END: "the end of the script",
     TRIAL: "the second call of a kind",
 }
@@ -99,6 +101,8 @@ class View:
         self.kinds: dict[Hashable, Kind] = {}
         self.modules: list[ModuleSummary] = []
         self._owners: weakref.WeakSet[ParallelModule] = weakref.WeakSet()
+        # How loaders read their batches, by data set.
+        self.batch_decisions: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
         self.calls = 0  # divided calls, which number random streams
         self._is_suspended = False
         self._process = os.getpid()
@@ -119,6 +123,10 @@ class View:
     def divides_here(self) -> bool:
         """Whether calls can be divided in this thread, at this point of the program."""
         return self._is_own_here() and self.whole_here() is None
+
+    def exchanges_here(self) -> bool:
+        """Whether this thread and this point of the program can exchange messages with the other ranks."""
+        return self._is_own_here() and threading.current_thread() is threading.main_thread()
 
     def whole_here(self) -> str | None:
         """Return why a call of the script at this point of the program is whole, or None."""

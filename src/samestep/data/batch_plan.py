@@ -1,0 +1,252 @@
+"""How a batch is put together from its samples: found by collating them in parts, and used to join own rows."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy
+import torch
+
+_PLAIN = (bool, int, float, str, type(None))  # values that JSON returns as they are
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One value of a batch that is no container.
+
+    Attributes:
+        kind: `rows`: a tensor whose rows are those of the samples in order; `list`: plain values of the samples in
+            order; `same`: a value that does not depend on the samples.
+        factor: rows of the tensor, or values, per sample.
+    """
+
+    kind: Literal["rows", "list", "same"]
+    factor: int = 1
+
+
+Plan = Leaf | dict[Any, Any] | list[Any]
+
+
+class OtherStructure(Exception):
+    """A batch is not of the structure of a plan."""
+
+
+def plan_of(whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> Plan | None:
+    """Return how a batch is put together from batches of its slices, or None if it is not.
+
+    Args:
+        whole: collated batch.
+        parts: collated slices of the batch.
+        sizes: number of samples of each slice.
+    """
+    if any(type(part) is not type(whole) for part in parts):
+        return None
+    plan: Plan | None = None
+    if isinstance(whole, torch.Tensor):
+        plan = _plan_of_tensor(whole, parts, sizes)
+    elif is_mapping(whole):
+        keys = keys_of(whole)
+        if all(keys_of(part) == keys for part in parts):
+            named = {key: plan_of(whole[key], [part[key] for part in parts], sizes) for key in keys}
+            plan = None if None in named.values() else named
+    elif isinstance(whole, list | tuple):
+        if all(len(part) == len(whole) for part in parts):
+            items = [plan_of(item, [part[at] for part in parts], sizes) for at, item in enumerate(whole)]
+            plan = None if None in items else items
+        else:
+            plan = _plan_of_list(whole, parts, sizes)
+    elif all(equal(whole, part) for part in parts):
+        plan = Leaf("same")
+    return plan
+
+
+def _plan_of_tensor(whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> Plan | None:
+    if type(whole) is not torch.Tensor or whole.layout is not torch.strided or whole.requires_grad:
+        return None
+    samples = sum(sizes)
+    if whole.dim() and whole.shape[0] and whole.shape[0] % samples == 0:
+        factor = whole.shape[0] // samples
+        shapes = [(size * factor, *whole.shape[1:]) for size in sizes]
+        has_rows = all(tuple(part.shape) == shape for part, shape in zip(parts, shapes, strict=True))
+        if has_rows and equal(whole, torch.cat(list(parts))):
+            return Leaf("rows", factor)
+    return Leaf("same") if all(equal(whole, part) for part in parts) else None
+
+
+def _plan_of_list(whole: Sequence[Any], parts: Sequence[Any], sizes: Sequence[int]) -> Plan | None:
+    factor, rest = divmod(len(whole), sum(sizes))
+    has_values = not rest and all(len(part) == size * factor for part, size in zip(parts, sizes, strict=True))
+    joined = [item for part in parts for item in part]
+    if not has_values or type(whole) not in (list, tuple) or any(type(item) not in _PLAIN for item in whole):
+        return None
+    return Leaf("list", factor) if equal(list(whole), joined) else None
+
+
+def is_mapping(value: Any) -> bool:
+    """Whether a value has keys, such as a dict or a batch of Transformers."""
+    return isinstance(value, Mapping) or (hasattr(value, "keys") and hasattr(value, "__getitem__"))
+
+
+def keys_of(value: Any) -> list[Any]:
+    """Return the keys of a value for which `is_mapping` holds; its iteration can be another one."""
+    return list(value.keys())
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two values are equal, with tensors, arrays, and objects without an equality of their own."""
+    own_equality: Any = type(one).__eq__
+    if type(one) is not type(other):
+        result = False
+    elif isinstance(one, torch.Tensor):
+        result = _equal_tensors(one, other)
+    elif isinstance(one, numpy.ndarray):
+        result = one.dtype == other.dtype and numpy.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+    elif isinstance(one, float):
+        result = one == other or (math.isnan(one) and math.isnan(other))
+    elif is_mapping(one):
+        keys = keys_of(one)
+        result = keys == keys_of(other) and all(equal(one[key], other[key]) for key in keys)
+    elif isinstance(one, list | tuple):
+        result = len(one) == len(other) and all(map(equal, one, other))
+    elif own_equality is object.__eq__:
+        result = equal(getattr(one, "__dict__", None), getattr(other, "__dict__", None))
+    else:
+        result = bool(one == other)
+    return result
+
+
+def _equal_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape or one.layout is not other.layout:
+        return False
+    if one.is_floating_point() or one.is_complex():
+        return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    return torch.equal(one, other)
+
+
+def leaves_of(data: Any, plan: Plan) -> list[tuple[Leaf, Any]]:
+    """Return the leaves of a batch, in order.
+
+    Raises:
+        OtherStructure: the batch is not of the structure of the plan.
+    """
+    found: list[tuple[Leaf, Any]] = []
+
+    def add(value: Any, leaf: Leaf) -> Any:
+        found.append((leaf, value))
+        return value
+
+    rebuilt(data, plan, add)
+    return found
+
+
+def rebuilt(data: Any, plan: Plan, replace: Callable[[Any, Leaf], Any]) -> Any:
+    """Return a batch with other leaves, in containers of the same types.
+
+    Raises:
+        OtherStructure: the batch is not of the structure of the plan.
+    """
+    if isinstance(plan, Leaf):
+        return replace(data, plan)
+    if isinstance(plan, dict):
+        if not is_mapping(data) or keys_of(data) != list(plan):
+            raise OtherStructure
+        values = {key: rebuilt(data[key], part, replace) for key, part in plan.items()}
+        if type(data) is dict:
+            return values
+        result = copy.copy(data)
+        for key, value in values.items():
+            result[key] = value
+        return result
+    if not isinstance(data, list | tuple) or len(data) != len(plan):
+        raise OtherStructure
+    items = [rebuilt(item, part, replace) for item, part in zip(data, plan, strict=True)]
+    if hasattr(data, "_fields"):
+        return type(data)(*items)
+    return type(data)(items)
+
+
+def shapes_of(leaves: Sequence[tuple[Leaf, Any]], samples: int) -> int:
+    """Return a hash of what is equal on all ranks if the rows of their batches can be joined.
+
+    Args:
+        leaves: leaves of the own rows.
+        samples: number of own samples.
+
+    Raises:
+        OtherStructure: a leaf is not what the plan expects.
+    """
+    facts: list[Any] = []
+    for leaf, value in leaves:
+        if leaf.kind == "rows":
+            if type(value) is not torch.Tensor or not value.dim() or len(value) != samples * leaf.factor:
+                raise OtherStructure
+            facts.append((str(value.dtype), tuple(value.shape[1:]), value.requires_grad))
+        elif leaf.kind == "list":
+            if type(value) not in (list, tuple) or len(value) != samples * leaf.factor:
+                raise OtherStructure
+            if any(type(item) not in _PLAIN for item in value):
+                raise OtherStructure
+            facts.append(type(value).__name__)
+        else:
+            facts.append(content_of(value))
+    return zlib.crc32(repr(facts).encode(errors="surrogatepass"))
+
+
+def content_of(value: Any) -> int:
+    """Return a hash of the tensors, arrays and plain values of nested data, equal in all processes."""
+    facts: Any = None
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        facts = (str(value.dtype), tuple(value.shape), zlib.crc32(raw.data))
+    elif isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
+        facts = (str(value.dtype), value.shape, zlib.crc32(numpy.ascontiguousarray(value).data))
+    elif isinstance(value, list | tuple):
+        facts = [content_of(item) for item in value]
+    elif is_mapping(value):
+        facts = [(str(key), content_of(value[key])) for key in keys_of(value)]
+    elif type(value) in _PLAIN:
+        facts = value
+    return zlib.crc32(repr(facts).encode(errors="surrogatepass"))
+
+
+def pack(tensors: Sequence[torch.Tensor], lists: Sequence[Sequence[Any]]) -> torch.Tensor:
+    """Return tensors of the host and lists of plain values as bytes, shape (number of bytes,)."""
+    text = json.dumps(list(lists)).encode() if lists else b""
+    parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    if text:
+        parts.append(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+
+
+def unpack(messages: Sequence[torch.Tensor], counts: Sequence[int], examples: Sequence[tuple[Leaf, Any]]) -> list[Any]:
+    """Return the whole values of the packed leaves, those of the ranks one after another.
+
+    Args:
+        messages: bytes of each rank.
+        counts: number of samples of each rank.
+        examples: own leaves that were packed: tensors first.
+    """
+    tensors = [(leaf, value) for leaf, value in examples if leaf.kind == "rows"]
+    parts: list[list[torch.Tensor]] = [[] for _ in tensors]
+    texts = []
+    for message, count in zip(messages, counts, strict=True):
+        position = 0
+        for number, (leaf, example) in enumerate(tensors):
+            shape = (count * leaf.factor, *example.shape[1:])
+            size = torch.Size(shape).numel() * example.element_size()
+            raw = message[position : position + size].clone()  # aligned for any dtype
+            parts[number].append(raw.view(example.dtype).view(shape))
+            position += size
+        texts.append(bytes(memoryview(message[position:].numpy())))  # type: ignore[arg-type]
+    wholes: list[Any] = [torch.cat(part) for part in parts]
+    if len(tensors) < len(examples):
+        by_rank = [json.loads(text) for text in texts]
+        for number, (_, example) in enumerate(examples[len(tensors) :]):
+            wholes.append(type(example)(item for lists in by_rank for item in lists[number]))
+    return wholes

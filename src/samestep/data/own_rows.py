@@ -1,0 +1,477 @@
+"""Iteration of a `DataLoader` of torch in which each rank reads its own rows of a batch.
+
+Subclasses of torch's iterators request and complete batches. Samplers, workers, persistent workers and pinning are
+torch's. The first batch decides how others are read (`sample_reader.Decision`), and a word of each rank per batch
+guards the decision.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader, MapDataPipe, RandomSampler, SequentialSampler, SubsetRandomSampler
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _DatasetKind,
+    _MultiProcessingDataLoaderIter,
+    _SingleProcessDataLoaderIter,
+)
+
+from samestep.data.batch_plan import (
+    Leaf,
+    OtherStructure,
+    Plan,
+    content_of,
+    leaves_of,
+    pack,
+    rebuilt,
+    shapes_of,
+    unpack,
+)
+from samestep.data.sample_reader import Decision, Reading, Request, SampleReader, as_it_is, init_worker
+from samestep.distributed.logging import logger
+from samestep.errors import DataError, RankMismatchError
+from samestep.microbatches import microbatch_bounds
+
+SMALL_BYTES = 64 * 2**10  # of a whole tensor that is gathered at once
+_SLICES = 8  # in which the first batch is collated
+# In place of the hash of shapes in the word of a rank.
+_FAILED, _DREW, _OTHER = -1, -2, -3
+_MODES = ("own", "whole", "plain")
+_READ_ALONE = "a batch was not made of its rows"
+
+Bounds = list[tuple[int, int]]
+
+
+class BatchRanks(Protocol):
+    """Ranks that read batches together, as one of them sees them (`view/batches.py`)."""
+
+    rank: int
+    size: int
+
+    def can_send(self) -> bool:
+        """Whether this point of the program is one that all ranks reach."""
+
+    def bounds(self, rows: int) -> Bounds | None:
+        """Return the own rows of each rank in a batch; None if a rank would have none."""
+
+    def word(self, *fields: int) -> list[list[int]]:
+        """Return the integers of all ranks."""
+
+    def gather(self, own: torch.Tensor, bounds: Bounds, factor: int) -> torch.Tensor:
+        """Return the rows of all ranks."""
+
+    def rows(self, own: torch.Tensor, bounds: Bounds, factor: int) -> torch.Tensor:
+        """Return a tensor with the whole shape, of the own rows."""
+
+    def decisions_of(
+        self, dataset: Any, collate: Any, line: Hashable
+    ) -> tuple[MutableMapping[Hashable, Decision], Hashable]:
+        """Return the decisions of earlier loaders, and the key of a loader that a line of the script has made."""
+
+
+@dataclass
+class OwnRows:
+    """How a loader reads; its iterations share it.
+
+    Attributes:
+        ranks: the ranks, or None on one process.
+        seed: seed of the samples' random numbers; None for torch's base seed of an iteration.
+        epoch: number of the epoch of the next iteration, with a seed.
+        skips: samples that raise `DataError` are left out.
+        leaves_out: number of batches at the start of an iteration that are not read.
+        skipped: error lines of the samples that were left out on this rank.
+        decisions: decisions of the first batches of loaders, by key.
+        key: key of the loader.
+    """
+
+    ranks: BatchRanks | None
+    seed: int | None = None
+    epoch: int = 0
+    skips: bool = False
+    leaves_out: int = 0
+    skipped: list[str] = field(default_factory=list)
+    decisions: MutableMapping[Hashable, Decision] = field(default_factory=dict)
+    key: Hashable = None
+
+    @property
+    def decision(self) -> Decision | None:
+        """How batches are read; None before the first batch."""
+        return self.decisions.get(self.key)
+
+    @decision.setter
+    def decision(self, decision: Decision) -> None:
+        self.decisions[self.key] = decision
+
+
+def own_iterator(loader: DataLoader[Any], state: OwnRows) -> _BaseDataLoaderIter:
+    """Return an iterator over the whole batches of a loader, of which each rank reads its own rows.
+
+    Args:
+        loader: a loader of torch, or of a subclass.
+        state: state of the loader's iterations.
+    """
+    kind: type[_OwnRowsIterator] = _SingleProcessIterator
+    if loader.num_workers > 0:
+        loader.check_worker_number_rationality()
+        kind = _WorkersIterator
+    iterator = kind.__new__(kind)
+    iterator.state = state
+    kind.__init__(iterator, loader)
+    return iterator
+
+
+@dataclass
+class _Pending:
+    """A batch that was requested: all its indices, and how it is read."""
+
+    indices: list[Any]
+    request: Request
+    bounds: Bounds | None
+
+
+class _OwnRowsIterator(_BaseDataLoaderIter):
+    """Part of both iterators; the class of torch calls `__init__` before it makes fetchers or workers.
+
+    Attributes:
+        left_out: number of batches without a usable sample.
+    """
+
+    state: OwnRows
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__(loader)
+        # torch would divide the samples of data pipes among the processes of a group.
+        self._world_size, self._rank = 1, 0
+        self._dataset: Any
+        is_map = self._dataset_kind == _DatasetKind.Map and not isinstance(self._dataset, MapDataPipe)
+        self._reads_samples = is_map and self._auto_collation and getattr(loader, "in_order", True)
+        self._script_dataset = self._dataset
+        if self._reads_samples:
+            self._reader = SampleReader(
+                self._dataset, self._collate_fn, skips=self.state.skips, sets_epoch=self.state.seed is not None
+            )
+            self._dataset = self._reader
+            self._collate_fn = as_it_is
+        self._iterations = 0
+        self._counts_repeats = not _draws_once(loader)
+        if self._num_workers == 0:  # otherwise torch calls `_reset`
+            self._begin()
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)
+        self._iterations += not first_iter
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pending: deque[_Pending] = deque()
+        self._held = self.left_out = 0
+        self._drawn: Counter[Any] = Counter()
+        self._seed = int(self._base_seed) if self.state.seed is None else self.state.seed
+        self._epoch = self._iterations if self.state.seed is None else self.state.epoch
+        for _ in range(self.state.leaves_out):
+            next(self._sampler_iter)
+
+    def _next_index(self) -> Any:
+        index = super()._next_index()  # type: ignore[no-untyped-call]
+        return self._requested(index) if self._reads_samples else index
+
+    def _requested(self, index: Any) -> Request:
+        indices = list(index)
+        repeats = getattr(index, "repeats", None)
+        if repeats is None and self._counts_repeats:
+            repeats = self._counted(indices)
+        ranks, decision = self.state.ranks, self.state.decision
+        bounds = [(0, len(indices))] if ranks is None else ranks.bounds(len(indices))
+        how = "whole" if decision is None else decision.how
+        if (
+            decision is None
+            and len(indices) > 1
+            and not any(pending.request.how == "check" for pending in self._pending)
+        ):
+            how = "check"
+        if how == "own" and bounds is None:
+            how = "whole"
+        slices: Bounds = []
+        if how == "check":
+            slices = microbatch_bounds(len(indices), min(_SLICES, len(indices)))
+        draws = decision is not None and decision.draws
+        request = Request(how, indices, repeats, self._seed, self._epoch, draws, slices)
+        self._pending.append(_Pending(indices, request, bounds))
+        if how == "own" and ranks is not None and bounds is not None:
+            start, stop = bounds[ranks.rank]
+            own_repeats = None if repeats is None else repeats[start:stop]
+            request = request._replace(indices=indices[start:stop], repeats=own_repeats)
+        return request
+
+    def _counted(self, indices: list[Any]) -> list[int]:
+        repeats = []
+        for index in indices:
+            repeats.append(self._drawn[index])
+            self._drawn[index] += 1
+        return repeats
+
+    def __next__(self) -> Any:
+        reading = super().__next__()
+        if not self._reads_samples:
+            return reading
+        pending = self._pending.popleft()
+        batch = self._completed(pending, reading)
+        self._release()
+        if batch is None:  # no sample of the batch is usable
+            self.left_out += 1
+            return next(self)
+        return batch
+
+    def _release(self) -> None:
+        """Request the batches that waited for a decision."""
+
+    def _completed(self, pending: _Pending, reading: Reading) -> Any:
+        """Return the whole batch of a reading, after an exchange between the ranks."""
+        state = self.state
+        state.skipped += reading.skipped
+        ranks = state.ranks
+        if ranks is None or not ranks.can_send():
+            return self._completed_alone(pending, reading)
+        leaves: list[tuple[Leaf, Any]] = []
+        packed = torch.empty(0, dtype=torch.uint8)
+        second = _status(reading)
+        small: list[int] = []
+        if second == 0 and pending.request.how == "own":
+            try:
+                leaves = leaves_of(reading.data, _plan(state.decision))
+                second = shapes_of(leaves, reading.samples)
+                small = _small(leaves, len(pending.indices))
+                packed = _packed(leaves, small)
+            except OtherStructure:
+                second = _OTHER
+        elif second == 0 and pending.request.how == "check":
+            second = content_of(reading.data)
+        fourth = reading.samples if reading.decision is None else _code(reading.decision)
+        words = ranks.word(zlib.crc32(repr(pending.indices).encode()), second, len(packed), fourth)
+        _require_same_samples(words)
+        seconds = [word[1] for word in words]
+        if pending.request.how == "check" and min(seconds) >= 0:
+            _require_same_content(seconds)
+            self._decide(reading.decision, [word[3] for word in words])
+            return reading.data
+        counts = [word[3] for word in words]
+        if min(seconds) >= 0 and pending.request.how != "own":
+            return reading.data
+        if min(seconds) >= 0 and len(set(seconds)) == 1 and all(counts):
+            is_complete = sum(counts) == len(pending.indices)
+            join = ranks.rows if is_complete else ranks.gather
+            lengths = [word[2] for word in words]
+            return self._joined(reading.data, leaves, small, packed, lengths, counts, join)
+        return self._read_again(pending, seconds, counts)
+
+    def _completed_alone(self, pending: _Pending, reading: Reading) -> Any:
+        """Return the batch of a reading without the other ranks."""
+        if reading.failure is not None:
+            _raise(reading.failure)
+        if reading.decision is not None and self.state.ranks is None:
+            self.state.decision = reading.decision
+        if reading.drew:
+            self._draw_from_now_on()
+        is_part = pending.request.how == "own" and self.state.ranks is not None
+        if reading.drew or is_part:
+            return self._whole(pending).data
+        return reading.data
+
+    def _decide(self, decision: Decision | None, codes: Sequence[int]) -> None:
+        assert decision is not None
+        ranks = self.state.ranks
+        assert ranks is not None
+        if len(set(codes)) > 1:
+            reason = decision.reason or "ranks have found it read in other ways"
+            decision = Decision("whole", any(code & 4 for code in codes), reason=reason)
+        self.state.decision = decision
+        if decision.how != "own":
+            self._log(decision.reason)
+
+    def _log(self, reason: str) -> None:
+        assert self.state.ranks is not None
+        if self.state.ranks.rank == 0:
+            logger.info("%s: batches read whole on every process: %s", type(self._script_dataset).__name__, reason)
+
+    def _draw_from_now_on(self) -> None:
+        decision = self.state.decision
+        if decision is not None:
+            self.state.decision = Decision(decision.how, True, decision.plan, decision.reason)
+
+    def _joined(
+        self,
+        data: Any,
+        leaves: list[tuple[Leaf, Any]],
+        small: list[int],
+        packed: torch.Tensor,
+        lengths: list[int],
+        counts: list[int],
+        join: Callable[[torch.Tensor, Bounds, int], torch.Tensor],
+    ) -> Any:
+        """Return the whole batch: small leaves by one message, and the others by `join`."""
+        assert self.state.ranks is not None
+        wholes: dict[int, Any] = {}
+        if small:
+            bounds = _spans(lengths)
+            every = self.state.ranks.gather(packed, bounds, 1)
+            messages = [every[start:stop] for start, stop in bounds]
+            values = unpack(messages, counts, [leaves[number] for number in small])
+            wholes = dict(zip(small, values, strict=True))
+        numbers = iter(range(len(leaves)))
+
+        def whole(value: Any, leaf: Leaf) -> Any:
+            number = next(numbers)
+            if number in wholes:
+                value = wholes[number]
+                is_tensor = isinstance(value, torch.Tensor)
+                return value.pin_memory() if is_tensor and self._pin_memory else value
+            return join(value, _spans(counts), leaf.factor) if leaf.kind == "rows" else value
+
+        return rebuilt(data, _plan(self.state.decision), whole)
+
+    def _read_again(self, pending: _Pending, seconds: list[int], counts: list[int]) -> Any:
+        """Read a batch whole on all ranks, after a failure, a late draw or other shapes on one of them."""
+        ranks = self.state.ranks
+        assert ranks is not None
+        decision = self.state.decision
+        if _DREW in seconds:
+            self._draw_from_now_on()
+        elif _FAILED not in seconds and all(counts) and decision is not None and decision.how == "own":
+            self.state.decision = Decision("whole", decision.draws, reason=_READ_ALONE)
+            self._log(_READ_ALONE)
+        reading = self._whole(pending, raises=False)
+        words = ranks.word(0, _FAILED if reading.failure is not None else 0)
+        failed = [rank for rank, word in enumerate(words) if word[1] == _FAILED]
+        if reading.failure is not None:
+            _raise(reading.failure)
+        if failed:
+            raise DataError(
+                f"rank {failed[0]} cannot read a sample that this rank can read",
+                expected="data that are equal on all ranks",
+                fix="read the message of that rank; check its file system",
+                code="E_RANK_BATCH",
+            )
+        return reading.data
+
+    def _whole(self, pending: _Pending, *, raises: bool = True) -> Reading:
+        """Read a batch whole in this process."""
+        decision = self.state.decision
+        how = "whole" if decision is None or decision.how == "own" else decision.how
+        draws = decision.draws if decision is not None else pending.request.draws
+        reading = self._reader.__getitems__(pending.request._replace(how=how, draws=draws))
+        if reading.drew:  # before a decision
+            reading = self._reader.__getitems__(pending.request._replace(how=how, draws=True))
+        if raises and reading.failure is not None:
+            _raise(reading.failure)
+        return reading
+
+
+class _SingleProcessIterator(_SingleProcessDataLoaderIter, _OwnRowsIterator):
+    pass
+
+
+class _WorkersIterator(_MultiProcessingDataLoaderIter, _OwnRowsIterator):
+    @property
+    def _worker_init_fn(self) -> Any:
+        init = self._init_of_script
+        return partial(init_worker, self._script_dataset, init) if self._reads_samples else init
+
+    @_worker_init_fn.setter
+    def _worker_init_fn(self, init: Any) -> None:
+        self._init_of_script = init
+
+    def _try_put_index(self) -> None:
+        # No worker reads ahead before the decision, since it would read whole batches.
+        if self._reads_samples and self.state.decision is None and self._pending:
+            self._held += 1
+        else:
+            super()._try_put_index()
+
+    def _release(self) -> None:
+        while self._held and (self.state.decision is not None or not self._pending):
+            self._held -= 1
+            super()._try_put_index()
+
+
+def _draws_once(loader: DataLoader[Any]) -> bool:
+    """Whether the sampler of a loader draws no index twice in an epoch."""
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if isinstance(sampler, RandomSampler):
+        return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+    return type(sampler) in (SequentialSampler, SubsetRandomSampler)
+
+
+def _plan(decision: Decision | None) -> Plan:
+    if decision is None or decision.plan is None:  # of another iteration, which is read whole since
+        raise OtherStructure
+    return decision.plan
+
+
+def _status(reading: Reading) -> int:
+    if reading.failure is not None:
+        return _FAILED
+    return _DREW if reading.drew else 0
+
+
+def _code(decision: Decision) -> int:
+    return _MODES.index(decision.how) + 4 * decision.draws
+
+
+def _small(leaves: Sequence[tuple[Leaf, Any]], rows: int) -> list[int]:
+    """Return the numbers of the leaves that are gathered at once: tensors, then lists."""
+    tensors = []
+    for number, (leaf, value) in enumerate(leaves):
+        if leaf.kind == "rows" and value.device.type == "cpu" and not value.requires_grad:
+            bytes_per_row = value[:1].numel() * value.element_size()
+            if bytes_per_row * leaf.factor * rows <= SMALL_BYTES:
+                tensors.append(number)
+    return tensors + [number for number, (leaf, _) in enumerate(leaves) if leaf.kind == "list"]
+
+
+def _packed(leaves: Sequence[tuple[Leaf, Any]], small: Sequence[int]) -> torch.Tensor:
+    values = [leaves[number] for number in small]
+    tensors = [value for leaf, value in values if leaf.kind == "rows"]
+    return pack(tensors, [value for leaf, value in values if leaf.kind == "list"])
+
+
+def _spans(lengths: Sequence[int]) -> Bounds:
+    ends = list(accumulate(lengths))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _raise(failure: Any) -> None:
+    if isinstance(failure, ExceptionWrapper):
+        failure.reraise()
+    else:
+        raise failure
+
+
+def _require_same_samples(words: list[list[int]]) -> None:
+    other = next((rank for rank, word in enumerate(words) if word[0] != words[0][0]), None)
+    if other is not None:
+        raise RankMismatchError(
+            f"ranks 0 and {other} read different samples in the same batch",
+            expected="equal batches on all ranks",
+            fix="seed the sampler alike on every rank, and do not divide the data among ranks",
+            code="E_RANK_BATCH",
+        )
+
+
+def _require_same_content(contents: Sequence[int]) -> None:
+    other = next((rank for rank, content in enumerate(contents) if content != contents[0]), None)
+    if other is not None:
+        raise RankMismatchError(
+            f"ranks 0 and {other} read different data for the same samples",
+            expected="equal data on all ranks",
+            fix="read the same files on every rank, and draw numbers from the generators of torch, NumPy or Python",
+            code="E_RANK_BATCH",
+        )

@@ -1,0 +1,185 @@
+"""Random generators around reads of samples: preserved, watched for draws, and seeded per sample."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import operator
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy
+import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
+
+_DEPTH = 4  # of attributes and containers that are searched
+_ITEMS = 50  # of a container that are searched
+_MIX = 0x9E3779B97F4A7C15  # odd: seeds of several generators of one data set differ
+_PLAIN = (bool, int, float, str, type(None))
+_LEAVES = (*_PLAIN, bytes, complex, type, torch.Tensor, numpy.ndarray, ModuleType)
+_OWN = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
+
+
+class WatchedGenerators:
+    """Global generators around reads that draw nothing, and whether they did.
+
+    A copy of NumPy's generator is exchanged, since NumPy needs 60 microseconds to get and set a state.
+    """
+
+    def __init__(self) -> None:
+        self._bits = numpy.random.MT19937(0)
+        self._address = self._bits.ctypes.state_address
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Restore the generators at the end of the block."""
+        self._python = random.getstate()
+        self._torch = torch.get_rng_state()
+        self._numpy = self._words()
+        script = get_bit_generator()
+        set_bit_generator(self._bits)
+        try:
+            yield
+        finally:
+            if self.have_drawn():
+                random.setstate(self._python)
+                torch.set_rng_state(self._torch)
+                numpy.random.seed(0)  # a second Gaussian number is kept outside of the bits
+            set_bit_generator(script)
+
+    def have_drawn(self) -> bool:
+        """Whether a generator has been used in the block."""
+        return (
+            random.getstate() != self._python
+            or self._words() != self._numpy
+            or not torch.equal(torch.get_rng_state(), self._torch)
+        )
+
+    def _words(self) -> bytes:
+        return ctypes.string_at(self._address, 4 * 625)  # 624 words and the position
+
+
+def sample_number(index: Any) -> int:
+    """Return an index of a data set as a number for seeds, from 0 to 2**64 - 1; equal in all processes."""
+    try:
+        return operator.index(index) % 2**64
+    except TypeError:
+        text = repr(index).encode(errors="surrogatepass")
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def objects_of(*roots: Any) -> Iterator[Any]:
+    """Yield objects that are reachable by attributes, containers, closures and bound arguments."""
+    seen: set[int] = set()
+    found = [(root, _DEPTH) for root in roots]
+    while found:
+        value, depth = found.pop()
+        if isinstance(value, _LEAVES) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        if depth and not isinstance(value, _OWN):
+            found.extend((part, depth - 1) for part in _parts_of(value))
+
+
+def _parts_of(value: Any) -> list[Any]:
+    parts: Iterable[Any]
+    if isinstance(value, dict):
+        parts = list(value.values())[:_ITEMS]
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts = list(value)[:_ITEMS] if len(value) <= _ITEMS else ()
+    elif isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        parts = [*cells, *(value.__defaults__ or ())]
+    elif isinstance(value, partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())
+        bound = getattr(value, "__self__", None)
+        if bound is not None:
+            parts = [*parts, bound]
+    return list(parts)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  # the access raises
+    except ValueError:
+        return False
+    return True
+
+
+class OwnGenerators:
+    """Generators that a data set, its transforms or its collate function own."""
+
+    def __init__(self, *roots: Any) -> None:
+        self._all = [value for value in objects_of(*roots) if isinstance(value, _OWN)]
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def seed(self, seed: int) -> None:
+        """Seed them, each in another way."""
+        for number, generator in enumerate(self._all, start=1):
+            _seed(generator, (seed + number * _MIX) % 2**64)
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Restore their states at the end of the block: the script may use them as well."""
+        states = [_state(generator) for generator in self._all]
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._all, states, strict=True):
+                _set_state(generator, state)
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    elif isinstance(generator, numpy.random.RandomState):
+        generator.seed(seed % 2**32)
+    else:
+        generator.seed(seed)
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator | numpy.random.RandomState):
+        return generator.get_state()
+    if isinstance(generator, numpy.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator | numpy.random.RandomState):
+        generator.set_state(state)
+    elif isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.setstate(state)
+
+
+class PlainAttributes:
+    """Numbers and texts among the attributes of objects, such as counters, to be restored after additional reads."""
+
+    def __init__(self, *roots: Any) -> None:
+        self._kept = []
+        for value in objects_of(*roots):
+            attributes = getattr(value, "__dict__", None)
+            if isinstance(attributes, dict):
+                plain = {name: one for name, one in attributes.items() if type(one) in _PLAIN}
+                self._kept.append((attributes, plain))
+
+    def restore(self) -> None:
+        """Set the values that have changed."""
+        for attributes, plain in self._kept:
+            for name, value in plain.items():
+                if attributes.get(name, value) is not value:
+                    attributes[name] = value

@@ -1,0 +1,347 @@
+"""Reading of samples, in a rank or in a worker of a loader: the only place that calls a data set."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from collections import UserDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.queues import Queue
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
+
+from samestep.data.batch_plan import Plan, equal, plan_of
+from samestep.data.read_generators import OwnGenerators, PlainAttributes, WatchedGenerators, sample_number
+from samestep.distributed.rng import derive_seed, generator_state, preserved_generators, seed_generators
+from samestep.distributed.signals import die_with_parent
+from samestep.errors import DataError, SamestepError
+from samestep.report_limits import message_of
+
+Collate = Callable[[list[Any]], Any]
+# `check`: read whole and decide; `own`: read the own rows; `whole`: read all; `plain`: read all as torch does, without
+# seeds for the samples.
+How = Literal["check", "own", "whole", "plain"]
+
+MEMORY = "samples depend on those that were read before"
+COLLATE = "the collate function does not keep samples apart"
+COLLATE_DRAWS = "the collate function draws random numbers"
+
+
+class Request(NamedTuple):
+    """Samples to read.
+
+    Attributes:
+        how: see `How`.
+        indices: indices of the samples.
+        repeats: how often each index occurs before in the epoch; None for never.
+        seed: seed of the loader.
+        epoch: number of the epoch.
+        draws: samples draw random numbers, and are seeded one by one.
+        slices: bounds of the slices in which a checked batch is collated.
+    """
+
+    how: How
+    indices: list[Any]
+    repeats: list[int] | None
+    seed: int
+    epoch: int
+    draws: bool
+    slices: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How the batches of a loader are read, found by its first batch.
+
+    Attributes:
+        how: `own`, `whole` or `plain`.
+        draws: samples or their collation draw random numbers.
+        plan: how a batch is put together from own rows; None if it is not.
+        reason: why batches are read whole.
+    """
+
+    how: How
+    draws: bool
+    plan: Plan | None = None
+    reason: str = ""
+
+
+class Reading(NamedTuple):
+    """Result of a request; torch pins the tensors in it.
+
+    Attributes:
+        data: collated samples; None after a failure, or without a usable sample.
+        samples: number of samples in it.
+        failure: the error of a sample, as an exception or as torch passes one from a worker.
+        drew: a sample has drawn that was read without a seed of its own.
+        skipped: error lines of samples that were left out.
+        decision: the decision of a checked batch.
+    """
+
+    data: Any
+    samples: int
+    failure: Exception | ExceptionWrapper | None = None
+    drew: bool = False
+    skipped: Sequence[str] = ()
+    decision: Decision | None = None
+
+
+class _Samples(NamedTuple):
+    """Samples that were read, with their positions in the request, and error lines of those left out."""
+
+    samples: list[Any]
+    positions: Sequence[int]
+    skipped: list[str]
+
+
+class SampleReader(Dataset[Any]):
+    """Data set of torch's fetcher in place of the script's: it reads and collates what a request asks for.
+
+    Args:
+        dataset: the script's data set.
+        collate: the script's collate function.
+        skips: samples that raise `DataError` are left out.
+        sets_epoch: `set_epoch(epoch)` of the data set is called before reads, if it has such a method.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate, *, skips: bool = False, sets_epoch: bool = False) -> None:
+        self.dataset = dataset
+        self._collate = collate
+        self._skips = skips
+        self._sets_epoch = sets_epoch
+        self._watched: WatchedGenerators | None = None
+        self._own: OwnGenerators | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_watched": None, "_own": None}  # made again in a spawned worker
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, request: Request) -> Reading:
+        try:
+            if self._sets_epoch:
+                # For each batch: other loaders of this process can read the same data set in other epochs.
+                set_epoch(self.dataset, request.seed, request.epoch)
+            if request.how == "check":
+                return self._check(request)
+            if request.how == "plain":
+                samples, _, skipped = self._unseeded(request.indices)
+                return Reading(self._collate(samples), len(samples), skipped=skipped)
+            return self._read(request)
+        except Exception as error:  # boundary: the loader raises it on all ranks
+            worker = get_worker_info()
+            if worker is None or isinstance(error, SamestepError):
+                return Reading(None, 0, error)
+            return Reading(None, 0, ExceptionWrapper(where=f"in DataLoader worker process {worker.id}"))
+
+    @property
+    def generators(self) -> OwnGenerators:
+        """Generators of the data set and the collate function."""
+        if self._own is None:
+            self._own = OwnGenerators(self.dataset, self._collate)
+        return self._own
+
+    def _read(self, request: Request) -> Reading:
+        if request.draws:
+            with self._preserved():
+                samples, _, skipped = self._seeded(request)
+                self._seed("collate", request, 0)
+                data = self._collate(samples) if samples else None
+            return Reading(data, len(samples), skipped=skipped)
+        if self._watched is None:
+            self._watched = WatchedGenerators()
+        with self._watched.watched():
+            samples, _, skipped = self._unseeded(request.indices)
+            data = self._collate(samples) if samples else None
+            drew = self._watched.have_drawn()
+        return Reading(data, len(samples), drew=drew, skipped=skipped)
+
+    def _preserved(self) -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(preserved_generators())
+        stack.enter_context(self.generators.preserved())
+        return stack
+
+    def _plain(self, indices: list[Any]) -> list[Any]:
+        """Read samples as torch's fetcher does."""
+        if callable(getattr(self.dataset, "__getitems__", None)):
+            samples: list[Any] = self.dataset.__getitems__(indices)
+            return samples
+        return [self._sample(index) for index in indices]
+
+    def _unseeded(self, indices: list[Any]) -> _Samples:
+        if not self._skips:
+            return _Samples(self._plain(indices), range(len(indices)), [])
+        return self._usable(indices, lambda position: self._sample(indices[position]))
+
+    def _seeded(self, request: Request) -> _Samples:
+        """Read each sample with generators that are seeded by (seed, epoch, index, repeat)."""
+
+        def sample(position: int) -> Any:
+            self._seed("sample", request, position)
+            return self._sample(request.indices[position])
+
+        return self._usable(request.indices, sample)
+
+    def _usable(self, indices: list[Any], sample: Callable[[int], Any]) -> _Samples:
+        samples = []
+        positions = []
+        skipped = []
+        for position in range(len(indices)):
+            try:
+                samples.append(sample(position))
+                positions.append(position)
+            except DataError as error:
+                if not self._skips:
+                    raise
+                skipped.append(error.value)
+        return _Samples(samples, positions, skipped)
+
+    def _sample(self, index: Any) -> Any:
+        try:
+            return self.dataset[index]
+        except SamestepError:
+            raise  # the message names the sample
+        except Exception as error:
+            error.add_note(f"while loading sample {index} of the dataset")
+            raise
+
+    def _seed(self, purpose: Literal["sample", "collate"], request: Request, position: int) -> None:
+        facts = [request.epoch, sample_number(request.indices[position])]
+        if request.repeats is not None and request.repeats[position]:
+            facts.append(request.repeats[position])
+        seed = derive_seed(purpose, request.seed, *facts)
+        seed_generators(seed)
+        self.generators.seed(seed)
+
+    def _check(self, request: Request) -> Reading:
+        """Read a whole batch, and decide how others are read."""
+        begin = PlainAttributes(self.dataset, self._collate)
+        with self._preserved():
+            before = generator_state()
+            read = self._unseeded(request.indices)
+            draws = bool(self.generators) or generator_state() != before
+            if draws:
+                begin.restore()
+                read = self._seeded(request)
+            end = PlainAttributes(self.dataset, self._collate)
+            if self._is_repeatable(request, read, draws=draws):
+                end.restore()
+                data, decision = self._decided(request._replace(draws=draws), read)
+                return Reading(data, len(read.samples), skipped=read.skipped, decision=decision)
+        begin.restore()
+        read = self._unseeded(request.indices)
+        decision = Decision("plain", draws=False, reason=MEMORY)
+        return Reading(self._collate(read.samples), len(read.samples), skipped=read.skipped, decision=decision)
+
+    def _is_repeatable(self, request: Request, read: _Samples, *, draws: bool) -> bool:
+        """Whether some samples are the same when they are read again in another order."""
+        last = len(read.samples) - 1
+        for number in sorted({0, last // 2, last} & set(range(last + 1)), reverse=True):
+            position = read.positions[number]
+            if draws:
+                self._seed("sample", request, position)
+            if not equal(read.samples[number], self._plain([request.indices[position]])[0]):
+                return False
+        return True
+
+    def _decided(self, request: Request, read: _Samples) -> tuple[Any, Decision]:
+        """Return the collated samples, and how the loader reads."""
+        if not read.samples:
+            return None, Decision("whole", request.draws, reason=COLLATE)
+        samples = [_own(sample) for sample in read.samples]
+        self._seed("collate", request, 0)
+        before = generator_state()
+        data = self._collate(read.samples)
+        if generator_state() != before:
+            return data, Decision("whole", draws=True, reason=COLLATE_DRAWS)
+        slices = request.slices if not read.skipped else []
+        plan = self._plan(data, samples, slices)
+        if plan is None:
+            return data, Decision("whole", request.draws, reason=COLLATE)
+        return data, Decision("own", request.draws, plan)
+
+    def _plan(self, data: Any, samples: list[Any], slices: list[tuple[int, int]]) -> Plan | None:
+        """Collate each sample alone, and slices: a padding collate function can agree in slices by chance."""
+        plan = None
+        singles = [(position, position + 1) for position in range(len(samples))]
+        for bounds in filter(None, (slices, singles)):
+            sizes = [stop - start for start, stop in bounds]
+            try:
+                parts = [self._collate([_own(sample) for sample in samples[start:stop]]) for start, stop in bounds]
+                plan = plan_of(data, parts, sizes)
+            except Exception:  # boundary: the function collates whole batches only
+                return None
+            if plan is None:
+                return None
+        return plan
+
+
+def _own(sample: Any) -> Any:
+    """Return a sample that a collate function can change without an effect on the other one."""
+    return copy.copy(sample) if isinstance(sample, dict | list | UserDict) else sample
+
+
+def as_it_is(data: Any) -> Any:
+    """Return the data: the collate function of torch's fetcher over a `SampleReader`."""
+    return data
+
+
+def set_epoch(dataset: Any, seed: int, epoch: int) -> None:
+    """Call `set_epoch` of a data set, if it has one, with generators that are seeded by seed and epoch."""
+    hooks = [hook for part in _datasets(dataset) if callable(hook := getattr(part, "set_epoch", None))]
+    if hooks:
+        with preserved_generators():
+            seed_generators(derive_seed("sample", seed, epoch))
+            for hook in hooks:
+                hook(epoch)
+
+
+def _datasets(dataset: Any) -> Iterator[Any]:
+    """Yield a data set, or those that torch's `Subset` and `ConcatDataset` combine."""
+    if isinstance(dataset, Subset):
+        yield from _datasets(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            yield from _datasets(part)
+    else:
+        yield dataset
+
+
+def init_worker(dataset: Any, init: Callable[[int], None] | None, number: int) -> None:
+    """Prepare a worker process, and call the function of the script."""
+    die_with_parent(os.getppid())
+    # torch resets SIGTERM in workers to its default; a rank that finishes its step on SIGTERM still needs data.
+    handler = signal.getsignal(signal.SIGTERM)
+    if callable(handler):
+        signal.signal(signal.SIGTERM, handler)
+    torch.set_num_threads(1)
+    Queue._on_queue_feeder_error = _send_failure  # type: ignore[attr-defined]  # the hook of multiprocessing
+    object.__setattr__(get_worker_info(), "dataset", dataset)  # the script's; frozen for other changes
+    if init is not None:
+        init(number)
+
+
+def _send_failure(queue: Any, error: Exception, item: tuple[int, Any]) -> None:
+    """In a worker: send an error in place of data that cannot be pickled; the rank would wait for the data."""
+    number, data = item
+    failure: Exception
+    wrapped = data.failure if isinstance(data, Reading) else data
+    if isinstance(wrapped, ExceptionWrapper):  # of an exception whose class only the worker has
+        failure = RuntimeError(f"Caught {wrapped.exc_type.__name__} {wrapped.where}.\nOriginal {wrapped.exc_msg}")
+    else:
+        failure = DataError(
+            f"a loader worker cannot send a batch: {message_of(error)}",
+            expected="samples of tensors, numbers, strings, and lists, tuples and dicts of these",
+            fix="return plain values from the dataset and the collate function, or load without workers: "
+            "num_workers=0 (--workers 0)",
+            code="E_NOT_PICKLABLE",
+        )
+    queue.put((number, Reading(None, 0, failure)))

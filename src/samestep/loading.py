@@ -1,0 +1,147 @@
+"""`samestep.loader`: whole batches, of which each rank reads its own rows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from samestep.config import BadSamples, SampleOrder
+from samestep.data.loader import Loader
+from samestep.data.microbatch_dataset import Collate, SizedDataset
+from samestep.data.samplers import Sampler
+from samestep.data.whole_batches import WholeBatches, whole_batches
+from samestep.distributed.env import read_rendezvous
+from samestep.distributed.world import World
+from samestep.errors import InputError
+from samestep.global_view import joined_view
+from samestep.launcher.job import process_state
+from samestep.view.batches import ViewOfBatches
+from samestep.view.fingerprints import script_line
+
+# Arguments of a loader that only `samestep.Engine` uses.
+_OF_ENGINE = ("microbatches", "prepare", "count_tokens", "keeps_microbatch_size")
+_LOADER_DEFAULTS: dict[str, Any] = {
+    "batch_size": 1,
+    "shuffle": None,
+    "sampler": None,
+    "batch_sampler": None,
+    "num_workers": 0,
+    "collate_fn": None,
+    "pin_memory": False,
+    "drop_last": False,
+    "timeout": 0,
+    "worker_init_fn": None,
+    "multiprocessing_context": None,
+    "generator": None,
+    "prefetch_factor": None,
+    "persistent_workers": False,
+    "in_order": True,
+    "seed": None,
+    "order": "auto",
+    "bad_samples": "stop",
+    "lengths": None,
+}
+
+
+@overload
+def loader(dataset: SizedDataset, *, world: World, **options: Any) -> Loader: ...
+
+
+@overload
+def loader(
+    dataset: SizedDataset | DataLoader[Any],
+    batch_size: int | None = 1,
+    shuffle: bool | None = None,
+    sampler: Sampler | None = None,
+    batch_sampler: Sampler | None = None,
+    num_workers: int = 0,
+    collate_fn: Collate | None = None,
+    pin_memory: bool = False,
+    drop_last: bool = False,
+    timeout: float = 0,
+    worker_init_fn: Callable[[int], None] | None = None,
+    multiprocessing_context: Any = None,
+    generator: torch.Generator | None = None,
+    *,
+    prefetch_factor: int | None = None,
+    persistent_workers: bool = False,
+    in_order: bool = True,
+    seed: int | None = None,
+    order: SampleOrder = "auto",
+    bad_samples: BadSamples = "stop",
+    lengths: Sequence[int] | None = None,
+    world: None = None,
+) -> WholeBatches: ...
+
+
+def loader(dataset: Any, *arguments: Any, world: World | None = None, **options: Any) -> Loader | WholeBatches:
+    """Return an iterable over the whole batches of one epoch, of which each rank reads its own rows.
+
+    With a data set and the arguments of torch's `DataLoader`, the order is a function of (seed, epoch), and a run
+    resumes at any batch at the same cost. With a `DataLoader`, the order is that of its samplers. Each iteration is an
+    epoch. See `WholeBatches`.
+
+    With the world of `samestep.start`, each rank reads its own microbatches, as `samestep.Engine` takes them: see
+    `Loader`.
+
+    Args:
+        dataset: data set, or a `DataLoader` of torch, which stays as it is.
+        arguments: positional arguments of `DataLoader`, from `batch_size` on.
+        options: keyword arguments of `DataLoader`. With a data set also:
+            `seed`: seed of order and random numbers, 0 if omitted; a `generator` gives its initial seed.
+            `order`: kind of order with `shuffle`: `shuffled`, `keyed` (constant memory) or `auto`.
+            `bad_samples`: `stop` raises the `DataError` of an unusable sample, `skip` leaves the sample out.
+            `lengths`: one length per sample; samples of similar length share a batch, to reduce padding.
+            A sampler can also be a function of (seed, epoch) that returns indices. It is drawn once per epoch, with
+            generators that are seeded by seed and epoch.
+        world: None for whole batches.
+
+    Raises:
+        InputError: an argument is invalid, or arguments do not fit together.
+        DataError: the data set is empty.
+    """
+    if world is not None:
+        return Loader(dataset, world=world, **options)
+    of_engine = [name for name in _OF_ENGINE if name in options]
+    if of_engine:
+        raise InputError(
+            f"a loader of whole batches has no {of_engine[0]}",
+            expected="the arguments of torch's DataLoader; samestep.parallel divides the calls of the model",
+            fix=f"leave out {of_engine[0]}, or pass world= for samestep.Engine",
+            code="E_LOADER",
+        )
+    given = {**dict(zip(_LOADER_DEFAULTS, arguments, strict=False)), **options}
+    unknown = [name for name in given if name not in _LOADER_DEFAULTS]
+    if unknown or len(arguments) > len(_LOADER_DEFAULTS):
+        raise InputError(
+            f"samestep.loader has no argument {next(iter(unknown), 'number ' + str(len(arguments)))}",
+            expected=f"arguments of torch's DataLoader: {', '.join(_LOADER_DEFAULTS)}",
+            fix="leave it out",
+            code="E_LOADER",
+        )
+    if given and isinstance(dataset, DataLoader):
+        raise InputError(
+            f"samestep.loader received a DataLoader and {next(iter(given))}",
+            expected="a DataLoader alone, or a data set with arguments",
+            fix="give the argument to the DataLoader",
+            code="E_LOADER",
+        )
+    every = {**_LOADER_DEFAULTS, **given}
+    if every["batch_sampler"] is not None and every["batch_size"] == 1:  # as torch
+        every["batch_size"] = None
+    return whole_batches(dataset, every, _batch_ranks, script_line(sys._getframe(1)))
+
+
+def _batch_ranks() -> ViewOfBatches | None:
+    """Return the ranks that read batches together, or None on one process."""
+    if process_state.view is None and process_state.world is None:
+        is_alone = process_state.worker is None and read_rendezvous() is None
+        if is_alone or dist.is_initialized():  # or a group of the script, or of `samestep.start`
+            return None
+    view = joined_view(None)
+    return ViewOfBatches(view) if view.ranks.size > 1 else None
