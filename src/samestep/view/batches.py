@@ -55,7 +55,7 @@ class ViewOfBatches:
 
     def gather(self, own: torch.Tensor, bounds: Bounds, factor: int) -> torch.Tensor:
         """Return the rows of all ranks."""
-        return self._view.ranks.gather_rows(own, bounds, factor)
+        return self._view.ranks.gather_rows([own], bounds, factor)
 
     def rows(self, own: torch.Tensor, bounds: Bounds, factor: int) -> torch.Tensor:
         """Return a tensor with the whole shape, of the own rows."""
