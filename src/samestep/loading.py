@@ -143,5 +143,5 @@ def _batch_ranks() -> ViewOfBatches | None:
         is_alone = process_state.worker is None and read_rendezvous() is None
         if is_alone or dist.is_initialized():  # or a group of the script, or of `samestep.start`
             return None
-    view = joined_view(None)
+    view = joined_view(None, "fast")
     return ViewOfBatches(view) if view.ranks.size > 1 else None

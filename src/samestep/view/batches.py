@@ -9,8 +9,7 @@ import torch
 
 from samestep.data.own_rows import Bounds
 from samestep.data.sample_reader import Decision
-from samestep.view.parallel import MOST_MICROBATCHES
-from samestep.view.ranks import rank_bounds
+from samestep.view.ranks import MOST_MICROBATCHES, rank_bounds
 from samestep.view.view import BATCH, View
 
 
