@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.overrides import handle_torch_function
 from torch.utils._pytree import register_pytree_node
 
 from samestep.distributed.world import World
@@ -51,6 +52,16 @@ class Slicing:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slicing:
         return self  # a copy of a model, such as for an average, has the same ranks
+
+    @property
+    def rank(self) -> int:
+        """Rank among those that own the slices."""
+        return self._world.rank
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that own the slices."""
+        return self._world.size
 
     def divide(self, tensor: torch.Tensor, dim: int) -> Parts:
         """Return this rank's slices of a full tensor, contiguous."""
@@ -183,8 +194,14 @@ _NAMES = (
     "logsigmoid mish mul multiply neg negative pow reciprocal relu relu6 rsqrt selu sigmoid sign silu sin sinh "
     "softplus softshrink softsign sqrt square sub subtract tan tanh tanhshrink threshold to true_divide"
 )
+_OF_SHAPE = {getattr(torch.Tensor, name) for name in ("size", "dim", "ndimension", "numel", "stride", "__len__")}
+_VIEWS = (torch.Tensor.view, torch.Tensor.reshape)
 _ARITHMETIC = "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv pow rpow neg abs"
-_OTHER_OPERATORS = "eq ne lt le gt ge and or xor invert matmul rmatmul mod floordiv getitem setitem bool float int iter"
+# Methods that function modes see in place of an operator.
+_METHODS = {"add": "add", "radd": "add", "mul": "mul", "rmul": "mul", "sub": "sub", "truediv": "div"} | {
+    f"i{name}": f"{method}_" for name, method in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "div"))
+}
+_OTHER_OPERATORS = "eq ne lt le gt ge and or xor invert matmul rmatmul mod floordiv getitem setitem bool float int iter len"
 _ELEMENTWISE: set[Any] = {
     getattr(place, name + suffix)
     for place in (torch, torch.Tensor, functional)
@@ -236,17 +253,6 @@ class SlicedTensor:
         """Number of dimensions."""
         return len(self.shape)
 
-    def dim(self) -> int:
-        """Return the number of dimensions."""
-        return len(self.shape)
-
-    def size(self, dim: int | None = None) -> Any:
-        """Return the shape of the full tensor, or the size of a dimension."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
     def __repr__(self) -> str:
         return f"SlicedTensor({tuple(self.shape)}, {len(self.parts)} of {self.slicing.count} slices)"
 
@@ -254,20 +260,42 @@ class SlicedTensor:
         method = getattr(torch.Tensor, name)
         if not callable(method):
             raise divided_error(f"{name} of a divided tensor is used", _EXPECTED)
-        return partial(_call, method, self)
+        return partial(_Method(method).dispatch, self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not all(issubclass(kind, cls | torch.Tensor) for kind in types):
+            return NotImplemented  # a divided weight computes the product
         return _call(func, *args, **(kwargs or {}))
 
 
+class _Method:
+    """A method of tensors for divided ones. Function modes see its calls, and take it for the method itself."""
+
+    def __init__(self, method: Any) -> None:
+        self._method, self.__name__ = method, method.__name__
+
+    def __hash__(self) -> int:
+        return hash(self._method)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(other == self._method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _call(self._method, *args, **kwargs)
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method as torch calls it."""
+        return handle_torch_function(self, args, *args, **kwargs)
+
+
 def _operator(name: str) -> Any:
-    method = getattr(torch.Tensor, name)
-    return lambda *args: _call(method, *args)
+    method = _Method(getattr(torch.Tensor, _METHODS.get(name, f"__{name}__")))
+    return lambda *args: method.dispatch(*args)
 
 
 for _name in (*_ARITHMETIC.split(), *_OTHER_OPERATORS.split()):
-    setattr(SlicedTensor, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(SlicedTensor, f"__{_name}__", _operator(_name))
 
 register_pytree_node(
     SlicedTensor,
@@ -279,29 +307,51 @@ register_pytree_node(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call(func: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(func, _Method):
+        return func(*args, **kwargs)
     if func is functional.dropout:
         return _dropout(*args, **kwargs)
+    if func in _OF_SHAPE:
+        return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
+    if func is torch.empty_like:
+        return torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+    if func in _VIEWS:
+        return _view(*args)
     name = getattr(func, "__name__", str(func))
     if func not in _ELEMENTWISE:
         raise divided_error(f"{name} is called with a divided tensor", _EXPECTED)
     return _elementwise(func, name, args, kwargs)
 
 
+def _view(tensor: SlicedTensor, *sizes: Any) -> SlicedTensor:
+    """Change the dimensions before the last one, which is the divided one and remains."""
+    wanted = sizes if isinstance(sizes[0], int) else sizes[0]
+    shape = torch.empty(tensor.shape, device="meta").reshape(*wanted).shape
+    last = len(tensor.shape) - 1
+    if tensor.divided_dim != last or shape[-1] != tensor.shape[last]:
+        raise divided_error(f"a divided tensor {tuple(tensor.shape)} is viewed as {tuple(shape)}", _EXPECTED)
+    parts = tuple(part.reshape(*shape[:-1], part.shape[-1]) for part in tensor.parts)
+    return SlicedTensor(parts, tensor.slicing, len(shape) - 1)
+
+
 def _elementwise(func: Callable[..., torch.Tensor], name: str, args: Any, kwargs: Any) -> SlicedTensor:
     values = [*args, *kwargs.values()]
     sliced = [value for value in values if isinstance(value, SlicedTensor)]
     first = sliced[0]
-    for value in values:
-        is_tensor = isinstance(value, torch.Tensor | SlicedTensor) and value.dim() > 0
-        if is_tensor and not (isinstance(value, SlicedTensor) and value.shape == first.shape):
+
+    def parts_of(value: Any) -> Sequence[Any]:
+        if not isinstance(value, torch.Tensor | SlicedTensor) or value.dim() == 0:
+            return (value,) * len(first.parts)
+        if value.shape != first.shape:
             raise divided_error(f"{name} mixes a divided tensor with a plain one", _EXPECTED)
+        if isinstance(value, SlicedTensor):
+            return value.parts
+        return divide(value, first.slicing, first.divided_dim)  # such as the numbers of a dropout
 
-    def part(value: Any, number: int) -> Any:
-        return value.parts[number] if isinstance(value, SlicedTensor) else value
-
+    positional = list(zip(*map(parts_of, args), strict=True))
+    named = {key: parts_of(value) for key, value in kwargs.items()}
     results = tuple(
-        func(*(part(value, i) for value in args), **{key: part(value, i) for key, value in kwargs.items()})
-        for i in range(len(first.parts))
+        func(*positional[i], **{key: parts[i] for key, parts in named.items()}) for i in range(len(first.parts))
     )
     return SlicedTensor(results, first.slicing, first.divided_dim)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from samestep.config import StepConfig, StrategyConfig
 from samestep.config.strategy import StrategyName
@@ -82,6 +83,31 @@ def test_elementwise_functions_are_those_of_the_full_tensor(
     torch.testing.assert_close(result.join(), expected)
 
 
+def test_plain_operands_are_divided(slicing: Slicing) -> None:
+    full = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    other = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    product = SlicedTensor(divide(full, slicing, 1), slicing, 1) * other
+    product.view(2, 2, 6).join().sum().backward()
+    assert torch.equal(full.grad, other.detach())  # type: ignore[arg-type]
+    assert torch.equal(other.grad, full.detach())  # type: ignore[arg-type]
+
+
+def test_function_modes_see_methods_as_those_of_tensors(divided: SlicedTensor) -> None:
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    with Mode():
+        assert divided.size(-1) == 6
+        assert isinstance(2 * divided, SlicedTensor)
+        assert divided.view(2, 2, 6).parts[0].shape == (2, 2, 2)
+    seen = [function for function in seen if function.__name__ != "__get__"]
+    assert seen == [torch.Tensor.size, torch.Tensor.mul, torch.Tensor.view]
+    assert {torch.Tensor.size}.issuperset(seen[:1])
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -89,7 +115,6 @@ def test_elementwise_functions_are_those_of_the_full_tensor(
         lambda x: x.view(2, 12),
         lambda x: x @ torch.ones(6, 2),
         lambda x: x + torch.ones(6),
-        lambda x: x + x.join(),
         lambda x: x > 0,
         lambda x: x == 0,
         lambda x: x[0],

@@ -1,0 +1,245 @@
+"""Messages between the stages of a pipeline, as nodes of autograd: a value goes forward, its gradient comes back.
+
+A message has a header for the host (failure, shapes, values that are no tensors, states of the generators) and then its
+tensors. Each slice has one message from a stage to the next, whatever happens, so that ranks never lose step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from samestep.distributed.rng import passed_generators
+from samestep.distributed.world import World
+from samestep.errors import InputError
+from samestep.strategies.reduction import communicate
+
+_TEXT_BYTES = 2048  # of the text in a header; a longer one is sent alone
+_LENGTH_BYTES = 8
+_ALIGNMENT = 64  # bytes, as of new memory on CPUs
+
+Messages = Sequence[tuple[torch.Tensor, int]]  # with the rank of the peer
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one rank of a pipeline sends to another in a forward.
+
+    Attributes:
+        tensors: sent tensors, without a graph.
+        have_gradients: which of them need gradients.
+        values: other values, as JSON.
+        has_failed: the sender could not compute them.
+    """
+
+    tensors: Sequence[torch.Tensor] = ()
+    have_gradients: Sequence[bool] = ()
+    values: Any = None
+    has_failed: bool = False
+
+
+class Links:
+    """Connections of the ranks of one pipeline.
+
+    Args:
+        world: the ranks, that of the first stage first.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._generators = passed_generators(world.device)
+        self._sizes = [generator.state().numel() for generator in self._generators]
+
+    def send(self, message: Message, peers: Sequence[int], *, backward: bool = False) -> None:
+        """Send a message to some ranks; in a forward, with the states of the generators."""
+        tensors = [tensor.detach().resolve_conj().resolve_neg() for tensor in message.tensors]
+        rows = [
+            (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), *layout_of(tensor), needs)
+            for tensor, needs in zip(tensors, message.have_gradients, strict=True)
+        ]
+        try:
+            text = json.dumps([message.has_failed, message.values, rows]).encode()
+        except TypeError as error:
+            raise InputError(
+                f"a value between stages, or an output of the model, is not plain: {error}",
+                expected="stages send tensors, and models return tensors and numbers",
+                fix="set other strategy.stages, or return plain values",
+                code="E_PIPELINE",
+            ) from error
+        header = self._header(backward)
+        header[:_LENGTH_BYTES] = _as_bytes(len(text).to_bytes(_LENGTH_BYTES, "little"))
+        header[_LENGTH_BYTES : _LENGTH_BYTES + min(len(text), _TEXT_BYTES)] = _as_bytes(text[:_TEXT_BYTES])
+        if not backward:
+            header[_LENGTH_BYTES + _TEXT_BYTES :] = torch.cat([one.state() for one in self._generators])
+        self._communicate([(header, peer) for peer in peers])
+        if len(text) > _TEXT_BYTES:
+            self._communicate([(_as_bytes(text[_TEXT_BYTES:]), peer) for peer in peers])
+        self._communicate([(tensor.contiguous(), peer) for peer in peers for tensor in tensors])
+
+    def receive(self, peer: int, *, backward: bool = False) -> Message:
+        """Receive a message; in a forward, set the generators to the states of its sender.
+
+        Tensors have the layout that they have in one process: kernels round differently for another one.
+        """
+        header = self._header(backward)
+        self._communicate([], [(header, peer)])
+        length = int.from_bytes(header[:_LENGTH_BYTES].numpy().tobytes(), "little")
+        text = header[_LENGTH_BYTES : _LENGTH_BYTES + min(length, _TEXT_BYTES)].numpy().tobytes()
+        if length > _TEXT_BYTES:
+            rest = torch.empty(length - _TEXT_BYTES, dtype=torch.uint8)
+            self._communicate([], [(rest, peer)])
+            text += rest.numpy().tobytes()
+        has_failed, values, rows = json.loads(text)
+        if not backward:
+            states = header[_LENGTH_BYTES + _TEXT_BYTES :].split(self._sizes)
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state.clone())
+        tensors = [
+            torch.empty(shape, dtype=getattr(torch, dtype), device=self.world.device) for dtype, shape, *_ in rows
+        ]
+        self._communicate([], [(tensor, peer) for tensor in tensors])
+        placed = [_with_layout(one, row[2], row[3]) for one, row in zip(tensors, rows, strict=True)]
+        return Message(placed, [bool(row[4]) for row in rows], values, has_failed)
+
+    def exchange(self, own: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:
+        """Return the tensors of some ranks, this one among them, by rank; each of the ranks calls this."""
+        own = own.contiguous()
+        others = [rank for rank in ranks if rank != self.world.rank]
+        received = {rank: torch.empty_like(own) for rank in others}
+        messages = [(own, rank) for rank in others], [(received[rank], rank) for rank in others]
+        self.world.run_collective(lambda: communicate(self.world, *messages), "gradients of a shared weight")
+        return [own if rank == self.world.rank else received[rank] for rank in ranks]
+
+    def _header(self, backward: bool) -> torch.Tensor:
+        states = 0 if backward else sum(self._sizes)
+        return torch.zeros(_LENGTH_BYTES + _TEXT_BYTES + states, dtype=torch.uint8)
+
+    def _communicate(self, sent: Messages, received: Messages = ()) -> None:
+        outgoing = [(tensor, peer) for tensor, peer in sent if tensor.numel() > 0]
+        incoming = [(tensor, peer) for tensor, peer in received if tensor.numel() > 0]
+        if outgoing or incoming:
+            name = "a message between stages"
+            self.world.run_collective(lambda: communicate(self.world, outgoing, incoming), name)
+
+
+def _as_bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    """Return the strides of a tensor, and the elements between an aligned address and its own."""
+    return tuple(tensor.stride()), tensor.data_ptr() % _ALIGNMENT // tensor.element_size()
+
+
+def _with_layout(tensor: torch.Tensor, strides: Sequence[int], offset: int) -> torch.Tensor:
+    """Return a tensor of new memory with a layout."""
+    if tuple(tensor.stride()) == tuple(strides) and not offset:
+        return tensor
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    memory = torch.empty(offset + max(0, last) + 1, dtype=tensor.dtype, device=tensor.device).untyped_storage()
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    # Elements of a dimension with stride 0 share memory: one of them is written.
+    distinct = [min(size, 1) if stride == 0 else size for size, stride in zip(tensor.shape, strides, strict=True)]
+    copy.set_(memory, offset, distinct, strides)
+    copy.copy_(tensor[tuple(slice(size) for size in distinct)])
+    return copy.set_(memory, offset, tensor.shape, strides)
+
+
+class Received(torch.autograd.Function):
+    """Tensors of a message; their gradients go back to the sender."""
+
+    @staticmethod
+    def forward(ctx: Any, links: Links, peer: int, message: Message, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the tensors; `anchor` requires a gradient, so that they do."""
+        ctx.links, ctx.peer = links, peer
+        ctx.set_materialize_grads(False)
+        tensors = zip(message.tensors, message.have_gradients, strict=True)
+        ctx.mark_non_differentiable(*[tensor for tensor, needs in tensors if not needs])
+        return tuple(message.tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+        """Send the gradients."""
+        present = [gradient for gradient in gradients if gradient is not None]
+        are_present = [gradient is not None for gradient in gradients]
+        message = Message(present, [False] * len(present), are_present)
+        ctx.links.send(message, [ctx.peer], backward=True)
+        return None, None, None, None
+
+
+class Sent(torch.autograd.Function):
+    """Tensors that were sent; their gradients are received."""
+
+    @staticmethod
+    def forward(ctx: Any, links: Links, peer: int, *tensors: torch.Tensor) -> torch.Tensor:
+        """Return a scalar that stands for what other ranks compute from the tensors."""
+        ctx.links, ctx.peer = links, peer
+        return torch.zeros((), device=links.world.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Receive the gradients."""
+        message = ctx.links.receive(ctx.peer, backward=True)
+        gradients = iter(message.tensors)
+        return None, None, *[next(gradients) if is_present else None for is_present in message.values]
+
+
+class Outputs(torch.autograd.Function):
+    """Outputs of the last stage on some rank; the first node of a stage's backward.
+
+    Their gradients are equal on all ranks of a pipeline. That of the last stage uses them; the others give zeros to
+    their tokens, so that their parts of the backward run.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, begin: Callable[[], None], needs: Sequence[bool], own: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the outputs, of which the first `own` have a graph here; tokens follow the outputs."""
+        count = len(needs)
+        ctx.begin, ctx.own, ctx.outputs = begin, own, count
+        ctx.tokens = [tensor.device for tensor in tensors[count:]]
+        ctx.set_materialize_grads(False)
+        outputs = tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+        ctx.mark_non_differentiable(*[one for one, need in zip(outputs, needs, strict=True) if not need])
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return gradients of own outputs, and zeros for the tokens."""
+        ctx.begin()
+        own = [*gradients[: ctx.own], *[None] * (ctx.outputs - ctx.own)]
+        return None, None, None, *own, *[torch.zeros((), device=device) for device in ctx.tokens]
+
+
+class Shared(torch.autograd.Function):
+    """A weight that several stages use: its gradient is the sum of those of all stages, the last one first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, links: Links, ranks: Sequence[int], weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weight, and a token that has a gradient in each backward of the call."""
+        ctx.links, ctx.ranks = links, ranks
+        ctx.shape, ctx.dtype, ctx.device = weight.shape, weight.dtype, weight.device
+        ctx.set_materialize_grads(False)
+        return weight.detach(), torch.zeros((), device=weight.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor | None, token: torch.Tensor | None) -> Any:
+        """Return the sum."""
+        if gradient is None:
+            gradient = torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
+        *others, total = ctx.links.exchange(gradient, ctx.ranks)
+        for part in reversed(others):
+            total = total + part
+        return None, None, total

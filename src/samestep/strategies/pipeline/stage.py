@@ -1,0 +1,325 @@
+"""One stage of a pipeline on this rank: its parameters, and its part of the forward of a slice.
+
+Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (2019), without a
+scheduler: all ranks run the slices of a batch in one order, and autograd runs the backwards of a rank last slice first,
+so that messages pair up and stages overlap.
+
+Decisions: docs/decisions/layouts.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+
+from samestep.config import StrategyConfig
+from samestep.distributed.world import World
+from samestep.strategies.pipeline.partition import Partition, bind_inputs, partition_model, stage_error
+from samestep.strategies.pipeline.passing import Links, Message, Outputs, Received, Sent, Shared
+from samestep.strategies.tensor_slices import checked_forward
+from samestep.view.operations import Operation, Operations
+from samestep.view.slots import ParameterSlots, replaced
+
+_MARK = "stage "
+
+
+class GraphExecutor(fx.Interpreter):
+    """Execution of a stage's graph with the current modules and tensors of a model.
+
+    Attributes:
+        inputs: names of the inputs of the model that the graph needs.
+    """
+
+    def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
+        super().__init__(model, graph=graph)
+        names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
+        self.inputs = [name.removeprefix("input_") for name in names if name.startswith("input_")]
+
+    def __call__(self, *args: Any) -> Any:
+        """Return the output of the graph for the values of its placeholders, in order."""
+        # Not `run`, which starts a thread of tqdm, changes the messages of errors and keeps inputs and outputs alive.
+        self.env, self.args_iter = {}, iter(args)
+        try:
+            for node in self.graph.nodes:
+                output = self.env[node] = self.run_node(node)
+                for used in self.user_to_last_uses.get(node, ()):
+                    del self.env[used]
+            return output
+        finally:
+            self.env, self.args_iter = {}, iter(())
+
+
+@dataclass
+class Later:
+    """Result of the forward of a slice, which is sent after the forwards of all own slices.
+
+    Attributes:
+        tokens: scalars of the graph that stand for what other ranks compute.
+        values: result, on the rank of the last stage.
+        has_failed: this stage or an earlier one failed.
+        error: error of this stage.
+    """
+
+    tokens: list[torch.Tensor]
+    values: Any = None
+    has_failed: bool = False
+    error: Exception | None = None
+
+
+@dataclass
+class _Expected:
+    """Operations and random draws of each stage, as a trial has found them."""
+
+    operations: list[list[Operation]] = field(default_factory=list)
+    draws: list[int] = field(default_factory=list)  # before each stage
+
+
+class Stage:
+    """Stage of this rank.
+
+    Args:
+        module: the whole model; the parameters of other stages are released.
+        config: stages, or none for balanced ones.
+        world: ranks of the pipeline.
+        begin: called at the beginning of each backward.
+
+    Raises:
+        InputError: the model cannot be partitioned.
+    """
+
+    def __init__(self, module: nn.Module, config: StrategyConfig, world: World, begin: Callable[[], None]) -> None:
+        self.number, self.count = world.rank, world.size
+        self.partition: Partition = partition_model(module, config.stages, world.size)
+        if self.partition.count != world.size:
+            raise stage_error(
+                f"{self.partition.count} stages on {world.size} ranks",
+                expected="one stage on each rank of a pipeline",
+                fix=f"--mesh pipeline={self.partition.count}, or name {world.size - 1} modules in strategy.stages",
+            )
+        self.links = Links(world)
+        self._module, self._begin = module, begin
+        self._executors = {
+            (training, stage): GraphExecutor(module, graph)
+            for training, graphs in self.partition.graphs.items()
+            for stage, graph in enumerate(graphs)
+        }
+        self._anchor = torch.zeros((), device=world.device, requires_grad=True)
+        self._expected = _Expected()
+        self._task = -1
+        self._shared_nodes = 0  # also their sequence numbers, so low that they run after the backwards of all slices
+        named = dict(module.named_parameters())
+        self.users = {parameter: self.partition.parameter_stages[name] for name, parameter in named.items()}
+        self.own = [parameter for parameter, users in self.users.items() if self.number in users]
+        self._shared = [(one, users) for one, users in self.users.items() if self._is_shared(one, users)]
+        self._slots = ParameterSlots(module)
+        for parameter, users in self.users.items():
+            if self.number not in users:
+                parameter.data = _placeholder(parameter)
+
+    def _is_shared(self, parameter: nn.Parameter, users: Sequence[int]) -> bool:
+        return parameter.requires_grad and len(users) > 1 and self.number in users
+
+    # --- parameters of all stages ----------------------------------------------------------------
+
+    def full_tensor(self, local: torch.Tensor, source: int) -> torch.Tensor:
+        """Return a tensor that the stage `source` has, as a new one. A collective of the pipeline."""
+        full = local.detach().clone(memory_format=torch.contiguous_format)
+        self.links.world.broadcast(full, source)
+        return full
+
+    def share_buffers(self, buffers: Sequence[tuple[nn.Module, str]]) -> None:
+        """Give buffers that a call has written to the ranks of the other stages. A collective of the pipeline."""
+        names = {module: name for name, module in self._module.named_modules()}
+        for module, name in buffers:
+            buffer = module._buffers[name]
+            if buffer is not None:
+                source = self._stage_of(names[module])
+                values = buffer.detach().clone(memory_format=torch.contiguous_format)
+                self.links.world.broadcast(values, source)
+                version = buffer._version
+                with torch.no_grad():
+                    buffer.copy_(values)
+                # Ranks compare numbers of writes; private, in torch 2.11 and 2.13.
+                torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
+
+    def _stage_of(self, module: str) -> int:
+        parts = module.split(".")
+        ancestors = [".".join(parts[:depth]) for depth in range(len(parts), 0, -1)]
+        stages = self.partition.module_stages
+        return next((stages[path] for path in ancestors if path in stages), 0)
+
+    # --- forward ---------------------------------------------------------------------------------
+
+    def in_order(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute all stages on this rank, which has all parameters, and note their operations and draws."""
+        by_name = bind_inputs(self._module, args, kwargs)
+        mode = _operations()
+        expected = _Expected()
+        values: Any = ()
+        for stage in range(self.count):
+            start = 0
+            if mode is not None:
+                expected.draws.append(len(mode.draws))
+                mode.functions.append(f"{_MARK}{stage}")
+                start = len(mode.functions)
+            executor = self._executors[self._module.training, stage]
+            values = executor(*values, *[by_name[name] for name in executor.inputs])
+            if mode is not None:
+                expected.operations.append(mode.functions[start:])
+        self._expected = expected
+        return values
+
+    def forward(self, *args: Any, **kwargs: Any) -> Later:
+        """Compute this stage for one slice: receive, compute, and send."""
+        later = Later([])
+        received: Message | None = None
+        if self.number > 0:
+            received = self.links.receive(self.number - 1)
+            later.has_failed = received.has_failed
+        if not later.has_failed:
+            try:
+                later.values = self._compute(received, later.tokens, args, kwargs)
+            except Exception as error:  # boundary: raised in `outputs`; other stages wait for a message
+                later.has_failed, later.error = True, error
+        if self.number < self.count - 1:
+            self._send(later)
+        return later
+
+    def _compute(self, received: Message | None, tokens: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        by_name = bind_inputs(self._module, args, kwargs)
+        tensors: Sequence[torch.Tensor] = ()
+        if received is not None:
+            tensors = received.tensors
+            if torch.is_grad_enabled() and any(received.have_gradients):
+                tensors = Received.apply(  # type: ignore[no-untyped-call]
+                    self.links, self.number - 1, received, self._anchor
+                )
+        executor = self._executors[self._module.training, self.number]
+        with self._shared_weights(tokens), self._among_operations():
+            values = checked_forward(executor, *tensors, *[by_name[name] for name in executor.inputs])
+        if self.number < self.count - 1 and not all(isinstance(value, torch.Tensor) for value in values):
+            raise stage_error(
+                f"stage {self.number + 1} of the pipeline sends other values than tensors to the next stage",
+                expected="stages send tensors",
+                fix="set other strategy.stages, or compute values that derive from shapes inside a module",
+            )
+        return values
+
+    @contextmanager
+    def _among_operations(self) -> Iterator[None]:
+        """Put the operations of this stage in the place of those that a trial has found, among those of the others."""
+        mode = _operations()
+        if mode is None or len(self._expected.operations) != self.count:
+            yield
+            return
+        expected = self._expected
+        for stage in range(self.number):
+            mode.functions += [f"{_MARK}{stage}", *expected.operations[stage]]
+        mode.functions.append(f"{_MARK}{self.number}")
+        mode.draws += [()] * (expected.draws[self.number] - len(mode.draws))
+        yield
+        for stage in range(self.number + 1, self.count):
+            mode.functions += [f"{_MARK}{stage}", *expected.operations[stage]]
+
+    @contextmanager
+    def _shared_weights(self, tokens: list[torch.Tensor]) -> Iterator[None]:
+        """Let the gradients of weights that several stages use be summed over these, after the backwards of stages."""
+        if not self._shared or not torch.is_grad_enabled():
+            yield
+            return
+        entries = []
+        for parameter, ranks in self._shared:
+            for container, key, _, _ in self._slots.entries({parameter: self._anchor}):
+                entries.append((container, key, ranks))
+        nodes: dict[int, torch.Tensor] = {}
+        places = []
+        for container, key, ranks in entries:
+            value = container[key]
+            if not isinstance(value, torch.Tensor):
+                continue
+            if id(value) not in nodes:
+                alias, token = Shared.apply(self.links, ranks, value)  # type: ignore[no-untyped-call]
+                self._shared_nodes += 1  # those of later slices run first, in one order on all ranks
+                token.grad_fn._set_sequence_nr(self._shared_nodes)
+                nodes[id(value)] = alias
+                tokens.append(token)
+            places.append((container, key, value, nodes[id(value)]))
+        with replaced(places):
+            yield
+
+    def _send(self, later: Later) -> None:
+        message = Message(has_failed=True)
+        if not later.has_failed:
+            values = later.values
+            message = Message(values, [value.requires_grad for value in values])
+        self.links.send(message, [self.number + 1])
+        if any(message.have_gradients):
+            sent = Sent.apply(self.links, self.number + 1, *message.tensors)  # type: ignore[no-untyped-call]
+            later.tokens.append(sent)
+
+    # --- outputs ---------------------------------------------------------------------------------
+
+    def outputs(self, later: Later) -> Any:
+        """Return the result of a slice on every rank. A collective of the pipeline.
+
+        Raises:
+            Exception: a stage failed.
+        """
+        world, last = self.links.world, self.count - 1
+        if self.number == last:
+            message = _of_result(later)
+            self.links.send(message, [rank for rank in range(world.size) if rank != last])
+        else:
+            message = self.links.receive(last)
+        if message.has_failed:
+            raise later.error or RuntimeError("another stage of the pipeline has failed")
+        others, text = message.values
+        tensors = list(message.tensors)
+        if torch.is_grad_enabled() and any(message.have_gradients):
+            own = len(tensors) if self.number == last else 0
+            tokens = [*later.tokens, self._anchor]
+            tensors = list(
+                Outputs.apply(  # type: ignore[no-untyped-call]
+                    self._begin_backward, message.have_gradients, own, *tensors, *tokens
+                )
+            )
+        remaining = iter(tensors)
+        leaves = [next(remaining) if other is None else other[0] for other in others]
+        return tree_unflatten(leaves, treespec_loads(text))
+
+    def _begin_backward(self) -> None:
+        """Send a word before anything else of a backward: stages reach their sums of gradients one after another."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self._begin()
+
+
+def _operations() -> Operations | None:
+    """Return the mode that observes the operations of a call."""
+    modes = _get_current_function_mode_stack()
+    return next((mode for mode in reversed(modes) if isinstance(mode, Operations)), None)
+
+
+def _of_result(later: Later) -> Message:
+    """Return the message with the result of the last stage."""
+    if later.has_failed:
+        return Message(has_failed=True)
+    leaves, spec = tree_flatten(later.values)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    others = [None if isinstance(leaf, torch.Tensor) else [leaf] for leaf in leaves]
+    return Message(tensors, [tensor.requires_grad for tensor in tensors], [others, treespec_dumps(spec)])
+
+
+def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the shape of a parameter and the memory of one element; its use is seen in every result."""
+    value = float("nan") if parameter.is_floating_point() else 0
+    one = torch.full((1,) * parameter.dim(), value, dtype=parameter.dtype, device=parameter.device)
+    return one.expand(parameter.shape)

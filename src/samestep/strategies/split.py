@@ -1,0 +1,247 @@
+"""Models that are split between ranks inside of divided calls: tensor parallelism, pipelines, and their products.
+
+Ranks of one tensor axis or pipeline own the same rows of a batch. Between calls each rank has its part of a divided
+parameter, in the same `nn.Parameter`; a parameter of another stage has the memory of one element. Whole calls, trials
+and copies compute with gathered parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from samestep.distributed.world import World
+from samestep.errors import InputError
+from samestep.reduce.fast import FastReduction
+from samestep.reduce.reduction import Reduction
+from samestep.strategies.pipeline.stage import Later, Stage
+from samestep.strategies.tensor import Place, TensorParallel
+from samestep.strategies.tensor_slices import Slicing
+from samestep.view.call import Call
+from samestep.view.hub import Hub
+from samestep.view.ranks import Ranks
+from samestep.view.slots import ParameterSlots
+from samestep.view.strategy import CallParameters, Strategy
+
+
+class Split(Strategy):
+    """A tensor axis, a pipeline axis, or both, and replicas of these groups of ranks (`tp`, `pp`, `ddp` with a mesh).
+
+    Args:
+        world: all ranks.
+        ranks: all ranks.
+        reduction: sums over all ranks.
+        before_reduction: as of every strategy.
+    """
+
+    slices = 1  # of matrix products; 1 for the size of the tensor axis
+    plan: Mapping[str, str] = {}
+
+    def __init__(
+        self, world: World, ranks: Ranks, reduction: Reduction, before_reduction: Callable[[], None]
+    ) -> None:
+        data = world.data
+        if data.size < world.size:
+            ranks = Ranks(data)
+            reduction = FastReduction(ranks)
+        super().__init__(world, ranks, reduction, before_reduction)
+        self._stage: Stage | None = None
+        self._tensor: TensorParallel | None = None
+        self._places: dict[nn.Parameter, Place] = {}
+        self._hub: Hub | None = None
+        self._is_deferred = False
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether gradients are kept for a later backward."""
+        return self._is_deferred
+
+    @is_deferred.setter
+    def is_deferred(self, value: bool) -> None:
+        self._is_deferred = value
+        if self._hub is not None:
+            self._hub.is_deferred = value
+
+    def prepare(self, module: nn.Module) -> None:
+        """Divide the parameters, and drop those of other stages.
+
+        Raises:
+            InputError: the model has no plan of its products, or cannot be partitioned.
+        """
+        shape = self._world.mesh_shape
+        mesh = self._world.mesh
+        if shape.tensor > 1 or self.slices > 1:
+            world = World(0, 1, self._world.device, self._world.context)
+            if shape.tensor > 1:
+                assert mesh is not None
+                world = self._world.subworld(mesh.get_group("tensor"))
+                _ = world.sockets  # connects the ranks, a collective
+            self._tensor = TensorParallel(module, Slicing(self._slice_count(), world), self.plan)
+            self._places = self._tensor.parameters
+        if shape.pipeline > 1:
+            assert mesh is not None
+            world = self._world.subworld(mesh.get_group("pipeline"))
+            _ = world.sockets
+            self._stage = Stage(module, self._world.strategy, world, self._before_reduction)
+
+    def _slice_count(self) -> int:
+        ranks = self._world.mesh_shape.tensor
+        count = self.slices if self.slices > 1 else ranks
+        if count % ranks:
+            raise InputError(
+                f"{count} slices of matrix products, with a tensor axis of {ranks}",
+                expected="a rank of the tensor axis computes complete slices, as many as every other rank",
+                fix=f"--mesh tensor={max(size for size in range(1, ranks) if count % size == 0)}, or a multiple of "
+                f"{ranks} slices, with other results",
+                code="E_TENSOR_PLAN",
+            )
+        return count
+
+    # --- divided calls ---------------------------------------------------------------------------
+
+    def parameters(self, call: Call) -> CallParameters:
+        """Return the parameters of a divided call."""
+        hub: Hub | None = None
+        if torch.is_grad_enabled():
+            own = [parameter for parameter in call.parameters() if self._is_own(parameter)]
+            if self._hub is None or not self._hub.is_current(own):
+                self.require_no_pending()
+                before = self._before_reduction
+                if self._stage is not None:
+                    before = _nothing  # stages reach their sums one after another: the word is sent at the beginning
+                self._hub = Hub(call.module, own, self.reduction, before)
+                self._hub.is_deferred = self._is_deferred
+            hub = self._hub
+        return _SplitParameters(hub, self._stage, self._tensor)
+
+    def _is_own(self, parameter: nn.Parameter) -> bool:
+        return self._stage is None or self._stage.number in self._stage.users[parameter]
+
+    def require_no_pending(self) -> None:
+        """Require that the gradients of all backwards were summed."""
+        if self._hub is not None:
+            self._hub.require_no_pending()
+
+    def share_buffers(self, buffers: Sequence[tuple[nn.Module, str]]) -> None:
+        """Give buffers that a divided call has written to all ranks of a pipeline."""
+        if self._stage is not None:
+            self._stage.share_buffers(buffers)
+
+    # --- complete parameters ---------------------------------------------------------------------
+
+    def whole(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Put gathered parameters into the module; each rank keeps its part of their whole gradients."""
+        return self._gathered(module, self._with_graph)
+
+    def complete(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Put gathered parameters into the module, as leaves."""
+        return self._gathered(
+            module, lambda parameter: nn.Parameter(self.full_tensor(parameter, parameter), parameter.requires_grad)
+        )
+
+    def full_tensor(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor of a parameter, or of its optimizer state, from those of all ranks. A collective."""
+        full = local.detach()
+        if self._stage is not None:
+            full = self._stage.full_tensor(full, self._stage.users[parameter][0])
+        if self._tensor is not None and parameter in self._places:
+            full = self._tensor.full_tensor(self._places[parameter], full)
+        return full
+
+    def local_part(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a full tensor of a parameter, as a view."""
+        if self._tensor is not None and parameter in self._places:
+            return self._tensor.local_part(self._places[parameter], full)
+        return full
+
+    @contextmanager
+    def _gathered(self, module: nn.Module, full: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[None]:
+        mapping: dict[torch.Tensor, torch.Tensor] = {
+            parameter: full(parameter)
+            for parameter in module.parameters()
+            if self._stage is not None or parameter in self._places
+        }
+        with ParameterSlots(module).replaced(mapping):
+            yield
+
+    def _with_graph(self, parameter: nn.Parameter) -> torch.Tensor:
+        full: torch.Tensor = _Whole.apply(parameter, self)  # type: ignore[no-untyped-call]
+        return full
+
+
+class _Whole(torch.autograd.Function):
+    """A gathered parameter; every rank has its whole gradient, and keeps the own part."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: nn.Parameter, split: Split) -> torch.Tensor:
+        ctx.split, ctx.parameter = split, parameter
+        return split.full_tensor(parameter, parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if not ctx.split._is_own(ctx.parameter):
+            return None, None
+        return ctx.split.local_part(ctx.parameter, gradient), None
+
+
+class _SplitParameters(CallParameters):
+    """Parameters of one call, and the forward of an own slice.
+
+    Args:
+        hub: hub of the own parameters; None without gradients.
+        stage: stage of this rank, if there is a pipeline.
+        tensor: divided products, if there are any.
+    """
+
+    def __init__(self, hub: Hub | None, stage: Stage | None, tensor: TensorParallel | None) -> None:
+        self.anchors = [] if hub is None else hub.anchors
+        self._hub = hub
+        self._stage = stage
+        self._tensor = tensor
+
+    def aliases(self, position: int) -> list[torch.Tensor]:
+        """Return the tensors that stand for the own parameters in an own slice."""
+        return [] if self._hub is None else self._hub.aliases(position)
+
+    @contextmanager
+    def in_place(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Put tensors, and weights that divide their products, into the module."""
+        with ExitStack() as stack:
+            if self._hub is not None:
+                stack.enter_context(self._hub.in_place(leaves))
+            if self._tensor is not None:
+                stack.enter_context(self._tensor.divided_weights())
+            yield
+
+    @contextmanager
+    def aliases_in_place(self, position: int) -> Iterator[None]:
+        """Surround the forward of an own slice."""
+        with ExitStack() as stack:
+            if self._hub is not None:
+                stack.enter_context(self._hub.aliases_in_place(position))
+            if self._tensor is not None:
+                stack.enter_context(self._tensor.divided_weights())
+            yield
+
+    def forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that computes an own slice."""
+        if self._stage is not None:
+            forward = self._stage.forward
+        if self._tensor is not None:
+            return self._tensor.forward(forward)
+        return forward
+
+    def finish(self, result: Any) -> Any:
+        """Return the result of an own slice after the forwards of all of them."""
+        if isinstance(result, Later):
+            assert self._stage is not None
+            return self._stage.outputs(result)
+        return result
+
+
+def _nothing() -> None:
+    """Do nothing."""
