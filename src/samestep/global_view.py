@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,7 +26,7 @@ from samestep.view.strategy import Strategy
 from samestep.view.view import View
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
-StrategyName = Literal["ddp", "fsdp", "hsdp"]
+StrategyName = Literal["ddp", "fsdp", "hsdp", "tp", "pp"]
 
 
 def parallel(
@@ -36,6 +38,8 @@ def parallel(
     microbatches: int | None = None,
     whole: bool = True,
     strict: bool = False,
+    tensor_slices: int = 1,
+    tensor_plan: Mapping[str, str] = MappingProxyType({}),
 ) -> ModuleType:
     """Divide the calls of a module between the ranks, and return the same module.
 
@@ -46,8 +50,9 @@ def parallel(
     Args:
         module: a module with equal parameters on all ranks.
         strategy: `ddp`: each rank holds all parameters. `fsdp`: one part of every parameter on each rank; make
-            optimizers afterwards. `hsdp`, with a mesh: `fsdp` within groups of ranks. None: that of `samestep.init`,
-            otherwise `ddp`.
+            optimizers afterwards. `hsdp`, with a mesh: `fsdp` within groups of ranks. `tp`: matrix products divided
+            between ranks. `pp`: consecutive layers on different ranks. With a mesh, `ddp` is combined with these. None:
+            that of `samestep.init`, otherwise `ddp`.
         reduction: `fast`: results are equal to those of one process to rounding. `exact`, with `ddp`: they have the
             same bits on every number of processes up to `microbatches`, one included. Each microbatch is computed
             alone, on one thread and by deterministic kernels; sums have a fixed order; compiled code runs uncompiled.
@@ -57,6 +62,9 @@ def parallel(
             None: the rows of the first call with a row for each rank, under `exact` with several rows; at most 8.
         whole: whether a rank can compute a whole batch. With False, a call that cannot be divided is an error.
         strict: raise an error if a call is not divided, with the reason.
+        tensor_slices: slices of matrix products with a tensor axis, a multiple of its size; 1 for its size.
+        tensor_plan: with a tensor axis: kinds of division (`column`, `column_gathered`, `row`, `heads`) by shell
+            pattern of module names; empty for the plans of known models.
 
     Raises:
         InputError: an argument is invalid, there are more ranks than microbatches, or ranks hold different parameters.
@@ -77,7 +85,7 @@ def parallel(
             "whole": whole,
             "strict": strict,
         }
-        chosen = _strategy(view, config, reduction)
+        chosen = _strategy(view, config, reduction, tensor_slices, tensor_plan)
         chosen.prepare(module)
         _divide(module, ParallelModule(view, module, chosen, **options))
     return module
@@ -187,7 +195,9 @@ def joined_view(strategy: StrategyConfig | None, reduction: Literal["fast", "exa
     return view
 
 
-def _strategy(view: View, config: StrategyConfig | None, reduction: str) -> Strategy:
+def _strategy(
+    view: View, config: StrategyConfig | None, reduction: str, slices: int, plan: Mapping[str, str]
+) -> Strategy:
     """Return the strategy of a module.
 
     Raises:
@@ -196,18 +206,23 @@ def _strategy(view: View, config: StrategyConfig | None, reduction: str) -> Stra
     world = process_state.world
     assert world is not None
     name = (config or world.strategy).name
-    if reduction == "exact" and name not in ("auto", "ddp"):
+    if reduction == "exact" and name not in ("auto", "ddp", "tp", "pp"):
         raise InputError(
             f"samestep.parallel: reduction='exact' with strategy={name!r}",
-            expected="strategy='ddp' with this reduction",
+            expected="strategy='ddp', 'tp' or 'pp' with this reduction",
             fix="strategy='ddp'",
             code="E_INCOMPATIBLE",
         )
-    kind: type[Strategy] = Replicated
+    shape = world.mesh_shape
+    kind: Callable[..., Strategy] = Replicated
     if name in ("fsdp", "hsdp"):
         from samestep.strategies.sharded import Sharded  # slow to import
 
         kind = Sharded
+    elif shape.tensor > 1 or shape.pipeline > 1:
+        from samestep.strategies.split import Split  # slow to import
+
+        kind = partial(Split, slices=slices, plan=plan)
     return kind(world, view.ranks, view.reduction, view.begin_backward)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,24 +37,34 @@ class Split(Strategy):
         ranks: all ranks.
         reduction: sums over all ranks.
         before_reduction: as of every strategy.
+        slices: slices of matrix products; 1 for the size of the tensor axis.
+        plan: kinds of division by shell pattern of module names; empty for built-in plans.
     """
 
-    slices = 1  # of matrix products; 1 for the size of the tensor axis
-    plan: Mapping[str, str] = {}
+    splits_module = True
+    _hub: Hub | None = None
+    _is_deferred = False
 
     def __init__(
-        self, world: World, ranks: Ranks, reduction: Reduction, before_reduction: Callable[[], None]
+        self,
+        world: World,
+        ranks: Ranks,
+        reduction: Reduction,
+        before_reduction: Callable[[], None],
+        *,
+        slices: int = 1,
+        plan: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         data = world.data
         if data.size < world.size:
             ranks = Ranks(data)
             reduction = FastReduction(ranks)
         super().__init__(world, ranks, reduction, before_reduction)
+        self._slices = slices
+        self._plan = plan
         self._stage: Stage | None = None
         self._tensor: TensorParallel | None = None
         self._places: dict[nn.Parameter, Place] = {}
-        self._hub: Hub | None = None
-        self._is_deferred = False
 
     @property
     def is_deferred(self) -> bool:
@@ -66,6 +77,11 @@ class Split(Strategy):
         if self._hub is not None:
             self._hub.is_deferred = value
 
+    def of_copy(self) -> Split:
+        """Return a strategy for a copy of the module, which is not prepared yet."""
+        arguments = (self._world, self.ranks, self.reduction, self._before_reduction)
+        return Split(*arguments, slices=self._slices, plan=self._plan)
+
     def prepare(self, module: nn.Module) -> None:
         """Divide the parameters, and drop those of other stages.
 
@@ -74,23 +90,24 @@ class Split(Strategy):
         """
         shape = self._world.mesh_shape
         mesh = self._world.mesh
-        if shape.tensor > 1 or self.slices > 1:
+        if shape.tensor > 1 or self._slices > 1:
             world = World(0, 1, self._world.device, self._world.context)
             if shape.tensor > 1:
                 assert mesh is not None
                 world = self._world.subworld(mesh.get_group("tensor"))
                 _ = world.sockets  # connects the ranks, a collective
-            self._tensor = TensorParallel(module, Slicing(self._slice_count(), world), self.plan)
+            self._tensor = TensorParallel(module, Slicing(self._slice_count(), world), self._plan)
             self._places = self._tensor.parameters
         if shape.pipeline > 1:
             assert mesh is not None
             world = self._world.subworld(mesh.get_group("pipeline"))
             _ = world.sockets
+            self.sums_by_stage = True
             self._stage = Stage(module, self._world.strategy, world, self._before_reduction)
 
     def _slice_count(self) -> int:
         ranks = self._world.mesh_shape.tensor
-        count = self.slices if self.slices > 1 else ranks
+        count = self._slices if self._slices > 1 else ranks
         if count % ranks:
             raise InputError(
                 f"{count} slices of matrix products, with a tensor axis of {ranks}",
@@ -125,6 +142,10 @@ class Split(Strategy):
         """Require that the gradients of all backwards were summed."""
         if self._hub is not None:
             self._hub.require_no_pending()
+
+    def forward_of_trial(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that a trial computes: the stages one after another, if there is a pipeline."""
+        return forward if self._stage is None else self._stage.in_order
 
     def share_buffers(self, buffers: Sequence[tuple[nn.Module, str]]) -> None:
         """Give buffers that a divided call has written to all ranks of a pipeline."""
@@ -202,6 +223,7 @@ class _SplitParameters(CallParameters):
         self._hub = hub
         self._stage = stage
         self._tensor = tensor
+        self._is_inner = False
 
     def aliases(self, position: int) -> list[torch.Tensor]:
         """Return the tensors that stand for the own parameters in an own slice."""
@@ -211,6 +233,7 @@ class _SplitParameters(CallParameters):
     def in_place(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
         """Put tensors, and weights that divide their products, into the module."""
         with ExitStack() as stack:
+            self._is_inner = True
             if self._hub is not None:
                 stack.enter_context(self._hub.in_place(leaves))
             if self._tensor is not None:
@@ -229,8 +252,11 @@ class _SplitParameters(CallParameters):
 
     def forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function that computes an own slice."""
-        if self._stage is not None:
-            forward = self._stage.forward
+        stage = self._stage
+        if stage is not None:
+            if self._is_inner:  # one node of the graph, with the outputs
+                return lambda *args, **kwargs: self.finish(stage.forward(*args, **kwargs))
+            return stage.forward
         if self._tensor is not None:
             return self._tensor.forward(forward)
         return forward

@@ -167,7 +167,7 @@ class _Attention:
         """Return the result of the module, with divided tensors in place of tensors."""
         values, structure = tree_flatten((args, kwargs), is_leaf=lambda value: isinstance(value, SlicedTensor))
         count = len(self._slicing.owned)
-        weights = [place.module._parameters[place.key] for place in self._places]
+        weights: list[Any] = [place.module._parameters[place.key] for place in self._places]
         with torch._C.DisableTorchFunction():  # no operations of the module
             values = [value.join() if isinstance(value, SlicedTensor) else value for value in values]
             # Queries, keys and values share a copy per slice: their gradients are communicated together.
@@ -176,13 +176,13 @@ class _Attention:
                 for value in values
             ]
             # Once for all slices: a use per slice would add zeros to their gradients.
-            parts = [weight.parts() for weight in weights if isinstance(weight, DividedWeight)]
+            parts = [weight.parts() for weight in weights]
         masks: list[Parts] = []
         results = []
         try:
             for number in range(count):
                 for place, own in zip(self._places, parts, strict=True):
-                    place.module._parameters[place.key] = own[number]  # type: ignore[assignment]
+                    place.module._parameters[place.key] = own[number]
                 own_args, own_kwargs = tree_unflatten([copy[number] for copy in copies], structure)
                 with _HeadDropout(self._name, head_count(self.module) or 0, self._slicing, masks, number):
                     results.append(type(self.module).forward(self.module, *own_args, **own_kwargs))

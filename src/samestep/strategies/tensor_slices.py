@@ -201,7 +201,9 @@ _ARITHMETIC = "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itrued
 _METHODS = {"add": "add", "radd": "add", "mul": "mul", "rmul": "mul", "sub": "sub", "truediv": "div"} | {
     f"i{name}": f"{method}_" for name, method in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "div"))
 }
-_OTHER_OPERATORS = "eq ne lt le gt ge and or xor invert matmul rmatmul mod floordiv getitem setitem bool float int iter len"
+_OTHER_OPERATORS = (
+    "eq ne lt le gt ge and or xor invert matmul rmatmul mod floordiv getitem setitem bool float int iter len"
+)
 _ELEMENTWISE: set[Any] = {
     getattr(place, name + suffix)
     for place in (torch, torch.Tensor, functional)
@@ -291,7 +293,7 @@ class _Method:
 
 def _operator(name: str) -> Any:
     method = _Method(getattr(torch.Tensor, _METHODS.get(name, f"__{name}__")))
-    return lambda *args: method.dispatch(*args)
+    return lambda *args: method.dispatch(*args)  # noqa: PLW0108  # a function, which the class binds
 
 
 for _name in (*_ARITHMETIC.split(), *_OTHER_OPERATORS.split()):

@@ -36,11 +36,20 @@ class OwnResult:
         leaves: leaves of the outputs.
         spec: their structure.
         operations: operations of the forward.
+        returned: what the forward has returned; None after `finish`, so that it keeps no graph alive.
     """
 
     leaves: list[Any]
     spec: Spec
     operations: Operations
+    returned: Any = None
+
+    def finish(self, parameters: CallParameters) -> None:
+        """Complete the result after the forwards of all own slices."""
+        result = parameters.finish(self.returned)
+        if result is not self.returned:
+            self.leaves, self.spec = flatten(result)
+        self.returned = None
 
 
 def own_arguments(ranks: Ranks, reduction: Reduction, division: Division, call: Call) -> list[list[Any]]:
@@ -107,6 +116,9 @@ class DividedCall:
             if position:  # each slice sees the state before the call
                 self._before.restore()
             results.append(self._compute_slice(forward, parameters, position, own))
+        if parameters is not None:
+            for result in results:
+                result.finish(parameters)
         return results
 
     def _compute_slice(
@@ -166,7 +178,7 @@ class DividedCall:
                 result = forward(*arguments, **options)
             operations.functions = list(self._known)
         leaves, spec = flatten(result)
-        return OwnResult(leaves, spec, operations)
+        return OwnResult(leaves, spec, operations, result)
 
     def _run_inner(
         self,

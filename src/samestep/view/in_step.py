@@ -112,15 +112,17 @@ class InStep:
             else:
                 self._add_values(_LOSS, gradient, line)
 
-    def facts_of_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add numbers of an optimizer, which gradients there are, and values of some of them."""
+    def facts_of_step(self, optimizer: torch.optim.Optimizer, *, has_equal_gradients: bool = True) -> None:
+        """Add numbers of an optimizer and, if ranks have the same, which gradients there are, and values of some."""
         line = self._begin()
         groups = optimizer.param_groups
         numbers = array("d", list(chain.from_iterable(_numbers_of_group(group).values() for group in groups)))
         self._add(
             _RATES, zlib.crc32(numbers), line, lambda: dict(zip(_names_of_numbers(groups), numbers, strict=False))
         )
-        gradients = [parameter.grad for group in groups for parameter in group["params"]]
+        gradients: list[Tensor | None] = []
+        if has_equal_gradients:
+            gradients = [parameter.grad for group in groups for parameter in group["params"]]
         existing = [gradient for gradient in gradients if gradient is not None]
         pattern = bytes([gradient is not None for gradient in gradients])
         self._add(

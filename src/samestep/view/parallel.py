@@ -155,7 +155,7 @@ class ParallelModule:
         return self._divided(kind, kind.division, call)
 
     def _is_worth_dividing(self, kind: Kind, division: Division, call: Call) -> bool:
-        if self._is_strict or self.view.divides_small_calls:
+        if self._is_strict or self.view.divides_small_calls or self.strategy.splits_module:
             return True
         return is_worth_dividing(
             operations=division.operations_per_row * call.rows,
@@ -346,7 +346,7 @@ class ParallelModule:
                     call.module,
                     call.arguments,
                     call.options,
-                    forward=call.eager,
+                    forward=self.strategy.forward_of_trial(call.eager),
                     rows=call.rows,
                     has_rows=call.cut_leaves(),
                 )
@@ -384,7 +384,7 @@ class ParallelModule:
         exchanges = kind.exchanges
         if self.is_exact and not division.has_sums:
             exchanges = ()
-        exchange = CallExchange(self.strategy.reduction, exchanges, view.all_ranks_in_sum)
+        exchange = CallExchange(self.strategy.reduction, exchanges, self._all_in_sum)
         regions = self._regions(division, call, exchange)
         known = None
         # Under `exact` not: code that is compiled for one number of rows has other bits than that for several.
@@ -394,7 +394,7 @@ class ParallelModule:
         divided = DividedCall(
             self.strategy.ranks, self.strategy.reduction, division, call, regions, exchange, snapshot, known
         )
-        if exchanges is None or exchanges:
+        if not self.strategy.sums_by_stage and (exchanges is None or exchanges):
             view.require_same_action(view.word(ENTER_CALL))
         parameters = self.strategy.parameters(call)
         results: list[OwnResult] | None = None
@@ -412,6 +412,7 @@ class ParallelModule:
             kind.exchanges = tuple(exchange.sizes)
             kind.known[tuple(results[0].operations.functions)] = division
             kind.is_tried_now = False
+            self.strategy.share_buffers([(call.parts[index], name) for index, name in kind.written.buffers])
             self.summary.divided += 1
             if self.summary.divided == 1:
                 view.report(self.summary, self._divided_into())
@@ -429,8 +430,12 @@ class ParallelModule:
     def _before_backward(self, gradients: Sequence[torch.Tensor | None], *, has_sums: bool) -> None:
         """Note the gradients of the outputs, and send a word before sums inside of the backward, as of batch norm."""
         self.view.in_step.facts_of_backward(gradients)
-        if has_sums:
+        if has_sums and not self.strategy.sums_by_stage:
             self.view.begin_backward()
+
+    def _all_in_sum(self) -> bool:
+        """Return whether all ranks are in the same sum inside of a divided call."""
+        return self.strategy.sums_by_stage or self.view.all_ranks_in_sum()
 
     def _computed_again(self, kind: Kind, call: Call, reason: str, *, is_unknown: bool) -> Any:
         kind.surprises += 1

@@ -86,11 +86,17 @@ class CallParameters(ABC):
         """Return the function that computes an own slice, in place of the module's own forward."""
         return forward
 
+    def finish(self, result: Any) -> Any:
+        """Return the result of `forward` for an own slice, after the forwards of all own slices."""
+        return result
+
 
 class Strategy(ABC):
     """A way to compute the inside of the calls of one module.
 
     Attributes:
+        sums_by_stage: ranks reach sums inside of calls and of backwards at different times; no words precede them.
+        splits_module: ranks with the same rows compute different parts of the module, and have gradients of these.
         ranks: ranks that share the rows of a batch.
         reduction: sums over the slices of these ranks.
         is_deferred: whether gradients may be kept for a later backward (`samestep.no_sync`).
@@ -101,6 +107,9 @@ class Strategy(ABC):
         reduction: see above.
         before_reduction: called once in each backward before its first sum of gradients; sends a word.
     """
+
+    sums_by_stage = False
+    splits_module = False
 
     def __init__(self, world: World, ranks: Ranks, reduction: Reduction, before_reduction: Callable[[], None]) -> None:
         self.ranks = ranks
@@ -130,6 +139,13 @@ class Strategy(ABC):
     def complete(self, module: nn.Module) -> AbstractContextManager[None]:
         """Surround a trial, or a copy of the module: it has complete parameters, which are leaves."""
         return nullcontext()
+
+    def forward_of_trial(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that a trial computes, with complete parameters, in place of the module's own forward."""
+        return forward
+
+    def share_buffers(self, buffers: Sequence[tuple[nn.Module, str]]) -> None:  # noqa: B027  # most write them alike
+        """Make buffers that a divided call has written equal on the ranks that compute the same rows."""
 
     def require_no_pending(self) -> None:  # noqa: B027  # most strategies keep none
         """Require that the gradients of all backwards were summed.

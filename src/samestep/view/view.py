@@ -220,7 +220,8 @@ class View:
             return
         for owner in self._owners:
             owner.strategy.require_no_pending()
-        self.in_step.facts_of_step(optimizer)
+        splits = any(owner.strategy.splits_module for owner in self._owners)
+        self.in_step.facts_of_step(optimizer, has_equal_gradients=not splits)
         self.require_same_action(self.word(STEP))
 
     def require_equal(self, module: nn.Module) -> None:

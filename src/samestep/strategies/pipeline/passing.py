@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from samestep.distributed.rng import passed_generators
 from samestep.distributed.world import World
 from samestep.errors import InputError
-from samestep.strategies.reduction import communicate
+from samestep.reduce.tree import communicate
 
 _TEXT_BYTES = 2048  # of the text in a header; a longer one is sent alone
 _LENGTH_BYTES = 8

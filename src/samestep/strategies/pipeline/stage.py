@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
@@ -51,9 +52,18 @@ class GraphExecutor(fx.Interpreter):
                 output = self.env[node] = self.run_node(node)
                 for used in self.user_to_last_uses.get(node, ()):
                     del self.env[used]
-            return output
+            return _plain(output)
         finally:
             self.env, self.args_iter = {}, iter(())
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with plain containers in the place of those of a graph, which cannot be changed."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()} if type(value) is immutable_dict else value
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(_plain(item) for item in value)
+    return [_plain(item) for item in value] if type(value) is immutable_list else value
 
 
 @dataclass
@@ -63,12 +73,16 @@ class Later:
     Attributes:
         tokens: scalars of the graph that stand for what other ranks compute.
         values: result, on the rank of the last stage.
+        numbers: Python numbers that stages up to this one took out of tensors, as texts.
+        operations: operations of this stage.
         has_failed: this stage or an earlier one failed.
         error: error of this stage.
     """
 
     tokens: list[torch.Tensor]
     values: Any = None
+    numbers: list[str] = field(default_factory=list)
+    operations: Operations | None = None
     has_failed: bool = False
     error: Exception | None = None
 
@@ -106,9 +120,7 @@ class Stage:
         self.links = Links(world)
         self._module, self._begin = module, begin
         self._executors = {
-            (training, stage): GraphExecutor(module, graph)
-            for training, graphs in self.partition.graphs.items()
-            for stage, graph in enumerate(graphs)
+            training: GraphExecutor(module, graphs[self.number]) for training, graphs in self.partition.graphs.items()
         }
         self._anchor = torch.zeros((), device=world.device, requires_grad=True)
         self._expected = _Expected()
@@ -169,7 +181,8 @@ class Stage:
                 expected.draws.append(len(mode.draws))
                 mode.functions.append(f"{_MARK}{stage}")
                 start = len(mode.functions)
-            executor = self._executors[self._module.training, stage]
+            # Not the executor of calls: parts of a trial take turns in threads.
+            executor = GraphExecutor(self._module, self.partition.graphs[self._module.training][stage])
             values = executor(*values, *[by_name[name] for name in executor.inputs])
             if mode is not None:
                 expected.operations.append(mode.functions[start:])
@@ -178,18 +191,23 @@ class Stage:
 
     def forward(self, *args: Any, **kwargs: Any) -> Later:
         """Compute this stage for one slice: receive, compute, and send."""
-        later = Later([])
+        later = Later([], operations=_operations())
         received: Message | None = None
         if self.number > 0:
-            received = self.links.receive(self.number - 1)
+            with _hidden():
+                received = self.links.receive(self.number - 1)
             later.has_failed = received.has_failed
+            later.numbers = received.values or []
         if not later.has_failed:
             try:
                 later.values = self._compute(received, later.tokens, args, kwargs)
             except Exception as error:  # boundary: raised in `outputs`; other stages wait for a message
                 later.has_failed, later.error = True, error
+        if later.operations is not None:
+            later.numbers += map(repr, later.operations.numbers)
         if self.number < self.count - 1:
-            self._send(later)
+            with _hidden():
+                self._send(later)
         return later
 
     def _compute(self, received: Message | None, tokens: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
@@ -198,10 +216,11 @@ class Stage:
         if received is not None:
             tensors = received.tensors
             if torch.is_grad_enabled() and any(received.have_gradients):
-                tensors = Received.apply(  # type: ignore[no-untyped-call]
-                    self.links, self.number - 1, received, self._anchor
-                )
-        executor = self._executors[self._module.training, self.number]
+                with _hidden():
+                    tensors = Received.apply(  # type: ignore[no-untyped-call]
+                        self.links, self.number - 1, received, self._anchor
+                    )
+        executor = self._executors[self._module.training]
         with self._shared_weights(tokens), self._among_operations():
             values = checked_forward(executor, *tensors, *[by_name[name] for name in executor.inputs])
         if self.number < self.count - 1 and not all(isinstance(value, torch.Tensor) for value in values):
@@ -245,7 +264,8 @@ class Stage:
             if not isinstance(value, torch.Tensor):
                 continue
             if id(value) not in nodes:
-                alias, token = Shared.apply(self.links, ranks, value)  # type: ignore[no-untyped-call]
+                with _hidden():
+                    alias, token = Shared.apply(self.links, ranks, value)  # type: ignore[no-untyped-call]
                 self._shared_nodes += 1  # those of later slices run first, in one order on all ranks
                 token.grad_fn._set_sequence_nr(self._shared_nodes)
                 nodes[id(value)] = alias
@@ -258,7 +278,7 @@ class Stage:
         message = Message(has_failed=True)
         if not later.has_failed:
             values = later.values
-            message = Message(values, [value.requires_grad for value in values])
+            message = Message(values, [value.requires_grad for value in values], later.numbers)
         self.links.send(message, [self.number + 1])
         if any(message.have_gradients):
             sent = Sent.apply(self.links, self.number + 1, *message.tensors)  # type: ignore[no-untyped-call]
@@ -280,7 +300,9 @@ class Stage:
             message = self.links.receive(last)
         if message.has_failed:
             raise later.error or RuntimeError("another stage of the pipeline has failed")
-        others, text = message.values
+        others, text, numbers = message.values
+        if later.operations is not None:  # which ranks compare
+            later.operations.numbers = numbers
         tensors = list(message.tensors)
         if torch.is_grad_enabled() and any(message.have_gradients):
             own = len(tensors) if self.number == last else 0
@@ -302,6 +324,11 @@ class Stage:
             self._begin()
 
 
+def _hidden() -> Any:
+    """Hide operations that are not the module's from function modes during a block."""
+    return torch._C.DisableTorchFunction()
+
+
 def _operations() -> Operations | None:
     """Return the mode that observes the operations of a call."""
     modes = _get_current_function_mode_stack()
@@ -315,7 +342,7 @@ def _of_result(later: Later) -> Message:
     leaves, spec = tree_flatten(later.values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     others = [None if isinstance(leaf, torch.Tensor) else [leaf] for leaf in leaves]
-    return Message(tensors, [tensor.requires_grad for tensor in tensors], [others, treespec_dumps(spec)])
+    return Message(tensors, [tensor.requires_grad for tensor in tensors], [others, treespec_dumps(spec), later.numbers])
 
 
 def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
