@@ -149,13 +149,17 @@ class Stage:
     def share_buffers(self, buffers: Sequence[tuple[nn.Module, str]]) -> None:
         """Give buffers that a call has written to the ranks of the other stages. A collective of the pipeline."""
         names = {module: name for name, module in self._module.named_modules()}
-        for module, name in buffers:
-            buffer = module._buffers[name]
-            if buffer is not None:
-                source = self._stage_of(names[module])
-                values = buffer.detach().clone(memory_format=torch.contiguous_format)
-                self.links.world.broadcast(values, source)
-                version = buffer._version
+        world = self.links.world
+        written = [(module._buffers[name], self._stage_of(names[module])) for module, name in buffers]
+        tensors = [(buffer, source) for buffer, source in written if buffer is not None]
+        if not tensors:
+            return
+        versions = torch.tensor([buffer._version if source == self.number else 0 for buffer, source in tensors])
+        versions = versions.to(world.device)
+        world.combine(versions)
+        for (buffer, source), version in zip(tensors, versions.tolist(), strict=True):
+            values = self.full_tensor(buffer, source)
+            if source != self.number:
                 with torch.no_grad():
                     buffer.copy_(values)
                 # Ranks compare numbers of writes; private, in torch 2.11 and 2.13.
