@@ -8,7 +8,8 @@ and copies compute with gathered parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +22,7 @@ from samestep.reduce.fast import FastReduction
 from samestep.reduce.reduction import Reduction
 from samestep.strategies.pipeline.stage import Later, Stage
 from samestep.strategies.tensor import Place, TensorParallel
-from samestep.strategies.tensor_slices import Slicing
+from samestep.strategies.tensor_slices import Slicing, checked_forward
 from samestep.view.call import Call
 from samestep.view.hub import Hub
 from samestep.view.ranks import Ranks
@@ -229,37 +230,37 @@ class _SplitParameters(CallParameters):
         """Return the tensors that stand for the own parameters in an own slice."""
         return [] if self._hub is None else self._hub.aliases(position)
 
-    @contextmanager
-    def in_place(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Put tensors, and weights that divide their products, into the module."""
-        with ExitStack() as stack:
-            self._is_inner = True
-            if self._hub is not None:
-                stack.enter_context(self._hub.in_place(leaves))
-            if self._tensor is not None:
-                stack.enter_context(self._tensor.divided_weights())
-            yield
+    def in_place(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """Put the leaves of an inner graph into the module."""
+        self._is_inner = True
+        return nullcontext() if self._hub is None else self._hub.in_place(leaves)
 
     @contextmanager
-    def aliases_in_place(self, position: int) -> Iterator[None]:
-        """Surround the forward of an own slice."""
-        with ExitStack() as stack:
-            if self._hub is not None:
-                stack.enter_context(self._hub.aliases_in_place(position))
-            if self._tensor is not None:
-                stack.enter_context(self._tensor.divided_weights())
+    def in_backward(self, leaves: Sequence[torch.Tensor], position: int) -> Iterator[None]:
+        """Surround the backward of a slice with an inner graph, which may compute parts of the forward again."""
+        with self.in_place(leaves), self._divided_weights():
             yield
+
+    def aliases_in_place(self, position: int) -> AbstractContextManager[None]:
+        """Surround the forward of an own slice."""
+        return nullcontext() if self._hub is None else self._hub.aliases_in_place(position)
+
+    def _divided_weights(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._tensor is None else self._tensor.divided_weights()
 
     def forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function that computes an own slice."""
         stage = self._stage
-        if stage is not None:
-            if self._is_inner:  # one node of the graph, with the outputs
-                return lambda *args, **kwargs: self.finish(stage.forward(*args, **kwargs))
-            return stage.forward
-        if self._tensor is not None:
-            return self._tensor.forward(forward)
-        return forward
+        if stage is None:
+            return partial(self._forward, forward)
+        compute = partial(stage.forward, self._divided_weights)
+        if self._is_inner:  # one node of the graph, with the outputs
+            return lambda *args, **kwargs: stage.outputs(compute(*args, **kwargs))
+        return compute
+
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._divided_weights():
+            return checked_forward(forward, *args, **kwargs)
 
     def finish(self, result: Any) -> Any:
         """Return the result of an own slice after the forwards of all of them."""

@@ -10,10 +10,9 @@ Decisions: docs/decisions/layouts.md
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from samestep.strategies.tensor_slices import (
     SlicedTensor,
     Slicing,
     add,
-    checked_forward,
     divide,
     divided_error,
     join,
@@ -287,10 +285,6 @@ class TensorParallel:
     def full_tensor(self, place: Place, local: torch.Tensor) -> torch.Tensor:
         """Return the full tensor of a parameter, or of its optimizer state. A collective."""
         return self.slicing.join([local], place.dim)
-
-    def forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward that refuses divided results; it runs inside of `divided_weights`."""
-        return partial(checked_forward, forward)
 
     @contextmanager
     def divided_weights(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ Decisions: docs/decisions/layouts.md
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,8 +193,14 @@ class Stage:
         self._expected = expected
         return values
 
-    def forward(self, *args: Any, **kwargs: Any) -> Later:
-        """Compute this stage for one slice: receive, compute, and send."""
+    def forward(self, around: Callable[[], AbstractContextManager[None]], *args: Any, **kwargs: Any) -> Later:
+        """Compute this stage for one slice: receive, compute, and send.
+
+        Args:
+            around: surrounds the computation.
+            args: arguments of the model.
+            kwargs: its keyword arguments.
+        """
         later = Later([], operations=_operations())
         received: Message | None = None
         if self.number > 0:
@@ -204,7 +210,7 @@ class Stage:
             later.numbers = received.values or []
         if not later.has_failed:
             try:
-                later.values = self._compute(received, later.tokens, args, kwargs)
+                later.values = self._compute(received, later.tokens, around, args, kwargs)
             except Exception as error:  # boundary: raised in `outputs`; other stages wait for a message
                 later.has_failed, later.error = True, error
         if later.operations is not None:
@@ -214,7 +220,14 @@ class Stage:
                 self._send(later)
         return later
 
-    def _compute(self, received: Message | None, tokens: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+    def _compute(
+        self,
+        received: Message | None,
+        tokens: list[torch.Tensor],
+        around: Callable[[], AbstractContextManager[None]],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         by_name = bind_inputs(self._module, args, kwargs)
         tensors: Sequence[torch.Tensor] = ()
         if received is not None:
@@ -225,7 +238,7 @@ class Stage:
                         self.links, self.number - 1, received, self._anchor
                     )
         executor = self._executors[self._module.training]
-        with self._shared_weights(tokens), self._among_operations():
+        with self._shared_weights(tokens), around(), self._among_operations():
             values = checked_forward(executor, *tensors, *[by_name[name] for name in executor.inputs])
         if self.number < self.count - 1 and not all(isinstance(value, torch.Tensor) for value in values):
             raise stage_error(

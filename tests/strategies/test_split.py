@@ -1,0 +1,52 @@
+"""Models split between ranks by a tensor axis, a pipeline axis and replicas, compared with the plain loop."""
+
+from typing import Any
+
+import pytest
+
+from helpers.forked_ranks import Job, run_jobs
+
+TOLERANCE = 1e-13
+PIPELINE = ["deep", "dropout", "layouts", "shared function", "first frozen", "last frozen", "images", "pair", "text"]
+TENSOR = ["perceptron", "text", "layers"]
+
+
+def job(ranks: int, name: str, models: list[str], **mesh: int) -> Job:
+    return Job("run", ranks, {"name": name, "mesh": mesh, "models": models})
+
+
+def require_equal(results: dict[str, Any], models: list[str]) -> None:
+    """Require the values of the plain loop, and that all calls but the first of each kind were divided."""
+    assert list(results) == models
+    for name, ranks in results.items():
+        for difference, divided, whole, reasons in ranks:
+            assert difference <= TOLERANCE, name
+            assert (divided, whole, reasons) == (4, 0, []), name
+
+
+def test_two_ranks_have_the_values_of_the_plain_loop() -> None:
+    pipeline, tensor = run_jobs(
+        "workers.split",
+        job(2, "pp", ["dropout", "shared function"], pipeline=2),
+        job(2, "tp", ["layers"], tensor=2),
+    )
+    require_equal(pipeline, ["dropout", "shared function"])
+    require_equal(tensor, ["layers"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        job(2, "pp", PIPELINE, pipeline=2),
+        job(3, "pp", ["deep", "text", "layouts", "shared function"], pipeline=3),
+        job(4, "pp", PIPELINE, pipeline=2, replicate=2),
+        job(2, "tp", TENSOR, tensor=2),
+        job(4, "tp", TENSOR, tensor=2, replicate=2),
+        job(4, "pp", ["text", "layers"], pipeline=2, tensor=2),
+    ],
+    ids=["pp 2", "pp 3", "ddp 2 x pp 2", "tp 2", "ddp 2 x tp 2", "tp 2 x pp 2"],
+)
+def test_layouts_have_the_values_of_the_plain_loop(mesh: Job) -> None:
+    (results,) = run_jobs("workers.split", mesh, timeout=400)
+    require_equal(results, mesh.arguments["models"])
