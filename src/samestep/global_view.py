@@ -49,13 +49,12 @@ def parallel(
 
     Args:
         module: a module with equal parameters on all ranks.
-        strategy: `ddp`: each rank holds all parameters. `fsdp`: one part of every parameter on each rank; make
-            optimizers afterwards. `hsdp`, with a mesh: `fsdp` within groups of ranks. `tp`: matrix products divided
-            between ranks. `pp`: consecutive layers on different ranks. With a mesh, `ddp` is combined with these. None:
-            that of `samestep.init`, otherwise `ddp`.
-        reduction: `fast`: results are equal to those of one process to rounding. `exact`, with `ddp`: they have the
-            same bits on every number of processes up to `microbatches`, one included. Each microbatch is computed
-            alone, on one thread and by deterministic kernels; sums have a fixed order; compiled code runs uncompiled.
+        strategy: `ddp`: each rank holds all parameters. `fsdp`: one part of every parameter; make optimizers
+            afterwards. `hsdp`: `fsdp` within groups of ranks. `tp`: matrix products divided between ranks. `pp`:
+            consecutive layers on different ranks. None: that of `samestep.init`, otherwise `ddp`.
+        reduction: `fast`: results are equal to those of one process to rounding. `exact`, with `ddp`, `tp` and `pp`:
+            the same bits on every number of processes up to `microbatches`, one included. Each microbatch is computed
+            alone, on one thread and by deterministic kernels; compiled code runs uncompiled.
         batch_norm: statistics of the whole batch (`global`), or of the own rows (`local`): then results depend on the
             number of ranks.
         microbatches: number of slices of a batch, of which each rank owns equally many; at least the number of ranks.
@@ -63,8 +62,7 @@ def parallel(
         whole: whether a rank can compute a whole batch. With False, a call that cannot be divided is an error.
         strict: raise an error if a call is not divided, with the reason.
         tensor_slices: slices of matrix products with a tensor axis, a multiple of its size; 1 for its size.
-        tensor_plan: with a tensor axis: kinds of division (`column`, `column_gathered`, `row`, `heads`) by shell
-            pattern of module names; empty for the plans of known models.
+        tensor_plan: kinds of division by shell pattern of module names; empty for the plans of known models.
 
     Raises:
         InputError: an argument is invalid, there are more ranks than microbatches, or ranks hold different parameters.
