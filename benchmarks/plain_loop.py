@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import describe_machine, machine_line, markdown_table, save
-from plain_loop_cases import ACCELERATE, CASES, DDP, FABRIC, PARALLEL, PLAIN, UNWATCHED, Case
+from plain_loop_cases import ACCELERATE, CASES, DDP, EXACT, FABRIC, PARALLEL, PLAIN, UNWATCHED, Case
 from plain_loop_ranks import Ranks
 
 import samestep
@@ -32,7 +32,12 @@ CONTENDERS = {
     "fabric-1": (FABRIC, 1),
     "fabric-2": (FABRIC, 2),
 }
-WATCH_CASE, WATCH_CONTENDERS = "watch", {"parallel-2": (PARALLEL, 2), "unwatched-2": (UNWATCHED, 2)}
+# Contenders of cases that have their own.
+OWN_CONTENDERS = {
+    "watch": [(PARALLEL, 2), (UNWATCHED, 2)],
+    "exact-gpt-8": [(EXACT, 2), (DDP, 2), (EXACT, 4), (DDP, 4)],
+    "exact-resnet-16": [(EXACT, 2), (DDP, 2), (EXACT, 4), (DDP, 4)],
+}
 PACKAGES = {ACCELERATE: "accelerate", FABRIC: "lightning"}
 MEMORY_CASE, MEMORY_CONTENDERS = "gpt-32", ("plain", "ddp-2", "parallel-2")
 MEMORY_LIMIT = 1.05
@@ -47,7 +52,7 @@ Times = dict[Key, list[dict[str, float]]]
 
 def missing_reason(contender: str) -> str | None:
     """Return why a contender cannot take part, or None."""
-    if contender in (PARALLEL, UNWATCHED) and not hasattr(samestep, "parallel"):
+    if contender in (PARALLEL, EXACT, UNWATCHED) and not hasattr(samestep, "parallel"):
         return "this version has no samestep.parallel"
     package = PACKAGES.get(contender)
     if package and find_spec(package) is None:
@@ -110,7 +115,7 @@ def different_updates(case: Case, contenders: Sequence[Ranks]) -> list[str]:
             notes.append(f"{ranks.contender} on {ranks.processes}: weights of the ranks differ")
         if reference is None:
             reference = first
-        elif not (case.has_batch_norm and ranks.processes > 1 and ranks.contender != PARALLEL):
+        elif not (case.has_batch_norm and ranks.processes > 1 and ranks.contender not in (PARALLEL, EXACT)):
             start = ranks.ask("start")[0]
             distance = float((first - reference).norm() / (reference - start).norm())
             if distance > SAME_UPDATE:
@@ -126,7 +131,9 @@ def rows_of(case: Case, times: Times) -> list[dict[str, Any]]:
     for (contender, processes), turns in times.items():
         row: dict[str, Any] = {"contender": contender, "processes": processes}
         row["milliseconds"] = round(1000 * statistics.median(turn["wall"] for turn in turns), 3)
-        goal = next((goal for goal in case.goals if contender == PARALLEL and goal.processes == processes), None)
+        goal = next(
+            (goal for goal in case.goals if contender in (PARALLEL, EXACT) and goal.processes == processes), None
+        )
         base = goal.base if goal else default_base(case, processes)
         if base in times and base != (contender, processes):
             row["base"] = f"{base[0]} on {base[1]}"
@@ -244,8 +251,8 @@ def print_profiles(options: argparse.Namespace) -> None:
 
 
 def keys_of(name: str, options: argparse.Namespace) -> list[Key]:
-    if name == WATCH_CASE:
-        return list(WATCH_CONTENDERS.values())
+    if name in OWN_CONTENDERS:
+        return OWN_CONTENDERS[name]
     return [CONTENDERS[contender] for contender in CONTENDERS if contender in options.contenders]
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from samestep.zoo.segmentation.unet import UNet
 
 PLAIN, DDP, PARALLEL, UNWATCHED = "plain loop", "DDP", "parallel", "parallel, not watched"
+EXACT = "parallel, exact"  # with one microbatch for each rank
 ACCELERATE, FABRIC = "Accelerate", "Fabric"
 
 BATCHES = 4  # global batches in memory that a loop repeats
@@ -153,6 +154,7 @@ _LINEAR, _NORMED, _PLAIN, _EVALUATION = (
     _goals(1.02, 0.6, PLAIN),
 )
 _ACCUMULATION = (Goal(2, (DDP, 2), 1.05),)
+_EXACT = tuple(Goal(processes, (DDP, processes), 1.03) for processes in (2, 4))
 _WATCH = (Goal(2, (UNWATCHED, 2), 1.02),)
 
 
@@ -174,6 +176,8 @@ CASES = {
     "eval-gpt-8": Case("evaluation: GPT, batch 8", GPT, texts, adamw, 8, _EVALUATION, "evaluate"),
     "eval-gpt-32": Case("evaluation: GPT, batch 32", GPT, texts, adamw, 32, _EVALUATION, "evaluate"),
     "no-sync": Case(f"GPT, batch 8, {BACKWARDS} backwards per step", GPT, texts, adamw, 8, _ACCUMULATION, "accumulate"),
+    "exact-gpt-8": Case("exact: GPT, batch 8", GPT, texts, adamw, 8, _EXACT),
+    "exact-resnet-16": Case("exact: ResNet-18, 64 px, batch 16", resnet, images, sgd, 16, _EXACT, has_batch_norm=True),
     "watch": Case(
         "checks of a call: GPT with 2 layers, a step of about 20 ms",
         lambda: GPT(width=128, layers=2),

@@ -29,6 +29,7 @@ from plain_loop_cases import (
     BATCHES,
     CASES,
     DDP,
+    EXACT,
     FABRIC,
     PARALLEL,
     UNWATCHED,
@@ -65,7 +66,9 @@ class Loop:
         self._gathers = False
         batches = [case.data(case.batch_size) for _ in range(BATCHES)]
         if contender in (PARALLEL, UNWATCHED):
-            self._be_parallel()
+            self._be_parallel(samestep.parallel(self.module))
+        elif contender == EXACT:
+            self._be_parallel(samestep.parallel(self.module, reduction="exact", microbatches=size))
         else:
             batches = [_own_rows(batch, rank, size) for batch in batches]
             self._gathers = size > 1
@@ -74,8 +77,7 @@ class Loop:
         self._batches = batches
         self._next = 0
 
-    def _be_parallel(self) -> None:
-        model = samestep.parallel(self.module)
+    def _be_parallel(self, model: torch.nn.Module) -> None:
         torch.set_num_threads(1)  # ranks share the cores, one has all
         self._model = model
         self._no_sync = lambda: samestep.no_sync(model)

@@ -565,13 +565,13 @@ def deleted_models_are_freed() -> Any:
     model = _trained()
     owner = parallel_module(model)
     assert owner is not None
-    hub = weakref.ref(owner._hub)
+    hub = weakref.ref(owner.strategy._hub)
     memory = weakref.ref(model[0].weight)
     model[0].weight.data = model[0].weight.data.clone()
     model(batch(0)).sum().backward()
     _collect()
     replaced = hub() is None
-    hub = weakref.ref(owner._hub)
+    hub = weakref.ref(owner.strategy._hub)
     module = weakref.ref(model)
     del model, owner
     _collect()

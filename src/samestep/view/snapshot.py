@@ -147,8 +147,10 @@ class Snapshot:
     def changes(self) -> Written:
         """Return the changes since this snapshot of everything."""
         buffers = []
-        for index, name, buffer, value, _ in self._buffers:  # by value: kernels write without a new version
-            if self._parts[index]._buffers.get(name) is not buffer or not torch.equal(buffer, value):
+        for index, name, buffer, value, version in self._buffers:
+            now = self._parts[index]._buffers.get(name)
+            # By value too: kernels write without a new version.
+            if now is not buffer or not torch.equal(buffer, value) or version not in (None, buffer._version):
                 buffers.append((index, name))
         attributes = {index for index, before in self._attributes if _differ(before, self._parts[index].__dict__)}
         attributes |= {index for index, container, content in self._containers if _has_changed(container, content)}
