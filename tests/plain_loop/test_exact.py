@@ -1,0 +1,51 @@
+"""The reduction `exact`: the same bits on every number of processes. `make plain-loop` runs all scripts."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plain_loop.exact import ExactVerdict
+from plain_loop.script import find_scripts
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}:{ROOT}"}
+# Dropout; batch norm; a loss inside with a sum of weights; several calls and backwards.
+QUICK = ("port_mnist", "port_hard_plain", "loss_classification_inside", "train_several_calls_and_backwards")
+QUICK_PROCESSES = "1,2,3"
+PARTS = 12  # one of which belongs to the slow part
+
+
+def run(names: list[str], processes: str, folder: Path) -> list[ExactVerdict]:
+    output = folder / "verdicts.json"
+    command = [sys.executable, "-m", "plain_loop.exact", *names, "--processes", processes, "--json", str(output)]
+    done = subprocess.run(
+        command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert output.exists(), done.stdout + done.stderr
+    return [ExactVerdict(**row) for row in json.loads(output.read_text(encoding="utf-8"))]
+
+
+def test_some_scripts_have_the_same_bits(tmp_path: Path) -> None:
+    for verdict in run(list(QUICK), QUICK_PROCESSES, tmp_path):
+        assert not verdict.problem, f"{verdict.script}: {verdict.problem}"
+        assert verdict.equal == [1, 2, 3]
+        assert verdict.calls == "divided"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_more_scripts_have_the_same_bits_on_more_processes(tmp_path: Path) -> None:
+    names = [
+        script.name
+        for script in find_scripts([])
+        if hashlib.sha256(script.name.encode()).digest()[2] % PARTS == 0 and not script.needs
+    ]
+    verdicts = run(names, "1,2,3,5,8", tmp_path)
+    assert [f"{verdict.script}: {verdict.problem}" for verdict in verdicts if verdict.problem] == []
+    assert sum(verdict.calls == "divided" for verdict in verdicts) >= len(names) // 3
+    assert all(verdict.equal + verdict.refused == [1, 2, 3, 5, 8] for verdict in verdicts)
