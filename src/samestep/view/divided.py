@@ -197,8 +197,11 @@ class DividedCall:
             count = len(leaves) - len(places)
             for place, leaf in zip(places, leaves[count:], strict=True):
                 arguments[place] = leaf
+            state = torch.get_rng_state()
             with parameters.in_place(leaves[:count]):
                 result = self._run(region, parameters.forward(forward), arguments)
+            if region.positions is not None:
+                torch.set_rng_state(state)
             inner.draws = result.operations.draws
             results.append(result)
             return [leaf for leaf in result.leaves if isinstance(leaf, torch.Tensor)]

@@ -7,7 +7,7 @@ parameters as in the forward, so the graph of the own rows is run by a node of i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -15,19 +15,27 @@ import torch
 from samestep.errors import RunError
 from samestep.view.operations import Operations
 from samestep.view.recomputation import checkpointing_off
-from samestep.view.region import Make, Region, UnknownDraw, inside
+from samestep.view.region import Make, Region, UnknownDraw, inside, stream_state
 from samestep.view.snapshot import Snapshot
 from samestep.view.strategy import CallParameters
 
 
 @dataclass
 class RecomputedRegion(Region):
-    """Region of a recomputation. Its draws are found by their shapes: their numbers in the call are not known."""
+    """Region of a recomputation. The numbers of its draws in the call are not known.
+
+    Draws are found by the state of the script's stream, or, if they are from that stream, by their shapes.
+    """
 
     factors: dict[tuple[int, ...], int | None] = field(default_factory=dict)
 
     def draw(self, index: int, shape: Sequence[int], make: Make, device: torch.device) -> torch.Tensor:
         """Return the numbers of a random draw that belong to the own rows, as `Region.draw`."""
+        if self.positions is not None:
+            position = self.positions.get(stream_state())
+            if position is None:
+                raise UnknownDraw("a recomputation draws numbers from another state than the forward")
+            return super().draw(position, shape, make, device)
         if tuple(shape) not in self.factors:
             raise UnknownDraw(f"a recomputation draws numbers of the shape {tuple(shape)}, the forward did not")
         factor = self.factors[tuple(shape)]
@@ -47,6 +55,9 @@ def recomputed(region: Region, draws: Sequence[tuple[int, ...]]) -> RecomputedRe
     Raises:
         UnknownDraw: two draws of one shape belong to the rows in different ways.
     """
+    if region.positions is not None:
+        values = {one.name: getattr(region, one.name) for one in fields(region)}
+        return RecomputedRegion(**values)
     factors: dict[tuple[int, ...], int | None] = {}
     for shape, factor in zip(draws, region.draw_factors, strict=False):
         if factors.setdefault(shape, factor) != factor:

@@ -365,9 +365,8 @@ class ParallelModule:
             return
         if kind.uses_checkpointing:
             division = replace(division, form="inner")
-            if self.is_exact and (division.has_sums or division.draw_factors):
-                # A recomputation is one of a slice alone, and does not know the numbers of its draws.
-                self._decide_whole(kind, "computes activations again, with sums or random draws")
+            if self.is_exact and division.has_sums:  # a recomputation is one of a slice alone
+                self._decide_whole(kind, "computes activations again, with sums over all rows")
                 return
         kind.division = division
         kind.is_tried_now = True
@@ -463,6 +462,8 @@ class ParallelModule:
                 owned = owned_microbatches(self._microbatches, self.strategy.ranks.size, self.strategy.ranks.rank)
                 region.microbatches = [(own, *slices[own]) for own in owned]
             if region.microbatches:
+                if division.form == "inner":
+                    region.positions = {}
                 region.seed = derive_seed("model", torch.initial_seed() % 2**63, view.calls)
             regions.append(region)
         return regions

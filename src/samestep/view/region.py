@@ -55,6 +55,8 @@ class Region:
             the first dimension does not depend on the number of rows.
         microbatches: slices of the own rows with random streams of their own.
         seed: seed of the draws as a function of (seed, draw, microbatch); None for the script's own stream.
+        positions: numbers of the draws by the state of the script's stream, which then advances at each; None if no
+            part is computed again. Checkpoints restore that state, and so find the number of a draw.
         local_batch_norm: batch norm uses the statistics of the own rows.
     """
 
@@ -65,6 +67,7 @@ class Region:
     draw_factors: Sequence[int | None]
     microbatches: Sequence[tuple[int, int, int]] = ()  # number, first row, first row after
     seed: int | None = None
+    positions: dict[bytes, int] | None = None
     local_batch_norm: bool = False
 
     @property
@@ -100,6 +103,9 @@ class Region:
         self, index: int, factor: int | None, shape: tuple[int, ...], make: Make, device: torch.device
     ) -> torch.Tensor:
         assert self.seed is not None
+        if self.positions is not None:
+            self.positions[stream_state()] = index
+            torch.rand(())
         generator = torch.Generator(device)
         if factor is None:
             generator.manual_seed(derive_seed("model", self.seed, index))
@@ -109,6 +115,11 @@ class Region:
             generator.manual_seed(derive_seed("model", self.seed, index, microbatch))
             parts.append(make((factor * (stop - start), *shape[1:]), generator))
         return torch.cat(parts)
+
+
+def stream_state() -> bytes:
+    """Return the state of the script's stream of random numbers."""
+    return torch.get_rng_state().numpy().tobytes()
 
 
 class UnknownDraw(Exception):
