@@ -14,6 +14,7 @@ import samestep
 from helpers.leaks import leaks_since, snapshot
 from samestep.cli.launch_options import PRELOAD as PRELOAD_RECIPES
 from samestep.distributed.env import prepare_torch_environment, silence_torch_warnings
+from samestep.global_view import world_of_process
 from samestep.launcher.fork_server import start_server
 from samestep.launcher.launch import PRELOAD
 
@@ -57,7 +58,7 @@ def alone() -> Iterator[samestep.World]:
     """This process as a world of one."""
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     try:
-        with samestep.start(device="cpu", timeout=timedelta(seconds=60)) as world:
+        with samestep.start(device="cpu", timeout=timedelta(seconds=60)) as world, world_of_process(world):
             yield world
     finally:
         torch.use_deterministic_algorithms(deterministic)

@@ -14,10 +14,11 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from samestep.config import StrategyConfig
+from samestep.config import Reduction, StrategyConfig
+from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.launcher.job import process_state
-from samestep.session import init
+from samestep.session import SessionOptions, init
 from samestep.strategies.replicated import Replicated
 from samestep.view.compiled import ForwardOfCalls, with_compiler
 from samestep.view.parallel import ParallelModule
@@ -109,6 +110,27 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         owner.strategy.is_deferred = before
+
+
+@contextmanager
+def world_of_process(world: World, reduction: Reduction = "fast") -> Iterator[None]:
+    """Make `samestep.parallel` divide calls between the ranks of a world of `samestep.start`, during the block."""
+    process_state.world = world
+    process_state.options = SessionOptions(reduction=reduction, strategy=world.strategy)
+    error: type[BaseException] | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = type(raised)
+        raise
+    finally:
+        process_state.world = process_state.options = None
+        _forget_view(error)
+
+
+def any_rank(world: World, *flags: bool) -> list[bool]:
+    """Return for each flag whether it is set on some rank; a collective."""
+    return joined_view(None, "fast").any_rank(*flags) if world.size > 1 else list(flags)
 
 
 def parallel_module(module: nn.Module) -> ParallelModule | None:
@@ -225,9 +247,10 @@ def _strategy(
 
 
 def _forget_view(error: type[BaseException] | None, *_: Any) -> None:
-    view: View = process_state.view
+    view: View | None = process_state.view
     process_state.view = None
-    view.close(error)
+    if view is not None:
+        view.close(error)
 
 
 def _require_arguments(module: Any, reduction: str, batch_norm: str) -> None:

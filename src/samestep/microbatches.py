@@ -95,8 +95,7 @@ def require_enough_microbatches(microbatches: int, data_ranks: int, *, ranks_per
     raise InputError(
         f"{data_ranks} ranks share the data but there are {plural(microbatches, 'microbatch')}",
         expected="ranks that share the data <= microbatches: each computes at least one",
-        fix=f"--processes {microbatches * ranks_per_model}; or, with other results, microbatches={data_ranks} or more "
-        "(with batch norm: also step.batch_norm=sync)",
+        fix=f"--processes {microbatches * ranks_per_model}; or microbatches={data_ranks} or more",
         code="E_TOO_MANY_RANKS",
     )
 

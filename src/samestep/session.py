@@ -226,6 +226,8 @@ def _session(options: SessionOptions) -> Iterator[World]:
             world = replace(world, group=own.group, is_private=True)
         with context.resources as resources:
             world = resources.enter_context(_with_loggers(world, options.run, options.loggers, options.checksum_every))
+            for observer in process_state.on_world:
+                observer(world)
             with check.until_end(), _handlers_installed(context.stop) if handles_signals else nullcontext():
                 yield world
     except BaseException:

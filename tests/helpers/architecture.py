@@ -26,7 +26,7 @@ FLOORS = [
     ["engine"],
     ["runs"],
     ["session"],
-    ["trainer", "checkpoint_manager", "zoo", "integrations", "global_view", "ranks"],
+    ["checkpoint_manager", "zoo", "integrations", "global_view", "ranks"],
     ["loading"],
     ["recipes"],
     ["tools"],

@@ -1,7 +1,7 @@
 """Data, model and losses of test recipes.
 
-The target of a sample is its index. `loss` records the indices of every training microbatch in the file
-`seen-RANK-PROCESS`, one line per microbatch. A file `hold` with the text `RANK CALL` blocks this call of the loss on
+The target of a sample is its index. `loss` records the indices of every training batch in the file
+`seen-RANK-PROCESS`, one line per batch. A file `hold` with the text `RANK CALL` blocks this call of the loss on
 this rank until the file is removed.
 """
 
@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from samestep import Loss, cross_entropy
 from samestep.errors import DataError
+from samestep.zoo.losses import cross_entropy
 from samestep.zoo.splits import Splits
 
 CLASSES = 5
-FIRST_EPOCH = 13 * 4  # calls of a single process
+FIRST_EPOCH = 13  # calls of a process
 _calls: list[torch.Tensor] = []
 _evaluated: list[torch.Tensor] = []
 
@@ -90,7 +90,7 @@ class Pooled(nn.Sequential):
         self.append(nn.Linear(16, num_classes))
 
 
-def loss(outputs: torch.Tensor, indices: torch.Tensor) -> Loss:
+def loss(outputs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Cross entropy against classes computed from the indices; training calls are recorded."""
     if outputs.requires_grad:
         _record(indices)
@@ -98,7 +98,7 @@ def loss(outputs: torch.Tensor, indices: torch.Tensor) -> Loss:
     return cross_entropy(outputs, indices % CLASSES)
 
 
-def plain(outputs: torch.Tensor, classes: torch.Tensor) -> Loss:
+def plain(outputs: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     """Same as `loss`, with classes as targets."""
     if outputs.requires_grad:
         _record(classes)
@@ -106,7 +106,7 @@ def plain(outputs: torch.Tensor, classes: torch.Tensor) -> Loss:
     return cross_entropy(outputs, classes)
 
 
-def failing(outputs: torch.Tensor, indices: torch.Tensor, *, rank: int, call: int) -> Loss:
+def failing(outputs: torch.Tensor, indices: torch.Tensor, *, rank: int, call: int) -> torch.Tensor:
     """Same as `loss`, but one call on one rank raises an error."""
     value = loss(outputs, indices)
     if outputs.requires_grad and dist.get_rank() == rank and len(_calls) == call:
@@ -114,13 +114,13 @@ def failing(outputs: torch.Tensor, indices: torch.Tensor, *, rank: int, call: in
     return value
 
 
-def infinite_in_evaluation(outputs: torch.Tensor, indices: torch.Tensor) -> Loss:
+def infinite_in_evaluation(outputs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Same as `loss`, but infinite in evaluation."""
     value = loss(outputs, indices)
-    return value if outputs.requires_grad else Loss(value.sum * float("inf"), value.count)
+    return value if outputs.requires_grad else value * float("inf")
 
 
-def blocking_in_evaluation(outputs: torch.Tensor, indices: torch.Tensor) -> Loss:
+def blocking_in_evaluation(outputs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Same as `loss`, but evaluation calls are recorded and can block.
 
     They are recorded in `evaluated-RANK-PROCESS`; the second one of a process blocks while a file `hold-evaluation`
@@ -136,30 +136,30 @@ def blocking_in_evaluation(outputs: torch.Tensor, indices: torch.Tensor) -> Loss
     return value
 
 
-def infinite_for_sample(outputs: torch.Tensor, indices: torch.Tensor, *, sample: int) -> Loss:
-    """Same as `loss`, but infinite for the microbatch with this sample."""
+def infinite_for_sample(outputs: torch.Tensor, indices: torch.Tensor, *, sample: int) -> torch.Tensor:
+    """Same as `loss`, but infinite for the batch with this sample."""
     value = loss(outputs, indices)
     is_hit = bool((indices == sample).any()) and outputs.requires_grad
-    return Loss(value.sum * float("inf"), value.count) if is_hit else value
+    return value * float("inf") if is_hit else value
 
 
-def infinite_from_call(outputs: torch.Tensor, indices: torch.Tensor, *, call: int) -> Loss:
+def infinite_from_call(outputs: torch.Tensor, indices: torch.Tensor, *, call: int) -> torch.Tensor:
     """Same as `loss`, but infinite from this training call of a process on."""
     value = loss(outputs, indices)
-    return Loss(value.sum * float("inf"), value.count) if outputs.requires_grad and len(_calls) >= call else value
+    return value * float("inf") if outputs.requires_grad and len(_calls) >= call else value
 
 
-def nan_in_evaluation(outputs: torch.Tensor, classes: torch.Tensor) -> Loss:
+def nan_in_evaluation(outputs: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     """Cross entropy, but NaN in evaluation."""
     value = cross_entropy(outputs, classes)
-    return value if outputs.requires_grad else Loss(value.sum * float("nan"), value.count)
+    return value if outputs.requires_grad else value * float("nan")
 
 
-def nan_in_first_evaluation(outputs: torch.Tensor, indices: torch.Tensor) -> Loss:
+def nan_in_first_evaluation(outputs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Same as `loss`, but NaN in the first evaluation."""
     value = loss(outputs, indices)
     is_first = len(_calls) <= FIRST_EPOCH and not outputs.requires_grad
-    return Loss(value.sum * float("nan"), value.count) if is_first else value
+    return value * float("nan") if is_first else value
 
 
 def not_a_splits() -> int:

@@ -1,6 +1,5 @@
-"""Recipes of models with batch norm: the number of microbatches of `auto`, and batches with few samples."""
+"""Recipes of models with batch norm: the number of microbatches of `auto`, and batches with one sample."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -23,35 +22,21 @@ def notes(run: Path) -> str:
 
 
 def test_auto_is_resolved_before_ranks_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, run = train(tmp_path, "a", processes="auto")
+    code, run = train(tmp_path, "a", processes=2)
     assert code == EXIT_DONE
-    assert capsys.readouterr().err.splitlines()[0] == (
-        "microbatches: 1 (auto: the model has batch norm); at most 1 process"
-    )
-    assert read_recipe(run / "recipe.yaml").microbatches == 1
-    assert json.loads((run / "environment.json").read_text(encoding="utf-8"))[0]["processes"] == 1
+    assert capsys.readouterr().err.splitlines()[0] == "microbatches: 8 (auto); at most 8 processes"
+    assert read_recipe(run / "recipe.yaml").microbatches == 8
     assert notes(run) == ""
     assert here("eval", run, cwd=tmp_path) == EXIT_DONE
 
 
 def test_more_processes_are_refused_with_ways_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, run = train(tmp_path, "a", processes=3)
+    code, run = train(tmp_path, "a", "microbatches=2", processes=3)
     err = capsys.readouterr().err
     assert (code, run.exists()) == (EXIT_INPUT, False)
     assert "[E_TOO_MANY_RANKS]" in err
-    for way_out in ("--processes 1;", "microbatches=3 or more", "step.batch_norm=sync"):
+    for way_out in ("--processes 2;", "microbatches=3 or more"):
         assert way_out in err
-
-
-@pytest.mark.slow
-def test_sync_has_as_many_microbatches_as_a_model_without_batch_norm(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, run = train(tmp_path, "a", "step.batch_norm=sync", "data.options.samples=16")
-    assert code == EXIT_DONE
-    assert "microbatches: 8 (auto); at most 8 processes" in capsys.readouterr().err
-    assert read_recipe(run / "recipe.yaml").microbatches == 8
-    assert notes(run) == ""
 
 
 @pytest.mark.parametrize(

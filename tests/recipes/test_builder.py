@@ -12,13 +12,13 @@ from torch import nn
 
 from samestep.config import RunOptions
 from samestep.distributed.world import World
-from samestep.engine.loss import cross_entropy
 from samestep.errors import DataError, RecipeError
 from samestep.recipes.builder import DATA, LOSSES, MODELS, OPTIMIZERS, build, find
 from samestep.recipes.parameter_groups import freeze
 from samestep.recipes.recipe_files import load_recipe
 from samestep.recipes.weights import load_matching
 from samestep.zoo.digits import DigitsNet, load_digits
+from samestep.zoo.losses import cross_entropy
 from samestep.zoo.options import call
 
 # --- weights ---------------------------------------------------------------------------------------------

@@ -159,6 +159,7 @@ def test_layer_decay_gives_equal_weights_on_one_and_three_processes(tmp_path: Pa
     overrides = (
         "data.options.lines=60",
         "epochs=2",
+        "step.reduction=exact",
         "optimizer.layer_decay=0.5",
         "optimizer.decay_norms=false",
         "schedule={name: step, step_epochs: 1, gamma: 0.5}",

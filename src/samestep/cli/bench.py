@@ -41,9 +41,9 @@ def _ways(text: str) -> tuple[str, ...]:
 class Options(JsonOption, DeviceOption, RecipeOptions):
     """Compare the ways to train a recipe on this machine, or numbers of loader processes.
 
-    The ways are one device, nn.DataParallel and DDP on several devices, several microbatches per rank, bf16, compressed
-    gradients, sync batch norm and additional strategies. All are trained, then timed in turn. Ways that cannot run here
-    are listed with the reason.
+    The ways are one device, nn.DataParallel and DDP on several devices, batches in parts, bf16, compressed gradients,
+    the exact reduction, batch norm of each rank, and additional strategies. All are trained, then timed in turn. Ways
+    that cannot run here are listed with the reason.
     """
 
     example: ClassVar = "samestep bench digits --devices 1,2 --layout fsdp --epochs 1 --rounds 2"
@@ -61,8 +61,7 @@ class Options(JsonOption, DeviceOption, RecipeOptions):
         f"ways next to one device and the layouts (default {','.join(WAYS)})", "NAME,...", default=WAYS, type=_ways
     )
     accumulate: tuple[int, ...] | None = option(
-        "microbatches of a rank in a step, each a way with the same batch size (default "
-        f"{','.join(map(str, ACCUMULATE))})",
+        f"parts of a batch, each a way with the same batch size (default {','.join(map(str, ACCUMULATE))})",
         "K,K,...",
         type=integers,
     )

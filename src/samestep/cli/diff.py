@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from samestep.cli.commands import PRELOAD
 from samestep.cli.launch_options import LaunchOptions
 from samestep.cli.options import JsonOption, argument, option, option_conflict, options_of
 from samestep.cli.run_plans import plan_to_replay
 from samestep.config import resolve_mesh
-from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
+from samestep.errors import EXIT_DIFFERS, EXIT_DONE
 from samestep.report_limits import printable
 from samestep.runs import LOOP
 from samestep.units import plural
 
 if TYPE_CHECKING:
     from samestep.tools.replay.diff import Comparison, Replays
-    from samestep.tools.replay.launch import Replayed, ScriptCommand, Subject
+    from samestep.tools.replay.launch import Replayed, Subject
     from samestep.tools.report.run import Run
 
 
@@ -57,9 +57,9 @@ def run(options: Options) -> int:
         replays, finding = _replay(runs, options.step - 1, options.step, options)
     else:
         logs = compare_logs(*runs)
-        has_two_kinds = len({(run.folder / LOOP).is_file() for run in runs}) > 1
-        if logs.recipe or has_two_kinds or options.no_replay:
-            note = "not replayed: --no-replay, different recipes, or a recipe and a script"
+        has_script = any((run.folder / LOOP).is_file() for run in runs)
+        if logs.recipe or has_script or options.no_replay:
+            note = "not replayed: --no-replay, different recipes, or the run of a script"
         elif logs.first_different is not None:
             replays, finding = _replay(runs, logs.last_equal, logs.first_different, options)
     equal = finding is None if logs is None else logs.first_different is None and logs.compared > 0
@@ -108,7 +108,7 @@ def _replay(runs: list[Run], after: int, step: int, options: Options) -> Replays
             raise no_checksum(f"{run.folder} has no checksum up to step {step}")
         subjects.append(_subject(run, min(after, logged - 1), step, options))
     replay_options = options_of(ReplayOptions, options, preload=PRELOAD, environment=options.environment)
-    return replay_and_compare(subjects, after, step, replay_options, options.note)
+    return replay_and_compare(subjects, step, replay_options, options.note)
 
 
 def _subject(run: Run, begin: int, step: int, options: Options) -> Subject:
@@ -119,32 +119,8 @@ def _subject(run: Run, begin: int, step: int, options: Options) -> Subject:
     start = starts[-1] if starts else {}
     processes = start.get("processes", 1)
     is_chosen = options.processes is not None or options.devices is not None
-    if (run.folder / LOOP).is_file():
-        command = _script_command(run, start, options)
-        if is_chosen:
-            processes = options.process_range()[1]
-        return Subject(run.folder, command, None, begin, processes, run.events.checksums)
     plan = plan_to_replay(run.folder, begin, trust=options.trust)
     if is_chosen:
         processes = options.process_range(plan.recipe)[1]
     resolve_mesh(plan.recipe.strategy, processes, plan.recipe.microbatch_count)
-    return Subject(run.folder, plan.recipe, plan.checkpoint, plan.step, processes, run.events.checksums)
-
-
-def _script_command(run: Run, start: Mapping[str, Any], options: Options) -> ScriptCommand:
-    """Return the command of a start, if it is known, trusted, and can be started again."""
-    from samestep.tools.replay.launch import ScriptCommand
-
-    if options.device != "auto":
-        raise option_conflict("--device with the run of a script")
-    script, values, folder = (start.get(key) for key in ("script", "arguments", "directory"))
-    is_known = start.get("started_as") != "function" and isinstance(values, list)
-    if not (is_known and isinstance(script, str) and isinstance(folder, str) and Path(folder, script).is_file()):
-        expected = "a script that `samestep run SCRIPT`, python or torchrun started, with its file in place"
-        fix = "samestep verify SCRIPT -- ARGUMENTS computes and compares steps"
-        raise InputError(f"{run.folder} cannot be started again", expected, fix, code="E_SCRIPT")
-    if not options.trust:
-        expected = "--trust: a replay executes the script that the run directory names"
-        fix = "read the script, then repeat the command with --trust"
-        raise InputError(f"{run.folder} is the run of {Path(folder, script)}", expected, fix, code="E_UNTRUSTED")
-    return ScriptCommand(Path(script), tuple(map(str, values or ())), Path(folder))
+    return Subject(run.folder, plan.recipe, plan.checkpoint, processes, run.events.checksums)

@@ -52,7 +52,7 @@ def run(options: Options) -> int:
 
     def make_plan(restarts: int = 0) -> RunPlan:
         plan = _plan(options)
-        recipe, _ = with_microbatches(plan.recipe, is_rank=options.rendezvous is not None)
+        recipe, _ = with_microbatches(plan.recipe)
         return replace(plan, recipe=recipe)
 
     if options.rendezvous is not None:

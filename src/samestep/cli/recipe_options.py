@@ -8,19 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from samestep.cli.commands import PRELOAD
 from samestep.cli.launch_options import parse_process_count
 from samestep.cli.options import SetOption, argument, integers, option, option_conflict, require_file
 from samestep.config import MeshConfig, Recipe, StrategyConfig
 from samestep.config.strategy import AXES, StrategyName
 from samestep.errors import InputError
-from samestep.launcher.launch import launch
-from samestep.launcher.pickling import ByName
 from samestep.recipes.recipe_files import load_recipe, shipped_recipes
 from samestep.units import plural
 
-# Data whose modules import torchvision: once for the worker that builds the model, and for the ranks.
-_DATA_OF_TORCHVISION = ("images", "image_list", "hub_images", "stream_images")
 _RECIPES = ", ".join(shipped_recipes())
 # Options without a meaning for a script.
 _OF_RECIPES = ("overrides", "strategy", "mesh", "shares", "per_device_batch_size", "accumulate", "workers")
@@ -83,30 +78,32 @@ class StrategyOptions:
 class BatchOptions:
     """Batch size by process."""
 
-    per_device_batch_size: int | None = option("samples of each microbatch: sets batch_size of the run", "N")
-    accumulate: int | None = option("set microbatches to K times --processes: K microbatches of each process", "K")
+    per_device_batch_size: int | None = option("samples of each process and part: sets batch_size of the run", "N")
+    accumulate: int | None = option("parts of each batch, computed one after another", "K")
 
     def batch_overrides(self, overrides: Sequence[str], processes: str) -> list[str]:
         """Return overrides of a recipe with those of these options.
 
-        Each process has `accumulate` microbatches, of `per_device_batch_size` samples if this is set. Without
-        `--accumulate`, it has one microbatch, unless the overrides set `microbatches`.
+        A batch has `per_device_batch_size` samples for each process and each of `accumulate` parts.
         """
-        options = {"batch_size": self.per_device_batch_size, "microbatches": self.accumulate}
+        options = {"batch_size": self.per_device_batch_size, "accumulate": self.accumulate}
         options = {key: value for key, value in options.items() if value is not None}
-        if not options:
-            return list(overrides)
-        others = [f"--processes {processes}"] if not processes.isdigit() else []  # must not depend on the machine
+        sizes = self.per_device_batch_size is not None
+        others = []
+        if sizes and not processes.isdigit():  # must not depend on the machine
+            others += [f"--processes {processes}"]
         others += [f"--set {override}" for override in overrides if override.partition("=")[0] in options]
         if others:
             expected = "a number of processes, and one option for a key"
             value = f"--per-device-batch-size or --accumulate with {others[0]}"
             raise InputError(value, expected, "--processes 2, or --set instead", code="E_BATCH_SIZE")
-        microbatches = parse_process_count(processes) * (self.accumulate or 1)
-        sizes = []
+        own = list(overrides)
+        if self.accumulate is not None:
+            own.append(f"accumulate={self.accumulate}")
         if self.per_device_batch_size is not None:
-            sizes = [f"batch_size={self.per_device_batch_size * microbatches}"]
-        return [f"microbatches={microbatches}", *overrides, *sizes]
+            samples = self.per_device_batch_size * parse_process_count(processes) * (self.accumulate or 1)
+            own.append(f"batch_size={samples}")
+        return own
 
 
 def parse_strategy(text: str) -> StrategyConfig:
@@ -127,30 +124,14 @@ def _parse_mesh(text: str, option: str) -> dict[str, int]:
     return sizes
 
 
-def with_microbatches(recipe: Recipe, *, is_rank: bool = False) -> tuple[Recipe, str | None]:
-    """Return the recipe with a number in place of `microbatches: auto`, and a line of text about the number.
-
-    The number is a function of the recipe alone. The model is built only if the number depends on batch norm: in a
-    worker process, or here if this process `is_rank`.
-    """
+def with_microbatches(recipe: Recipe) -> tuple[Recipe, str | None]:
+    """Return the recipe with a number in place of `microbatches: auto`, and a line of text about the number."""
     if recipe.microbatches != "auto":
         return recipe, None
-    resolved, reason = recipe.with_microbatches(False), "auto"
-    if recipe.with_microbatches(True) != resolved:
-        if is_rank:
-            from samestep.recipes.builder import has_batch_norm  # imports torch
-
-            has_norm = has_batch_norm(recipe)
-        else:
-            uses_torchvision = recipe.data.name in _DATA_OF_TORCHVISION
-            modules = (*PRELOAD, "samestep.zoo.images.transforms") if uses_torchvision else PRELOAD
-            function = ByName("samestep.recipes.builder", "has_batch_norm")
-            has_norm = launch(function, recipe, processes=1, preload=modules)
-        resolved = recipe.with_microbatches(has_norm)
-        reason = f"auto: the model has {'' if has_norm else 'no '}batch norm"
+    resolved = recipe.with_microbatches()
     count = resolved.microbatch_count
     processes = plural(count * recipe.strategy.ranks_per_model, "process")
-    return resolved, f"microbatches: {count} ({reason}); at most {processes}"
+    return resolved, f"microbatches: {count} (auto); at most {processes}"
 
 
 def load_resolved(name: str, overrides: Sequence[str], report: Callable[[str], None]) -> Recipe:

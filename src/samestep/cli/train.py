@@ -22,19 +22,21 @@ from samestep.runs import require_run_name
 
 @dataclass(frozen=True, kw_only=True)
 class Options(TrainingOptions, BatchOptions, RecipeOptions):
-    """Train a recipe on any number of processes, with the same result."""
+    """Train a recipe on any number of processes, with the same result: to rounding, or with --exact to the bit."""
 
     example: ClassVar = "samestep train digits --processes 2 --set epochs=5 --name first"
     group: ClassVar = "output"
 
     name: str | None = option("name of the run (default: recipe, date and time)")
+    exact: bool = option("the same bits on every number of processes: step.reduction=exact", default=False)
     or_resume: bool = option("resume the run of this --name if it exists", default=False)
     runs: Path = option("folder of runs (default runs)", "DIR", default=Path("runs"))
 
     @property
     def all_overrides(self) -> list[str]:
         """Overrides of the recipe, without those of the batch."""
-        return [*self.strategy_overrides(), *self.overrides]
+        exact = ["step.reduction=exact"] if self.exact else []
+        return [*self.strategy_overrides(), *exact, *self.overrides]
 
 
 def run(options: Options) -> int:
@@ -74,7 +76,7 @@ class NewRun:
             return plan
         overrides = options.batch_overrides(options.all_overrides, options.size)
         recipe = options.with_microbatches(load_recipe(options.recipe, overrides))
-        if options.per_device_batch_size is not None or options.accumulate is not None:
+        if options.per_device_batch_size is not None:
             require_enough_microbatches(recipe.microbatch_count, int(options.size))
         folder = options.runs / (options.name or timed_name(options.runs, Path(options.recipe).stem))
         self._create(folder)

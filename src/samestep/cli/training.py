@@ -18,7 +18,7 @@ from samestep.cli.run_plans import RunPlan
 from samestep.config import DEFAULT_CHECKSUM_EVERY, DEFAULT_KEEP, LOGGERS, Recipe, RunOptions
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.logging import logger
-from samestep.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, NonFiniteError, WitnessError
+from samestep.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, NonFiniteError
 from samestep.launcher.failure import E_DISK_HANG, RankError
 from samestep.launcher.launch import LaunchConfig, LaunchResult
 from samestep.loggers.logger import format_metric
@@ -46,14 +46,12 @@ class CheckOptions:
 
     group: ClassVar = "checks and logging (results do not depend on these options)"
 
-    check_every: int | None = option("steps between comparisons of the ranks' weights", "STEPS")
     checksum_every: int = option(
         f"steps between checksums of the state (default {DEFAULT_CHECKSUM_EVERY}; 0: none)",
         "STEPS",
         default=DEFAULT_CHECKSUM_EVERY,
         type=count,
     )
-    witness_every: int | None = option("steps between repeated microbatches, on other ranks, to compare bits", "STEPS")
     loggers: tuple[str, ...] = option(
         f"loggers of metrics and events: {', '.join(LOGGERS)} (default {','.join(RunOptions.loggers)})",
         "NAME,...",
@@ -79,7 +77,7 @@ class TrainingOptions(JsonOption, FaultOptions, CheckOptions, CheckpointOptions,
 
     def with_microbatches(self, recipe: Recipe) -> Recipe:
         """Return the recipe with a number of microbatches, and print the choice of `auto`."""
-        resolved, text = with_microbatches(recipe, is_rank=self.rendezvous is not None)
+        resolved, text = with_microbatches(recipe)
         if text is not None and not self.json:
             logger.info(text)
         return resolved
@@ -122,8 +120,7 @@ def _launch(options: TrainingOptions, plan: RunPlan) -> int:
             processes, attempt, log_dir=folder / "logs", first_step=first_step, newest_step=newest_step
         )
     except RankError as error:
-        # To read the folder could take without end; and the newest checkpoint can contain wrong values.
-        if error.failure.code in (E_DISK_HANG, WitnessError.default_code):
+        if error.failure.code == E_DISK_HANG:  # to read the folder could take without end
             raise
         steps = CheckpointFolder(folder / "checkpoints").steps()
         hint = f"after the fix, resume with: {_command('resume', folder)}" if steps else ""

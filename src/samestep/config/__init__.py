@@ -17,6 +17,7 @@ from samestep.config.recipe import (
     OptimizerConfig,
     Precision,
     Recipe,
+    RecipeStep,
     Reduction,
     RunOptions,
     SampleOrder,

@@ -13,7 +13,6 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from samestep.config.strategy import StrategyConfig
 from samestep.config.validation import Constrained, require
-from samestep.microbatches import auto_microbatches
 
 BadSamples = Literal["stop", "skip"]
 SampleOrder = Literal["auto", "shuffled", "keyed"]
@@ -28,6 +27,7 @@ DEFAULT_CHECKSUM_EVERY = 10
 DEFAULT_KEEP = 2
 DEFAULT_PREFETCH = 2  # the default of torch's DataLoader
 _MAX_WORKERS = 8
+_MAX_MICROBATCHES = 8  # ranks at most, without a number in the recipe
 # Options of optimizers that are numbers, in torch and in libraries.
 _OPTIMIZER_NUMBERS = ("lr", "momentum", "weight_decay", "eps", "dampening", "alpha", "rho", "lr_decay", "lambd")
 
@@ -232,6 +232,51 @@ class StepConfig(Constrained):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecipeStep(Constrained):
+    """Inputs of a step of a recipe in addition to model, loss, data and optimizer.
+
+    Attributes:
+        seed: seed of every random state (steps, samples, order, initial weights).
+        reduction: `fast` adds gradients in the order of the backend: equal to one process to rounding; `exact` adds
+            those of microbatches in one canonical tree: the same bits for every number of ranks.
+        batch_norm: statistics of the whole batch (`global`), or of the rows of each rank (`local`): then results depend
+            on the number of ranks.
+        clip_norm: maximum of the global 2-norm of the gradient, or None for no clipping.
+        non_finite: reaction to a non-finite loss or gradient: `stop` the run, or `skip` the update (parameters,
+            optimizer and buffers stay unchanged; the step still counts).
+        precision: `fp32`, or autocast to `bf16` or `fp16` (the latter with a gradient scaler).
+        threads: intra-operation threads of a rank; a different number changes bits.
+        tf32: allow matrix products in float32 on GPUs to round inputs to TensorFloat-32 (10 bits of mantissa).
+        channels_last: store weights and inputs of convolutions in channels-last format.
+        compile: compile the model's forward with `torch.compile`.
+        recompute: shell patterns of module names (`blocks.*`) with activation checkpointing: backward computes the
+            activations again; less memory, more time (Chen et al., "Training Deep Nets with Sublinear Memory Cost",
+            2016).
+        tensor_slices: number of slices into which the modules of `tensor_plan` divide their matrix products on any
+            number of ranks; a multiple of the tensor axis; 1 for the size of the tensor axis, with results that depend
+            on it by rounding.
+        tensor_plan: shell patterns of module names, with the division of each product; empty for the plan of the
+            model. Without slices, no effect.
+    """
+
+    key_prefix: ClassVar[str] = "step."
+
+    seed: Annotated[int, Ge(0), Lt(2**64)] = 0
+    reduction: Reduction = "fast"
+    batch_norm: Literal["global", "local"] = "global"
+    clip_norm: Annotated[float, Gt(0)] | None = None
+    non_finite: Literal["stop", "skip"] = "stop"
+    precision: Precision = "fp32"
+    threads: Annotated[int, Ge(1), Le(1024)] = 1
+    tf32: bool = False
+    channels_last: bool = False
+    compile: bool = False
+    recompute: tuple[str, ...] = ()
+    tensor_slices: Annotated[int, Ge(1), Le(1024)] = 1
+    tensor_plan: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe(Constrained):
     """Every input of the mathematics of a run, without any property of the machine.
 
@@ -244,8 +289,9 @@ class Recipe(Constrained):
         schedule: learning rate over the steps.
         ema: moving average of the weights for evaluation, if any.
         batch_size: samples of one optimizer step over all ranks.
-        microbatches: fixed slices of a global batch; the largest useful number of ranks. `auto` is 8, or fewer for a
-            small batch and for batch norm by microbatch; the recipe of a run contains the number.
+        accumulate: parts of a batch that are computed one after another before the step; it bounds memory.
+        microbatches: fixed slices of a batch, of which each rank computes some; the largest number of ranks. `auto` is
+            8, or fewer for a small batch; the recipe of a run contains the number.
         epochs: passes over the training split.
         step: options of a step.
         metrics: metrics that evaluation computes in addition to the loss.
@@ -266,9 +312,10 @@ class Recipe(Constrained):
     best_by: str | None = None
     best_mode: Literal["min", "max"] | None = None
     batch_size: Annotated[int, Ge(1), Le(1 << 30)]
+    accumulate: Annotated[int, Ge(1)] = 1
     microbatches: Annotated[int, Ge(1)] | Literal["auto"] = "auto"
     epochs: Annotated[int, Ge(1), Le(1_000_000)]
-    step: StepConfig = field(default_factory=StepConfig)
+    step: RecipeStep = field(default_factory=RecipeStep)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
 
     def __post_init__(self) -> None:
@@ -278,6 +325,13 @@ class Recipe(Constrained):
             f"batch_size is {self.batch_size} but there are {self.microbatches} microbatches, so some would be empty",
             "batch_size >= microbatches (batch_size counts the samples of all ranks together)",
             f"set batch_size: {self.microbatches} or more, or microbatches: {self.batch_size} or fewer",
+            code="E_BATCH_SIZE",
+        )
+        require(
+            self.batch_size >= self.accumulate,
+            f"batch_size is {self.batch_size} but accumulate is {self.accumulate}, so some parts would be empty",
+            "batch_size >= accumulate",
+            f"set accumulate: {self.batch_size} or less",
             code="E_BATCH_SIZE",
         )
         require(
@@ -301,16 +355,11 @@ class Recipe(Constrained):
         assert self.microbatches != "auto", "with_microbatches() comes first"
         return self.microbatches
 
-    def with_microbatches(self, has_batch_norm: bool) -> Recipe:
-        """Return the recipe with a number of microbatches in place of `auto`.
-
-        Args:
-            has_batch_norm: whether the model has layers that use statistics of the batch.
-        """
+    def with_microbatches(self) -> Recipe:
+        """Return the recipe with a number of microbatches in place of `auto`."""
         if self.microbatches != "auto":
             return self
-        by_microbatch = has_batch_norm and self.step.batch_norm == "microbatch"
-        return replace(self, microbatches=auto_microbatches(self.batch_size, batch_norm=by_microbatch))
+        return replace(self, microbatches=min(self.batch_size, _MAX_MICROBATCHES))
 
 
 def _is_finite(value: Any) -> bool:
@@ -333,9 +382,7 @@ class RunOptions(Constrained):
         max_lost_work: limit in seconds for the work that a kill can cost, or None. Sets the checkpoint interval.
         keep: number of newest checkpoints that are kept, in addition to the best; None for that of the last start, or
             `DEFAULT_KEEP` in a new run.
-        check_every: optimizer steps between consistency checks of all ranks, or None for no checks.
         checksum_every: optimizer steps between logged checksums of the state, or 0 for none.
-        witness_every: optimizer steps between steps in which a second rank repeats a microbatch of each rank, or None.
         loggers: names of the loggers of metrics and events, some of `LOGGERS`.
         quiet: print only the summary, no progress.
     """
@@ -345,9 +392,7 @@ class RunOptions(Constrained):
     checkpoint_every: Annotated[int, Ge(1)] | None = None
     max_lost_work: Annotated[float, Gt(0), Lt(math.inf)] | None = None
     keep: Annotated[int, Ge(1)] | None = None
-    check_every: Annotated[int, Ge(1)] | None = None
     checksum_every: Annotated[int, Ge(0)] = DEFAULT_CHECKSUM_EVERY
-    witness_every: Annotated[int, Ge(1)] | None = None
     loggers: tuple[str, ...] = ("jsonl", "tensorboard", "progress")
     quiet: bool = False
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, field
 from functools import cache, lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -23,7 +23,8 @@ from samestep.engine.buffer_rules import buffers_of
 from samestep.microbatches import Cursor
 
 if TYPE_CHECKING:
-    from samestep.engine.engine import Engine
+    from samestep.distributed.world import World
+    from samestep.strategies.local_parameters import LocalParameters
 
 # Words of a block: the size of a core's cache. A GPU computes several blocks at once.
 _BLOCK, _GPU_BLOCKS = 2**16, 2**6
@@ -195,6 +196,18 @@ def _weights(device: torch.device) -> torch.Tensor:
     return weights.to(device)
 
 
+class Trained(Protocol):
+    """A loop that trains a model."""
+
+    steps: int
+    world: World
+    local_parameters: LocalParameters
+
+    @property
+    def training(self) -> Training:
+        """The objects with state."""
+
+
 @dataclass
 class StateParts:
     """Contribution of one rank to the checksum of a state.
@@ -208,7 +221,7 @@ class StateParts:
     values: dict[str, str] = field(default_factory=dict)
 
 
-def state_checksum(engine: Engine, cursor: Cursor) -> int | None:
+def state_checksum(engine: Trained, cursor: Cursor) -> int | None:
     """Return 64 bits that depend on every bit of the state of `engine`; None on ranks other than 0 unless divided.
 
     The state consists of parameters, persistent buffers, state and groups of the optimizer, moving average, state
@@ -230,7 +243,7 @@ def state_checksum(engine: Engine, cursor: Cursor) -> int | None:
     return int(total) % MODULUS
 
 
-def checksum_event(engine: Engine, cursor: Cursor) -> dict[str, Any]:
+def checksum_event(engine: Trained, cursor: Cursor) -> dict[str, Any]:
     """Return the fields of an event with the checksum of the state, in hexadecimal digits; collective as the checksum.
 
     On ranks other than 0, which log nothing, the checksum may be missing.
@@ -239,7 +252,7 @@ def checksum_event(engine: Engine, cursor: Cursor) -> dict[str, Any]:
     return {"step": engine.steps, "checksum": f"{value:016x}"} if value is not None else {}
 
 
-def checksums_by_name(engine: Engine, cursor: Cursor) -> dict[str, str]:
+def checksums_by_name(engine: Trained, cursor: Cursor) -> dict[str, str]:
     """Return the contribution of each tensor and value to the checksum, in hexadecimal digits; a collective."""
     parts, world = state_parts(engine, cursor), engine.world
     local = {name: int(sum_of_parts({name: part}, torch.device("cpu"))) for name, part in parts.tensors.items()}
@@ -251,7 +264,7 @@ def checksums_by_name(engine: Engine, cursor: Cursor) -> dict[str, str]:
     return {name: f"{value:016x}" for name, value in total.items()}
 
 
-def state_parts(engine: Engine, cursor: Cursor) -> StateParts:
+def state_parts(engine: Trained, cursor: Cursor) -> StateParts:
     """Return the contribution of this rank to the checksum: each element of the state is on one rank."""
     result, training, world = StateParts(), engine.training, engine.world
     for name, kind, value in _values_of_parameters(training):

@@ -100,6 +100,9 @@ class ProcessState:
     source_files: SourceFiles = field(default_factory=SourceFiles)  # the user's modules of this process
     # Callbacks of every engine of this process, for `samestep verify` and `samestep profile`.
     callbacks: list[Callback] = field(default_factory=list)
+    on_world: list[Callable[[World], None]] = field(
+        default_factory=list
+    )  # called with each world that this process enters
     is_experiment: bool = False  # `samestep verify`, `profile` and `diff`: scripts write no run directory
     is_script: bool = False  # the launched function is a script, which can be started again
     replayed: ReplayedFolder | None = None  # set under `samestep diff`

@@ -71,8 +71,12 @@ class CountMetric(ABC):
         counts = self.count(outputs, targets, targets != self.ignore_index, channels)
         self.counts = counts if self.counts is None else self.counts + counts
 
-    def compute(self, world: World) -> float:
-        """Return the value over the counts of all ranks, NaN without any, and reset the counts. A collective."""
+    def compute(self, world: World | None = None) -> float:
+        """Return the value over all counts, or those of all ranks of a world; NaN without any. Reset the counts."""
+        if world is None:
+            whole = self.counts
+            self.reset()
+            return math.nan if whole is None else self.value(whole)
         sizes = [] if self.counts is None else list(self.counts.shape)
         shape = max(gather_numbers(world, [*sizes, 0, 0][:2]))
         if not any(shape):

@@ -44,8 +44,8 @@ class Metric(Protocol):
     def update(self, outputs: Any, targets: Any) -> None:
         """Add one microbatch."""
 
-    def compute(self, world: World) -> float:
-        """Return the value over all ranks, and reset the counts. A collective."""
+    def compute(self, world: World | None = None) -> float:
+        """Return the value, over all ranks of a world if there is one, and reset the counts."""
 
     def reset(self) -> None:
         """Reset the counts."""

@@ -1,4 +1,4 @@
-"""Names of datasets, models, losses and optimizers, and construction of the engine, loaders and metrics of a recipe.
+"""Names of datasets, models, losses and optimizers, and construction of the driver, loaders and metrics of a recipe.
 
 A component that is missing or invalid raises `InputError`, mostly `RecipeError`.
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -32,24 +31,27 @@ from samestep.config import (
 )
 from samestep.config.key_suggestions import suggest
 from samestep.config.validation import require
-from samestep.data.loader import Loader
 from samestep.distributed.resources import usable_processors
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
-from samestep.engine.batch_norm_checks import FewSamplesWarning, uses_batch_statistics
-from samestep.engine.corruption_witness import Witness
-from samestep.engine.engine import Engine
+from samestep.engine.batch_norm_checks import uses_batch_statistics
 from samestep.engine.learning_rate import scale_rates
-from samestep.engine.loss import LossFunction
-from samestep.engine.multi_loss import MultiLoss
 from samestep.errors import RecipeError
+from samestep.global_view import parallel, world_of_process
 from samestep.launcher.job import process_state
+from samestep.loading import loader
 from samestep.metrics.counts import CountMetric
 from samestep.metrics.metrics import LossMetric, build_metrics
+from samestep.recipes.driver import Driver
+from samestep.recipes.loss import LossFunction, RecipeLoss
+from samestep.recipes.model_options import transform_model
 from samestep.recipes.parameter_groups import apply_layer_decay, freeze, parameter_groups, set_training_mode
 from samestep.recipes.recipe_files import DatasetInfo
+from samestep.recipes.samples import IndexedCollate, indexed
+from samestep.recipes.training import EpochData
 from samestep.recipes.weights import check_same_weights, load_matching
 from samestep.session import start
+from samestep.strategies.local_parameters import LocalParameters
 from samestep.zoo.model_libraries import find_in_library, torchvision_model, torchvision_names
 from samestep.zoo.options import call, takes, unknown_option
 from samestep.zoo.sample_cache import SampleCache
@@ -83,10 +85,10 @@ MODELS = {
     "unet_3d": "samestep.zoo.segmentation.unet:unet_3d",
 }
 LOSSES = {
-    "cross_entropy": "samestep.engine.loss:cross_entropy",
-    "bce_with_logits": "samestep.zoo.segmentation.losses:bce_with_logits",
-    "dice_loss": "samestep.zoo.segmentation.losses:dice_loss",
-    "dice_plus": "samestep.zoo.segmentation.losses:DicePlus",
+    "cross_entropy": "samestep.zoo.losses:cross_entropy",
+    "bce_with_logits": "samestep.zoo.losses:bce_with_logits",
+    "dice_loss": "samestep.zoo.losses:dice_loss",
+    "dice_plus": "samestep.zoo.losses:dice_plus",
 }
 # Functions from the class names and the options of the data to a `samestep.zoo.splits.Task`.
 TASKS: dict[str, str] = {
@@ -145,13 +147,17 @@ def _unknown(problem: str, fix: str, expected: str = "package.module:attribute")
     return RecipeError(problem, expected=expected, fix=fix, code="E_UNKNOWN_NAME")
 
 
+# Names of the scalars of a loss beside `loss`, as far as they are known before the first batch.
+_PARTS = {"dice_plus": ("pixel", "dice")}
+
+
 @dataclass(frozen=True)
 class Built:
     """Objects of a recipe."""
 
-    engine: Engine
-    train: Loader
-    evaluation: Loader
+    driver: Driver
+    train: EpochData
+    evaluation: EpochData
     metrics: list[CountMetric | LossMetric]
     notes: tuple[str, ...]  # for the user, such as frozen parameters or a scaled learning rate
     dataset_info: DatasetInfo  # facts of the data that the model depends on
@@ -159,57 +165,76 @@ class Built:
     cache: SampleCache | None  # cache of the samples, if the recipe has one
     cache_note: str  # announcement of the cache on rank 0; otherwise empty
     loss: NamedConfig  # with the foreground weight as a number
+    workers: int  # loader processes of a rank
 
 
-def start_world(recipe: Recipe, options: RunOptions) -> AbstractContextManager[World]:
-    """Return the context manager of the world of a recipe."""
-    config, strategy = recipe.step, recipe.strategy
-    return start(device=options.device, reduction=config.reduction, threads=config.threads, strategy=strategy)
+@contextmanager
+def start_world(recipe: Recipe, options: RunOptions) -> Iterator[World]:
+    """Join the other ranks, which divide the calls of models given to `samestep.parallel`, and yield the world."""
+    config = recipe.step
+    session = start(device=options.device, reduction=config.reduction, threads=config.threads, strategy=recipe.strategy)
+    with session as world, world_of_process(world, config.reduction):
+        yield world
 
 
 def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
-    """Return the objects of a recipe. A collective operation."""
+    """Return the objects of a recipe, in the world of `start_world`. A collective operation."""
+    recipe = recipe.with_microbatches()
     splits = _splits(recipe.data)
     cache, cache_note = _open_cache(recipe.data, splits, world)
-    ignore_index = recipe.loss.options.get("ignore_index", -100)
-    metrics = build_metrics(recipe.metrics, len(splits.classes), ignore_index=ignore_index)
+    loss_config, weight_notes = resolve_foreground_weight(recipe.loss, splits, recipe.data.bad_samples, world)
+    loss = RecipeLoss(_loss(loss_config))
+    _require_best(recipe)
+    metrics = build_metrics(recipe.metrics, len(splits.classes), ignore_index=loss.ignore_index)
     receives_weights = recipe.strategy.meta and world.mesh_shape.shard > 1
     with torch.device("meta") if receives_weights and not world.is_main else nullcontext():
         model, notes = build_model(recipe, splits.classes, splits.model_options)
     if recipe.model.pretrained is not None and not receives_weights:
         check_same_weights(model, world)
-    train, evaluation = _loaders(recipe, options, splits, world, has_batch_norm=uses_batch_statistics(model))
-    if train.samples < len(splits.train) and not recipe.data.drop_last:
+    workers = _workers(recipe, options, splits, world)
+    has_norm = uses_batch_statistics(model)
+    train, evaluation = _loaders(recipe, splits, workers, has_batch_norm=has_norm)
+    if train.batches.samples_of(0) < len(splits.train) and not recipe.data.drop_last:
         notes += ("the last batch of an epoch has 1 sample, too few for batch norm, and is left out",)
+    model = _parallel_model(model, recipe, world)
     optimizer = _optimizer(recipe.optimizer, model)
     notes += scale_rates(optimizer, recipe.batch_size, recipe.learning_rate)
     notes += apply_layer_decay(optimizer, recipe.optimizer)
-    scheduler = LambdaLR(optimizer, schedule_factor(recipe.schedule, len(train), recipe.epochs))
-    loss_config, weight_notes = resolve_foreground_weight(recipe.loss, splits, recipe.data.bad_samples, world)
-    notes += weight_notes
-    loss = _loss(loss_config)
-    _require_best(recipe, loss)
-    warnings.filterwarnings("ignore", category=FewSamplesWarning)  # training logs a note
-    engine = Engine(
+    scheduler = LambdaLR(optimizer, schedule_factor(recipe.schedule, len(train.batches), recipe.epochs))
+    driver = Driver(
         model,
         optimizer,
         loss,
         world=world,
+        recipe=recipe,
         scheduler=scheduler,
-        scheduler_interval="step",
-        config=recipe.step,
-        check_every=options.check_every,
-        callbacks=[Witness(options.witness_every)] if options.witness_every is not None else [],
-        ema=recipe.ema.decay if recipe.ema is not None else None,
+        parameters=LocalParameters(model, world, {}),
+        prepare=splits.prepare,
     )
     info = DatasetInfo(splits.classes, splits.model_options)
-    return Built(engine, train, evaluation, metrics, notes, info, splits.facts, cache, cache_note, loss_config)
+    notes += weight_notes
+    return Built(driver, train, evaluation, metrics, notes, info, splits.facts, cache, cache_note, loss_config, workers)
 
 
-def _require_best(recipe: Recipe, loss: LossFunction | MultiLoss) -> None:
-    """Require that evaluation computes the value that selects the best checkpoint."""
-    terms = loss.terms if isinstance(loss, MultiLoss) else ()
-    names = ["loss", *recipe.metrics, *(f"loss_{term.name}" for term in terms)]
+def _parallel_model(model: torch.nn.Module, recipe: Recipe, world: World) -> torch.nn.Module:
+    """Return the model on the device of this rank, with calls that ranks divide."""
+    config = recipe.step
+    model.to(world.device)
+    transform_model(model, config, world.device)
+    return parallel(
+        model,
+        strategy=recipe.strategy,
+        reduction=config.reduction,
+        batch_norm=config.batch_norm,
+        microbatches=recipe.microbatch_count,
+    )
+
+
+def _require_best(recipe: Recipe) -> None:
+    """Require that evaluation computes the value that selects the best checkpoint, as far as its names are known."""
+    if recipe.loss.name not in LOSSES:
+        return
+    names = ["loss", *recipe.metrics, *(f"loss_{name}" for name in _PARTS.get(recipe.loss.name, ()))]
     require(
         recipe.best_by is None or recipe.best_by in names,
         f"best_by is {recipe.best_by}, which evaluation does not compute",
@@ -217,18 +242,6 @@ def _require_best(recipe: Recipe, loss: LossFunction | MultiLoss) -> None:
         "correct best_by, or leave it out",
         code="E_METRIC",
     )
-
-
-def has_batch_norm(recipe: Recipe) -> bool:
-    """Return whether the model of a recipe has layers that use statistics of the batch in training."""
-    splits = _splits(recipe.data)
-    recipe = replace(recipe, model=replace(recipe.model, pretrained=None))
-    try:
-        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
-            model, _ = build_model(recipe, splits.classes, splits.model_options)
-    except (RuntimeError, RecipeError):  # a model that reads values while it is built; `call` converts its errors
-        model, _ = build_model(recipe, splits.classes, splits.model_options)
-    return uses_batch_statistics(model)
 
 
 def _splits(config: NamedConfig) -> Splits:
@@ -290,40 +303,36 @@ def build_model(
     return model, tuple(notes)
 
 
-def _loaders(
-    recipe: Recipe, options: RunOptions, splits: Splits, world: World, *, has_batch_norm: bool
-) -> tuple[Loader, Loader]:
-    workers = options.workers
-    if workers is None:
-        workers = default_workers(usable_processors(), world.size) if splits.reads_files else 0
-    loader = partial(
-        Loader,
-        batch_size=recipe.batch_size,
-        microbatches=recipe.with_microbatches(has_batch_norm).microbatch_count,
-        world=world,
-        seed=recipe.step.seed,
-        num_workers=workers,
-        persistent_workers=True,
-        bad_samples=recipe.data.bad_samples,
-        count_tokens=splits.count_tokens,
-        prepare=splits.prepare,
-    )
+def _workers(recipe: Recipe, options: RunOptions, splits: Splits, world: World) -> int:
+    if options.workers is not None:
+        return options.workers
+    return default_workers(usable_processors(), world.size) if splits.reads_files else 0
+
+
+def _loaders(recipe: Recipe, splits: Splits, workers: int, *, has_batch_norm: bool) -> tuple[EpochData, EpochData]:
+    skips = recipe.data.bad_samples == "skip"
     # Batch norm has no variance of one sample.
     samples = len(splits.train)
     is_single = has_batch_norm and samples % recipe.batch_size == 1 < samples
+    options: dict[str, Any] = {"seed": recipe.step.seed, "num_workers": workers, "persistent_workers": workers > 0}
     train = loader(
-        splits.train,
+        indexed(splits.train, skips=skips),
+        batch_size=recipe.batch_size,
         shuffle=True,
         order=recipe.data.order,
-        collate_fn=splits.train_collate or splits.collate,
+        collate_fn=IndexedCollate(splits.train_collate or splits.collate),
         lengths=splits.train_lengths,
         drop_last=recipe.data.drop_last or is_single,
-        keeps_microbatch_size=has_batch_norm and recipe.step.batch_norm == "microbatch",
+        **options,
     )
     evaluation = loader(
-        splits.evaluation, collate_fn=splits.collate, lengths=splits.evaluation_lengths, keeps_microbatch_size=False
+        indexed(splits.evaluation, skips=skips),
+        batch_size=recipe.batch_size,
+        collate_fn=IndexedCollate(splits.collate),
+        lengths=splits.evaluation_lengths,
+        **options,
     )
-    return train, evaluation
+    return EpochData(train, splits.count_tokens), EpochData(evaluation)
 
 
 def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -338,7 +347,7 @@ def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.O
     return optimizer
 
 
-def _loss(config: NamedConfig) -> LossFunction | MultiLoss:
+def _loss(config: NamedConfig) -> LossFunction:
     function, options = find(config.name, LOSSES, "loss"), config.options
     if function.__module__.startswith("torch.nn."):  # the weights of PyTorch's losses are tensors
         options = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in options.items()}

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from samestep.checkpoint.contents import validator_of
 from samestep.checkpoint.files import write_atomically
-from samestep.config import Recipe, StepConfig
+from samestep.config import Recipe, RecipeStep
 from samestep.config.key_suggestions import SYNONYMS, suggest
 from samestep.errors import InputError, RecipeError
 
@@ -58,7 +58,7 @@ def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str
 
 def _restore_words(step: dict[str, Any]) -> None:
     """Replace the booleans as which YAML 1.1 reads `on` and `off`, in keys that have these values."""
-    words = [name for name, hint in get_type_hints(StepConfig).items() if "off" in get_args(hint)]
+    words = [name for name, hint in get_type_hints(RecipeStep).items() if "off" in get_args(hint)]
     step |= {name: "on" if step[name] else "off" for name in words if isinstance(step.get(name), bool)}
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from inspect import signature
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,13 @@ import samestep.checkpoint.state as checkpoints
 from samestep.checkpoint.files import unsupported_features
 from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.config import DEFAULT_KEEP, Recipe, RunOptions
-from samestep.data.batch import GlobalBatch, Microbatch, map_tensors, move
+from samestep.config import DEFAULT_KEEP, DEFAULT_PREFETCH, Recipe, RunOptions
+from samestep.data.batch import map_tensors, move
 from samestep.distributed.devices import set_tf32
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.logging import logger
-from samestep.distributed.world import World, all_gather
-from samestep.engine.batch_norm_checks import few_samples_message, uses_batch_statistics
+from samestep.distributed.world import World
 from samestep.engine.microbatch_forward import autocast, call_model
-from samestep.engine.non_finite import skipped_most
 from samestep.errors import DataError, InputError
 from samestep.launcher.job import process_state
 from samestep.loggers.logger import EVENTS, JsonlLogger, RunLogger
@@ -36,21 +33,20 @@ from samestep.loggers.rank_monitor import RankMonitor
 from samestep.loggers.trackers import create_loggers
 from samestep.metrics.class_report import averages, class_rows
 from samestep.metrics.counts import MAX_CLASSES, ConfusionMatrix
-from samestep.metrics.metrics import BestRule
+from samestep.metrics.metrics import BestRule, LossMetric, Metric
 from samestep.metrics.overlays import is_segmentation, write_overlays
 from samestep.recipes.builder import TASKS, Built, build, build_model, find, start_world
+from samestep.recipes.non_finite import skipped_most
 from samestep.recipes.recipe_files import (
     DatasetInfo,
-    load_recipe,
     recipe_data,
-    shipped_recipes,
     update_recipe,
     write_dataset_info,
 )
+from samestep.recipes.training import Trainer, complete_epoch
 from samestep.recipes.weights import load_all
 from samestep.runs.folder import append_start, environment, recorded_keep, require_same_code
 from samestep.session import start
-from samestep.trainer import Trainer
 from samestep.zoo.options import call, takes
 from samestep.zoo.splits import Answer, Task
 
@@ -186,7 +182,7 @@ def train(
         process_state.source_files.check_ranks(world)
         folder = _checkpoint_folder(run, options, world)
         trainer = Trainer(
-            built.engine,
+            built.driver,
             built.train,
             built.evaluation,
             list(built.metrics),
@@ -245,15 +241,15 @@ def evaluate(
     with start_world(recipe, options) as world:
         built = build(replace(without_pretrained(recipe), ema=None), options, world)
         _require_classes(built.dataset_info.classes, classes)
-        model, is_averaged = built.engine.model, recipe.ema is not None
+        model, is_averaged = built.driver.model, recipe.ema is not None
         if checkpoint.is_dir():
-            checkpoints.load_model(checkpoint, model, built.engine.local_parameters, averaged=is_averaged)
+            checkpoints.load_model(checkpoint, model, built.driver.local_parameters, averaged=is_averaged)
         else:
             load_all(model, checkpoint)
         if report is not None:
             values = evaluate_by_class(built, recipe, report / "overlays")
         else:
-            values = built.engine.evaluate(built.evaluation, built.metrics)
+            values = evaluated(built, built.metrics)
         for text in built.cache.take_reports() if built.cache is not None else ():
             logger.warning(text)
         return values
@@ -279,10 +275,6 @@ def _notes(built: Built, world: World, recipe: Recipe, options: RunOptions, *, i
             f"warning: schedule.warmup_epochs is {warmup:g} and epochs is {recipe.epochs}: the learning rate does not "
             "reach its full value"
         )
-    if is_new and recipe.step.batch_norm == "microbatch" and uses_batch_statistics(built.engine.model):
-        message = few_samples_message(recipe.batch_size, recipe.microbatch_count)
-        if message is not None and not _is_shipped(recipe):
-            notes.append(f"warning: {message}")
     if shape.splits_model:
         notes.append(shape.describe())
     if shape.replicate > 1 and strategy.gradient_note is not None:
@@ -290,24 +282,15 @@ def _notes(built: Built, world: World, recipe: Recipe, options: RunOptions, *, i
     return notes
 
 
-def _is_shipped(recipe: Recipe) -> bool:
-    """Return whether a shipped recipe, whose results are known, has the same model and microbatches."""
-
-    def division(recipe: Recipe) -> tuple[Any, ...]:
-        return recipe.model.name, recipe.batch_size, recipe.microbatches
-
-    return any(division(load_recipe(name)) == division(recipe) for name in shipped_recipes())
-
-
 def _environment(built: Built, world: World, recipe: Recipe, options: RunOptions, first_step: int) -> dict[str, Any]:
     return environment(
         world,
         from_step=first_step,
-        strategy=built.engine.strategy,
+        strategy=world.mesh_shape.name,
         remark=recipe.strategy.gradient_note if world.mesh_shape.replicate > 1 else None,
         threads=recipe.step.threads,
-        workers=built.train.num_workers,
-        prefetch=built.train.prefetch_factor,
+        workers=built.workers,
+        prefetch=DEFAULT_PREFETCH,
         keep=options.keep,
     )
 
@@ -339,38 +322,41 @@ def evaluate_by_class(built: Built, recipe: Recipe, folder: Path) -> dict[str, A
             fix="omit --report",
         )
     counts = _ClassCounts("balanced_accuracy", len(classes), recipe.loss.options.get("ignore_index", -100))
-    values = built.engine.evaluate(built.evaluation, [*built.metrics, counts])
+    values = evaluated(built, [*built.metrics, counts])
     names = list(classes) if len(classes) > 1 else ["background", *classes]  # one class: binary segmentation
     by_class = {"classes": names, "counts": counts.matrix, "pictures": _draw_overlays(built, recipe, folder)}
     return values | {"by_class": by_class}
 
 
-def _draw_overlays(built: Built, recipe: Recipe, folder: Path) -> int:
-    """Draw the predictions of the first evaluation samples, and return their number over all ranks.
+def evaluated(built: Built, metrics: Sequence[Metric | LossMetric]) -> dict[str, float]:
+    """Return the values of an evaluation; a collective."""
+    batches = (batch for batch in complete_epoch(built.evaluation.batches) if batch.data is not None)
+    values = built.driver.evaluate(batches, metrics)
+    assert values is not None
+    return values
 
-    File names are the positions in the evaluation data, so the files do not depend on the number of ranks. Only
-    segmentation tasks have overlays. A collective operation.
+
+def _draw_overlays(built: Built, recipe: Recipe, folder: Path) -> int:
+    """Draw the predictions of the first evaluation samples on rank 0, and return their number; a collective.
+
+    File names are the positions in the evaluation data. Only segmentation tasks have overlays.
     """
-    world, model, data = built.engine.world, built.engine.model, built.evaluation
+    driver = built.driver
     count = 0
-    for path in folder.glob("sample-*.png") if world.is_main else ():  # of an earlier evaluation
+    for path in folder.glob("sample-*.png") if driver.world.is_main else ():  # of an earlier evaluation
         path.unlink()
-    world.barrier()
-    model.eval()
-    with torch.no_grad(), autocast(recipe.step.precision, world.device):
-        for batch in takewhile(lambda batch: batch.begin.samples < _MAX_OVERLAYS, data.complete_epoch()):
-            for microbatch in (*batch.local_microbatches, *batch.fillers):
-                inputs, targets = microbatch.data
-                outputs = call_model(model, inputs)
-                positions = [place for place in _positions(batch, microbatch) if place < _MAX_OVERLAYS]
-                if positions and is_segmentation(inputs, targets, outputs):
+    with driver.evaluating(), closing(complete_epoch(built.evaluation.batches)) as batches:
+        for number, batch in enumerate(batches):
+            if number * recipe.batch_size >= _MAX_OVERLAYS:
+                break
+            if batch.data is None:
+                continue
+            inputs, targets = driver.on_device(batch)
+            outputs = driver.losses(inputs, targets)[0]
+            positions = [place for place in batch.samples.tolist() if place < _MAX_OVERLAYS]
+            if positions and is_segmentation(inputs, targets, outputs):
+                if driver.world.is_main:
                     drawn = (tensor[: len(positions)] for tensor in (inputs, targets, outputs))
                     write_overlays(folder, positions, *drawn)
-                    count += len(positions)
-    return sum(all_gather(count, world))
-
-
-def _positions(batch: GlobalBatch, microbatch: Microbatch) -> list[int]:
-    """Return the dataset positions of the samples in the data of a microbatch, without those that were left out."""
-    positions = batch.samples_of(microbatch.number) if microbatch.size else []
-    return [place for place in positions if place not in microbatch.left_out]
+                count += len(positions)
+    return count

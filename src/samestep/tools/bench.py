@@ -19,9 +19,9 @@ from samestep.units import plural
 
 SINGLE = "one device"
 # Variants that `--ways` selects. The baseline, one device, and the layouts of `--layout` always belong to a comparison.
-WAYS = ("ddp", "recipe", "accumulate", "bf16", "sync_bn", "fast", "compression", "dp")
+WAYS = ("ddp", "accumulate", "bf16", "exact", "local_bn", "compression", "dp")
 DEVICES = (1, 2, 4)
-ACCUMULATE = (4,)  # microbatches of a rank, by default
+ACCUMULATE = (4,)  # parts of a batch, by default
 WORKERS = (0, 1, 2, 4, 8)  # loader processes of `--workers`
 _ALIKE = 0.02  # relative difference of speeds that count as equal
 WARMUP_STEPS = 3  # of a trial, which allocate memory and select kernels
@@ -65,15 +65,15 @@ def contenders(
         strategies: additional strategies.
         available: number of devices; None if ranks can share a device, as on a CPU.
         ways: names of the variants, some of `WAYS`.
-        accumulate: numbers of microbatches of a rank in a step, each a variant.
+        accumulate: numbers of parts of a batch, each a variant.
     """
     selected = set(ways)
     if "accumulate" in ways and 1 in accumulate:
-        selected.add("ddp")  # one microbatch per rank is the plain variant
+        selected.add("ddp")  # one part is the plain variant
     result: list[Contender] = []
     absent: list[Absent] = []
     for number in sorted({1, *devices}):
-        for way, name, changes in _variants(number, strategies, recipe.microbatch_count, accumulate):
+        for way, name, changes in _variants(number, strategies, accumulate):
             if way is not None and way not in selected:
                 continue
             if available is not None and number > available:
@@ -92,29 +92,26 @@ def contenders(
 
 
 def _variants(
-    number: int, strategies: Sequence[StrategyConfig], microbatches: int, accumulate: Sequence[int]
+    number: int, strategies: Sequence[StrategyConfig], accumulate: Sequence[int]
 ) -> Iterator[tuple[str | None, str, dict[str, Any]]]:
     """Yield way, name and changed keys of the variants for a number of devices, the plain one first.
 
     The baseline and the layouts have no way: they belong to every comparison.
     """
-    # One microbatch per rank is the cheapest step.
-    plain = {"microbatches": number, "strategy": StrategyConfig()}
+    plain: dict[str, Any] = {"strategy": StrategyConfig()}
     if number == 1:
         prefix = ""
         yield None, SINGLE, {**plain}
     else:
         prefix = "ddp, "
         yield "ddp", "ddp", {**plain}
-    yield "recipe", f"{prefix}{microbatches} microbatches as in the recipe", {"strategy": StrategyConfig()}
     for several in dict.fromkeys(accumulate):
         if several > 1:
-            name = f"{prefix}{several} microbatches a rank"
-            yield "accumulate", name, {**plain, "microbatches": several * number}
+            yield "accumulate", f"{prefix}{several} parts", {**plain, "accumulate": several}
     yield "bf16", f"{prefix}bf16", {**plain, "step": {"precision": "bf16"}}
-    yield "sync_bn", f"{prefix}sync BN", {**plain, "step": {"batch_norm": "sync"}}
+    yield "exact", f"{prefix}exact", {**plain, "step": {"reduction": "exact"}}
     if number > 1:
-        yield "fast", "ddp, fast sum", {**plain, "step": {"reduction": "fast"}}
+        yield "local_bn", "ddp, local BN", {**plain, "step": {"batch_norm": "local"}}
         compressed = StrategyConfig(name="ddp", hook="bf16")
         yield "compression", "ddp, bf16 compression", {**plain, "strategy": compressed}
         yield "dp", "dp", {**plain, "strategy": StrategyConfig(name="dp", devices=number)}

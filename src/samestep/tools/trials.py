@@ -5,21 +5,21 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
 import torch
 
-from samestep.config import DEFAULT_PREFETCH, Recipe, RunOptions
-from samestep.data.batch import GlobalBatch
-from samestep.data.loader import Loader
+from samestep.config import Recipe, RunOptions
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World, all_gather
-from samestep.engine.engine import Engine
-from samestep.engine.sync_batch_norm import norm_layers
-from samestep.errors import InputError
-from samestep.recipes.builder import Built, build, start_world
+from samestep.global_view import any_rank
+from samestep.recipes.builder import build, start_world
+from samestep.recipes.driver import Driver
+from samestep.recipes.run import evaluated
+from samestep.recipes.samples import RecipeBatch
+from samestep.recipes.training import EpochData
 from samestep.tools.bench import WARMUP_STEPS, Contender, Trained
 from samestep.tools.timing import Timing
 
@@ -41,17 +41,17 @@ def train_contender(contender: Contender, epochs: int, options: RunOptions) -> T
     with start_world(contender.recipe, options) as world:
         if is_accelerator(world.device):
             accelerator_module().reset_peak_memory_stats(world.device)
-        built = _build(contender, options, world)
-        steps = epochs * len(built.train) or 1
+        built = build(contender.recipe, options, world)
+        steps = epochs * len(built.train.batches) or 1
         try:
-            _train(built.engine, islice(built.train.endless(), steps))
+            _train(built.driver, islice(_endless(built.train), steps))
         except StopRequested:
             return None
-        held, peak = _measure_memory(built.engine)
-        samples = built.train.samples
+        held, peak = _measure_memory(built.driver)
+        samples = built.train.batches.samples_of(0)
         if not epochs:
             return Trained({}, held, peak, samples)
-        values = built.engine.evaluate(built.evaluation, list(built.metrics))
+        values = evaluated(built, built.metrics)
         return Trained(values, held, peak, samples)
 
 
@@ -60,9 +60,9 @@ def time_contenders(contenders: Sequence[Contender], steps: int, options: RunOpt
     timings = []
     for contender in contenders:
         with start_world(contender.recipe, options) as world:
-            built = _build(contender, options, world)
+            built = build(contender.recipe, options, world)
             try:
-                timings.append(_time_steps(built.engine, built.train, warmup=WARMUP_STEPS, steps=steps))
+                timings.append(_time_steps(built.driver, built.train, warmup=WARMUP_STEPS, steps=steps))
             except StopRequested:
                 return None
     return timings
@@ -78,63 +78,59 @@ def time_workers(
     warnings.filterwarnings("ignore", message=_MANY_WORKERS)  # the trials show which numbers are too large
     result = []
     with start_world(recipe, options) as world:
-        built = build(recipe, replace(options, workers=0), world)
         for number in range(rounds):
             if world.is_main and not options.quiet:
                 print(f"timing, round {number + 1} of {rounds}", file=sys.stderr, flush=True)
             order = counts[::-1] if number % 2 else counts
             try:
-                timings = {count: _time_loader(built, count, steps) for count in order}
+                timings = {
+                    count: _time_loader(recipe, replace(options, workers=count), world, steps) for count in order
+                }
             except StopRequested:
                 return None
             result.append([timings[count] for count in counts])
     return result
 
 
-def _time_loader(built: Built, count: int, steps: int) -> Timing:
-    """Time steps with `count` loader processes, on the samples after those of the previous trial.
-
-    No trial reads files that the operating system has kept in memory since another trial.
-    """
-    data = built.train
-    with built.engine.world.context.status.operation(f"trial of {count} loader processes"):
-        loader = data.with_workers(count, DEFAULT_PREFETCH)
+def _time_loader(recipe: Recipe, options: RunOptions, world: World, steps: int) -> Timing:
+    """Time steps with a number of loader processes."""
+    with world.context.status.operation(f"trial of {options.workers} loader processes"):
+        built = build(recipe, options, world)
         try:
-            return _time_steps(built.engine, loader, warmup=WARMUP_STEPS, steps=steps)
+            return _time_steps(built.driver, built.train, warmup=WARMUP_STEPS, steps=steps)
         finally:
-            loader.close()
-            data.cursor = loader.cursor
+            built.train.batches.close()
 
 
-def _build(contender: Contender, options: RunOptions, world: World) -> Built:
-    built = build(contender.recipe, options, world)
-    if contender.recipe.step.batch_norm == "sync" and not norm_layers(built.engine.model):
-        raise InputError("the model has no batch norm")
-    return built
+def _endless(data: EpochData) -> Iterator[RecipeBatch]:
+    """Yield the batches of one epoch after another."""
+    while True:
+        yield from (batch for batch in data.batches if batch.data is not None)
 
 
-def _time_steps(engine: Engine, loader: Loader, *, warmup: int, steps: int) -> Timing:
+def _time_steps(driver: Driver, data: EpochData, *, warmup: int, steps: int) -> Timing:
     """Train `warmup` steps, then time `steps` more; raise `StopRequested` after a stop request. Collective."""
-    batches = loader.endless()
-    _train(engine, islice(batches, warmup))
+    batches = _endless(data)
+    _train(driver, islice(batches, warmup))
     samples = 0
     waits = 0.0
-    _wait_for_all(engine.world)
+    _wait_for_all(driver.world)
     began = time.perf_counter()
     for _ in range(steps):
         asked = time.perf_counter()
         batch = next(batches)
         waits += time.perf_counter() - asked
-        _train(engine, [batch])
-        samples += batch.size
-    _wait_for_all(engine.world)
+        _train(driver, [batch])
+        samples += len(batch.samples)
+    _wait_for_all(driver.world)
     seconds = time.perf_counter() - began
     return Timing(seconds / steps, waits / seconds, samples / seconds)
 
 
-def _train(engine: Engine, batches: Iterator[GlobalBatch] | Sequence[GlobalBatch]) -> None:
+def _train(driver: Driver, batches: Iterable[RecipeBatch]) -> None:
     for batch in batches:
-        if engine.step(batch).stop:
+        driver.step(batch)
+        if any(any_rank(driver.world, driver.world.stop_requested)):
             raise StopRequested
 
 
@@ -145,19 +141,19 @@ def _wait_for_all(world: World) -> None:
     world.barrier()
 
 
-def _measure_memory(engine: Engine) -> tuple[int, int | None]:
+def _measure_memory(driver: Driver) -> tuple[int, int | None]:
     """Return the held bytes and their peak on the rank with the most; no peak on a CPU. Collective."""
-    world = engine.world
+    world = driver.world
     peak = accelerator_module().max_memory_allocated(world.device) if is_accelerator(world.device) else None
-    rows = all_gather([_held_bytes(engine), peak or 0], world)
+    rows = all_gather([_held_bytes(driver), peak or 0], world)
     held = max(row[0] for row in rows)
     return held, None if peak is None else max(row[1] for row in rows)
 
 
-def _held_bytes(engine: Engine) -> int:
+def _held_bytes(driver: Driver) -> int:
     """Return the bytes of parameters, gradients, buffers and optimizer state on this rank."""
-    parameters = list(engine.local_parameters.local.values())
+    parameters = list(driver.local_parameters.local.values())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    state = [value for values in engine.optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
-    tensors = [*parameters, *gradients, *engine.model.buffers(), *state]
+    state = [value for values in driver.optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
+    tensors = [*parameters, *gradients, *driver.model.buffers(), *state]
     return sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)

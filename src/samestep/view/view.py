@@ -42,6 +42,7 @@ END = 8  # it ends the script, or the block of `samestep.init`
 WATCH = 9  # it has watched the first call of a kind
 WATCH_RAISED = 10  # the first call of a kind raised an exception
 BATCH = 11  # a loader has read its own rows of a batch
+AGREE = 12  # it asks for the decision of any rank
 _NAMES = {
     ENTER_CALL: "a divided call",
     SUM_IN_CALL: "a sum inside of a divided call",
@@ -53,6 +54,7 @@ _NAMES = {
     WATCH_RAISED: "an exception in the first call of a kind",
     BATCH: "a batch of a loader",
     END: "the end of the script",
+    AGREE: "a decision of all ranks",
     TRIAL: "the second call of a kind",
 }
 _WORD = 7  # integers
@@ -209,6 +211,12 @@ class View:
     def all_ranks_in_sum(self) -> bool:
         """Send a word before a sum inside of a divided call; return whether all ranks are in the same sum."""
         return all(word[0] == SUM_IN_CALL for word in self.word(SUM_IN_CALL))
+
+    def any_rank(self, *flags: bool) -> list[bool]:
+        """Return for each flag whether it is set on some rank."""
+        words = self.word(AGREE, *map(int, flags))
+        self.require_same_action(words)
+        return [any(column) for column in list(zip(*words, strict=True))[2 : 2 + len(flags)]]
 
     def begin_backward(self) -> None:
         """Compare the ranks before the first sum of gradients of a backward."""

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from samestep.trainer import CheckpointInterval
+from samestep.recipes.training import CheckpointInterval
 
 
 class Clock:

@@ -31,7 +31,7 @@ def test_every_recipe_key_of_the_table_exists() -> None:
     values |= {"epochs": "2", "batch_size": "64", "ema.decay": "0.9", "step.seed": "1", "step.clip_norm": "1"}
     values |= {"schedule.name": "step", "schedule.step_epochs": "3", "step.precision": "bf16"}
     values |= {"optimizer.layer_decay": "0.5", "schedule.gamma": "0.5", "schedule.final": "0.5"}
-    values |= {"schedule.warmup_epochs": "1", "step.batch_norm": "sync", "step.compile": "true"}
+    values |= {"schedule.warmup_epochs": "1", "step.batch_norm": "local", "step.compile": "true"}
     values |= {"optimizer.options.betas": "[0.9, 0.99]"}
     keys = {key for key in SYNONYMS.values() if not key.startswith("--")}
     load_recipe("digits", [f"{key}={values.get(key, '0.1' if '.options.' in key else 'name')}" for key in keys])

@@ -54,7 +54,6 @@ OUT_OF_RANGE: list[tuple[Callable[..., Any], str, Any]] = [
     (recipe, "microbatches", 0),
     (RunOptions, "--workers", -1),
     (RunOptions, "--checkpoint-every", 0),
-    (RunOptions, "--check-every", 0),
     (RunOptions, "--keep", 0),
     (RunOptions, "--max-lost-work", math.nan),
 ]
@@ -119,16 +118,11 @@ def test_more_microbatches_than_samples_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "has_batch_norm", "number"),
-    [
-        ({"batch_size": 16}, True, 1),
-        ({"batch_size": 16}, False, 8),
-        ({"batch_size": 16, "step": StepConfig(batch_norm="sync")}, True, 8),
-        ({"batch_size": 16, "microbatches": 4}, True, 4),
-    ],
+    ("changes", "number"),
+    [({"batch_size": 16}, 8), ({"batch_size": 5}, 5), ({"batch_size": 16, "microbatches": 4}, 4)],
 )
-def test_auto_is_resolved_by_batch_norm(changes: dict[str, Any], has_batch_norm: bool, number: int) -> None:
-    resolved = recipe(**changes).with_microbatches(has_batch_norm)
+def test_auto_is_a_function_of_the_batch_size(changes: dict[str, Any], number: int) -> None:
+    resolved = recipe(**changes).with_microbatches()
     assert resolved.microbatch_count == number
     assert dataclasses.replace(resolved, microbatches="auto") == dataclasses.replace(
         recipe(**changes), microbatches="auto"

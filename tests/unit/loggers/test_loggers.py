@@ -31,8 +31,8 @@ from samestep.loggers.trackers import TensorBoardLogger
 from samestep.metrics.metrics import BestRule
 from samestep.recipes.builder import build, start_world
 from samestep.recipes.recipe_files import load_recipe, recipe_data
+from samestep.recipes.training import StepTimer, Trainer
 from samestep.runs.folder import append_start
-from samestep.trainer import StepTimer, Trainer
 
 STEP = {
     "event": "step",
@@ -381,7 +381,7 @@ def train_with_memory_logger(folder: Path) -> MemoryLogger:
     with start_world(recipe, options) as world:
         built = build(recipe, options, world)
         trainer = Trainer(
-            built.engine,
+            built.driver,
             built.train,
             built.evaluation,
             list(built.metrics),

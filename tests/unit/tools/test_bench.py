@@ -34,7 +34,7 @@ def names(variants: list[Contender], devices: int) -> list[str]:
 
 def test_one_device_is_first_and_every_number_has_the_same_variants(recipe: Recipe) -> None:
     variants, absent = contenders(recipe, [2, 4], [], None)
-    assert (variants[0].name, variants[0].devices, variants[0].recipe.microbatches) == (SINGLE, 1, 1)
+    assert (variants[0].name, variants[0].devices, variants[0].recipe.accumulate) == (SINGLE, 1, 1)
     assert {variant.devices for variant in variants} == {1, 2, 4}
     assert names(variants, 2)[0] == "ddp"
     assert names(variants, 2) == names(variants, 4)
@@ -44,12 +44,12 @@ def test_one_device_is_first_and_every_number_has_the_same_variants(recipe: Reci
 def test_variant_changes_nothing_else(recipe: Recipe) -> None:
     variants, _ = contenders(recipe, [4], [StrategyConfig(name="hsdp", mesh=MeshConfig(shard=2))], None)
     by_name = {variant.name: variant for variant in variants if variant.devices == 4}
-    plain = replace(recipe, microbatches=4, strategy=StrategyConfig())
+    plain = replace(recipe, strategy=StrategyConfig())
     assert by_name["ddp"].recipe == plain
-    assert by_name["ddp, 4 microbatches a rank"].recipe == replace(plain, microbatches=16)
-    assert by_name[f"ddp, {recipe.microbatches} microbatches as in the recipe"].recipe == recipe
+    assert by_name["ddp, 4 parts"].recipe == replace(plain, accumulate=4)
+    assert by_name["ddp, exact"].recipe == replace(plain, step=replace(plain.step, reduction="exact"))
     assert by_name["ddp, bf16"].recipe == replace(plain, step=replace(plain.step, precision="bf16"))
-    assert by_name["ddp, sync BN"].recipe.step.batch_norm == "sync"
+    assert by_name["ddp, local BN"].recipe.step.batch_norm == "local"
     assert by_name["ddp, bf16 compression"].recipe.strategy.hook == "bf16"
     assert (by_name["dp"].processes, by_name["dp"].recipe.strategy.devices) == (1, 4)
     assert by_name["hsdp (shard 2)"].recipe.strategy.mesh == MeshConfig(shard=2)
@@ -59,8 +59,8 @@ def test_impossible_variants_have_a_reason(recipe: Recipe) -> None:
     _, absent = contenders(recipe, [3], [StrategyConfig(name="hsdp", mesh=MeshConfig(shard=2))], None)
     assert [variant.name for variant in absent] == ["hsdp (shard 2)"]
     assert "on 3 ranks" in absent[0].reason
-    _, absent = contenders(replace(recipe, batch_size=8), [3], [], None)
-    assert [variant.name for variant in absent] == ["ddp, 4 microbatches a rank"]
+    _, absent = contenders(replace(recipe, batch_size=8), [3], [], None, accumulate=[9])
+    assert [variant.name for variant in absent] == ["9 parts", "ddp, 9 parts"]
     variants, absent = contenders(recipe, [2, 8], [], available=2)
     assert {variant.devices for variant in absent} == {8}
     assert {variant.devices for variant in variants} == {1, 2}
@@ -70,11 +70,11 @@ def test_ways_and_accumulate_select_variants(recipe: Recipe) -> None:
     layout = StrategyConfig(name="fsdp")
     variants, _ = contenders(recipe, [2], [layout], None, ways=["bf16"])
     assert (names(variants, 1), names(variants, 2)) == ([SINGLE, "bf16"], ["ddp, bf16", "fsdp"])
-    variants, absent = contenders(recipe, [2], [], None, ways=["accumulate"], accumulate=[1, 2, 5, 50])
-    assert names(variants, 2) == ["ddp", "ddp, 2 microbatches a rank", "ddp, 5 microbatches a rank"]
-    assert [variant.recipe.microbatches for variant in variants if variant.devices == 2] == [2, 4, 10]
+    variants, absent = contenders(recipe, [2], [], None, ways=["accumulate"], accumulate=[1, 2, 5, 65])
+    assert names(variants, 2) == ["ddp", "ddp, 2 parts", "ddp, 5 parts"]
+    assert [variant.recipe.accumulate for variant in variants if variant.devices == 2] == [1, 2, 5]
     assert {variant.recipe.batch_size for variant in variants} == {recipe.batch_size}
-    assert {(variant.name, variant.devices) for variant in absent} == {("ddp, 50 microbatches a rank", 2)}
+    assert {(variant.name, variant.devices) for variant in absent} == {("65 parts", 1), ("ddp, 65 parts", 2)}
 
 
 def row(name: str, devices: int, speeds: list[float], accuracy: float) -> Row:

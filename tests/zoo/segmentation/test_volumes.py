@@ -37,6 +37,7 @@ SMALL = (
     "model.options.levels=2",
     "batch_size=7",
     "microbatches=4",
+    "step.reduction=exact",
     "epochs=1",
 )
 

@@ -1,24 +1,22 @@
-"""Records of one rank: phases and collectives of the steps of an engine."""
+"""Records of one rank: phases and collectives of the steps of a loop."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from statistics import mean
 from typing import Any
 
 import torch
-from torch.autograd import Variable
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
-from samestep.data.batch import GlobalBatch, Microbatch
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.interception import intercept_collectives
-from samestep.engine.batch_norm_checks import uses_batch_statistics
-from samestep.engine.callbacks import Callback
-from samestep.engine.engine import Engine
-from samestep.engine.loss import Loss
+from samestep.distributed.world import World
 from samestep.tools.profile.phases import PHASES, Collective, Phase, PhaseSeconds, phase_seconds
 
 
@@ -47,46 +45,62 @@ class Clock:
         return float(self._base.elapsed_time(moment)) / 1e3
 
 
-class StepRecorder(Callback):
-    """Records the steps of the first engine of this process.
+class StepRecorder:
+    """Records the steps of the first optimizer that steps in this process, without changes of the loop.
 
-    A record costs one clock reading, without a wait for the device: some ten per step, and two per collective. torch's
-    profiler would slow small operators down. Backward ends when autograd has computed all gradients, before DDP waits
-    for the gradients that are still being reduced.
+    A step ends with that of the optimizer. Its phases are the wait for data, up to the first forward with gradients;
+    forward with the loss; backward; and the rest, up to the end of the step. A record costs one clock reading, without
+    a wait for the device: some per step, and two per collective. torch's profiler would slow small operators down.
     """
 
     def __init__(self) -> None:
         self.is_on = False  # otherwise nothing is recorded
         self.is_traced = False  # phases are annotations in the trace of torch's profiler
-        self.engine: Engine | None = None
+        self._world: World | None = None
         self._clock: Clock
         self._marks: list[tuple[Phase, Any]] = []  # with times of the clock, as `_collectives`
         self._collectives: list[Collective] = []
         self._finished: list[tuple[list[tuple[Phase, Any]], list[Collective]]] = []
         self._annotation: record_function | None = None
         self._thread = threading.get_ident()
-        self._microbatches = 0  # microbatches of the step that have not begun
-        self._is_sequential = self._is_ddp = False
+        self._phase: Phase = "data"
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._hooks = ExitStack()
 
-    def bind(self, engine: Engine) -> None:
-        """Record the steps of this engine, and the collectives of the process."""
-        world = engine.world
-        self.engine = engine
+    def bind(self, world: World) -> None:
+        """Record the steps and the collectives of the process."""
+        self._world = world
         self._clock = Clock(world.device)
-        # In these cases microbatches are computed concurrently, or alternate on this rank.
-        joins_norms = engine.config.batch_norm == "sync" and uses_batch_statistics(engine.model)
-        alternates = joins_norms or engine.config.gather == "global" or world.mesh_shape.pipeline > 1
-        self._is_sequential = not (alternates or world.strategy.name == "dp")
-        self._is_ddp = engine.strategy == "ddp" and world.size > 1
         world.context.status.on_wait = lambda name: self._begin_collective()
-        self._restore = intercept_collectives(lambda: self.is_on, self._begin_user_collective)
+        self._hooks.callback(intercept_collectives(lambda: self.is_on, self._begin_user_collective))
+        for hook in (
+            register_module_forward_pre_hook(self._begin_forward),
+            register_optimizer_step_pre_hook(self._begin_optimizer),
+            register_optimizer_step_post_hook(self._end_optimizer),
+        ):
+            self._hooks.callback(hook.remove)
+        backward = torch.autograd.backward
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            is_outer = threading.get_ident() == self._thread and self._phase != "backward"
+            if is_outer:
+                self._enter("backward")
+            backward(*arguments, **options)
+            if is_outer:
+                self._enter("optimizer")
+
+        torch.autograd.backward = timed
+        self._hooks.callback(setattr, torch.autograd, "backward", backward)
 
     def close(self) -> None:
         """Stop recording."""
         self.is_on = False
-        if self.engine is not None:
-            self.engine.world.context.status.on_wait = None
-            self._restore()
+        if self._world is not None:
+            self._world.context.status.on_wait = None
+            self._hooks.close()
+
+    def end_step(self) -> None:
+        """Called after each step; the next one begins afterwards."""
 
     def begin(self) -> None:
         """Begin a step with the wait for its data."""
@@ -109,38 +123,26 @@ class StepRecorder(Callback):
             steps.append(phase_seconds([(phase, seconds(moment)) for phase, moment in marks], collectives))
         return {phase: mean(step[phase] for step in steps) for phase in PHASES}
 
-    def begin_step(self, engine: Engine, batch: GlobalBatch) -> None:
-        if engine is not self.engine:
+    def _begin_forward(self, module: Any, arguments: Any) -> None:
+        if self._phase in ("forward", "backward") or not torch.is_grad_enabled():
             return
-        self._microbatches = len(batch.local_microbatches)
-        if not self._is_sequential:
-            self._enter("computing")
-        elif self._microbatches:
-            self._enter("other")
-        else:
-            self._enter("communication")  # a rank without microbatches waits for the others
-
-    def begin_microbatch(self, microbatch: Microbatch) -> None:
-        if self._is_sequential:
-            self._microbatches -= 1
+        if threading.get_ident() == self._thread:
             self._enter("forward")
 
-    def end_microbatch(self, microbatch: Microbatch, outputs: Any, loss: Loss) -> None:
-        if self._is_sequential and loss.sum.requires_grad:
-            self._enter("backward")
-            if self._is_ddp and self._microbatches == 0:
-                loss.sum.register_hook(self._begin_last_backward)
-
-    def end_gradients(self, engine: Engine) -> None:
-        if engine is self.engine:
+    def _begin_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._optimizer is None:
+            self._optimizer = optimizer
+        if optimizer is self._optimizer:
             self._enter("optimizer")
 
-    def _begin_last_backward(self, gradient: torch.Tensor) -> None:
-        # Autograd runs these callbacks in the order of their registration: this one before that of DDP, which waits.
-        Variable._execution_engine.queue_callback(lambda: self._enter("communication"))
+    def _end_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer is self._optimizer:
+            self.end()
+            self.end_step()
 
     def _enter(self, phase: Phase) -> None:
         """Begin a phase of the training thread."""
+        self._phase = phase
         if self.is_on:
             self._marks.append((phase, self._clock.now()))
         if self._annotation is not None:

@@ -9,9 +9,8 @@ from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trac
 from samestep.config import Recipe
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.world import World, all_gather
-from samestep.engine.engine import Engine
-from samestep.engine.step_stats import StepResult
 from samestep.errors import InputError
+from samestep.global_view import any_rank
 from samestep.launcher.job import process_state, rank_and_size
 from samestep.launcher.worker import EndOfScript, run_script
 from samestep.recipes.builder import build, start_world
@@ -35,29 +34,25 @@ class ProfiledSteps(StepRecorder):
         self.is_stopped = False
         self.steps = 0
         self._plan = plan
+        self._world: World
         self._profiler: profile | None = None
 
-    def engine_created(self, engine: Engine) -> None:
-        if self.engine is None:
-            self.bind(engine)
-            self._begin_next(engine.world)
+    def begin_world(self, world: World) -> None:
+        """Begin to record the steps of a world."""
+        self._world = world
+        self.bind(world)
+        self._begin_next(world)
 
-    def end_step(self, engine: Engine, result: StepResult) -> None:
-        if engine is not self.engine:
-            return
-        self.end()
+    def end_step(self) -> None:
+        world = self._world
         self.steps += 1
         if self._profiler is not None:
             self._profiler.step()
-        if result.stop or self.steps == self._plan.steps:
-            self.is_stopped = result.stop
-            self._finish(engine.world)
-        self._begin_next(engine.world)
-
-    def end_evaluation(self, engine: Engine, values: dict[str, float]) -> None:
-        # The time of an evaluation between two steps is not a wait for data.
-        if engine is self.engine:
-            self.begin()
+        (stop,) = any_rank(world, world.stop_requested)
+        if stop or self.steps == self._plan.steps:
+            self.is_stopped = stop
+            self._finish(world)
+        self._begin_next(world)
 
     def _begin_next(self, world: World) -> None:
         """Begin the next step, and the measured or traced steps if it is the first of them."""
@@ -98,11 +93,12 @@ def _torch_profiler(world: World, plan: Plan) -> profile:
 def profile_recipe(recipe: Recipe, plan: Plan) -> Measurements | None:
     """Train the steps of the plan on this rank; return None if a stop was requested."""
     steps = ProfiledSteps(plan)
-    process_state.callbacks.append(steps)  # never removed: the process ends with the trial
     with start_world(recipe, plan.options) as world, suppress(EndOfScript):
         built = build(recipe, plan.options, world)
-        for batch in built.train.endless():
-            built.engine.step(batch)
+        steps.begin_world(world)
+        while True:
+            for batch in built.train.batches:
+                built.driver.step(batch)
     return steps.measurements
 
 
@@ -116,13 +112,13 @@ def profile_script(script: Script, plan: Plan) -> Measurements | None:
     steps = ProfiledSteps(plan)
     process_state.is_experiment = True
     process_state.checkpoint_root = plan.scratch
-    process_state.callbacks.append(steps)
+    process_state.on_world.append(steps.begin_world)
     with (plan.folder / f"output-{rank}.log").open("w", encoding="utf-8") as output, redirect_stdout(output):
         run_script(script.path, script.arguments)
     if steps.measurements is None and not steps.is_stopped:
         raise InputError(
-            f"{script.path.name} made {steps.steps} of {plan.steps} steps with samestep.Engine",
-            expected="a script that trains with samestep.start, Engine and loader, for at least so many steps",
+            f"{script.path.name} made {steps.steps} of {plan.steps} steps of an optimizer",
+            expected="a script that trains with samestep.parallel, for at least so many steps",
             fix="train for more epochs, or reduce --active; for other scripts, torch.profiler works under samestep run",
             code="E_SCRIPT",
         )

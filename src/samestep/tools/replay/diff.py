@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from samestep.errors import InputError
@@ -13,8 +11,6 @@ from samestep.recipes.recipe_files import differences, make_recipe
 from samestep.runs import LOOP
 from samestep.tools.replay.launch import Replayed, ReplayOptions, Subject, replay
 from samestep.tools.report.run import Run
-from samestep.tools.verify.compare import compare
-from samestep.tools.verify.trials import Trial, read_record
 from samestep.units import plural
 
 # Keys of a recipe on which no step depends; nor does one depend on exact strategies.
@@ -65,7 +61,7 @@ def _has_exact_strategy(run: Run) -> bool:
 
 def no_checksum(problem: str) -> InputError:
     """Return the error of a run without the checksums that a comparison needs."""
-    fix = "train with --checksum-every 1, a script with samestep.start(checksum_every=1)"
+    fix = "train with --checksum-every 1"
     return InputError(problem, "runs of this version, with --checksum-every above 0", fix, code="E_NO_CHECKSUM")
 
 
@@ -83,38 +79,28 @@ class Finding:
     text: str  # its location, or the result of the replays
     tensor: str | None = None  # name of the tensor, if known
     step: int | None = None  # its step, for a difference between the replays
-    stage: str | None = None  # stage of this step in the order of cause and effect, as in `samestep verify`
 
 
 Replays = tuple[list[Replayed], Finding | None]
 
 
 def replay_and_compare(
-    subjects: Sequence[Subject], after: int, last: int, options: ReplayOptions, progress: Callable[[str], None]
+    subjects: Sequence[Subject], last: int, options: ReplayOptions, progress: Callable[[str], None]
 ) -> Replays:
-    """Compute one or two runs again up to step `last`; compare them with their logs, and the steps after `after`.
+    """Compute one or two runs again up to step `last`, and compare them with their logs and with one another.
 
     `progress` gets a text before each replay.
     """
-    replays, records = [], []
-    with TemporaryDirectory(prefix="samestep-diff-") as temporary:
-        for number, subject in enumerate(subjects):
-            processes = subject.processes
-            progress(f"replaying {subject.folder} up to step {last} on {plural(processes, 'process')}")
-            place = Path(temporary) / f"run-{number}"
-            place.mkdir()
-            trial = Trial(steps=None, device=options.device, folder=place, processes=processes, after=after)
-            replays.append(replay(subject, last, trial if len(subjects) == 2 else None, options))
-            records.append(read_record(place, processes))
-    if len(records) == 2:
-        difference = compare(records[0], records[1], None).first
-        if difference is not None:
-            location = difference.location
-            return replays, Finding(location, difference.tensor, difference.step or last, difference.stage)
+    replays = []
+    for subject in subjects:
+        processes = plural(subject.processes, "process")
+        progress(f"replaying {subject.folder} up to step {last} on {processes}")
+        replays.append(replay(subject, last, options))
+    if len(replays) == 2:
         names, others = replays[0].by_name, replays[1].by_name
         tensor = next((name for name in {**names, **others} if names.get(name) != others.get(name)), None)
         if tensor is not None:
-            return replays, Finding(f"step {last}, state after the step: {tensor}", tensor, last, "after")
+            return replays, Finding(f"step {last}, state after the step: {tensor}", tensor, last)
     return replays, _compare_with_logs(replays)
 
 

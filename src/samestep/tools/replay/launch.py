@@ -8,16 +8,6 @@ from pathlib import Path
 
 from samestep.config import DeviceKind, Recipe
 from samestep.tools.timing import run_trial
-from samestep.tools.verify.trials import Trial
-
-
-@dataclass(frozen=True)
-class ScriptCommand:
-    """Command of the run of a script."""
-
-    path: Path  # the script, relative to the directory or absolute
-    arguments: tuple[str, ...]
-    directory: Path  # working directory
 
 
 @dataclass(frozen=True)
@@ -25,9 +15,8 @@ class Subject:
     """One run to compute again."""
 
     folder: Path  # directory of the run, which is only read
-    command: Recipe | ScriptCommand
-    checkpoint: Path | None  # checkpoint of a recipe to start from; None for the beginning
-    first: int  # step of the checkpoint; a script selects the newest checkpoint at or before this step
+    recipe: Recipe
+    checkpoint: Path | None  # to start from; None for the beginning
     processes: int
     checksums: Mapping[int, str]  # logged checksums in hexadecimal digits, by step
 
@@ -55,17 +44,16 @@ class Replayed:
     first_different: int | None = None  # first step whose logged checksum is another one
 
 
-def replay(subject: Subject, last: int, trial: Trial | None, options: ReplayOptions) -> Replayed:
-    """Compute the steps of a run up to `last` on new ranks, recorded with a trial, and return the result of rank 0.
+def replay(subject: Subject, last: int, options: ReplayOptions) -> Replayed:
+    """Compute the steps of a run up to `last` on new ranks, and return the result of rank 0.
 
     Raises:
         StoppedError: a stop was requested.
     """
-    function = "replay_recipe" if isinstance(subject.command, Recipe) else "replay_script"
     replayed: Replayed = run_trial(
         "samestep.tools.replay.worker",
-        function,
-        *(subject, last, trial, options),
+        "replay_recipe",
+        *(subject, last, options),
         processes=subject.processes,
         preload=options.preload,
         environment=options.environment,

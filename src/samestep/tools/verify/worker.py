@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from samestep.checkpoint.contents import Progress
 from samestep.checkpoint.state import load, pack
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.config import Recipe, RunOptions, StepConfig
+from samestep.config import Recipe, RunOptions, StepConfig, StrategyConfig
 from samestep.data.batch import GlobalBatch, Microbatch
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.interception import intercept_collectives
@@ -38,7 +38,6 @@ from samestep.errors import EXIT_FAILED
 from samestep.launcher.job import process_state, rank_and_size
 from samestep.launcher.worker import EndOfScript, run_script
 from samestep.microbatches import Cursor
-from samestep.session import start
 from samestep.tools.verify.interventions import EngineInterventions, StateValue, apply_to_process, hidden_state
 from samestep.tools.verify.tensor_comparison import StepTensors, digest_any, digest_rows
 from samestep.tools.verify.trials import Subject, Trial
@@ -317,36 +316,39 @@ def run(subject: Subject, trial: Trial) -> bool:
 
 def _run_recipe(recipe: Recipe, trial: Trial) -> None:
     """Run the first steps, the last batch of the epoch and one evaluation."""
-    from samestep.recipes.builder import build  # needs packages that scripts do not need
+    from samestep.recipes.builder import build, start_world  # need packages that scripts do not need
+    from samestep.recipes.run import evaluated
 
     assert trial.steps is not None
-    config = recipe.step
     # A reference on one process has nothing to divide; other runs on one process may use several devices.
     uses_devices = recipe.strategy.name in ("dp", "device_map") and trial.reference is not None
-    strategy = recipe.strategy if trial.processes > 1 or uses_devices else None
-    with start(device=trial.device, reduction=config.reduction, threads=config.threads, strategy=strategy) as world:
-        built = build(recipe, RunOptions(device=trial.device, workers=0), world)
+    if trial.processes == 1 and not uses_devices:
+        recipe = replace(recipe, strategy=StrategyConfig())
+    options = RunOptions(device=trial.device, workers=0)
+    with start_world(recipe, options) as world:
+        built = build(recipe, options, world)
+        driver = built.driver
+        train = built.train.batches
         if trial.checkpoint is not None:
-            built.train.cursor = load(trial.checkpoint, built.engine.training).cursor
-            built.engine.steps = int(trial.checkpoint.resolve().name.removeprefix("step-"))
-        if built.engine.steps < trial.steps:
-            for batch in built.train:
-                result = built.engine.step(batch)
+            train.cursor = load(trial.checkpoint, driver.training).cursor
+            driver.steps = int(trial.checkpoint.resolve().name.removeprefix("step-"))
+        if driver.steps < trial.steps:
+            for batch in train:
+                result = driver.step(batch)
                 if trial.kill_at is not None:
-                    _save(built, trial, result.step, batch.end)
-                if result.step >= trial.steps or batch.end.epoch > batch.begin.epoch:
+                    _save(built, trial, result.step, train.cursor)
+                if result.step >= trial.steps:
                     break
-        train = built.train
         if train.cursor.samples:  # the last batch of the epoch, unless the earlier steps included it
             train.cursor = Cursor(train.cursor.epoch, (len(train) - 1) * train.batch_size)
             for batch in train:
-                built.engine.step(batch)
-        built.engine.evaluate(built.evaluation, list(built.metrics))
+                driver.step(batch)
+        evaluated(built, built.metrics)
 
 
 def _save(built: Built, trial: Trial, step: int, cursor: Cursor) -> None:
-    world = built.engine.world
-    files = pack(built.engine.training, Progress(step=step, cursor=cursor), keep=world.is_main)
+    world = built.driver.world
+    files = pack(built.driver.training, Progress(step=step, cursor=cursor), keep=world.is_main)
     if world.is_main:
         CheckpointFolder(trial.folder / "checkpoints").write(step, files, is_best=False)
     world.barrier()  # the kill of the last rank must not interrupt the write

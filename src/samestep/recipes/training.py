@@ -1,16 +1,16 @@
-"""Training loop: epochs, evaluation, checkpoints and logging."""
+"""Training of a recipe: epochs, evaluation, checkpoints and logging around the steps of a driver."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -21,20 +21,19 @@ from samestep.checkpoint.state import load, snapshot
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import RunOptions
 from samestep.config.validation import require
-from samestep.data.batch import GlobalBatch
-from samestep.data.loader import Loader
+from samestep.data.whole_batches import WholeBatches
 from samestep.distributed.status import WaitClock
 from samestep.distributed.world import all_gather
 from samestep.engine.checksum import checksum_event
-from samestep.engine.engine import Engine
 from samestep.engine.learning_rate import apply_schedule
-from samestep.engine.step_stats import StepResult
 from samestep.errors import CheckpointWriteError, InputError
+from samestep.global_view import any_rank
 from samestep.loggers.logger import Logger, RunLogger
 from samestep.loggers.rank_monitor import RankProgress
 from samestep.metrics.metrics import BestRule, LossMetric, Metric
-from samestep.microbatches import require_position
-from samestep.runs.loop_events import ComputationLog
+from samestep.microbatches import Cursor, require_position
+from samestep.recipes.driver import Driver, StepResult
+from samestep.recipes.samples import RecipeBatch
 from samestep.units import plural
 
 _MAX_SKIPPED_IN_TEXT = 5  # skipped samples in one line of text; the event has all of them
@@ -70,13 +69,13 @@ class StepTimer:
     """Wall time of data loading and of optimizer steps, in seconds.
 
     Args:
-        waits: waits of the loader for data.
+        waits: waits for data.
     """
 
     def __init__(self, waits: WaitClock) -> None:
         self._began = time.perf_counter()
         self._samples, self._step_seconds = 0, 0.0
-        self._data = waits
+        self.waits = waits
         self.last_step = 0.0  # most recent step, including the wait for data
         self.last_speed = 0.0  # samples per second of the most recent step
         self.local_samples = 0  # samples computed by this rank
@@ -94,12 +93,12 @@ class StepTimer:
     @property
     def last_wait(self) -> float:
         """Wait for the most recent batch."""
-        return self._data.last
+        return self.waits.last
 
     @property
     def data_seconds(self) -> float:
         """Total wait for data, including a wait in progress."""
-        return self._data.seconds
+        return self.waits.seconds
 
     @contextmanager
     def step(self, samples: int, local_samples: int = 0) -> Iterator[None]:
@@ -147,6 +146,18 @@ class CheckpointInterval:
         return self._is_exceeded and not was_exceeded
 
 
+class EpochData(NamedTuple):
+    """A loader of a recipe with counts.
+
+    Attributes:
+        batches: whole batches of an epoch, from the cursor.
+        count_tokens: function from the data of a batch to its numbers of tokens and of positions with padding.
+    """
+
+    batches: WholeBatches
+    count_tokens: Callable[[Any], tuple[Any, Any]] | None = None
+
+
 class Trainer:
     """Trains for a number of epochs, with evaluation and a checkpoint after each epoch.
 
@@ -163,9 +174,9 @@ class Trainer:
 
     def __init__(
         self,
-        engine: Engine,
-        train: Loader,
-        evaluation: Loader,
+        driver: Driver,
+        train: EpochData,
+        evaluation: EpochData,
         metrics: Sequence[Metric | LossMetric],
         *,
         best: BestRule,
@@ -177,20 +188,29 @@ class Trainer:
         take_cache_reports: Callable[[], list[str]] | None = None,
         loggers: Sequence[Logger] = (),
     ) -> None:
-        self._engine, self._train, self._evaluation, self._metrics = engine, train, evaluation, metrics
-        self.logger = RunLogger(loggers if engine.world.is_main else (), folder.held)
-        self._epochs, self._best, self._take_cache_reports = epochs, best, take_cache_reports
-        self._facts, self._progress = facts, Progress(step=0, recipe=recipe)
+        self._driver = driver
+        self._world = driver.world
+        self._data = train
+        self._train = train.batches
+        self._evaluation = evaluation
+        self._metrics = metrics
+        self.logger = RunLogger(loggers if self._world.is_main else (), folder.held)
+        self._epochs = epochs
+        self._best = best
+        self._take_cache_reports = take_cache_reports
+        self._facts = facts
+        self._progress = Progress(step=0, recipe=recipe)
         self._continues_changed_data = False
-        self._timer = StepTimer(train.waits)
+        self._timer = StepTimer(WaitClock())
         self._interval = CheckpointInterval(options.max_lost_work)
         self._checkpoint_every = options.checkpoint_every
         self._checksum_every = options.checksum_every if "jsonl" in options.loggers else 0
-        self._computation = ComputationLog(self.logger)
         self._stop = False  # a rank received a stop request, in a step or in an evaluation
         self._evaluation_seconds = 0.0
-        self._writer = AsyncCheckpointWriter(folder, self._log_checkpoint, engine.world.context.status.heartbeat)
+        self._writer = AsyncCheckpointWriter(folder, self._log_checkpoint, self._world.context.status.heartbeat)
         self._last_evaluation: dict[str, float] = {}
+        self._skipped: dict[str, list[str]] = {"training": [], "evaluation": []}
+        self._counts = (0, 0, 0)  # samples, tokens and positions since the last evaluation
 
     @property
     def rank_progress(self) -> RankProgress:
@@ -204,7 +224,7 @@ class Trainer:
             CheckpointError: the checkpoint is damaged, or belongs to another model.
             InputError: the data have changed, or `epochs` is too small.
         """
-        progress = load(checkpoint, self._engine.training)
+        progress = load(checkpoint, self._driver.training)
         cursor, before = progress.cursor, progress.recipe.get("epochs", self._epochs)
         require(
             cursor.epoch <= self._epochs,
@@ -216,10 +236,10 @@ class Trainer:
         require_unchanged_settings(changes, is_main=False, accept_changes=accept_changes)
         self._continues_changed_data = bool(changes)
         require_position(cursor, self._train.samples_of(cursor.epoch), self._train.batch_size)
-        if before != self._epochs and isinstance(self._engine.scheduler, LambdaLR):
-            apply_schedule(self._engine.scheduler)
+        if before != self._epochs and isinstance(self._driver.scheduler, LambdaLR):
+            apply_schedule(self._driver.scheduler)
         self._progress = replace(progress, recipe={**progress.recipe, "epochs": self._epochs})
-        self._engine.steps = progress.step
+        self._driver.steps = progress.step
         self._train.cursor = cursor
         text = f"resuming after step {progress.step}: {self._position()}"
         if before != self._epochs:
@@ -273,33 +293,52 @@ class Trainer:
     def _train_epoch(self) -> None:
         """Train the rest of an epoch, then evaluate."""
         batches = iter(self._train)
-        while True:
-            with self._save_on_bad_data():
-                batch = next(batches, None)
+        is_read = False
+        while not is_read:
+            begin = self._train.cursor
+            with self._save_on_bad_data(), self._timer.waits.wait():
+                batch: RecipeBatch | None = next(batches, None)
             if batch is None:
                 break
-            ends_epoch = batch.end.epoch > batch.begin.epoch
-            ahead = 2 * self._timer.last_step + (self._evaluation_seconds if ends_epoch else 0.0)
-            save = self._engine.world.is_main and self._interval.is_due(ahead)
-            with self._timer.step(batch.size, sum(part.size for part in batch.local_microbatches)):
-                result = self._engine.step(batch, save=save)
-            self._end_step(batch, result)
-            self._writer.poll()
-            if result.stop:
-                self._stop = True
+            end = self._train.cursor
+            is_read = end.epoch > begin.epoch
+            self._skipped["training"] += batch.skipped
+            if batch.data is not None:
+                self._step(batch, begin, end)
+            if self._stop:
                 return  # at the end of an epoch, the resumed run begins with the evaluation
-            every = self._checkpoint_every
-            if result.save or (every is not None and not ends_epoch and result.step % every == 0):
-                self._save()
+        batches.close()  # type: ignore[attr-defined]
         self._end_epoch()
+
+    def _step(self, batch: RecipeBatch, begin: Cursor, end: Cursor) -> None:
+        """Train on a batch, log the step, and save a checkpoint if one is due."""
+        ends_epoch = end.epoch > begin.epoch
+        ahead = 2 * self._timer.last_step + (self._evaluation_seconds if ends_epoch else 0.0)
+        save = self._world.is_main and self._interval.is_due(ahead)
+        self._count(batch)
+        with self._timer.step(len(batch.samples), len(batch.samples) // self._world.size):
+            result = self._driver.step(batch)
+            self._stop, save = any_rank(self._world, self._world.stop_requested, save)
+        self._end_step(result, begin, end)
+        self._writer.poll()
+        every = self._checkpoint_every
+        if not self._stop and (save or (every is not None and not ends_epoch and result.step % every == 0)):
+            self._save()
+
+    def _count(self, batch: RecipeBatch) -> None:
+        if self._data.count_tokens is not None:
+            samples, tokens, positions = self._counts
+            more_tokens, more_positions = self._data.count_tokens(batch.data)
+            self._counts = (samples + len(batch.samples), tokens + int(more_tokens), positions + int(more_positions))
 
     @contextmanager
     def _save_on_bad_data(self) -> Iterator[None]:
-        """Save a checkpoint on the rank with a bad sample, if every rank holds the complete state."""
+        """Save a checkpoint before the error of a bad sample, if rank 0 holds the complete state."""
         try:
             yield
         except InputError as error:
-            if self._progress.step and not self._engine.local_parameters.is_divided:
+            is_divided = self._driver.local_parameters.is_divided
+            if self._progress.step and not is_divided and self._world.is_main:
                 try:
                     self._write()
                     self._writer.wait()
@@ -307,19 +346,19 @@ class Trainer:
                     error.add_note(str(failure))
             raise
 
-    def _end_step(self, batch: GlobalBatch, result: StepResult) -> None:
+    def _end_step(self, result: StepResult, begin: Cursor, end: Cursor) -> None:
         """Add the loss to the mean of the epoch, and log the step."""
         skipped_steps = self._progress.skipped_steps + result.skipped
-        progress = replace(self._progress, step=result.step, cursor=batch.end, skipped_steps=skipped_steps)
-        if not result.skipped and result.count:
-            loss_sum = progress.loss_sum + result.loss * result.count
-            progress = replace(progress, loss_sum=loss_sum, loss_count=progress.loss_count + result.count)
+        progress = replace(self._progress, step=result.step, cursor=end, skipped_steps=skipped_steps)
+        if not result.skipped and result.weight:
+            loss_sum = progress.loss_sum + result.loss * result.weight
+            progress = replace(progress, loss_sum=loss_sum, loss_count=progress.loss_count + result.weight)
         self._progress = progress
         self.logger.log_event(
             "step",
             step=result.step,
-            epoch=batch.begin.epoch,
-            step_in_epoch=batch.begin.samples // self._train.batch_size + 1,
+            epoch=begin.epoch,
+            step_in_epoch=begin.samples // self._train.batch_size + 1,
             steps_in_epoch=len(self._train),
             loss=result.loss,
             lr=result.lr,
@@ -328,9 +367,8 @@ class Trainer:
             samples_per_second=round(self._timer.last_speed, 1),
             data_seconds=round(self._timer.last_wait, 6),
         )
-        self._computation.end_step(self._engine, result.step)
         if self._checksum_every and result.step % self._checksum_every == 0:
-            self.logger.log_event("checksum", **checksum_event(self._engine, batch.end))
+            self.logger.log_event("checksum", **checksum_event(self._driver, end))
 
     def _end_epoch(self) -> None:
         """Evaluate, log and save, unless a stop request ends the evaluation."""
@@ -338,8 +376,8 @@ class Trainer:
         if values is None:
             return
         self._last_evaluation = values
-        self._log_skipped("training", self._train)
-        self._log_skipped("evaluation", self._evaluation)
+        self._log_skipped("training")
+        self._log_skipped("evaluation")
         self._log_cache()
         self._log_tokens()
         progress = self._progress
@@ -364,42 +402,43 @@ class Trainer:
         """Evaluate, or return None on a stop request."""
         began = time.perf_counter()
         with self._save_on_bad_data():
-            values = self._engine.evaluate_until_stop(self._evaluation_batches(), self._metrics)
+            values = self._driver.evaluate(self._evaluation_batches(), self._metrics, until_stop=True)
         self._evaluation_seconds = time.perf_counter() - began
         self._stop = values is None
         return values
 
-    def _evaluation_batches(self) -> Iterator[GlobalBatch]:
+    def _evaluation_batches(self) -> Iterator[RecipeBatch]:
         """Yield the batches of an evaluation, and log the number of complete ones."""
-        for done, batch in enumerate(self._evaluation):
-            self.logger.log_progress("evaluation", done, len(self._evaluation))
-            yield batch
+        self._skipped["evaluation"] = []
+        batches = self._evaluation.batches
+        for done, batch in enumerate(complete_epoch(batches)):
+            self.logger.log_progress("evaluation", done, len(batches))
+            self._skipped["evaluation"] += batch.skipped
+            if batch.data is not None:
+                yield batch
 
     def _save(self, *, is_best: bool = False, epoch: int | None = None) -> None:
-        self._engine.check()  # with consistency checks, a checkpoint holds the state of all ranks
-        if self._engine.world.is_main:
+        if self._world.is_main:
             self._write(is_best=is_best, epoch=epoch)
         else:
-            snapshot(self._engine.training, self._progress, None)
+            snapshot(self._driver.training, self._progress, None)
 
     def _write(self, *, is_best: bool = False, epoch: int | None = None) -> None:
         self._interval.begin_save()
         progress = replace(self._progress, data=self._data_settings(self._progress.cursor.epoch))
-        files = partial(snapshot, self._engine.training, progress)
+        files = partial(snapshot, self._driver.training, progress)
         self._writer.save(self._progress.step, files, is_best=is_best, epoch=epoch)
 
     def _log_checkpoint(self, saved: SavedCheckpoint) -> None:
-        self._engine.world.context.status.checkpoint_saved()
+        self._world.context.status.checkpoint_saved()
         if self._interval.end_save(saved.seconds):
             self.logger.log_event("note", text=f"a save takes {saved.seconds:.1f} s: more than --max-lost-work allows")
         self.logger.log_event("checkpoint", step=saved.step, path=saved.path.name, is_best=saved.is_best)
 
-    def _log_skipped(self, split: str, data: Loader) -> None:
-        """Log the samples skipped since the last call; a collective."""
-        if not data.skips:
-            return
-        samples = sorted(sample for part in all_gather(data.skipped, self._engine.world.data) for sample in part)
-        data.skipped.clear()
+    def _log_skipped(self, split: str) -> None:
+        """Log the samples skipped since the last call."""
+        samples = sorted(self._skipped[split])
+        self._skipped[split] = []
         if samples:
             reasons = "; ".join(samples[:_MAX_SKIPPED_IN_TEXT])
             if len(samples) > _MAX_SKIPPED_IN_TEXT:
@@ -411,16 +450,14 @@ class Trainer:
         """Log the reports about the cache since the last call; a collective."""
         if self._take_cache_reports is None:
             return
-        reports = all_gather(self._take_cache_reports(), self._engine.world.data)
+        reports = all_gather(self._take_cache_reports(), self._world)
         for text in sorted({text for part in reports for text in part})[:_MAX_CACHE_REPORTS]:
             self.logger.log_event("cache", text=f"warning: {text}")
 
     def _log_tokens(self) -> None:
-        """Log the tokens trained on since the last call; a collective."""
-        if not self._train.counts_tokens:
-            return
-        counts = all_gather(self._train.take_counts(), self._engine.world.data)
-        samples, tokens, positions = (sum(column) for column in zip(*counts, strict=True))
+        """Log the tokens trained on since the last call."""
+        samples, tokens, positions = self._counts
+        self._counts = (0, 0, 0)
         if samples:
             values = {"samples": samples, "tokens": tokens, "padding": positions - tokens}
             speed = round(self._timer.speed * tokens / samples, 1)
@@ -434,3 +471,9 @@ class Trainer:
         summary = Summary(stopped, step, skipped, self._last_evaluation, progress.best, timer.elapsed, timer.speed)
         self.logger.log_event("end", stopped=stopped, step=step, seconds=round(summary.seconds, 3))
         return summary
+
+
+def complete_epoch(batches: WholeBatches) -> Generator[RecipeBatch]:
+    """Yield all batches of the first epoch, for an evaluation."""
+    batches.cursor = Cursor()
+    yield from batches

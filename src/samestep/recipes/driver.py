@@ -1,0 +1,284 @@
+"""Steps and evaluations of a recipe: a plain loop around a model of `samestep.parallel`.
+
+Decisions: docs/decisions/recipes.md
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from samestep.checkpoint.state import Training
+from samestep.config import Recipe
+from samestep.data.batch import channels_last, move
+from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
+from samestep.distributed.world import World
+from samestep.engine.ema import AveragedWeights
+from samestep.engine.microbatch_forward import autocast, call_model
+from samestep.engine.tensor_bits import copy_tensors
+from samestep.errors import RunError
+from samestep.global_view import any_rank, no_sync
+from samestep.metrics.metrics import LossMetric, Metric
+from samestep.microbatches import microbatch_bounds
+from samestep.recipes.loss import RecipeLoss
+from samestep.recipes.non_finite import non_finite_error
+from samestep.recipes.samples import RecipeBatch, pair_of, parts_of
+from samestep.strategies.local_parameters import LocalParameters
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of one optimizer step, the same on every rank.
+
+    Attributes:
+        step: number of the step, from 1.
+        loss: mean loss of the batch, before the update.
+        weight: weight of the loss in the mean of an epoch: samples, or targets.
+        lr: learning rate of the first parameter group in this step.
+        grad_norm: 2-norm of the gradient, before clipping.
+        skipped: the update was skipped because of a non-finite loss or gradient.
+    """
+
+    step: int
+    loss: float
+    weight: float
+    lr: float
+    grad_norm: float
+    skipped: bool
+
+
+class Driver:
+    """Trains and evaluates a model on whole batches; every rank calls the same methods with the same batches.
+
+    Args:
+        model: result of `samestep.parallel`, on the device of this rank.
+        optimizer: optimizer of the model.
+        loss: loss of the recipe.
+        world: the ranks.
+        recipe: numbers and options of a step.
+        scheduler: stepped after each step.
+        prepare: function from a batch on the device to inputs and targets.
+        parameters: parameters on this rank.
+
+    Attributes:
+        local_parameters: parameters on this rank.
+        steps: number of steps done, skipped ones included; random states and schedule depend on it.
+        scaler: the loss scaler of fp16, disabled otherwise.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: RecipeLoss,
+        *,
+        world: World,
+        recipe: Recipe,
+        scheduler: LRScheduler,
+        parameters: LocalParameters,
+        prepare: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.world = world
+        self.local_parameters = parameters
+        self.steps = 0
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=recipe.step.precision == "fp16")
+        self._loss = loss
+        self._config = recipe.step
+        self._parts = recipe.accumulate
+        self._prepare = prepare
+        self._trained = dict(parameters.trained)
+        self._average = None if recipe.ema is None else AveragedWeights(self._trained, recipe.ema.decay)
+        self._buffers = [buffer for buffer in model.buffers() if buffer is not None]
+
+    @property
+    def training(self) -> Training:
+        """The objects whose state a checkpoint contains."""
+        average = None if self._average is None else self._average.tensors
+        return Training(self.model, self.optimizer, self.scheduler, self.scaler, average, self.local_parameters)
+
+    # --- training --------------------------------------------------------------------------------
+
+    def step(self, batch: RecipeBatch) -> StepResult:
+        """Compute one optimizer step from one batch.
+
+        Raises:
+            NonFiniteError: loss or gradient is not finite and `non_finite` is `stop`; parameters are unchanged.
+        """
+        self.world.context.status.heartbeat()
+        before = self._copied_buffers()
+        self.optimizer.zero_grad(set_to_none=True)
+        seed_generators(microbatch_seed("shard", self._config.seed, self.steps, 0), self.world.device)
+        data = self.on_device(batch)
+        loss, weight = self._backward(data, len(batch.samples))
+        self.scaler.unscale_(self.optimizer)
+        norm = self._clipped_norm()
+        # One wait for the device.
+        numbers = torch.stack([loss.double(), norm.double(), weight.double()]).tolist()
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        is_finite = all(map(math.isfinite, numbers[:2]))
+        if is_finite:
+            self.scaler.step(self.optimizer)
+            if self._average is not None:
+                self._average.update(self.steps + 1)
+        else:
+            copy_tensors(self._buffers, before)
+            self._require_skip(data, batch.samples, is_loss_finite=math.isfinite(numbers[0]))
+        self.scaler.update()
+        self._step_schedule()
+        self.steps += 1
+        return StepResult(self.steps, numbers[0], numbers[2], rate, numbers[1], not is_finite)
+
+    def on_device(self, batch: RecipeBatch) -> tuple[Any, Any]:
+        """Return inputs and targets of a batch on the device of this rank."""
+        data = move(batch.data, self.world.device)
+        if self._prepare is not None:
+            data = self._prepare(data)
+        inputs, targets = pair_of(data)
+        if self._config.channels_last:
+            inputs = channels_last(inputs)
+        return inputs, targets
+
+    def _backward(self, data: tuple[Any, Any], samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the gradients of a batch, part after part; return the loss and its weight, as scalars on the device."""
+        if self._parts == 1:
+            loss = self.losses(*data)[1]["loss"]
+            self.scaler.scale(loss).backward()
+            return loss.detach(), self._weight(data[1], samples)
+        parts = parts_of(data, samples, self._parts)
+        sizes = [stop - start for start, stop in microbatch_bounds(samples, len(parts))]
+        weights = [self._weight(targets, size) for (_, targets), size in zip(parts, sizes, strict=True)]
+        total = torch.stack(weights).sum()
+        losses = []
+        for number, (part, weight) in enumerate(zip(parts, weights, strict=True), start=1):
+            with nullcontext() if number == len(parts) else no_sync(self.model):
+                loss = self.losses(*part)[1]["loss"]
+                loss = loss * (weight / total).to(loss.dtype)
+                self.scaler.scale(loss).backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum(), total
+
+    def losses(self, inputs: Any, targets: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+        """Return the outputs of the model, and the losses of the whole batch by name."""
+        with autocast(self._config.precision, self.world.device):
+            outputs = call_model(self.model, inputs)
+            return outputs, self._loss(outputs, targets)
+
+    def _weight(self, targets: Any, samples: int) -> torch.Tensor:
+        weight = self._loss.weight(targets, samples)
+        return torch.as_tensor(weight, dtype=torch.float64).to(self.world.device, non_blocking=True)
+
+    def _clipped_norm(self) -> torch.Tensor:
+        """Return the 2-norm of the gradient before clipping."""
+        limit = self._config.clip_norm
+        if limit is not None:
+            return torch.nn.utils.clip_grad_norm_(self._trained.values(), limit)
+        gradients = [p.grad for p in self._trained.values() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients).to(self.world.device)
+
+    def _copied_buffers(self) -> list[torch.Tensor]:
+        """Return copies of the buffers, for steps that can be skipped."""
+        can_skip = self._config.non_finite == "skip" or self.scaler.is_enabled()
+        return [buffer.clone() for buffer in self._buffers] if can_skip else self._buffers
+
+    def _require_skip(self, data: tuple[Any, Any], samples: torch.Tensor, *, is_loss_finite: bool) -> None:
+        """Require that a step that is not finite is skipped.
+
+        Raises:
+            NonFiniteError: such a step ends the run.
+        """
+        # Under fp16, overflows of gradients are expected: the scaler reduces its scale.
+        is_scaling = self.scaler.is_enabled() and is_loss_finite
+        if self._config.non_finite == "stop" and not is_scaling:
+            raise non_finite_error(self, data, samples.tolist(), self._trained, is_loss_finite=is_loss_finite)
+
+    def _step_schedule(self) -> None:
+        with warnings.catch_warnings():
+            # Raised if the first update was skipped; the schedule counts skipped steps on purpose.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            self.scheduler.step()
+
+    # --- evaluation ------------------------------------------------------------------------------
+
+    def evaluate(
+        self, batches: Iterable[RecipeBatch], metrics: Sequence[Metric | LossMetric], *, until_stop: bool = False
+    ) -> dict[str, float] | None:
+        """Return `loss`, other means of the loss function, `samples` and every metric over whole batches.
+
+        With `until_stop`, return None on every rank if a rank receives a stop request.
+
+        Raises:
+            RunError: the loss counts nothing.
+        """
+        counting = [metric for metric in metrics if not isinstance(metric, LossMetric)]
+        means = _Means()
+        samples = 0
+        with self.evaluating():
+            for batch in batches:
+                if until_stop and any(any_rank(self.world, self.world.stop_requested)):
+                    for metric in counting:
+                        metric.reset()
+                    return None
+                inputs, targets = self.on_device(batch)
+                outputs, losses = self.losses(inputs, targets)
+                means.add(losses, self._weight(targets, len(batch.samples)))
+                for metric in counting:
+                    metric.update(outputs, targets)
+                samples += len(batch.samples)
+                self.world.context.status.heartbeat()
+        values: dict[str, float] = {**means.values(), "samples": samples}
+        for one in metrics:
+            values[one.name] = one.function(values["loss"]) if isinstance(one, LossMetric) else one.compute()
+        return values
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluate with averaged weights if there are any; modes and random states are as before after the block."""
+        averaged = nullcontext() if self._average is None else self._average.in_place()
+        modes = [(module, module.training) for module in self.model.modules()]
+        with averaged, torch.no_grad(), preserved_generators(self.world.device):
+            seed_generators(microbatch_seed("evaluation", self._config.seed, 0, 0), self.world.device)
+            self.model.eval()
+            try:
+                yield
+            finally:
+                for module, training in modes:  # parents first: their method sets the children too
+                    if module.training is not training:
+                        module.train(training)
+
+
+class _Means:
+    """Weighted means of losses by name, summed on the device."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+        self._weights: list[torch.Tensor] = []
+
+    def add(self, losses: dict[str, torch.Tensor], weight: torch.Tensor) -> None:
+        """Add the losses of a batch."""
+        self._weights.append(weight)
+        for name, loss in losses.items():
+            # A mean over nothing is NaN.
+            term = (loss.double() * weight).where(weight > 0, 0.0)
+            self._sums[name] = self._sums[name] + term if name in self._sums else term
+
+    def values(self) -> dict[str, float]:
+        """Return the means.
+
+        Raises:
+            RunError: the weights are zero.
+        """
+        total = float(torch.stack(self._weights).sum()) if self._weights else 0.0
+        if not total:
+            raise RunError("the loss counted nothing in evaluation", fix="check for ignored targets", code="E_LOSS")
+        numbers = torch.stack(list(self._sums.values())).tolist()
+        return {name: number / total for name, number in zip(self._sums, numbers, strict=True)}

@@ -1,0 +1,82 @@
+"""The error of a step with a loss or gradient that is not finite: names of samples and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from samestep.errors import NonFiniteError
+from samestep.recipes.samples import parts_of
+
+if TYPE_CHECKING:
+    from samestep.recipes.driver import Driver
+
+_MAX_LISTED = 8
+
+
+def skipped_most(skipped: int, steps: int) -> bool:
+    """Return whether a run of `steps` steps, of which `skipped` were skipped, has failed."""
+    return 2 * skipped > steps
+
+
+def non_finite_error(
+    driver: Driver,
+    data: tuple[Any, Any],
+    samples: Sequence[int],
+    parameters: Mapping[str, torch.nn.Parameter],
+    *,
+    is_loss_finite: bool,
+) -> NonFiniteError:
+    """Return the error of the present step. Every sample of the batch is computed once more, alone.
+
+    Args:
+        driver: the loop.
+        data: inputs and targets of the batch, on the device.
+        samples: indices of the samples.
+        parameters: trained parameters by name, with the gradients of the step.
+        is_loss_finite: whether the loss is finite, and a gradient is not.
+    """
+    bad = [name for name, p in parameters.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
+    found = _bad_samples(driver, data, samples, list(parameters.values()), checks_gradients=is_loss_finite)
+    source = _listed("sample", found)
+    if not found:
+        source = f"none of the {len(samples)} samples alone"
+    subject = "the loss"
+    if is_loss_finite:
+        subject = f"the gradient of {_listed('parameter', bad)}" if bad else "the norm of the gradient"
+    advice = "lower the learning rate or set clip_norm" if is_loss_finite else "check the learning rate"
+    return NonFiniteError(
+        f"step {driver.steps + 1}: {subject} is not finite, from {source}",
+        expected="non_finite: stop ends the run before the weights change",
+        fix=f"check these samples, {advice}; non_finite: skip skips such steps",
+    )
+
+
+def _bad_samples(
+    driver: Driver,
+    data: tuple[Any, Any],
+    samples: Sequence[int],
+    parameters: Sequence[torch.nn.Parameter],
+    *,
+    checks_gradients: bool,
+) -> list[int]:
+    """Return the samples whose loss, or gradient, is not finite in evaluation mode, where samples are independent."""
+    bad = []
+    driver.model.eval()
+    for sample, (inputs, targets) in zip(samples, parts_of(data, len(samples), len(samples)), strict=False):
+        loss = driver.losses(inputs, targets)[1]["loss"]
+        is_finite = bool(loss.isfinite())
+        if is_finite and checks_gradients:
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            is_finite = all(bool(g.isfinite().all()) for g in gradients if g is not None)
+        if not is_finite:
+            bad.append(sample)
+    return bad
+
+
+def _listed(noun: str, items: Sequence[object]) -> str:
+    listed = ", ".join(str(item) for item in items[:_MAX_LISTED])
+    more = f" and {len(items) - _MAX_LISTED} more" if len(items) > _MAX_LISTED else ""
+    return f"{noun}{'s' if len(items) > 1 else ''} {listed}{more}"

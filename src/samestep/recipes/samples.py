@@ -1,0 +1,135 @@
+"""Batches of recipes: data with the indices of its samples, without samples that cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from samestep.data.batch import map_tensors
+from samestep.data.microbatch_dataset import Collate, SizedDataset
+from samestep.data.streams.dataset import StreamDataset
+from samestep.errors import DataError
+from samestep.microbatches import microbatch_bounds
+
+
+class _Unusable(NamedTuple):
+    """Error line of a sample, in its place."""
+
+    text: str
+
+
+class RecipeBatch(NamedTuple):
+    """A whole batch.
+
+    Attributes:
+        data: output of the collate function; None if no sample of the batch can be used.
+        samples: indices of the samples in the data set, shape (samples,).
+        skipped: one error line per sample that was left out.
+    """
+
+    data: Any
+    samples: torch.Tensor
+    skipped: list[str]
+
+
+class IndexedSamples:
+    """Data set whose samples are pairs of index and sample.
+
+    Args:
+        dataset: data set of a recipe; its `set_epoch` is that of this object.
+        skips: whether a sample that cannot be used is replaced by its error line; otherwise the error is raised.
+    """
+
+    def __init__(self, dataset: SizedDataset, *, skips: bool) -> None:
+        self._dataset = dataset
+        self._skips = skips
+        if hasattr(dataset, "set_epoch"):
+            self.set_epoch = dataset.set_epoch
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> tuple[int, Any]:
+        try:
+            return index, self._dataset[index]
+        except DataError as error:
+            if not self._skips:
+                raise
+            return index, _Unusable(error.value)
+
+
+class _IndexedStream(StreamDataset):
+    """The same for a stream, whose order is that of its files."""
+
+    def __init__(self, stream: StreamDataset, *, skips: bool) -> None:
+        vars(self).update(vars(stream))
+        self._indexed = IndexedSamples(stream, skips=skips)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._indexed[index]
+
+
+def indexed(dataset: SizedDataset, *, skips: bool) -> SizedDataset:
+    """Return a data set whose samples are pairs of index and sample; see `IndexedSamples`."""
+    if isinstance(dataset, StreamDataset):
+        return _IndexedStream(dataset, skips=skips)
+    return IndexedSamples(dataset, skips=skips)
+
+
+class IndexedCollate:
+    """Collate function for the samples of `IndexedSamples`.
+
+    Args:
+        collate: collate function of the recipe.
+    """
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[tuple[int, Any]]) -> RecipeBatch:
+        """Return the batch of the usable samples."""
+        usable = [(index, sample) for index, sample in samples if not isinstance(sample, _Unusable)]
+        data = self._collate([sample for _, sample in usable]) if usable else None
+        skipped = [sample.text for _, sample in samples if isinstance(sample, _Unusable)]
+        return RecipeBatch(data, torch.tensor([index for index, _ in usable], dtype=torch.int64), skipped)
+
+
+def parts_of(data: Any, samples: int, parts: int) -> list[Any]:
+    """Return consecutive parts of nested data with rows for samples; fewer parts than `parts` for fewer samples.
+
+    Values without a row for each sample are in every part.
+    """
+    if parts == 1:
+        return [data]
+    bounds = microbatch_bounds(samples, min(parts, samples))
+
+    def part(start: int, stop: int) -> Any:
+        return map_tensors(data, lambda tensor: _rows(tensor, samples, start, stop))
+
+    return [part(start, stop) for start, stop in bounds]
+
+
+def _rows(tensor: torch.Tensor, samples: int, start: int, stop: int) -> torch.Tensor:
+    if not tensor.dim() or not len(tensor) or len(tensor) % samples:
+        return tensor
+    factor = len(tensor) // samples
+    return tensor[start * factor : stop * factor]
+
+
+def pair_of(data: Any) -> tuple[Any, Any]:
+    """Return inputs and targets of a batch.
+
+    Raises:
+        DataError: the data are not a pair.
+    """
+    if isinstance(data, list | tuple) and len(data) == 2:
+        return data[0], data[1]
+    kind = f"{type(data).__name__} with keys" if isinstance(data, Mapping) else type(data).__name__
+    raise DataError(
+        f"a batch is a {kind}",
+        expected="a pair (inputs, targets)",
+        fix="return pairs from the data set, or from its collate function",
+        code="E_BATCH",
+    )
