@@ -44,9 +44,10 @@ faults: .venv/.installed
 soak: .venv/.installed
 	PYTHONPATH=tests $(PY) -m helpers.soak --kills $(KILLS) --mode $(MODE)
 
-# Runs all scripts of tests/plain_loop on 1 to 4 processes; PLAIN_LOOP="NAME --processes 2" runs fewer.
+# Runs all scripts of tests/plain_loop on 1 to 4 processes, and under exact on up to 8; PLAIN_LOOP="NAME" runs one.
 plain-loop: .venv/.installed
 	PYTHONPATH=tests:. $(PY) -m plain_loop.runner --result $(RESULTS)/plain_loop_scripts.json $(PLAIN_LOOP)
+	PYTHONPATH=tests:. $(PY) -m plain_loop.exact --result $(RESULTS)/plain_loop_scripts.json $(PLAIN_LOOP)
 
 lint: .venv/.installed
 	$(PY) -m ruff check .

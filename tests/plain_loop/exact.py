@@ -18,8 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from benchmarks.machine import save
+
 from plain_loop.forks import Run, preload
-from plain_loop.runner import ended
+from plain_loop.judge import Verdict
+from plain_loop.runner import ended, page, read_result
 from plain_loop.script import Script, find_scripts
 
 PROCESSES = (1, 2, 3, 5, 8)
@@ -141,12 +144,28 @@ def _print(verdict: ExactVerdict) -> None:
         print("      " + verdict.problem.replace("\n", "\n      "), flush=True)
 
 
+def _add_to_result(path: Path, verdicts: Sequence[ExactVerdict]) -> None:
+    """Put the verdicts into a result of the runner; those of other scripts stay."""
+    result = read_result(path)
+    again = {verdict.script for verdict in verdicts}
+    rows = [row for row in result.get("exact", []) if row["script"] not in again]
+    short = [
+        {name: value for name, value in asdict(verdict).items() if name not in ("seconds", "reasons")}
+        for verdict in verdicts
+    ]
+    result["exact"] = sorted([*rows, *short], key=lambda row: str(row["script"]))
+    save(path, result, page([Verdict(**row) for row in result["runs"]], result["exact"], result["machine"]))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0 if all scripts are as expected."""
     parser = argparse.ArgumentParser(prog="plain_loop.exact", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="names of scripts; all if none")
     parser.add_argument("--processes", default=",".join(map(str, PROCESSES)), help="numbers of processes")
     parser.add_argument("--json", type=Path, help="file of the verdicts")
+    parser.add_argument(
+        "--result", type=Path, help="file of the runner's verdicts, which gets those under `exact`; its page too"
+    )
     parser.add_argument("--keep", type=Path, help="new folder for output and files of the runs")
     parser.add_argument("--slots", type=int, help="processes at a time")
     options = parser.parse_args(arguments)
@@ -156,6 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verdicts = run_exact(scripts, processes, slots=options.slots, report=_print, keep=options.keep)
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=1), encoding="utf-8")
+    if options.result is not None:
+        _add_to_result(options.result, verdicts)
     wrong = sum(bool(verdict.problem) for verdict in verdicts)
     print(f"{len(verdicts)} scripts, {wrong} not as expected")
     return 3 if wrong else 0

@@ -181,18 +181,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.result is not None:
         if options.names:
             verdicts = _replaced(options.result, verdicts)
-        result = {"machine": machine, "runs": [verdict.as_short_json() for verdict in verdicts]}
-        save(options.result, result, page(verdicts, machine))
+        exact = read_result(options.result).get("exact", [])
+        result = {"machine": machine, "runs": [verdict.as_short_json() for verdict in verdicts], "exact": exact}
+        save(options.result, result, page(verdicts, exact, machine))
     return 3 if wrong else 0
+
+
+def read_result(result: Path) -> dict[str, Any]:
+    """Return the content of a file of verdicts; empty if there is none."""
+    if not result.exists():
+        return {}
+    content: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return content
 
 
 def _replaced(result: Path, verdicts: Sequence[Verdict]) -> list[Verdict]:
     """Return the verdicts of a file, those of the scripts that ran again replaced."""
     again = {verdict.script for verdict in verdicts}
-    found = []
-    if result.exists():
-        rows = json.loads(result.read_text(encoding="utf-8"))["runs"]
-        found = [Verdict(**row) for row in rows if row["script"] not in again]
+    rows = read_result(result).get("runs", [])
+    found = [Verdict(**row) for row in rows if row["script"] not in again]
     return sorted([*found, *verdicts], key=lambda verdict: (verdict.script, verdict.processes))
 
 
@@ -209,8 +216,15 @@ def _print(verdict: Verdict) -> None:
         print("      " + verdict.problem.replace("\n", "\n      "), flush=True)
 
 
-def page(verdicts: Sequence[Verdict], machine: dict[str, Any]) -> str:
-    """Return the Markdown page of a result: one row for each script."""
+def page(verdicts: Sequence[Verdict], exact: Sequence[dict[str, Any]], machine: dict[str, Any]) -> str:
+    """Return the Markdown page of a result: one row for each script.
+
+    Args:
+        verdicts: verdicts under `fast`.
+        exact: verdicts under `exact`, of `plain_loop.exact`.
+        machine: the machine.
+    """
+    bits = {verdict["script"]: _bits(verdict) for verdict in exact}
     by_script: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         by_script.setdefault(verdict.script, []).append(verdict)
@@ -222,8 +236,16 @@ def page(verdicts: Sequence[Verdict], machine: dict[str, Any]) -> str:
         deviations = [verdict.deviation for verdict in several if verdict.deviation is not None]
         largest = f"{max(deviations):.0e}" if deviations else ""
         numbers = ", ".join(_result(verdict) for verdict in found)
-        rows.append([name, numbers, ", ".join(kinds), largest, "; ".join(reasons).replace("|", "\\|")])
-    header = ["script", "processes and result", "calls", "deviation", "reasons for whole calls"]
+        text = "; ".join(reasons).replace("|", "\\|")
+        rows.append([name, numbers, ", ".join(kinds), largest, bits.get(name, ""), text])
+    header = [
+        "script",
+        "processes and result",
+        "calls",
+        "deviation",
+        "same bits under exact",
+        "reasons for whole calls",
+    ]
     counts: dict[str, int] = {}
     for row in rows:
         counts[row[2]] = counts.get(row[2], 0) + 1
@@ -234,10 +256,22 @@ def page(verdicts: Sequence[Verdict], machine: dict[str, Any]) -> str:
         "Written by `make plain-loop`. Each script of `tests/plain_loop/scripts` runs by plain Python, and with\n"
         "`samestep.parallel` on 1 to 4 processes. *Equal* on one process: the same text. On several: the deviation of\n"
         "each number, relative to the largest number of its line, is within the tolerance of the script (1e-10 in\n"
-        "float64).\n\n"
+        "float64). Under `exact`: numbers of processes on which the printed numbers, and parameters and states of\n"
+        "optimizers after each step, have one SHA-256; *refused*: more ranks than microbatches.\n\n"
         f"{len(rows)} scripts: {summary}. {len(verdicts)} runs, {wrong} not as expected.\n\n"
         f"{markdown_table(header, rows)}\n\n{machine_line(machine)}\n"
     )
+
+
+def _bits(verdict: dict[str, Any]) -> str:
+    text = ", ".join(map(str, verdict["equal"]))
+    if verdict["refused"]:
+        text += f"; refused: {', '.join(map(str, verdict['refused']))}"
+    if verdict["problem"]:
+        text += "; **not as expected**"
+    if verdict["calls"] in ("whole", "mixed"):
+        text += f" ({verdict['calls']})"
+    return text
 
 
 def _result(verdict: Verdict) -> str:
