@@ -20,7 +20,7 @@ from samestep.launcher.failure import RankError
 
 EPOCHS, STEPS = 3, 15
 HELPERS = Path(__file__).parents[1] / "helpers"
-LOOP, FAILING = HELPERS / "divided_loop.py", HELPERS / "failing_loop.py"
+LOOP, FAILING, DAMAGED = (HELPERS / f"{name}_loop.py" for name in ("divided", "failing", "damaged"))
 DIVIDED = "Sequential: calls divided between {} processes\n"
 SHORT = "Sequential: calls computed whole on every process: fewer rows than ranks\n"
 LEFT = "error: rank 0 reached {} while rank 1 reached nothing further, at "
@@ -129,6 +129,18 @@ def test_failure_is_reported_once(tmp_path: Path, what: str, title: str) -> None
     assert done.err.startswith(DIVIDED.format(2) + title)
     assert done.err.count("error: ") == 1
     assert ("Traceback" in done.err) == (what == "raise")
+
+
+@pytest.mark.parametrize(
+    ("workers", "rank"),
+    [(2, 1), *(pytest.param(workers, rank, marks=pytest.mark.slow) for workers, rank in ((0, 1), (0, -1), (2, -1)))],
+)
+def test_damaged_sample_is_reported_once_with_its_index(tmp_path: Path, workers: int, rank: int) -> None:
+    done = run(2, DAMAGED, workers, rank, cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.count("error: ") == 1
+    assert "failed after samestep.init(): OSError: the file is damaged [E_RANK_FAILED]\n" in done.err
+    assert done.err.rstrip().endswith("    while loading sample 23 of the dataset")
 
 
 @pytest.mark.slow

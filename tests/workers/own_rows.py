@@ -22,6 +22,7 @@ from torch.utils.data import (
 import samestep
 from helpers.view_checks import run_checks
 from samestep.data.batch_plan import content_of, equal
+from samestep.errors import DataError
 from samestep.launcher.job import process_state
 
 SAMPLES, BATCH = 44, 8
@@ -247,6 +248,23 @@ def _failing(workers: int, dataset: Broken) -> list[Any]:
     return seen
 
 
+class Unusable(Points):
+    """Two samples in three batches cannot be used, and all of a fourth one."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        if index in (3, 17) or 24 <= index < 32:
+            raise DataError(f"sample {index} is empty")
+        return super().__getitem__(index)
+
+
+def _skipping(workers: int) -> list[Any]:
+    """Return the labels of batches without unusable samples, the position at the end, and the lines about them."""
+    batches = samestep.loader(Unusable("large"), BATCH, num_workers=workers, bad_samples="skip")
+    labels = [batch[1].tolist() for batch in batches]
+    lines = sorted({line for by_rank in samestep.all_gather(batches.skipped) for line in by_rank})
+    return [labels, [batches.cursor.epoch, batches.cursor.samples], len(lines)]
+
+
 class Unequal(Points):
     def __getitem__(self, index: int, /) -> Any:
         return index + process_state.world.rank  # type: ignore[union-attr]
@@ -312,6 +330,7 @@ def run(workers: int) -> dict[str, list[Any]]:
         "resumed": _resumed,
         "broken": lambda: _failing(workers, Broken(19)),
         "broken on the last rank": lambda: _failing(workers, Broken(22, process_state.world.size - 1)),  # type: ignore[union-attr]
+        "skipping": lambda: _skipping(workers),
         "unequal": lambda: _error(lambda: _epochs(samestep.loader(Unequal(), BATCH), 1)),
         "other samples": lambda: _error(_other_samples),
         "made again": _made_again,

@@ -101,7 +101,9 @@ def keys_of(value: Any) -> list[Any]:
 def equal(one: Any, other: Any) -> bool:
     """Whether two values are equal, with tensors, arrays, and objects without an equality of their own."""
     own_equality: Any = type(one).__eq__
-    if type(one) is not type(other):
+    if one is other:
+        result = True
+    elif type(one) is not type(other):
         result = False
     elif isinstance(one, torch.Tensor):
         result = _equal_tensors(one, other)

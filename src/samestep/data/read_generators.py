@@ -16,7 +16,8 @@ import numpy
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-_DEPTH = 4  # of attributes and containers that are searched
+_DEPTH = 8  # of attributes and containers that are searched
+_OBJECTS = 2000  # that are searched
 _ITEMS = 50  # of a container that are searched
 _MIX = 0x9E3779B97F4A7C15  # odd: seeds of several generators of one data set differ
 _PLAIN = (bool, int, float, str, type(None))
@@ -76,7 +77,7 @@ def objects_of(*roots: Any) -> Iterator[Any]:
     """Yield objects that are reachable by attributes, containers, closures and bound arguments."""
     seen: set[int] = set()
     found = [(root, _DEPTH) for root in roots]
-    while found:
+    while found and len(seen) < _OBJECTS:
         value, depth = found.pop()
         if isinstance(value, _LEAVES) or id(value) in seen:
             continue

@@ -113,6 +113,13 @@ def test_order_of_torch_resumes_within_an_epoch(size: int, workers: int) -> None
     assert found(size, workers)["resumed"] == [[[0, 3 * BATCH], True]] * size
 
 
+@pytest.mark.parametrize(("size", "workers"), SETTINGS)
+def test_unusable_samples_are_left_out(size: int, workers: int) -> None:
+    usable = [index for index in range(SAMPLES) if index not in (3, 17) and not 24 <= index < 32]
+    labels = [[index for index in usable if index // BATCH == batch] for batch in range(6) if batch != 3]
+    assert found(size, workers)["skipping"] == [[labels, [1, 0], 10]] * size
+
+
 @pytest.mark.parametrize(("size", "workers"), [(2, 0), (2, 2)])
 def test_error_of_a_sample_is_raised_on_all_ranks(size: int, workers: int) -> None:
     results = found(size, workers)

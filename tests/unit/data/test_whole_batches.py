@@ -122,3 +122,81 @@ def test_finished_run_says_so(caplog: pytest.LogCaptureFixture) -> None:
 def test_options_of_the_engine_are_refused(option: str) -> None:
     with pytest.raises(InputError, match=option):
         samestep.loader(data(), batch_size=4, **{option: 2})
+
+
+def test_arguments_are_those_of_torch() -> None:
+    batches = samestep.loader(data(), 4, False, None, None, 0, len)
+    assert list(batches) == [4, 4, 2]
+    assert (batches.batch_size, batches.num_workers, len(batches.dataset)) == (4, 0, 10)
+    assert rows(samestep.loader(data(2))) == [[0.0], [1.0]]
+    assert [float(sample[0]) for sample in samestep.loader(data(2), None)] == [0.0, 1.0]
+    with pytest.raises(InputError, match="no argument colour"):
+        samestep.loader(data(), colour=1)
+    with pytest.raises(InputError, match="a DataLoader and batch_size"):
+        samestep.loader(torch.utils.data.DataLoader(data()), 4)
+
+
+def test_loader_of_torch_stays_as_it_is() -> None:
+    original = torch.utils.data.DataLoader(data(), 4)
+    batches = samestep.loader(original)
+    assert rows(batches) == [batch[0].tolist() for batch in original]
+    assert "_get_iterator" not in vars(original)
+
+
+class Spawned(Dataset[float]):
+    """Draws, and knows the data set of its worker."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> float:
+        info = torch.utils.data.get_worker_info()
+        assert info is None or type(info.dataset) is Spawned
+        return index + random.random()
+
+
+@pytest.mark.slow
+def test_spawned_workers_read_the_same() -> None:
+    expected = list(samestep.loader(Spawned(), 4))
+    batches = samestep.loader(Spawned(), 4, num_workers=2, multiprocessing_context="spawn")
+    for batch, other in zip(batches, expected, strict=True):
+        assert torch.equal(batch, other)
+
+
+def test_worker_init_function_sees_the_data_set_of_the_script() -> None:
+    def change(number: int) -> None:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        info.dataset.tensors[0].fill_(7)
+
+    batches = samestep.loader(data(4), 2, num_workers=1, worker_init_fn=change)
+    assert rows(batches) == [[7, 7], [7, 7]]
+
+
+def test_samples_of_a_shared_generator_are_seeded_and_the_generator_is_left_alone() -> None:
+    rng = random.Random(5)
+    state = rng.getstate()
+
+    class Shared(Spawned):
+        def __getitem__(self, index: int) -> float:
+            return index + rng.random()
+
+    class Owning(Spawned):
+        def __init__(self) -> None:
+            self.rng = rng
+
+        def __getitem__(self, index: int) -> float:
+            return index + self.rng.random()
+
+    first = torch.cat(list(samestep.loader(Owning(), 4)))
+    assert rng.getstate() == state
+    assert torch.equal(first, torch.cat(list(samestep.loader(Owning(), 5))))
+    assert rng.getstate() == state
+    assert samestep.loader(Shared(), 4)._state.decision is None
+
+
+def test_unusable_samples_are_counted() -> None:
+    batches = samestep.loader(Mappings(), 2, bad_samples="skip")
+    assert [len(batch["text"]) for batch in batches] == [2, 1, 2]
+    assert len(batches.skipped) == 1
+    assert "sample 3" in batches.skipped[0]
