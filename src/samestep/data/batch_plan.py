@@ -209,7 +209,7 @@ def content_of(value: Any) -> int:
     elif isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
         facts = (str(value.dtype), value.shape, zlib.crc32(numpy.ascontiguousarray(value).data))
     elif isinstance(value, list | tuple):
-        facts = [content_of(item) for item in value]
+        facts = (type(value).__name__, [content_of(item) for item in value])
     elif is_mapping(value):
         facts = [(str(key), content_of(value[key])) for key in keys_of(value)]
     elif type(value) in _PLAIN:
