@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.utils._pytree import TreeSpec
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from samestep.view.kinds import has_rows
 from samestep.view.ranks import Slices
+from samestep.view.rows import gathered, is_rows
 
 
 @dataclass
@@ -49,6 +50,12 @@ class Call:
                 if parameter is not None and parameter.requires_grad:
                     collected[parameter] = None
         return list(collected)
+
+    def gather(self) -> None:
+        """Gather arguments of which other rows are elsewhere."""
+        if any(is_rows(leaf) for leaf in self.leaves):
+            self.leaves = [gathered(leaf) for leaf in self.leaves]
+            self.arguments, self.options = tree_unflatten(self.leaves, self.spec)
 
     def whole_eager(self) -> Any:
         """Compute the call whole, without a compiler."""

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from samestep.view.ranks import Ranks, Slices
+from samestep.view.ranks import Slices
 
 Parts = Sequence[torch.Tensor]
 
@@ -36,8 +36,28 @@ class Sums(Protocol):
         ...
 
 
+class RankMessages(Protocol):
+    """Messages between the ranks that hold rows."""
+
+    rank: int
+    size: int
+
+    def sum(self, parts: Any) -> torch.Tensor:
+        """Return a sum over ranks."""
+        ...
+
+    def gather_rows(self, own: Parts, bounds: Sequence[tuple[int, int]], factor: int) -> torch.Tensor:
+        """Return the rows of all ranks in order, as a new contiguous tensor."""
+        ...
+
+
 class RowBounds:
     """Bounds of the rows of one tensor in the slices of a batch.
+
+    Attributes:
+        rows: rows of the whole tensor.
+        start: first own row of the tensor.
+        stop: first row of the tensor after the own ones.
 
     Args:
         ranks: the ranks.
@@ -45,10 +65,14 @@ class RowBounds:
         factor: rows of the tensor per row of the batch.
     """
 
-    def __init__(self, ranks: Ranks, slices: Slices, factor: int = 1) -> None:
+    def __init__(self, ranks: RankMessages, slices: Slices, factor: int = 1) -> None:
         self.ranks = ranks
         self.slices = slices
         self.factor = factor
+        self.rows = slices.bounds[-1][1] * factor
+        start, stop = slices.by_rank[ranks.rank]
+        self.start = start * factor
+        self.stop = stop * factor
 
     def own(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Return the rows of each own slice of a tensor; they share its memory, unless slices are copies."""
@@ -60,6 +84,18 @@ class RowBounds:
     def gather(self, own: Parts) -> torch.Tensor:
         """Return the rows of all slices of all ranks, from those of the own slices."""
         return self.ranks.gather_rows(own, self.slices.by_rank, self.factor)
+
+    def times(self, factor: int) -> RowBounds:
+        """Return the bounds of a tensor with `factor` rows per row of the batch."""
+        return self if factor == self.factor else RowBounds(self.ranks, self.slices, factor)
+
+    def is_equal(self, other: RowBounds) -> bool:
+        """Whether ranks hold the same rows."""
+        return self is other or (self.factor == other.factor and self.has_slices(other.slices))
+
+    def has_slices(self, slices: Slices) -> bool:
+        """Whether the batch has these slices."""
+        return self.slices is slices or list(self.slices.bounds) == list(slices.bounds)
 
 
 class _Crossing(torch.autograd.Function):

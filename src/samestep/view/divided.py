@@ -23,6 +23,7 @@ from samestep.view.operations import Operation, Operations
 from samestep.view.order import nodes_of, order_nodes
 from samestep.view.ranks import Ranks, Slices
 from samestep.view.region import Region, inside
+from samestep.view.rows import Rows, gathered, is_large, own_rows
 from samestep.view.snapshot import BuffersOfSlice, Snapshot
 from samestep.view.strategy import CallParameters
 from samestep.view.thread_modes import ThreadModes
@@ -63,13 +64,22 @@ def own_arguments(ranks: Ranks, reduction: Reduction, division: Division, call: 
         if isinstance(leaf, torch.Tensor):
             if is_cut:
                 if id(leaf) not in cuts:
-                    cuts[id(leaf)] = cut(leaf, rows)
+                    cuts[id(leaf)] = _own_argument(leaf, rows)
                 parts = cuts[id(leaf)]
             elif leaf.requires_grad and torch.is_grad_enabled():
-                parts = enter(leaf, reduction, count)
+                parts = enter(gathered(leaf), reduction, count)
+            else:
+                parts = [gathered(leaf)] * count
         for leaves, part in zip(own, parts, strict=True):
             leaves.append(part)
     return own
+
+
+def _own_argument(leaf: torch.Tensor, rows: RowBounds) -> list[torch.Tensor]:
+    """Return the rows of each own slice. Those of Rows are here, and their gradients stay here."""
+    if isinstance(leaf, Rows) and leaf._rows_bounds.factor == 1 and leaf._rows_bounds.has_slices(rows.slices):
+        return [own_rows(leaf)]
+    return cut(gathered(leaf), rows)
 
 
 class DividedCall:
@@ -84,6 +94,7 @@ class DividedCall:
         exchange: exchange of the regions.
         before: state before the call.
         known: operations of a forward that is compiled, in which no rule applies; None if they must be observed.
+        output_rows: bounds of outputs that stay where they are, and the bytes of the smallest one.
     """
 
     def __init__(
@@ -96,6 +107,7 @@ class DividedCall:
         exchange: CallExchange,
         before: Snapshot,
         known: Sequence[Operation] | None = None,
+        output_rows: tuple[RowBounds, int] | None = None,
     ) -> None:
         self.ranks = ranks
         self.division = division
@@ -105,6 +117,7 @@ class DividedCall:
         self._reduction = reduction
         self._before = before
         self._known = known
+        self._output_rows = output_rows
 
     def compute(self, forward: Callable[..., Any], parameters: CallParameters | None) -> list[OwnResult]:
         """Run the forward on each own slice, with the parameters of its strategy."""
@@ -259,12 +272,18 @@ class DividedCall:
                 places.append(place)
         outputs = [self.division.outputs[place] for place in places]
         tensors = [result.leaves[place] for result in results for place in places]
-        crossing = OutputCrossing(self.ranks, self._reduction, self.call.slices, outputs, before_backward)
+        stays = [self._stays(tensor, output) for tensor, output in zip(tensors, outputs, strict=False)]
+        crossing = OutputCrossing(self.ranks, self._reduction, self.call.slices, outputs, stays, before_backward)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             anchors = [] if parameters is None else parameters.anchors
             whole = list(GatherOutputs.apply(crossing, *tensors, *anchors))  # type: ignore[no-untyped-call]
         else:
             whole = crossing.gather(tensors)
+        if self._output_rows is not None:
+            bounds, _ = self._output_rows
+            for number, output in enumerate(outputs):
+                if stays[number]:
+                    whole[number] = Rows(whole[number], bounds.times(output.factor))
         leaves = []
         for leaf, output in zip(first.leaves, self.division.outputs, strict=True):
             if isinstance(leaf, torch.Tensor):
@@ -275,6 +294,13 @@ class DividedCall:
                 leaves.append(leaf)
         return unflatten(leaves, first.spec)
 
+    def _stays(self, tensor: torch.Tensor, output: Output) -> bool:
+        """Whether an output is so large that its rows stay where they are."""
+        if self._output_rows is None or output.kind != "rows":
+            return False
+        bounds, limit = self._output_rows
+        return is_large(tensor, bounds.times(output.factor), limit)
+
 
 class OutputCrossing:
     """State for the end of a divided call, without its arguments: a graph keeps it as long as the loss lives.
@@ -284,7 +310,8 @@ class OutputCrossing:
         reduction: sums over all slices.
         slices: slices of the batch.
         outputs: the outputs that are tensors.
-        before_backward: called in each backward with the gradients of the whole outputs.
+        stays: for each whether its rows stay where they are.
+        before_backward: called in each backward with the gradients of the whole outputs, None for those that stay.
     """
 
     def __init__(
@@ -293,9 +320,11 @@ class OutputCrossing:
         reduction: Reduction,
         slices: Slices,
         outputs: Sequence[Output],
+        stays: Sequence[bool],
         before_backward: Callable[[Sequence[torch.Tensor | None]], None],
     ) -> None:
         self.outputs = outputs
+        self.stays = stays
         self.before_backward = before_backward
         self._ranks = ranks
         self._reduction = reduction
@@ -317,7 +346,9 @@ class OutputCrossing:
         whole = []
         for number, output in enumerate(self.outputs):
             parts = tensors[number :: len(self.outputs)]
-            if output.kind == "rows":
+            if self.stays[number]:
+                whole.append(parts[0].detach())
+            elif output.kind == "rows":
                 whole.append(RowBounds(self._ranks, self._slices, output.factor).gather(parts))
             elif output.kind == "constant":
                 whole.append(parts[0].detach())
@@ -365,11 +396,13 @@ class GatherOutputs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of the own outputs, and zeros for the anchors."""
         crossing = ctx.crossing
-        crossing.before_backward(gradients)
+        crossing.before_backward([None if stays else one for one, stays in zip(gradients, crossing.stays, strict=True)])
         count = len(crossing.outputs)
         own: list[torch.Tensor | None] = [None] * crossing.tensors
         for number, (gradient, output) in enumerate(zip(gradients, crossing.outputs, strict=True)):
-            if gradient is not None:
+            if gradient is not None and crossing.stays[number]:
+                own[number] = gradient
+            elif gradient is not None:
                 own[number::count] = crossing.own_gradients(gradient, output)
         # Without a gradient for its anchor, a bucket that no own row uses would not be summed on this rank.
         anchors = [torch.zeros((), device=device) for device in ctx.anchors]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.rng import derive_seed
@@ -23,6 +23,7 @@ from samestep.microbatches import microbatch_bounds, owned_microbatches
 from samestep.reduce.exact import ExactReduction
 from samestep.view.agreement import OTHER_OPERATIONS, difference_between_ranks
 from samestep.view.call import Call
+from samestep.view.crossings import RowBounds
 from samestep.view.divided import DividedCall, OwnResult, own_arguments
 from samestep.view.division import ComputedWhole, Division, failure, shortened
 from samestep.view.exchange import CallExchange
@@ -40,6 +41,7 @@ from samestep.view.leaves import flatten
 from samestep.view.operations import has_rules
 from samestep.view.ranks import MOST_MICROBATCHES, Slices, rank_bounds, require_microbatches
 from samestep.view.region import Region
+from samestep.view.rows import gathered
 from samestep.view.size import is_worth_dividing
 from samestep.view.snapshot import Snapshot, everything
 from samestep.view.strategy import Strategy
@@ -157,10 +159,13 @@ class ParallelModule:
     def _is_worth_dividing(self, kind: Kind, division: Division, call: Call) -> bool:
         if self._is_strict or self.view.divides_small_calls or self.strategy.splits_module:
             return True
+        output_bytes = int(kind.output_bytes_per_row * call.rows)
+        if not self.is_exact and output_bytes >= self.view.output_limit:  # not moved
+            output_bytes = 0
         return is_worth_dividing(
             operations=division.operations_per_row * call.rows,
             gradient_bytes=kind.gradient_bytes,
-            output_bytes=int(kind.output_bytes_per_row * call.rows),
+            output_bytes=output_bytes,
             parts=len(call.slices.bounds),
             has_gradients=torch.is_grad_enabled() and kind.gradient_bytes > 0,
             is_cpu=not is_accelerator(self.view.device),
@@ -226,6 +231,7 @@ class ParallelModule:
     def _whole(self, forward: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         module = self.module
         assert module is not None
+        arguments, options = tree_map_only(torch.Tensor, gathered, (arguments, options))
         with self.strategy.whole(module):
             return forward(*arguments, **options)
 
@@ -252,6 +258,7 @@ class ParallelModule:
 
     def _watched(self, kind: Kind, call: Call) -> Any:
         """Compute a call whole, as the script's own, and note its effects."""
+        call.gather()
         kind.is_compiled = call.forward is not call.eager or has_compiled_parts(call.parts)
         before = Snapshot(call.parts, everything(call.parts), self.view.device)
         watched = None
@@ -338,6 +345,7 @@ class ParallelModule:
         """Decide by a trial whether calls of a kind can be divided."""
         division: Division | None = None
         reason = ""
+        call.gather()
         try:
             if kind.backward_code is not None:  # otherwise no whole call was watched
                 kind.backward_code.require_unchanged()
@@ -390,8 +398,12 @@ class ParallelModule:
         stays_compiled = kind.is_compiled and not self.is_exact and not has_rules(kind.last)
         if stays_compiled:
             known = kind.last
+        ranks = self.strategy.ranks
+        output_rows = None
+        if not self.is_exact and ranks.size > 1:
+            output_rows = (RowBounds(view.row_messages(ranks), call.slices), view.output_limit)
         divided = DividedCall(
-            self.strategy.ranks, self.strategy.reduction, division, call, regions, exchange, snapshot, known
+            ranks, self.strategy.reduction, division, call, regions, exchange, snapshot, known, output_rows
         )
         if not self.strategy.sums_by_stage and (exchanges is None or exchanges):
             view.require_same_action(view.word(ENTER_CALL))

@@ -95,6 +95,8 @@ class Ranks:
 
 def _in_memory(values: torch.Tensor) -> torch.Tensor:
     """Return the values as a contiguous tensor with their own memory: not the conjugates or negatives of them."""
+    if values._is_zerotensor():  # has no memory
+        return values.detach().clone()
     return values.detach().contiguous().resolve_conj().resolve_neg()
 
 

@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,6 +26,8 @@ from samestep.view.in_step import InStep
 from samestep.view.kinds import Kind
 from samestep.view.ranks import Ranks
 from samestep.view.region import current_region
+from samestep.view.row_messages import ROWS, ROWS_RAISED, RowMessages
+from samestep.view.rows import BATCH_LIMIT, OUTPUT_LIMIT, torch_gathers
 
 if TYPE_CHECKING:
     from samestep.view.parallel import ParallelModule
@@ -56,6 +58,8 @@ _NAMES = {
     END: "the end of the script",
     AGREE: "a decision of all ranks",
     TRIAL: "the second call of a kind",
+    ROWS: "an operation that needs all rows of a batch or an output",
+    ROWS_RAISED: "an exception of an operation on its rows of a batch or an output",
 }
 _WORD = 7  # integers
 
@@ -93,7 +97,10 @@ class View:
         world: the ranks.
     """
 
-    divides_small_calls: ClassVar[bool] = False  # tests of the rules have small models
+    # Tests of the rules have small models and tensors.
+    divides_small_calls: ClassVar[bool] = False
+    batch_limit: ClassVar[int] = BATCH_LIMIT
+    output_limit: ClassVar[int] = OUTPUT_LIMIT
 
     def __init__(self, world: World) -> None:
         self.ranks = Ranks(world)
@@ -109,11 +116,14 @@ class View:
         self._is_suspended = False
         self._process = os.getpid()
         self._words = 0
+        self._cleanup = ExitStack()
+        self._row_messages: dict[int, RowMessages] = {}
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
 
     def close(self, error: type[BaseException] | None) -> None:
         """End the view with its process group. After an error the other ranks may be anywhere, and are not asked."""
         self._step_hook.remove()
+        self._cleanup.close()
         if error is None and self.ranks.size > 1 and os.getpid() == self._process:
             self.require_same_action(self.word(END))
 
@@ -121,6 +131,13 @@ class View:
         """Add a module with divided calls."""
         self.modules.append(owner.summary)
         self._owners.add(owner)
+
+    def row_messages(self, ranks: Ranks | None = None) -> RowMessages:
+        """Return the messages for `Rows` that some ranks share; those of all ranks without an argument."""
+        ranks = ranks or self.ranks
+        if not self._row_messages:
+            self._cleanup.enter_context(torch_gathers())
+        return self._row_messages.setdefault(id(ranks), RowMessages(self, ranks))
 
     def divides_here(self) -> bool:
         """Whether calls can be divided in this thread, at this point of the program."""

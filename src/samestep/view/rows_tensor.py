@@ -1,0 +1,388 @@
+"""Rows: a tensor with the shape of the whole batch that holds only the rows of this rank.
+
+Rules (`rows_rules`) compute on the own rows. Any other operation gathers the rows of all ranks first, and works on a
+plain tensor. A gathered tensor is whole for good, with all views of its memory. All of this is above autograd, in
+`__torch_function__`: gradients flow through the own tensors.
+
+Decisions: docs/decisions/global-view.md
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from samestep.errors import RankDesyncError, RunError, SamestepError
+from samestep.view.crossings import RowBounds, crossing, cut, enter, gather
+from samestep.view.region import current_region
+from samestep.view.row_messages import RaisedElsewhere, RowMessages
+
+# Returns the result of a function on own rows, or NotImplemented if all rows are needed.
+Rule = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+RULES: dict[Any, Rule] = {}
+METADATA: set[Any] = set()  # functions with rules that may be called anywhere
+EXPORTS: set[Any] = set()  # functions whose results write into the memory of a tensor without its version counter
+_SHOWS_TRACEBACKS = ("traceback", "rich.traceback", "pdb", "bdb", "reprlib", "_pytest._io.saferepr", "pydevd", "cgitb")
+
+_LEAF = "leaf Variable that requires grad"  # in-place errors of torch, which all ranks raise
+REPLACED_MEMORY = (
+    "a tensor that is divided between ranks is given other memory",
+    "a new tensor",
+    "assign the new tensor to the name: x = y, x = x.reshape(...), x.copy_(y)",
+)
+_new = torch.Tensor._make_wrapper_subclass  # private
+
+
+class Rows(torch.Tensor):
+    """A tensor of all rows that holds the own ones.
+
+    Args:
+        own: own rows, a plain tensor. Gradients are those of this tensor.
+        bounds: rows that the ranks hold, with messages that begin with a word (`RowMessages`).
+        memory: memory that `own` shares with other views; None if it shares none.
+    """
+
+    # Attributes of a subclass hide methods of tensors, so their names have a prefix.
+    _rows_own: torch.Tensor
+    _rows_bounds: RowBounds
+    _rows_memory: Memory | None
+    _rows_gradient: tuple[torch.Tensor, Rows] | None
+
+    @staticmethod
+    def __new__(cls, own: torch.Tensor, bounds: RowBounds, memory: Memory | None = None) -> Rows:
+        """Make a tensor whose memory is that of the own rows."""
+        shape = (bounds.rows, *own.shape[1:])
+        rows: Rows = _new(cls, shape, own.stride(), None, None, own.dtype, torch.strided, own.device)
+        rows._rows_own = own
+        rows._rows_bounds = bounds
+        rows._rows_memory = memory
+        rows._rows_gradient = None
+        return rows
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        arguments: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute a function of Rows by its rule, or on all rows."""
+        options = options or {}
+        rule = RULES.get(function)
+        if rule is None or (len(types) > 1 and not _CLASSES.issuperset(types)):  # others have operations of their own
+            return on_all_rows(function, arguments, options)
+        if function in METADATA:
+            return rule(function, arguments, options)
+        if current_region() is not None:
+            return on_all_rows(function, arguments, options)
+        try:
+            result = rule(function, arguments, options)
+        except (SamestepError, RecursionError):
+            raise
+        except RaisedElsewhere:
+            return on_all_rows(function, arguments, options)
+        except Exception as error:  # boundary: the script's own exception comes from all rows, with their shape
+            in_backward = torch._C._current_graph_task_id() != -1  # private; a checkpoint ends so
+            if in_backward or _LEAF in str(error):
+                raise
+            _require_raised_on_all(function, arguments, options, error)
+            result = NotImplemented
+        if result is NotImplemented:
+            return on_all_rows(function, arguments, options)
+        return result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # the stub lacks the function
+        cls, function: Any, types: Any, arguments: Sequence[Any] = (), options: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Compute a function that does not ask `__torch_function__`.
+
+        Raises:
+            RunError: a gradient would be lost.
+        """
+        if function._overloadpacket in (torch.ops.aten.set_, torch.ops.aten.resize_):
+            raise RunError(*REPLACED_MEMORY, code="E_INCOMPATIBLE")
+        for leaf in tree_leaves((arguments, options)):
+            if isinstance(leaf, Rows) and own_rows(leaf).requires_grad:
+                raise RunError(
+                    f"{function} received rows of a batch that require gradients, below the autograd of torch",
+                    expected="operations of torch that dispatch on the class of a tensor",
+                    fix="give it a tensor that is whole, such as torch.stack(list(tensor))",
+                    code="E_INCOMPATIBLE",
+                )
+        return function(*tree_map_only(Rows, gathered, arguments), **tree_map_only(Rows, gathered, options or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy a plain tensor."""
+        return gathered(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the own rows."""
+        if id(self) not in memo:
+            memo[id(self)] = Rows(copy.deepcopy(own_rows(self), memo), self._rows_bounds)
+        return memo[id(self)]
+
+
+_CLASSES = {Rows, torch.Tensor, nn.Parameter}
+
+
+class Memory:
+    """Memory of the own rows that several Rows share as views, and of all rows after a gather.
+
+    Without gradients, a gather moves the own rows into the memory of all rows. With gradients the graph may hold the
+    memory of the own rows, so it stays, and writes into the gathered rows are copied back.
+
+    Args:
+        rows: the tensor whose memory it is; its own rows are made contiguous if other rows would lie between them.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        own = rows._rows_own
+        span = 1 + sum((size - 1) * stride for size, stride in zip(own.shape[1:], own.stride()[1:], strict=True))
+        if own.shape[0] > 1 and own.stride(0) < span:
+            rows._rows_own = own = own.contiguous()
+        self.bounds = rows._rows_bounds
+        self.has_graph = own.requires_grad
+        self.is_exported = False
+        self._base = own.detach()
+        self._offset = own.storage_offset()
+        self._stride = max(own.stride(0), span)
+        self._all: torch.Tensor | None = None
+        self._versions = (0, 0)  # of all rows and of the own ones when they were equal
+        self._joined: list[tuple[weakref.ref[Rows], torch.Tensor, Any]] = []  # all rows with a graph, and their node
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether all rows are here."""
+        return self._all is not None
+
+    def update(self, rows: Rows) -> None:
+        """Make the own rows of a tensor those that were written into the gathered rows."""
+        if self._all is None:
+            return
+        own = rows._rows_own
+        is_moved = _is_inside(own, self._all)
+        is_joined = any(reference() is rows for reference, *_ in self._joined)
+        if self._all.requires_grad and not is_joined and (is_moved or not own.requires_grad):
+            self.has_graph = True  # a value with a gradient was written into the gathered rows
+            whole = self._view(rows)
+            rows._rows_own = cut_own(whole, rows._rows_bounds)
+            self._joined.append((weakref.ref(rows), whole, whole.grad_fn))
+        elif self.has_graph:
+            self._copy_back()
+        elif not is_moved:
+            rows._rows_own = own_slice(self._view(rows), rows._rows_bounds)
+        self._update_graph(rows)
+
+    def _update_graph(self, rows: Rows) -> None:
+        for index, (reference, whole, node) in enumerate(self._joined):
+            if whole.grad_fn is node:
+                continue
+            if reference() is rows:
+                rows._rows_own = cut_own(whole, rows._rows_bounds)
+                self._joined[index] = (reference, whole, whole.grad_fn)
+            elif rows._rows_own.requires_grad:
+                raise RunError(
+                    "rows of an output were written after they were gathered, and a view of the output is used",
+                    expected="no view that was taken before the write, where gradients are needed",
+                    fix="take the view after the write, or write into a clone",
+                    code="E_INCOMPATIBLE",
+                )
+
+    def _copy_back(self) -> None:
+        assert self._all is not None
+        if _is_inside(self._base, self._all):
+            return
+        own = own_slice(self._all.detach(), self.bounds)
+        is_written = self._versions[0] != _version(self._all)
+        if is_written or (self.is_exported and not torch.equal(own, self._base)):
+            with torch.no_grad():
+                self._base.copy_(own)
+            self._versions = (_version(self._all), _version(self._base))
+
+    def all_rows(self, rows: Rows) -> torch.Tensor:
+        """Return the rows of all ranks of a tensor, without a graph of the own rows."""
+        if self._all is None:
+            self._all = self._gather()
+            if not self.has_graph:
+                self._base = own_slice(self._all, self.bounds)
+        elif self._versions[1] != _version(self._base) and not _is_inside(self._base, self._all):
+            self._all.detach().copy_(self.bounds.gather([self._base]))  # the own rows were written since
+        self._versions = (_version(self._all), _version(self._base))
+        self.update(rows)
+        return self._view(rows)
+
+    def _gather(self) -> torch.Tensor:
+        every = self.bounds.gather([self._base])
+        strides = (self._stride, *self._base.stride()[1:])
+        if every.stride() == strides:
+            return every
+        return every.new_empty_strided(every.shape, strides).copy_(every)
+
+    def _view(self, rows: Rows) -> torch.Tensor:
+        """Return the memory of all rows in the form of a tensor that is a view of it."""
+        assert self._all is not None
+        own, bounds = rows._rows_own, rows._rows_bounds
+        stride = self._stride * self.bounds.factor // bounds.factor
+        first = self._offset
+        if _is_inside(own, self._all):
+            first = bounds.start * stride
+        offset = own.storage_offset() - first
+        shape, strides = (bounds.rows, *own.shape[1:]), (stride, *own.stride()[1:])
+        if offset == 0 and shape == self._all.shape and strides == self._all.stride():
+            return self._all
+        return self._all.as_strided(shape, strides, offset)
+
+    def whole_with_graph(self, rows: Rows) -> torch.Tensor:
+        """Return the rows of all ranks as a function of the own ones."""
+        for reference, whole, _ in self._joined:
+            if reference() is rows:
+                return whole
+        bounds = rows._rows_bounds
+        (whole,) = crossing(
+            [rows._rows_own], lambda _: [self.all_rows(rows).detach()], lambda gradient: cut(gradient, bounds)
+        )
+        self._joined = [entry for entry in self._joined if entry[0]() is not None]
+        self._joined.append((weakref.ref(rows), whole, whole.grad_fn))
+        return whole
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_inside(own: torch.Tensor, whole: torch.Tensor) -> bool:
+    return bool(own.untyped_storage()._cdata == whole.untyped_storage()._cdata)
+
+
+def memory_of(rows: Rows) -> Memory:
+    """Return the memory of a tensor, for a view of it or a gather."""
+    if rows._rows_memory is None:
+        rows._rows_memory = Memory(rows)
+    return rows._rows_memory
+
+
+def own_rows(rows: Rows) -> torch.Tensor:
+    """Return the own rows, with writes into the gathered ones."""
+    memory = rows._rows_memory
+    if memory is not None:
+        memory.update(rows)
+    return rows._rows_own
+
+
+def own_slice(whole: torch.Tensor, bounds: RowBounds) -> torch.Tensor:
+    """Return the own rows of a whole tensor; they share its memory."""
+    return whole[bounds.start : bounds.stop]
+
+
+def cut_own(whole: torch.Tensor, bounds: RowBounds) -> torch.Tensor:
+    """Return the own rows of a whole tensor; the gradient is gathered."""
+    (own,) = cut(whole, bounds)
+    return own
+
+
+def enter_own(whole: torch.Tensor, bounds: RowBounds) -> torch.Tensor:
+    """Return a replicated tensor for use with own rows; the gradient is the sum over ranks."""
+    (own,) = enter(whole, bounds.ranks, 1)
+    return own
+
+
+def is_rows(value: Any) -> bool:
+    """Whether a value is a tensor of which other rows are elsewhere."""
+    return type(value) is Rows
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all rows as a plain tensor; a plain tensor is returned as it is."""
+    if type(tensor) is not Rows:
+        return tensor
+    if own_rows(tensor).requires_grad and torch.is_grad_enabled():
+        return memory_of(tensor).whole_with_graph(tensor)
+    return memory_of(tensor).all_rows(tensor)
+
+
+def on_all_rows(function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Compute a function on all rows; it may write into them."""
+    name = getattr(function, "__name__", "")
+    wholes: list[tuple[Rows, torch.Tensor, Any]] = []
+
+    def whole_of(rows: Rows) -> torch.Tensor:
+        set_operation(rows, name)
+        whole = gathered(rows)
+        wholes.append((rows, whole, whole.grad_fn))
+        if function in EXPORTS:
+            memory_of(rows).is_exported = True
+        return whole
+
+    arguments = tree_map_only(Rows, whole_of, arguments)
+    result = function(*arguments, **tree_map_only(Rows, whole_of, options))
+    for rows, whole, node in wholes:
+        if whole.grad_fn is not node and rows._rows_own.is_leaf and rows._rows_own.requires_grad:
+            leaf = whole.detach().clone().requires_grad_()
+            function(*[leaf if one is whole else one for one in arguments], **options)  # raises torch's own error
+        if result is whole:  # in place
+            return rows
+    return result
+
+
+def set_operation(rows: Rows, name: str) -> None:
+    """Name the operation that needs the next messages, for the comparison of ranks."""
+    messages = rows._rows_bounds.ranks
+    if isinstance(messages, RowMessages):
+        messages.operation = name
+
+
+def _require_raised_on_all(
+    function: Any, arguments: Sequence[Any], options: Mapping[str, Any], error: Exception
+) -> None:
+    """Require that all ranks compute a function on all rows after an exception on the own ones.
+
+    Raises:
+        Exception: `error`, if other ranks have gone on.
+    """
+    rows = next(leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, Rows))
+    set_operation(rows, getattr(function, "__name__", ""))
+    messages = rows._rows_bounds.ranks
+    if isinstance(messages, RowMessages):
+        try:
+            messages.require_raised_on_all()
+        except RankDesyncError as desync:
+            raise error from desync
+
+
+def is_large(own: torch.Tensor, bounds: RowBounds, limit: int) -> bool:
+    """Whether the own rows of a tensor can stay where they are: a plain tensor of at least `limit` bytes in all."""
+    if type(own) is not torch.Tensor or own.layout is not torch.strided or bounds.slices.copies:
+        return False
+    return own.nbytes // max(1, own.shape[0]) * bounds.rows >= limit
+
+
+def rows_of(own: torch.Tensor, bounds: RowBounds, limit: int) -> torch.Tensor:
+    """Return the own rows of a batch as Rows; small tensors, and those of other classes, whole.
+
+    Args:
+        own: own rows.
+        bounds: rows that the ranks hold.
+        limit: bytes of all rows below which they are gathered.
+    """
+    if is_large(own, bounds, limit):
+        return Rows(own, bounds)
+    return gather([own], bounds)
+
+
+def shows_traceback() -> bool:
+    """Whether a debugger, or code that shows a traceback, asks for the text of a tensor: on one rank, at any time."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_SHOWS_TRACEBACKS):
+            return True
+        frame = frame.f_back
+    return False
