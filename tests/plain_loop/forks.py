@@ -89,6 +89,7 @@ class Run:
         folder: folder of the run's files, which is created.
         permuted: rows of the batches are in another order.
         exact: the added line asks for the reduction `exact`.
+        rows: outputs of all sizes stay divided between the processes.
     """
 
     script: Script
@@ -96,6 +97,7 @@ class Run:
     folder: Path
     permuted: bool = False
     exact: bool = False
+    rows: bool = False
     hung: bool = False
     seconds: float = 0.0
     _pids: list[int] = field(default_factory=list)
@@ -245,6 +247,8 @@ def _execute(run: Run, rank: int) -> int:
         from samestep.view.view import View
 
         View.divides_small_calls = True  # otherwise the scripts, which are small, would test little
+        if run.rows:
+            View.batch_limit = View.output_limit = 1
     steps = None
     if run.exact:
         import samestep

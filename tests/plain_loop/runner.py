@@ -47,7 +47,7 @@ class ScriptRuns:
     others: list[Run] = field(default_factory=list)
 
     @classmethod
-    def of(cls, script: Script, processes: Sequence[int], folder: Path) -> ScriptRuns:
+    def of(cls, script: Script, processes: Sequence[int], folder: Path, rows: bool) -> ScriptRuns:
         permuted = None
         if script.tolerance is None:
             permuted = Run(script, 0, folder / f"{script.name}.permuted", permuted=True)
@@ -56,7 +56,7 @@ class ScriptRuns:
             script,
             Run(script, 0, folder / f"{script.name}.plain"),
             permuted,
-            [Run(script, number, folder / f"{script.name}.{number}") for number in numbers],
+            [Run(script, number, folder / f"{script.name}.{number}", rows=rows) for number in numbers],
         )
 
     def all(self) -> list[Run]:
@@ -93,6 +93,7 @@ def run_scripts(
     slots: int | None = None,
     report: Callable[[Verdict], None] = lambda verdict: None,
     keep: Path | None = None,
+    rows: bool = False,
 ) -> list[Verdict]:
     """Run scripts, and return a verdict for each number of processes.
 
@@ -102,12 +103,13 @@ def run_scripts(
         slots: processes at a time; None for two per core.
         report: called with each verdict as soon as it is known.
         keep: folder for files of the runs, which are kept; None for a temporary one.
+        rows: whether outputs of all sizes stay divided between the processes.
     """
     folder = keep or Path(tempfile.mkdtemp(prefix="plain-loop-"))
     limit = slots or 2 * len(os.sched_getaffinity(0))
     verdicts = []
     try:
-        todo = [ScriptRuns.of(script, processes, folder) for script in scripts if not script.missing]
+        todo = [ScriptRuns.of(script, processes, folder, rows) for script in scripts if not script.missing]
         for script in scripts:
             if script.missing:
                 reason = f"needs {', '.join(script.missing)}"
@@ -165,13 +167,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--keep", type=Path, help="new folder for output and files of the runs")
     parser.add_argument("--slots", type=int, help="processes at a time")
+    parser.add_argument("--rows", action="store_true", help="outputs of all sizes stay divided")
     options = parser.parse_args(arguments)
     scripts = find_scripts(options.names)
     machine = describe_machine()
     preload(scripts)
     began = time.monotonic()
     processes = [int(number) for number in options.processes.split(",")]
-    verdicts = run_scripts(scripts, processes, slots=options.slots, report=_print, keep=options.keep)
+    verdicts = run_scripts(scripts, processes, slots=options.slots, report=_print, keep=options.keep, rows=options.rows)
     seconds = round(time.monotonic() - began, 1)
     wrong = [verdict for verdict in verdicts if not verdict.passed]
     print(f"{len(verdicts)} runs of {len(scripts)} scripts in {seconds} s, {len(wrong)} not as expected")

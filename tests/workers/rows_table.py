@@ -459,7 +459,7 @@ CHANGES: dict[str, Compute] = {
     "cutmix": changed(lambda x, y: x.__setitem__((slice(None), slice(None), slice(1, 3)), x[perm(x), :, 1:3])),
     "row fill": changed(lambda x, y: x[2].fill_(7)),
     "loop": changed(lambda x, y: [row.mul_(2) for row in x][0]),
-    "view then row": changed(lambda x, y: (x.contiguous().view(x.size(0), -1), x[1].fill_(3))[0] * 1),
+    "may be refused: view then row": changed(lambda x, y: (x.contiguous().view(x.size(0), -1), x[1].fill_(3))[0] * 1),
     "row then view": lambda w, x, y: (lambda z: (z[1].fill_(3), z.flatten(1) * 1)[1])(x * 1),
     "gathered, then changed": changed(lambda x, y: (x[1] * 1, x.mul_(3))[1]),
     "gathered, then view changed": lambda w, x, y: (lambda z: (z.detach()[1] * 1, z.detach().flatten(1).mul_(3), z)[2])(
