@@ -38,7 +38,7 @@ def consumers() -> list[str]:
     mpl.use("agg")
     import matplotlib.pyplot as plt
     import torchmetrics
-    import torchvision
+    import torchvision.transforms.v2
     from PIL import Image
 
     whole, own = rows()
