@@ -56,7 +56,7 @@ class Rows(torch.Tensor):
     _rows_gradient: tuple[torch.Tensor, Rows] | None
 
     @staticmethod
-    def __new__(cls, own: torch.Tensor, bounds: RowBounds, memory: Memory | None = None) -> Rows:
+    def __new__(cls: type[Rows], own: torch.Tensor, bounds: RowBounds, memory: Memory | None = None) -> Rows:
         """Make a tensor whose memory is that of the own rows."""
         shape = (bounds.rows, *own.shape[1:])
         rows: Rows = _new(cls, shape, own.stride(), None, None, own.dtype, torch.strided, own.device)
