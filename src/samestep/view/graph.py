@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 
@@ -29,28 +28,29 @@ class Captures:
 
 def sequence_number() -> int:
     """Return the number of the next node of a graph in this thread."""
-    with torch.inference_mode(False), torch.enable_grad():
-        leaf = torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True)
-        node: Any = leaf.neg().grad_fn
-    return int(node._sequence_nr()) + 1  # private; numbers grow with time
+    number: int = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]  # private
+    return number
 
 
 def captures(
-    module: nn.Module,
-    received: Sequence[Any],
-    returned: Sequence[Any],
-    made: Mapping[int, weakref.ref[torch.Tensor]],
-    start: int,
+    own: Iterable[Any], returned: Iterable[Any], made: Mapping[int, weakref.ref[torch.Tensor]], start: int
 ) -> Captures:
-    """Walk the graph of the outputs for tensors that the call took from elsewhere than arguments and parameters."""
+    """Walk the graph of the outputs for tensors that the call took from elsewhere than arguments and parameters.
+
+    Args:
+        own: parameters and arguments.
+        returned: outputs.
+        made: tensors that the call made, by identity.
+        start: number of its first node.
+    """
     collected = Captures()
-    own = [*module.parameters(), *(leaf for leaf in received if isinstance(leaf, torch.Tensor))]
-    own_leaves = {id(tensor) for tensor in own}
-    seen = {tensor.grad_fn for tensor in own if tensor.grad_fn is not None}
+    tensors = [leaf for leaf in own if isinstance(leaf, torch.Tensor)]
+    own_leaves = {id(tensor) for tensor in tensors}
+    seen = {None, *(tensor.grad_fn for tensor in tensors)}
     todo: list[Any] = [leaf.grad_fn for leaf in returned if isinstance(leaf, torch.Tensor)]
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
         seen.add(node)
         name = type(node).__name__
@@ -60,7 +60,7 @@ def captures(
             if id(variable) not in own_leaves and (reference is None or reference() is not variable):
                 collected.reason = "uses a parameter that is not its own"
             continue
-        if node._sequence_nr() < start:
+        if node._sequence_nr() < start:  # private; numbers grow with time
             collected.reason = "uses a tensor with a graph that is not an argument"
             continue
         if name == "CheckpointFunctionBackward":

@@ -7,10 +7,8 @@ or a batch of another length, needs no new trial.
 from __future__ import annotations
 
 import hashlib
-import types
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +18,8 @@ from samestep.view.backward_code import BackwardCode
 from samestep.view.division import Division
 from samestep.view.leaves import Spec
 from samestep.view.operations import Operation
-from samestep.view.switches import code_of, has_settings, switch, switches_of
+from samestep.view.switches import HOOKS, PLAIN, SWITCHES, code_of, has_settings, switch, switches_of
 
-_PLAIN = (bool, str, type(None))
-_SWITCHES = (*_PLAIN, int, float, tuple, list, dict, types.FunctionType, types.MethodType, partial)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MOST_SWITCHES = 8  # of one type, among the arguments of a call
 _CONVERSIONS = frozenset(
     getattr(torch.Tensor, name) for name in ("to", "float", "half", "bfloat16", "double", "type", "type_as")
@@ -141,7 +136,7 @@ def module_key(parts: Sequence[nn.Module]) -> Hashable:
         kind = getattr(kind, "_samestep_base", kind)  # the class that `samestep.parallel` made is the module's own
         key.append(kind)
         key.append(part.training)
-        for name in _HOOKS:
+        for name in HOOKS:
             hooks = getattr(part, name)
             if hooks:
                 key.append(tuple(code_of(hook) for hook in hooks.values()))
@@ -166,7 +161,7 @@ def structure_key(parts: Sequence[nn.Module]) -> Hashable:
         for name, value in part.__dict__.items():
             if name in _TORCH_ATTRIBUTES:
                 continue
-            if type(value) in _SWITCHES:
+            if type(value) in SWITCHES:
                 key.append((name, switch(value, exact=True)))
             elif has_settings(value) and id(value) not in settings:
                 settings.add(id(value))
@@ -183,9 +178,9 @@ def _add_switches(attributes: dict[str, Any], key: list[Any], configurations: di
         if name in _TORCH_ATTRIBUTES:
             continue
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             key.append((name, value))
-        elif kind in _SWITCHES:
+        elif kind in SWITCHES:
             key.append((name, switch(value)))
         elif has_settings(value):
             configurations[id(value)] = value  # once, also if all submodules have it
@@ -203,7 +198,7 @@ def arguments_key(leaves: Sequence[Any], rows: int) -> Hashable:
             key.append((leaf.dim(), leaf.dtype, leaf.requires_grad, has_rows(leaf, rows), leaf.is_cuda))
         elif type(leaf) in have_values:
             key.append(type(leaf))
-        elif type(leaf) in _SWITCHES:
+        elif type(leaf) in SWITCHES:
             key.append((type(leaf), switch(leaf)))
         else:
             key.append(type(leaf))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import gc
 import types
 import weakref
@@ -18,11 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # privat
 VALUES = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, numpy.generic, Enum)
 _KNOWN = (torch.Tensor, *VALUES)
 _CLOSED = (nn.Module, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
-_POINTER = tuple.__itemsize__
-
-
-class _Plain:
-    """Class of objects that have attributes, and nothing beside them."""
+_newobj: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Opened:
 
     Attributes:
         kind: its class.
-        content: structure of its attributes.
+        content: structure of its attributes and items.
         size: number of its leaves.
     """
 
@@ -76,7 +73,7 @@ def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
             start += 1
         else:
             content = unflatten(leaves[start : start + entry.size], entry.content)
-            items.append(_rebuilt(entry.kind, content))
+            items.append(_rebuilt(entry.kind, *content))
             start += entry.size
     return tree_unflatten(items, spec.tree)
 
@@ -89,11 +86,35 @@ def is_held_elsewhere(value: Any) -> bool:
         return False
     if any(weakref.getweakrefcount(item) for item in objects):
         return True
-    inside = {id(objects), *(id(item) for item in _below(value))}
+    inside = {id(objects), *(id(item) for item in _containers_below(value))}
     for holder in gc.get_referrers(*objects):
         if id(holder) not in inside and not isinstance(holder, types.FrameType):
             return True
     return False
+
+
+def below(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a value, in containers and attributes of objects, without those of modules and code."""
+    found = [held for item in _containers_below(value) for held in (item, *_held_by(item))]
+    return list({id(tensor): tensor for tensor in found if isinstance(tensor, torch.Tensor)}.values())
+
+
+def _containers_below(value: Any) -> list[Any]:
+    """Return a value and its parts, without tensors and code."""
+    collected = [value]
+    seen = {id(value)}
+    for item in collected:
+        for held in _held_by(item):
+            if id(held) not in seen and not isinstance(held, (*_KNOWN, *_CLOSED)):
+                seen.add(id(held))
+                collected.append(held)
+    return collected
+
+
+def _held_by(value: Any) -> list[Any]:
+    if isinstance(value, (*_KNOWN, *_CLOSED)):
+        return []
+    return gc.get_referents(value)
 
 
 def _flatten(value: Any, objects: list[Any]) -> tuple[list[Any], Spec]:
@@ -121,61 +142,37 @@ def _is_size(value: Any) -> bool:
     return type(value) is torch.Size
 
 
-def _content(value: Any) -> Any:
-    """Return the parts of an object; None if it may have more than attributes."""
+def _content(value: Any) -> tuple[Any, dict[Any, Any]] | None:
+    """Return the attributes and the items of an object; None if it may have more than these."""
     kind = type(value)
-    new: Any = kind.__new__
-    attributes = getattr(value, "__dict__", None)
-    content: Any = None
     if kind is torch.Size:
-        content = tuple(value)
-    elif kind is types.SimpleNamespace:
-        content = dict(attributes or {})
-    elif isinstance(value, dict):
-        if new is dict.__new__ and kind.__basicsize__ <= dict.__basicsize__ + 2 * _POINTER:
-            content = (dict(value), dict(attributes or {}))
-    elif not isinstance(value, _CLOSED) and new is object.__new__ and not hasattr(kind, "__del__"):
-        slots = _slots(kind)
-        base = object.__basicsize__
-        if attributes is not None:
-            base = _Plain.__basicsize__
-        if kind.__basicsize__ <= base + _POINTER * len(slots):  # larger ones have more than attributes
-            content = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-            content.update(attributes or {})
-    return content
+        return tuple(value), {}
+    if isinstance(value, _CLOSED) or hasattr(kind, "__del__"):
+        return None
+    if kind.__new__ not in (object.__new__, dict.__new__, types.SimpleNamespace.__new__):
+        return None
+    if kind.__getstate__ is not object.__getstate__ and not hasattr(kind, "__setstate__"):
+        return None
+    try:
+        create, arguments, state, items, pairs = (*object.__reduce_ex__(value, 4), None, None)[:5]
+    except Exception:  # boundary: objects with a hidden state, whose reducers may raise anything
+        return None
+    if items is None and arguments in ((kind,), ()) and create in (_newobj, kind):
+        return state, dict(pairs or ())
+    return None
 
 
-def _slots(kind: type) -> list[str]:
-    return [
-        name
-        for base in kind.__mro__
-        for name, entry in vars(base).items()
-        if isinstance(entry, types.MemberDescriptorType)
-    ]
-
-
-def _rebuilt(kind: type, content: Any) -> Any:
+def _rebuilt(kind: type, state: Any, items: dict[Any, Any]) -> Any:
     if kind is torch.Size:
-        return torch.Size(content)
-    if issubclass(kind, dict):
-        items, attributes = content
-        mapping: Any = dict.__new__(kind)
-        dict.update(mapping, items)
-        getattr(mapping, "__dict__", {}).update(attributes)
-        return mapping
+        return torch.Size(state)
     new: Any = kind.__new__(kind)
-    for name, value in content.items():
-        object.__setattr__(new, name, value)  # also of frozen dataclasses
+    if isinstance(new, dict):
+        dict.update(new, items)
+    if hasattr(new, "__setstate__"):
+        new.__setstate__(state)
+        return new
+    parts = state if isinstance(state, tuple) else (state,)  # of a dictionary, and of slots
+    for part in parts:
+        for name, value in (part or {}).items():
+            object.__setattr__(new, name, value)  # also of frozen dataclasses
     return new
-
-
-def _below(value: Any) -> list[Any]:
-    """Return a value and its parts, without tensors and code."""
-    collected = [value]
-    seen = {id(value)}
-    for item in collected:
-        for held in gc.get_referents(item):
-            if id(held) not in seen and not isinstance(held, (*_KNOWN, *_CLOSED)):
-                seen.add(id(held))
-                collected.append(held)
-    return collected

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +21,12 @@ Rule = Callable[["Operations", Callable[..., Any], Sequence[Any], Mapping[str, A
 RULES: dict[Callable[..., Any], Rule] = {**DRAW_RULES, **LOSS_RULES, **BATCH_NORM_RULES}
 # A function, or a switch of the next function in a list of operations: one of its arguments that is not a tensor.
 Operation = Callable[..., Any] | str | bool | int
+Compute = Callable[[], Any]
+
+_SUMS = frozenset({torch.sum, torch.Tensor.sum})
+_EQUALS = frozenset({torch.eq, torch.Tensor.eq, torch.Tensor.__eq__})
+# Private: nn.TransformerEncoder and torch.distributions check with the last.
+_ANY_OR_ALL = frozenset({torch.any, torch.all, torch.Tensor.any, torch.Tensor.all, torch._is_all_true})
 
 # Functions with Python numbers as results that depend on shapes and dtypes, not on values.
 _SHAPE_FUNCTIONS = frozenset(
@@ -58,15 +66,55 @@ def has_rules(functions: Iterable[Operation]) -> bool:
 
 
 class Recorder(Protocol):
-    """Observer of the operations of a watched call."""
+    """Observer of the operations of a call."""
 
-    def operation(self, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
-        """Called before an operation."""
+    def observe(
+        self, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any], compute: Compute
+    ) -> Any:
+        """Return the result of an operation, which `compute` computes."""
         ...
 
-    def result(self, function: Callable[..., Any], arguments: Sequence[Any], result: Any) -> None:
-        """Called after an operation."""
+    def attribute(self, tensor: torch.Tensor, value: Any) -> None:
+        """Called with an attribute of a tensor that is a tensor, such as `data`, or a node of a graph."""
         ...
+
+
+class Conditions:
+    """Finds scalars that say whether any or all values of another tensor are true.
+
+    Args:
+        keeps_sources: whether to keep the other tensors.
+    """
+
+    def __init__(self, *, keeps_sources: bool) -> None:
+        self._keeps_sources = keeps_sources
+        self._found: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]] = {}
+
+    def note(self, function: Callable[..., Any], arguments: Sequence[Any], result: Any) -> None:
+        """Note the result of an operation, if it is such a scalar."""
+        if not isinstance(result, torch.Tensor) or result.dim() or not arguments:
+            return
+        first = arguments[0]
+        found = self.of(first)
+        if function in _ANY_OR_ALL or (function in _SUMS and first.dtype is torch.bool):
+            source = first if self._keeps_sources else None
+            self._found[id(result)] = (weakref.ref(result), first.numel(), source)
+        elif function in _EQUALS and found is not None and arguments[1] == found[1]:
+            self._found[id(result)] = (weakref.ref(result), *found[1:])  # `mask.sum() == mask.numel()` is `mask.all()`
+
+    def of(self, scalar: Any) -> tuple[Any, int, torch.Tensor | None] | None:
+        """Return (reference, elements of the source, source) for such a scalar, None for others."""
+        found = self._found.get(id(scalar))
+        if found is None or found[0]() is not scalar:
+            return None
+        return found
+
+
+def is_number(function: Callable[..., Any], result: Any) -> bool:
+    """Whether the result of a function has values of a tensor as Python objects."""
+    if isinstance(result, bool | int | float | complex):
+        return function not in _SHAPE_FUNCTIONS
+    return function in _VALUE_FUNCTIONS
 
 
 class Operations(TorchFunctionMode):
@@ -97,28 +145,23 @@ class Operations(TorchFunctionMode):
         options = options or {}
         if function.__name__ == "__get__":  # attributes of tensors, such as `shape`
             value = function(*arguments, **options)
-            if self.recorder is not None and isinstance(value, torch.Tensor | Node):  # such as `data`
-                self.recorder.result(function, arguments, value)
+            if self.recorder is not None and isinstance(value, torch.Tensor | Node):
+                self.recorder.attribute(arguments[0], value)
             return value
         if function is torch._C._set_grad_enabled:  # checkpointing, which a trial leaves out, calls it
             return function(*arguments, **options)
         self._note_switches(function, arguments, options)
         self.functions.append(function)
-        recorder = self.recorder
-        if recorder is not None:
-            recorder.operation(function, arguments, options)
         rule = RULES.get(function)
-        if rule is None:
-            result = function(*arguments, **options)
+        compute = partial(function, *arguments, **options)
+        if rule is not None:
+            compute = partial(rule, self, function, arguments, options)
+        if self.recorder is None:
+            result = compute()
         else:
-            result = rule(self, function, arguments, options)
-        if isinstance(result, bool | int | float | complex):
-            if function not in _SHAPE_FUNCTIONS:
-                self.numbers.append(result)
-        elif function in _VALUE_FUNCTIONS:
+            result = self.recorder.observe(function, arguments, options, compute)
+        if is_number(function, result):
             self.numbers.append(result)
-        if recorder is not None:
-            recorder.result(function, arguments, result)
         return result
 
     def _note_switches(

@@ -6,7 +6,6 @@ strings and whether numbers are zero belong to the kind of a call; `exact` value
 
 from __future__ import annotations
 
-import dis
 import types
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
@@ -15,16 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from samestep.view.reachable import is_library_class, is_library_file
+from samestep.view.reachable import Reachable, cells
 
-_PLAIN = (bool, str, type(None))
+PLAIN = (bool, str, type(None))
 _NUMBERS = (int, float)
+_SETTINGS = (*PLAIN, *_NUMBERS, tuple, list, dict)
+SWITCHES = (*_SETTINGS, types.FunctionType, types.MethodType, partial)
 _ITEMS = 64  # of a container; larger ones are data
 _DEPTH = 4
 _LARGEST_DIMENSION = 3
-_GLOBAL_OPERATIONS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NO_SETTINGS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType)
 
 
@@ -38,7 +37,7 @@ def switch(value: Any, *, exact: bool = False, depth: int = 0) -> Hashable:
     """
     kind = type(value)
     collected: Hashable = None
-    if kind in _PLAIN:
+    if kind in PLAIN:
         collected = value
     elif kind in _NUMBERS:
         collected = value if exact else _number(value)
@@ -80,11 +79,7 @@ def code_of(function: Any, *, exact: bool = False, depth: int = 0) -> Hashable:
     if not isinstance(function, types.FunctionType):
         return type(function).__qualname__
     values = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    for cell in function.__closure__ or ():
-        try:
-            values = (*values, cell.cell_contents)
-        except ValueError:  # not assigned yet
-            continue
+    values = (*values, *(cell.cell_contents for _, cell in cells(function)))
     return (function.__code__, *[switch(value, exact=exact, depth=depth + 1) for value in values])
 
 
@@ -96,93 +91,28 @@ def has_settings(value: Any) -> bool:
 class Outside:
     """Switches outside of a module that the code of its forward names: globals, settings, variables of classes.
 
-    Code of installed libraries is not read.
-
     Args:
         parts: `submodules` of the module.
     """
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
-        self._names: set[str] = set()
-        self._places: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
-        self._seen: set[int] = set()
-        self._owners: list[Mapping[str, Any]] = []
-        self._todo: list[types.FunctionType] = []
-        for kind in {type(part): None for part in parts}:
-            self._add_class(kind)
-        for part in parts:
-            own = [value for name, value in vars(part).items() if name not in _MODULE_ATTRIBUTES]
-            hooks = [hook for name in _HOOKS for hook in getattr(part, name).values()]
-            for value in (*own, *hooks):
-                self._add_value(value)
-        while self._todo:
-            self._read(self._todo.pop())
-        for namespace in self._owners:
-            for name in self._names & namespace.keys():
-                if not name.startswith("__"):
-                    self._places[id(namespace), name] = (namespace, name)
-        settings = (*_PLAIN, *_NUMBERS, tuple, list, dict)
-        self._switches = [
-            place
-            for place in self._places.values()
-            if type(place[0].get(place[1])) in settings or has_settings(place[0].get(place[1]))
-        ]
+        self._variables: list[tuple[Mapping[str, Any], str]] = []
+        if not parts:
+            return
+        hooks = [hook for name in HOOKS for hook in getattr(parts[0], name).values()]
+        reachable = Reachable(parts[0], hooks)
+        self._names = reachable.names
+        for _, _, namespace, name in reachable.variables():
+            value = namespace.get(name)
+            if not name.startswith("__") and (type(value) in _SETTINGS or has_settings(value)):
+                self._variables.append((namespace, name))
 
     def key(self) -> Hashable:
         """Return the present switches."""
-        return tuple(self._switch(namespace.get(name)) for namespace, name in self._switches)
+        return tuple(self._switch(namespace.get(name)) for namespace, name in self._variables)
 
     def _switch(self, value: Any) -> Hashable:
         if not has_settings(value):
             return switch(value)
         attributes = vars(value)
         return tuple(switch(attributes[name]) for name in attributes if name in self._names)
-
-    def _add_class(self, kind: type) -> None:
-        for base in kind.__mro__:
-            if id(base) in self._seen or is_library_class(base):
-                continue
-            self._seen.add(id(base))
-            self._owners.append(vars(base))
-            for name, value in vars(base).items():
-                if name != "__init__":
-                    self._add_value(value)
-
-    def _add_value(self, value: Any) -> None:
-        """Follow a function, class or Python module."""
-        if isinstance(value, partial):
-            value = value.func
-        elif isinstance(value, property):
-            value = value.fget
-        elif isinstance(value, staticmethod | classmethod | types.MethodType):
-            value = value.__func__
-        if isinstance(value, types.FunctionType):
-            if id(value) not in self._seen and not is_library_file(value.__code__.co_filename):
-                self._seen.add(id(value))
-                self._todo.append(value)
-        elif isinstance(value, type):
-            if not issubclass(value, nn.Module):
-                self._add_class(value)
-        elif isinstance(value, types.ModuleType) and id(value) not in self._seen:
-            self._seen.add(id(value))
-            file = getattr(value, "__file__", None)
-            if file is not None and not is_library_file(file):
-                self._owners.append(vars(value))
-
-    def _read(self, function: types.FunctionType) -> None:
-        namespace = function.__globals__
-        codes = [function.__code__]
-        for code in codes:
-            codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-            self._names.update(code.co_names)
-            if namespace.keys().isdisjoint(code.co_names):
-                continue
-            for step in dis.get_instructions(code):
-                if step.opname in _GLOBAL_OPERATIONS and step.argval in namespace:
-                    self._places[id(namespace), step.argval] = (namespace, step.argval)
-                    self._add_value(namespace[step.argval])
-        for cell in function.__closure__ or ():
-            try:
-                self._add_value(cell.cell_contents)
-            except ValueError:  # not assigned yet
-                continue

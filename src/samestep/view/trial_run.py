@@ -16,7 +16,7 @@ from samestep.distributed.rng import generator_state
 from samestep.view.comparison import written_values
 from samestep.view.division import ComputedWhole
 from samestep.view.leaves import Spec, flatten
-from samestep.view.operations import Operations
+from samestep.view.operations import Compute, Conditions, Operations, is_number
 from samestep.view.precision import Precision, converted
 from samestep.view.region import Exchange, Region, inside
 from samestep.view.sandbox import generators
@@ -25,9 +25,6 @@ from samestep.view.slots import ModuleState, ParameterSlots
 _SEED = 20260  # of the choices of a trial; never of a rank
 _NOISE = 65_537  # numbers that are repeated, since a random number for each parameter takes time
 _LARGE = 1000.0  # times the value of a row
-_SUMS = frozenset({torch.sum, torch.Tensor.sum})
-_EQUALS = frozenset({torch.eq, torch.Tensor.eq, torch.Tensor.__eq__})
-_ANY_OR_ALL = frozenset({torch.any, torch.all, torch.Tensor.any, torch.Tensor.all})
 # Change of the rows: masks of a batch with padding, or one row with large values, with other random draws.
 Change = Literal["masks", "rows"]
 
@@ -222,7 +219,7 @@ class Run:
         if exchange is not None:
             region = Region(setting.rows, *self._span, exchange, self._draw_factors)
         recorder = _Recorder()
-        self.operations = recorder.operations = Operations(region, recorder)
+        self.operations = Operations(region, recorder)
         (arguments, options), self.wanted = setting.arguments(*self._span)
         with setting.modes(), inside(region), self.operations:
             result = setting.forward(*arguments, **options)
@@ -233,32 +230,28 @@ class Run:
 
 
 class _Recorder:
-    """Notes which numbers are results of `any` or `all`."""
+    """Notes which numbers say whether any or all values of a tensor are true, and the tensor."""
 
     def __init__(self) -> None:
-        self.operations = Operations()
         self.sources: dict[int, torch.Tensor] = {}
-        self._reduced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # result and source, kept for their ids
+        self._conditions = Conditions(keeps_sources=True)
         self._numbers = 0
 
-    def operation(self, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
-        """Do nothing before an operation."""
+    def attribute(self, tensor: torch.Tensor, value: Any) -> None:
+        """Do nothing with attributes."""
 
-    def result(self, function: Callable[..., Any], arguments: Sequence[Any], result: Any) -> None:
-        """Note a number."""
-        numbers = len(self.operations.numbers)
-        if numbers > self._numbers and id(arguments[0]) in self._reduced:
-            self.sources[numbers - 1] = self._reduced[id(arguments[0])][1]
-        self._numbers = numbers
-        if function in _ANY_OR_ALL and isinstance(result, torch.Tensor) and not result.dim():
-            self._reduced[id(result)] = (result, arguments[0])
-        elif function in _SUMS and isinstance(result, torch.Tensor) and not result.dim():
-            if arguments[0].dtype is torch.bool:  # `bool(mask.sum())` is `mask.any()`
-                self._reduced[id(result)] = (result, arguments[0])
-        elif function in _EQUALS and isinstance(result, torch.Tensor) and id(arguments[0]) in self._reduced:
-            source = self._reduced[id(arguments[0])][1]
-            if arguments[1] == source.numel():  # `mask.sum() == mask.numel()` is `mask.all()`
-                self._reduced[id(result)] = (result, source)
+    def observe(
+        self, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any], compute: Compute
+    ) -> Any:
+        """Compute an operation and note its result."""
+        result = compute()
+        self._conditions.note(function, arguments, result)
+        if is_number(function, result):
+            found = self._conditions.of(arguments[0]) if arguments else None
+            if found is not None and found[2] is not None:
+                self.sources[self._numbers] = found[2]
+            self._numbers += 1
+        return result
 
 
 def _moved(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Functions of the script in a backward: those that keep state are found, those that only compute are not."""
+"""Functions of the script in a backward: those that keep state are found by the first one, others are not."""
 
 from __future__ import annotations
 
@@ -47,6 +47,19 @@ def watched(function: Callable[[Tensor, nn.Module], Any]) -> Watched:
     module = Net()
     x = torch.randn(6, 4)
     return watch(module, lambda: module(x), (x,), {})
+
+
+def reason(function: Callable[[Tensor, nn.Module], Any]) -> str | None:
+    """Return the reason for whole calls before the trial, after a backward of the watched call."""
+    result = watched(function)
+    assert result.reason is None
+    result.result.sum().backward()
+    assert result.backward_code.has_run
+    try:
+        result.backward_code.require_unchanged()
+    except ComputedWhole as decision:
+        return str(decision)
+    return None
 
 
 class Base(torch.autograd.Function):
@@ -124,13 +137,6 @@ def note(gradient: Tensor) -> Tensor:
     return gradient
 
 
-class WritesModule(Base):
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.other.calls += 1
-        return gradient, None
-
-
 class WritesSharedList(Base):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -144,29 +150,20 @@ class Draws(Base):
         return gradient * torch.rand(gradient.shape, generator=generator)
 
 
-class WritesFile(Base):
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        with open("gradients.txt", "a") as file:
-            file.write("1")
-        return gradient
-
-
 @pytest.mark.parametrize(
     "kind",
     [
         *(WritesGlobal, WritesClass, WritesList, WritesListOfClass, WritesItem, WritesTensor),
-        *(WritesByMethod, WritesByFunction, Draws, WritesFile),
+        *(WritesByMethod, WritesByFunction, Draws),
     ],
 )
 def test_function_that_keeps_state(kind: Any) -> None:
-    assert watched(lambda x, module: kind.apply(x)).reason == FUNCTION
+    assert reason(lambda x, module: kind.apply(x)) == FUNCTION
 
 
 def test_function_that_writes_what_its_context_shares() -> None:
-    assert watched(WritesModule.apply).reason == FUNCTION
     shared: list[int] = []
-    assert watched(lambda x, module: WritesSharedList.apply(x, shared)).reason == FUNCTION
+    assert reason(lambda x, module: WritesSharedList.apply(x, shared)) == FUNCTION
 
 
 class Straight(torch.autograd.Function):
@@ -241,11 +238,11 @@ def helper(gradient: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", [Straight, Rectifier, Pieces])
 def test_function_that_computes(kind: Any) -> None:
-    assert watched(lambda x, module: kind.apply(x)).reason is None
+    assert reason(lambda x, module: kind.apply(x)) is None
 
 
 def test_functions_that_read_what_is_outside() -> None:
-    assert watched(lambda x, module: Reversal.apply(x, 0.5)).reason is None
+    assert reason(lambda x, module: Reversal.apply(x, 0.5)) is None
 
 
 class Checkpoint(torch.autograd.Function):
@@ -267,7 +264,7 @@ class Checkpoint(torch.autograd.Function):
 
 
 def test_function_that_computes_again() -> None:
-    assert watched(lambda x, module: Checkpoint.apply(x, module.layer)).reason is None
+    assert reason(lambda x, module: Checkpoint.apply(x, module.layer)) is None
 
 
 def test_change_between_watched_call_and_trial() -> None:
@@ -281,7 +278,7 @@ def test_change_between_watched_call_and_trial() -> None:
 
 def test_code_of_libraries_only() -> None:
     code = watched(lambda x, module: x.relu()).backward_code
-    assert code.reason() is None
+    assert code.has_run
     code.require_unchanged()
 
 
@@ -295,27 +292,33 @@ def test_registered_operation() -> None:
         return 2 * gradient
 
     doubled.register_autograd(backward)
-    assert watched(lambda x, module: doubled(x)).reason == FUNCTION
+    assert reason(lambda x, module: doubled(x)) == FUNCTION
 
 
-def pack(tensor: Tensor) -> Tensor:
+def note_tensor(tensor: Tensor) -> Tensor:
     history.append(tensor.detach())
     return tensor
 
 
 def test_hooks_of_saved_tensors() -> None:
-    def hooked(pack: Any) -> Callable[[Tensor, nn.Module], Any]:
-        def function(x: Tensor, module: nn.Module) -> Tensor:
-            return (x * x).sin()
+    def square(x: Tensor, module: nn.Module) -> Tensor:
+        return (x * x).sin()
 
-        return function
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        assert watched(hooked(pack)).reason == HOOK
+    with torch.autograd.graph.saved_tensors_hooks(note_tensor, lambda tensor: tensor):
+        assert watched(square).reason == "changes the global variable history"
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, note_tensor):
+        assert reason(square) == HOOK
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.half(), lambda tensor: tensor.float()):
-        assert watched(hooked(pack)).reason is None
+        assert reason(square) is None
     with torch.autograd.graph.save_on_cpu():
-        assert watched(hooked(pack)).reason is None
+        assert reason(square) is None
+
+
+def test_code_that_no_backward_has_run() -> None:
+    result = watched(lambda x, module: WritesGlobal.apply(x))
+    assert not result.backward_code.has_run
+    result.result.sum().backward()
+    assert result.backward_code.has_run
 
 
 def test_hook_of_a_node() -> None:
