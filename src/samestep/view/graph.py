@@ -28,7 +28,7 @@ class Captures:
 
 def sequence_number() -> int:
     """Return the number of the next node of a graph in this thread."""
-    number: int = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]  # private
+    number: int = torch._C._autograd._get_sequence_nr()  # private
     return number
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # privat
 VALUES = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, numpy.generic, Enum)
 _KNOWN = (torch.Tensor, *VALUES)
 _CLOSED = (nn.Module, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_NEW = (object.__new__, dict.__new__, types.SimpleNamespace.__new__)
 _newobj: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 
 
@@ -144,14 +145,12 @@ def _is_size(value: Any) -> bool:
 
 def _content(value: Any) -> tuple[Any, dict[Any, Any]] | None:
     """Return the attributes and the items of an object; None if it may have more than these."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind is torch.Size:
         return tuple(value), {}
-    if isinstance(value, _CLOSED) or hasattr(kind, "__del__"):
-        return None
-    if kind.__new__ not in (object.__new__, dict.__new__, types.SimpleNamespace.__new__):
-        return None
-    if kind.__getstate__ is not object.__getstate__ and not hasattr(kind, "__setstate__"):
+    has_end = isinstance(value, _CLOSED) or hasattr(kind, "__del__")
+    loses_state = kind.__getstate__ is not object.__getstate__ and not hasattr(kind, "__setstate__")
+    if has_end or loses_state or kind.__new__ not in _NEW:
         return None
     try:
         create, arguments, state, items, pairs = (*object.__reduce_ex__(value, 4), None, None)[:5]
@@ -162,7 +161,7 @@ def _content(value: Any) -> tuple[Any, dict[Any, Any]] | None:
     return None
 
 
-def _rebuilt(kind: type, state: Any, items: dict[Any, Any]) -> Any:
+def _rebuilt(kind: Any, state: Any, items: dict[Any, Any]) -> Any:
     if kind is torch.Size:
         return torch.Size(state)
     new: Any = kind.__new__(kind)

@@ -79,7 +79,7 @@ def is_library(value: Any) -> bool:
 def tensor_mark(tensor: torch.Tensor, *, content: bool = True) -> Hashable:
     """Return facts of a tensor that a write changes: version, address, shape and up to 4,096 of its elements."""
     version = None if tensor.is_inference() else tensor._version
-    facts = (id(tensor), version, tensor.requires_grad)
+    facts: tuple[Hashable, ...] = (id(tensor), version, tensor.requires_grad)
     if tensor.layout is not torch.strided or tensor.is_nested:
         return facts
     facts = (*facts, tuple(tensor.shape), tensor.stride(), str(tensor.dtype), tensor.data_ptr())
@@ -138,8 +138,8 @@ class Reachable:
         # Generators of the process advance alike on every rank.
         python: Any = random.random
         array: Any = numpy.random.rand
-        own = (*module.modules(), *own, python.__self__, array.__self__, torch.default_generator)
-        self._own = {id(value) for value in own}
+        process = (python.__self__, array.__self__, torch.default_generator)
+        self._own = {id(value) for value in (*module.modules(), *own, *process)}
         known = -1
         while known != len(self._globals) + len(self._owners) + len(self.names):
             known = len(self._globals) + len(self._owners) + len(self.names)

@@ -198,13 +198,7 @@ class _Recorder:
         self, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any], compute: Compute
     ) -> Any:
         """Compute an operation and note what it does with values of rows."""
-        self.saving.update(dict.fromkeys(_hooks_of_saved_tensors()))
-        if function in _HOOKS:
-            self._refuse("sets a hook of a tensor")
-        if function is torch.Tensor.backward:
-            self._refuse("calls backward")
-        if options.get("sparse") is True:
-            self._refuse("has sparse gradients")
+        self._note_function(function, options)
         tensors = list(_tensors((arguments, options)))
         taints = {id(tensor): self._taint_of(tensor) for tensor in tensors}
         is_tainted = any(taint is not None for taint in taints.values())
@@ -220,12 +214,12 @@ class _Recorder:
                 self.made[id(tensor)] = weakref.ref(tensor)
             if is_tainted:
                 self._taint(tensor, by_rows)
+        for tensor, version in zip(clean, versions, strict=True):
+            if tensor._version != version:
+                self._taint(tensor, False)
+                if tensor._base is not None:
+                    self._taint(tensor._base, False)
         if is_tainted:
-            for tensor, version in zip(clean, versions, strict=True):
-                if tensor._version != version:
-                    self._taint(tensor, False)
-                    if tensor._base is not None:
-                        self._taint(tensor._base, False)
             if by_rows or (arguments and self._conditions.of(arguments[0]) is not None):
                 self._conditions.note(function, arguments, result)
             if is_number(function, result) and not self._is_condition(function, arguments, by_rows):
@@ -233,6 +227,15 @@ class _Recorder:
         if generators is not None and generators != _generators():
             self._refuse(f"draws random numbers inside of {_name(function)}")
         return result
+
+    def _note_function(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        self.saving.update(dict.fromkeys(_hooks_of_saved_tensors()))
+        if function in _HOOKS:
+            self._refuse("sets a hook of a tensor")
+        if function is torch.Tensor.backward:
+            self._refuse("calls backward")
+        if options.get("sparse") is True:
+            self._refuse("has sparse gradients")
 
     def _is_condition(self, function: Callable[..., Any], arguments: Sequence[Any], by_rows: bool) -> bool:
         """Whether a number says if any or all values of rows are true, which the trial can judge."""
