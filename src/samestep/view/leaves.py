@@ -167,7 +167,7 @@ def _rebuilt(kind: Any, state: Any, items: dict[Any, Any]) -> Any:
     new: Any = kind.__new__(kind)
     if isinstance(new, dict):
         dict.update(new, items)
-    if hasattr(new, "__setstate__"):
+    if hasattr(kind, "__setstate__"):
         new.__setstate__(state)
         return new
     parts = state if isinstance(state, tuple) else (state,)  # of a dictionary, and of slots
