@@ -5,11 +5,13 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from math import isfinite
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 _UNCOMPARED = frozenset(name for name in nn.Module().__dict__ if name not in ("_buffers", "training"))
 
@@ -18,9 +20,12 @@ def largest(tensors: Iterable[torch.Tensor | None]) -> float:
     """Return the largest absolute finite value of all tensors, 0 without one."""
     values = [0.0]
     for tensor in tensors:
-        if tensor is not None and tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+        if tensor is not None and tensor.numel() and has_fractions(tensor):
             magnitude = _dense(tensor).abs()
-            values.append(float(torch.where(magnitude.isfinite(), magnitude, 0).max()))
+            value = float(magnitude.max())
+            if not isfinite(value):
+                value = float(torch.where(magnitude.isfinite(), magnitude, 0).max())
+            values.append(value)
     return max(values)
 
 
@@ -40,46 +45,38 @@ def close(whole: torch.Tensor, divided: torch.Tensor, tolerance: float) -> bool:
         return False
     whole = _dense(whole)
     divided = _dense(divided)
-    if whole.is_complex():
-        whole = torch.view_as_real(whole.resolve_conj())
-        divided = torch.view_as_real(divided.resolve_conj())
-    if not whole.is_floating_point():
+    if not has_fractions(whole):
         return torch.equal(whole, divided)
-    difference = (whole - divided).abs()
-    if not difference.numel() or float(difference.max()) <= tolerance:  # not so if it is NaN
+    if not whole.numel() or float((whole - divided).abs().max()) <= tolerance:  # not so if it is NaN
         return True
-    finite = whole.isfinite()
-    if not torch.equal(finite, divided.isfinite()):
-        return False
-    if not torch.equal(whole[~finite].nan_to_num(0.0), divided[~finite].nan_to_num(0.0)):
-        return False
-    difference = difference[finite]
-    return not difference.numel() or float(difference.max()) <= tolerance
+    return torch.allclose(whole, divided, rtol=0.0, atol=tolerance, equal_nan=True)
 
 
-def same_value(whole: Any, divided: Any, tolerance: float) -> bool:  # noqa: PLR0911
+def has_fractions(tensor: torch.Tensor) -> bool:
+    """Whether the values of a tensor are not integers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def same_value(whole: Any, divided: Any, tolerance: float) -> bool:
     """Whether two numbers, tensors, arrays or containers are equal; the tolerance is relative to the largest value."""
+    leaves, spec = tree_flatten(whole)
+    others, other_spec = tree_flatten(divided)
+    return spec == other_spec and all(_same_leaf(*pair, tolerance) for pair in zip(leaves, others, strict=True))
+
+
+def _same_leaf(whole: Any, divided: Any, tolerance: float) -> bool:
     if whole is divided:
         return True
-    if isinstance(whole, weakref.ref) and isinstance(divided, weakref.ref):
-        return same_value(whole(), divided(), tolerance)
     if type(whole) is not type(divided):
         return False
+    if isinstance(whole, weakref.ref):
+        return same_value(whole(), divided(), tolerance)
+    if isinstance(whole, float | complex | numpy.ndarray | numpy.generic):
+        if isinstance(whole, numpy.ndarray) and whole.dtype == object:
+            return False
+        whole, divided = torch.tensor(whole), torch.tensor(divided)
     if isinstance(whole, torch.Tensor):
         return close(whole, divided, tolerance * largest([whole]))
-    if isinstance(whole, numpy.ndarray):
-        return whole.dtype != object and same_value(torch.tensor(whole), torch.tensor(divided), tolerance)
-    if isinstance(whole, float | complex):
-        one, other = torch.tensor([whole, divided], dtype=torch.complex128)
-        return close(one, other, tolerance * abs(whole))
-    if isinstance(whole, dict):
-        return whole.keys() == divided.keys() and all(
-            same_value(value, divided[key], tolerance) for key, value in whole.items()
-        )
-    if isinstance(whole, list | tuple | deque):
-        return len(whole) == len(divided) and all(
-            same_value(one, other, tolerance) for one, other in zip(whole, divided, strict=True)
-        )
     return bool(whole == divided)
 
 

@@ -4,39 +4,17 @@ from __future__ import annotations
 
 import io
 import logging
-import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 
-import numpy
 import torch
 from torch import nn
 
-from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.rng import preserved_generators
 from samestep.view.recomputation import checkpointing_off
 from samestep.view.slots import ModuleState
-
-
-def generators(device: torch.device) -> Callable[[], None]:
-    """Return a function that restores the present states of the generators of Python, NumPy, torch and a device."""
-    python = random.getstate()
-    array = numpy.random.get_state()
-    host = torch.get_rng_state()
-    gpu = None
-    if is_accelerator(device):
-        gpu = accelerator_module().get_rng_state(device)
-
-    def restore() -> None:
-        random.setstate(python)
-        numpy.random.set_state(array)
-        torch.set_rng_state(host)
-        if gpu is not None:
-            accelerator_module().set_rng_state(gpu, device)
-
-    return restore
 
 
 @contextmanager

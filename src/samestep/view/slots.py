@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from operator import is_
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch import nn
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 _MUTABLE = (dict, list, set, deque)
 _WALKED = (nn.Module, dict, list, set, deque, tuple)
+_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 _HOOKS = frozenset(name for name in nn.Module().__dict__ if "hooks" in name)
 
 
-def containers(module: nn.Module, *, hooks: bool = False) -> list[Container]:
+def containers(module: nn.Module, *, hooks: bool = False, alone: bool = False) -> list[Container]:
     """Return the dictionaries of a module and of the modules below it, and the containers in their attributes.
 
     Modules that are held by lists, dictionaries or tuples of attributes belong to it.
@@ -27,50 +29,79 @@ def containers(module: nn.Module, *, hooks: bool = False) -> list[Container]:
     Args:
         module: the module.
         hooks: whether to return the dictionaries of hooks, too; most modules have a dozen of empty ones.
+        alone: whether to leave out other modules, and the dictionaries of parameters, buffers and submodules.
     """
     collected: list[Container] = []
     seen: set[int] = set()
+    skipped = (_TABLES if alone else frozenset()) | (frozenset() if hooks else _HOOKS)
+    followed = _WALKED[1:] if alone else _WALKED
     todo: list[Any] = [module]
     while todo:
         value = todo.pop()
         items: Any = None
         if isinstance(value, nn.Module):
             value = value.__dict__
-            if not hooks:
-                items = [item for name, item in value.items() if name not in _HOOKS]
+            items = [item for name, item in value.items() if name not in skipped]
         if id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, _MUTABLE):
             collected.append(value)
         if items is None:
-            items = list(value.values()) if isinstance(value, dict) else value
-        todo.extend(item for item in items if isinstance(item, _WALKED))
+            items = value.values() if isinstance(value, dict) else value
+        todo.extend(item for item in items if isinstance(item, followed))
     return collected
 
 
 class ModuleState:
-    """Attributes of a module at one moment, with the items of containers; tensors and other objects by reference."""
+    """Attributes of a module at one moment, with the items of containers; tensors and other objects by reference.
 
-    def __init__(self, module: nn.Module, *, hooks: bool = False) -> None:
-        self._contents: list[tuple[Any, Any]] = []
-        for container in containers(module, hooks=hooks):
-            copy = dict(container) if isinstance(container, dict) else list(container)
-            self._contents.append((container, copy))
+    The arguments are those of `containers`.
+    """
+
+    def __init__(self, module: nn.Module, *, hooks: bool = False, alone: bool = False) -> None:
+        self._contents = _with_copies(containers(module, hooks=hooks, alone=alone))
+
+    def again(self) -> ModuleState:
+        """Return the present state of the same containers."""
+        state = copy(self)
+        state._contents = _with_copies([container for container, _ in self._contents])
+        return state
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the plain tensors without a graph among the attributes and items, each once."""
+        items = (item for _, content in self._contents for item in _items(content))
+        found = {id(item): item for item in items if type(item) is torch.Tensor and not item.requires_grad}
+        return list(found.values())
+
+    def has_changed(self) -> bool:
+        """Whether an attribute or item has been added, removed or replaced."""
+        return any(_differ(container, content) for container, content in self._contents)
 
     def restore(self) -> None:
         """Put the attributes and items back; containers keep their identity."""
         for container, content in self._contents:
-            if len(container) == len(content) and all(map(is_, container, content)):
-                if not isinstance(container, dict):
-                    continue
-                if all(map(is_, container.values(), content.values())):
-                    continue
+            if not _differ(container, content):
+                continue
             container.clear()
             if isinstance(container, dict | set):
                 container.update(content)
             else:
                 container.extend(content)
+
+
+def _with_copies(found: Sequence[Container]) -> list[tuple[Any, Any]]:
+    return [(one, dict(one) if isinstance(one, dict) else list(one)) for one in found]
+
+
+def _items(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _differ(container: Any, content: Any) -> bool:
+    if len(container) != len(content) or not all(map(is_, container, content)):
+        return True
+    return isinstance(container, dict) and not all(map(is_, container.values(), content.values()))
 
 
 # Container, key, value, and its replacement during a block.

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from samestep.distributed.rng import seed_generators
 from samestep.view.division import ComputedWhole, Division, failure
 from samestep.view.lockstep import AllHere, Part, run_in_lockstep
 from samestep.view.operations import Operation
@@ -25,8 +24,11 @@ from samestep.view.size import WorkCounter
 from samestep.view.trial_run import Change, Run, Setting
 from samestep.view.verdict import Verdict, rows_factor
 
-# Kernels that refuse float64 are judged in float32, with a tolerance that rounding of a few rows does not reach.
-_PRECISIONS = ((torch.float64, 1e-9), (torch.float32, 1e-4))
+# Rows of the parts.
+_PARTS = (1, 2, 3)
+_LARGER_PARTS = (2, 2, 3)  # three parts, since a quotient of two parts can be their mean by chance
+_FEW_PARTS = (1, 1)
+_FEW_PARTS_OF_SUMS = (1, 1, 2)
 _DTYPE_WORDS = ("'Double'", "double", "Double", "dtype", "float64", "data type", "scalar type")
 
 
@@ -39,38 +41,7 @@ class _Failed(ComputedWhole):
 
 
 class _OtherKind(ComputedWhole):
-    """The whole call has other operations with other masks."""
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Numbers of rows of the parts."""
-
-    parts: tuple[int, ...]
-    minimum: int
-
-    @property
-    def rows(self) -> int:
-        return sum(self.parts)
-
-    @property
-    def fewer(self) -> int:
-        """Number of rows of the second whole run."""
-        return min(2, self.rows - 1)
-
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        ends = [0]
-        for part in self.parts:
-            ends.append(ends[-1] + part)
-        return list(pairwise(ends))
-
-
-_PLAN = _Plan((1, 2, 3), minimum=1)
-# Three parts, since a quotient of two parts can be their mean by chance.
-_LARGER_PARTS = _Plan((2, 2, 3), minimum=2)
-_OTHER_DRAWS = 5  # seed
-_LITTLE_MEMORY = _Plan((1, 1), minimum=1)
+    """The whole call has other operations with other rows."""
 
 
 def try_division(
@@ -98,7 +69,7 @@ def try_division(
     """
     if not any(has_rows):
         raise ComputedWhole("has no argument with rows")
-    trial = _Trial(module, arguments, options, forward, rows)
+    trial = _Trial(module, forward, tree_flatten((arguments, options)), rows)
     try:
         return trial.judge(has_rows)
     except ComputedWhole as refusal:
@@ -113,104 +84,84 @@ def try_division(
             raise refusal from None
 
 
+@dataclass
 class _Trial:
     """A call that is tried."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        arguments: tuple[Any, ...],
-        options: dict[str, Any],
-        forward: Callable[..., Any],
-        rows: int,
-    ) -> None:
-        self._module = module
-        self._forward = forward
-        self._rows = rows
-        self._leaves, self._structure = tree_flatten((arguments, options))
-        tensors = [*module.parameters(), *(leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor))]
-        self._device = tensors[0].device if tensors else torch.device("cpu")
+    module: nn.Module
+    forward: Callable[..., Any]
+    call: tuple[list[Any], Any]
+    rows: int
 
     def judge(self, has_rows: tuple[bool, ...]) -> Division:
         """Return the division of the call with these leaves cut into rows."""
-        for dtype, tolerance in _PRECISIONS:
-            try:
-                return self._by_plan(has_rows, dtype, tolerance)
-            except _DtypeRefused as refusal:
-                reason = str(refusal)
-        raise ComputedWhole(reason)
-
-    def _by_plan(self, has_rows: tuple[bool, ...], dtype: torch.dtype, tolerance: float) -> Division:
         try:
-            return self._attempt(_PLAN, has_rows, dtype, tolerance)
+            return self._by_parts(has_rows, torch.float64, 1e-9)
+        except _DtypeRefused:  # the tolerance of float32 is one that rounding of a few rows does not reach
+            return self._by_parts(has_rows, torch.float32, 1e-4)
+
+    def _by_parts(self, has_rows: tuple[bool, ...], dtype: torch.dtype, tolerance: float) -> Division:
+        try:
+            return self._attempt(_PARTS, has_rows, dtype, tolerance)
         except torch.OutOfMemoryError:
-            plan = _LITTLE_MEMORY
+            parts = _FEW_PARTS
         except _DtypeRefused:
             raise
         except ComputedWhole:
-            plan = _LARGER_PARTS
+            parts = _LARGER_PARTS
         try:
-            return self._attempt(plan, has_rows, dtype, tolerance)
+            return self._attempt(parts, has_rows, dtype, tolerance)
         except torch.OutOfMemoryError:
             raise ComputedWhole("does not fit into memory in the trial") from None
 
-    def _attempt(self, plan: _Plan, has_rows: tuple[bool, ...], dtype: torch.dtype, tolerance: float) -> Division:
-        def compare(
-            plan: _Plan, change: Change | None = None, known: list[Operation] | None = None
-        ) -> tuple[Division, Setting, Run]:
-            with sandbox(self._module, self._device, dtype):
-                if change == "rows":
-                    seed_generators(_OTHER_DRAWS, self._device)
-                setting = Setting(
-                    self._module,
-                    self._forward,
-                    (self._leaves, self._structure),
-                    has_rows,
-                    self._rows,
-                    plan.rows,
-                    dtype,
-                    self._device,
-                    change=change,
-                )
-                return _compared(setting, plan, dtype, tolerance, known)
-
-        division, setting, whole = compare(plan)
-        known = whole.operations.functions
-        if setting.has_plain_masks:
-            # It may not accept such masks, or compute something else for them.
+    def _attempt(
+        self, parts: tuple[int, ...], has_rows: tuple[bool, ...], dtype: torch.dtype, tolerance: float
+    ) -> Division:
+        tensors = [*self.module.parameters(), *(leaf for leaf in self.call[0] if isinstance(leaf, torch.Tensor))]
+        device = tensors[0].device
+        with sandbox(self.module, device, dtype):
+            setting = Setting(self.module, self.forward, self.call, has_rows, self.rows, dtype, device)
+            division = _compare(setting, parts, tolerance)
+            known = list(division.operations)
+            if setting.has_plain_masks:
+                # It may not accept such masks, or compute something else for them.
+                with suppress(_Failed, _OtherKind):
+                    _compare(setting, parts, tolerance, "masks", known)
+            # A quotient can be a mean by chance, and a condition on the largest value be the same in all parts.
+            has_sums = any(output.kind in ("mean", "sum") for output in division.outputs)
+            if parts[0] == 1:
+                parts = _FEW_PARTS_OF_SUMS if has_sums else _FEW_PARTS
             with suppress(_Failed, _OtherKind):
-                compare(plan, "masks", known)
-        # A quotient can be a mean by chance, and a condition on the largest value be the same in all parts.
-        has_sums = any(output.kind in ("mean", "sum") for output in division.outputs)
-        other_plan = plan
-        if plan.minimum == 1 and not has_sums:
-            other_plan = _LITTLE_MEMORY
-        with suppress(_Failed, _OtherKind):
-            other, _, _ = compare(other_plan, "rows", known)
-            if other.outputs != division.outputs:
-                raise ComputedWhole("joins samples (outputs differ for other rows)")
+                if _compare(setting, parts, tolerance, "rows", known).outputs != division.outputs:
+                    raise ComputedWhole("joins samples (outputs differ for other rows)")
         return division
 
 
-def _compared(
-    setting: Setting, plan: _Plan, dtype: torch.dtype, tolerance: float, known: list[Operation] | None
-) -> tuple[Division, Setting, Run]:
-    """Compute whole and in parts, and compare.
+def _compare(
+    setting: Setting,
+    parts: tuple[int, ...],
+    tolerance: float,
+    change: Change | None = None,
+    known: list[Operation] | None = None,
+) -> Division:
+    """Compute whole and in parts, compare, and return the division.
 
     Args:
         setting: the call.
-        plan: numbers of rows.
-        dtype: precision.
+        parts: rows of the parts.
         tolerance: relative tolerance.
+        change: change of the rows.
         known: list of operations to be judged; None for any.
 
     Raises:
         ComputedWhole: whole and parts differ.
     """
-    whole = Run(setting, 0, plan.rows)
-    fewer = Run(setting, 0, plan.fewer)
+    rows = sum(parts)
+    setting.select(rows, change)
+    whole = Run(setting, 0, rows)
+    fewer = Run(setting, 0, min(2, rows - 1))
     work = WorkCounter()
-    with _refusing("fails in the trial", dtype, _Failed):
+    with _refusing("fails in the trial", setting.dtype, _Failed):
         with whole.turn():
             whole.compute()
         with fewer.turn(), work:
@@ -218,26 +169,24 @@ def _compared(
     setting.require_unwritten()
     if known is not None and (whole.operations.functions != known or not whole.is_finite()):
         raise _OtherKind
-    factors = _draw_factors(whole, fewer, plan)
-    runs = [Run(setting, start, stop, factors) for start, stop in plan.spans]
-    with _refusing("fails on a part of the rows", dtype, ComputedWhole):
-        parts = [Part(run.compute, run.turn) for run in runs]
-        run_in_lockstep(parts, AllHere())
-    if setting.change == "rows" and any(run.operations.functions != known for run in runs):
+    factors = _draw_factors(whole, fewer)
+    runs = [Run(setting, start, stop, factors) for start, stop in pairwise((0, *accumulate(parts)))]
+    with _refusing("fails on a part of the rows", setting.dtype, ComputedWhole):
+        slices = [Part(run.compute, run.turn) for run in runs]
+        run_in_lockstep(slices, AllHere())
+    if change == "rows" and any(run.operations.functions != known for run in runs):
         raise _OtherKind  # a branch on a large value, which ranks compare in each call
-    with _refusing("fails in the trial", dtype, _Failed):
+    with _refusing("fails in the trial", setting.dtype, _Failed):
         outputs = Verdict(setting, whole, fewer, runs, tolerance).outputs()
-    operations_per_row = work.operations / plan.fewer
-    division = Division(
+    return Division(
         setting.has_rows,
         outputs,
         factors,
-        plan.minimum,
-        has_sums=parts[0].has_joined,
-        operations_per_row=operations_per_row,
+        minimum_rows=parts[0],
+        has_sums=slices[0].has_joined,
+        operations_per_row=work.operations / fewer.own,
         operations=tuple(whole.operations.functions),
     )
-    return division, setting, whole
 
 
 @contextmanager
@@ -255,15 +204,14 @@ def _refusing(reason: str, dtype: torch.dtype, kind: type[ComputedWhole]) -> Ite
         raise kind(text) from None
 
 
-def _draw_factors(whole: Run, fewer: Run, plan: _Plan) -> tuple[int | None, ...]:
+def _draw_factors(whole: Run, fewer: Run) -> tuple[int | None, ...]:
     """Return for each random draw how many numbers it has per row, None if it does not depend on the rows."""
     draws = whole.operations.draws
     others = fewer.operations.draws
     if len(draws) != len(others):
         raise ComputedWhole("its number of random draws depends on the rows")
     try:
-        return tuple(
-            rows_factor(shape, other, plan.rows, plan.fewer) for shape, other in zip(draws, others, strict=True)
-        )
+        pairs = zip(draws, others, strict=True)
+        return tuple(rows_factor(shape, other, whole.own, fewer.own) for shape, other in pairs)
     except ValueError as error:
         raise ComputedWhole(f"draws random numbers that do not follow the rows ({error})") from None

@@ -12,18 +12,19 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
-from samestep.distributed.rng import generator_state
+from samestep.distributed.rng import generator_state, seed_generators
 from samestep.view.comparison import written_values
 from samestep.view.division import ComputedWhole
 from samestep.view.leaves import Spec, flatten
 from samestep.view.operations import Compute, Conditions, Operations, is_number
 from samestep.view.precision import Precision, converted
 from samestep.view.region import Exchange, Region, inside
-from samestep.view.sandbox import generators
 from samestep.view.slots import ModuleState, ParameterSlots
+from samestep.view.snapshot import generators
 
 _SEED = 20260  # of the choices of a trial; never of a rank
 _NOISE = 65_537  # numbers that are repeated, since a random number for each parameter takes time
+_OTHER_DRAWS = 5  # seed
 _LARGE = 1000.0  # times the value of a row
 # Change of the rows: masks of a batch with padding, or one row with large values, with other random draws.
 Change = Literal["masks", "rows"]
@@ -32,15 +33,19 @@ Change = Literal["masks", "rows"]
 class Setting:
     """Shared state of all runs of a trial: the module, its parameters in the trial's precision, and the rows.
 
-    Attributes:
+    Args:
         module: the module, in whose slots the copies stand during a run.
         forward: its own forward.
-        rows: number of rows of the whole run.
+        call: leaves of the arguments, and their structure.
+        has_rows: leaves of the arguments that are cut.
+        batch: rows of the batch.
         dtype: floating-point precision.
         device: device of the module.
+
+    Attributes:
+        base: state of the module before the runs.
+        rows: number of rows of the whole run.
         parameters: copies of the parameters, moved a little.
-        has_rows: leaves of the arguments that are cut.
-        change: change of the rows.
         has_plain_masks: whether an argument looks like a mask of a batch without padding.
     """
 
@@ -51,30 +56,29 @@ class Setting:
         call: tuple[Sequence[Any], TreeSpec],
         has_rows: tuple[bool, ...],
         batch: int,
-        rows: int,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        change: Change | None = None,
     ) -> None:
         self.module = module
         self.forward = forward
-        self.rows = rows
+        self.rows = batch
         self.dtype = dtype
         self.device = device
         self.has_rows = has_rows
         self.grad = torch.is_grad_enabled()
+        self.has_plain_masks = False
         self._leaves, self._structure = call
+        self._batch = batch
+        self._inputs: list[Any] = []
         self._inference = torch.is_inference_mode_enabled()
-        self._base = ModuleState(module)
+        self.base = ModuleState(module)
         # Those of the call that follows, so that it takes the same decisions by chance.
         self._restore_generators = generators(device)
         self._slots = ParameterSlots(module, attributes=True)
         held = self._slots.held()
-        parameters = list(module.parameters())
         if any(is_lazy(tensor) for tensor in self._slots.tensors):
             raise ComputedWhole("has parameters without a shape")
-        if any(index not in held for index in range(len(parameters))):
+        if any(index not in held for index, _ in enumerate(module.parameters())):
             raise ComputedWhole("has parameters of TorchScript")
         noise = torch.randn(_NOISE, generator=torch.Generator().manual_seed(_SEED), dtype=dtype).to(device)
         self._copies: dict[int, nn.Parameter] = {}
@@ -83,15 +87,13 @@ class Setting:
                 self._copies[index] = nn.Parameter(_moved(converted(tensor, dtype), noise), tensor.requires_grad)
         self.parameters = list(self._copies.values())
         self._versions = {index: 0 if self._inference else copy._version for index, copy in self._copies.items()}
-        self.change = change
-        self.has_plain_masks = False
-        self._inputs = self._few_rows(batch, change)
 
-    def _few_rows(self, batch: int, change: Change | None) -> list[Any]:
-        """Return the leaves of the arguments with rows of the batch in another order."""
-        order = torch.randperm(batch, generator=torch.Generator().manual_seed(_SEED))
-        index = order[torch.arange(self.rows) % batch]
-        inputs: list[Any] = []
+    def select(self, rows: int, change: Change | None) -> None:
+        """Take some rows of the batch, in another order, as the arguments of the next runs."""
+        self.rows = rows
+        order = torch.randperm(self._batch, generator=torch.Generator().manual_seed(_SEED))
+        index = order[torch.arange(rows) % self._batch]
+        self._inputs = []
         for leaf, cut in zip(self._leaves, self.has_rows, strict=True):
             value = leaf
             if isinstance(leaf, torch.Tensor):
@@ -106,8 +108,10 @@ class Setting:
                         _vary(value, other)
                 elif cut and change == "rows" and value.is_floating_point():
                     value[0] *= _LARGE
-            inputs.append(value)
-        return inputs
+            self._inputs.append(value)
+        if change == "rows":
+            seed_generators(_OTHER_DRAWS, self.device)
+            self._restore_generators = generators(self.device)
 
     def require_unwritten(self) -> None:
         """Require that no run has written into a parameter.
@@ -121,7 +125,7 @@ class Setting:
 
     def begin(self) -> None:
         """Put the module and the generators into their states before a run, with fresh copies of tensors."""
-        self._base.restore()
+        self.base.restore()
         fresh: list[torch.Tensor] = []
         for index, tensor in enumerate(self._slots.tensors):
             copy = self._copies.get(index)
@@ -168,6 +172,7 @@ class Run:
 
     Attributes:
         own: number of rows.
+        span: first row and the row after the last.
         operations: the operations of the forward.
         outputs: leaves of its result.
         structure: structure of its result.
@@ -187,7 +192,7 @@ class Run:
         self.generators: tuple[object, ...] = ()
         self.sources: dict[int, torch.Tensor] = {}
         self._setting = setting
-        self._span = (start, stop)
+        self.span = (start, stop)
         self._draw_factors = draw_factors
         self._resume: Callable[[], None] = setting.begin
 
@@ -198,7 +203,7 @@ class Run:
         try:
             yield
         finally:
-            state = ModuleState(self._setting.module)
+            state = self._setting.base.again()
             restore = generators(self._setting.device)
 
             def resume() -> None:
@@ -217,10 +222,10 @@ class Run:
         setting = self._setting
         region = None
         if exchange is not None:
-            region = Region(setting.rows, *self._span, exchange, self._draw_factors)
+            region = Region(setting.rows, *self.span, exchange, self._draw_factors)
         recorder = _Recorder()
         self.operations = Operations(region, recorder)
-        (arguments, options), self.wanted = setting.arguments(*self._span)
+        (arguments, options), self.wanted = setting.arguments(*self.span)
         with setting.modes(), inside(region), self.operations:
             result = setting.forward(*arguments, **options)
         self.outputs, self.structure = flatten(result)
@@ -263,15 +268,21 @@ def _moved(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         deviation = float(value.flatten()[:_NOISE].abs().std())
         if 0 < deviation < float("inf"):
             scale *= deviation
-    repeated = noise.to(value.device).repeat(value.numel() // _NOISE + 1)[: value.numel()]
-    return value.add_(repeated.view(value.shape), alpha=scale)
+    return value.add_(_repeated(noise, value), alpha=scale)
+
+
+def _repeated(noise: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return numbers in the shape of a tensor."""
+    count = value.numel()
+    return noise.to(value.device).repeat(count // len(noise) + 1)[:count].view(value.shape)
 
 
 def _without_zeros(value: torch.Tensor) -> torch.Tensor:
     """Let a tensor of zeros, such as a weight that begins at zero, have small numbers that hide no term."""
     if value.is_floating_point() and value.numel() and not bool(value.any()):
-        noise = torch.rand(_NOISE, generator=torch.Generator().manual_seed(_SEED), dtype=value.dtype).to(value.device)
-        value.add_(noise.repeat(value.numel() // _NOISE + 1)[: value.numel()].view(value.shape), alpha=0.01)
+        numbers = min(value.numel(), _NOISE)
+        noise = torch.rand(numbers, generator=torch.Generator().manual_seed(_SEED), dtype=value.dtype)
+        value.add_(_repeated(noise, value), alpha=0.01)
     return value
 
 

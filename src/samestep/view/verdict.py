@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from samestep.view.comparison import close, largest, same_value
+from samestep.view.comparison import close, has_fractions, largest, same_value
 from samestep.view.division import ComputedWhole, Output
 from samestep.view.leaves import VALUES
 from samestep.view.trial_run import Run, Setting
@@ -144,79 +144,67 @@ class Verdict:
         if any(part.shape != whole.shape or part.dtype != whole.dtype for part in parts):
             raise ComputedWhole("joins samples (shapes of outputs differ)")
         tolerance = self._scale([whole, *parts])
+        stacked = torch.stack(list(parts)).detach()
         constant = all(close(whole, part, tolerance) for part in parts)
-        total = sum(part.detach() for part in parts[1:]) + parts[0].detach() if whole.dtype != torch.bool else whole
-        added = whole.dtype != torch.bool and close(whole, total.to(whole.dtype), tolerance)
+        added = whole.dtype != torch.bool and close(whole, stacked.sum(0).to(whole.dtype), tolerance)
         if constant and added and not whole.dim():
             # Zero in all parts: mean, sum or constant, which later rows would tell.
             raise ComputedWhole("returns a scalar that is zero in the trial")
-        if constant and (whole.dim() or not _has_fractions(whole)):
+        if constant and (whole.dim() or not has_fractions(whole)):
             return "constant"
-        if _has_fractions(whole):
-            weighted = [
-                part.detach() * (run.own / self._setting.rows) for part, run in zip(parts, self._parts, strict=True)
-            ]
-            if close(whole, torch.stack(weighted).sum(0), tolerance):
+        if has_fractions(whole):
+            weights = torch.tensor([part.own / self._setting.rows for part in self._parts], dtype=whole.dtype)
+            if close(whole, torch.tensordot(weights.to(whole.device), stacked, 1), tolerance):
                 return "mean"
         if added:
             return "sum"
         raise ComputedWhole("joins samples (outputs without rows differ)")
 
     def _compare_gradients(self, outputs: Sequence[Output]) -> None:
-        numbers = [
-            number
-            for number, leaf in enumerate(self._whole.outputs)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
+        """Compare gradients of random cotangents of the outputs."""
+        cotangents: dict[int, torch.Tensor] = {}
+        generator = torch.Generator().manual_seed(len(outputs))
+        for number, leaf in enumerate(self._whole.outputs):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                numbers = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
+                cotangents[number] = numbers.to(leaf.device, leaf.dtype)
         parameters = [parameter for parameter in self._setting.parameters if parameter.requires_grad]
-        if not numbers or not (parameters or self._whole.wanted):
+        inputs = list(self._whole.wanted)
+        if not cotangents or not (parameters or inputs):
             return
-        generator = torch.Generator().manual_seed(len(numbers))
-        cotangents = {number: _cotangent(self._whole.outputs[number], generator) for number in numbers}
-        wanted = [*parameters, *self._whole.wanted.values()]
-        whole = torch.autograd.grad(
-            [self._whole.outputs[number] for number in numbers],
-            wanted,
-            [cotangents[number] for number in numbers],
-            allow_unused=True,
-        )
-        divided = self._gradients_of_parts(outputs, cotangents, parameters)
+        whole = self._gradients([self._whole], parameters, [cotangents])
+        own_cotangents = [
+            {number: self._own(cotangent, outputs[number], *part.span) for number, cotangent in cotangents.items()}
+            for part in self._parts
+        ]
+        divided = self._gradients(self._parts, parameters, own_cotangents)
         count = len(parameters)
         scale = self._scale(whole[:count])
         for one, other in zip(whole[:count], divided[:count], strict=True):
             self._compare_gradient(one, other, scale, "parameters")
-        for one, other in zip(whole[count:], divided[count:], strict=True):
-            self._compare_gradient(one, other, self._scale([one]), "inputs")
+        for position, number in enumerate(inputs, start=count):
+            joined = self._joined(number, divided[position :: len(inputs)])
+            self._compare_gradient(whole[position], joined, self._scale([whole[position]]), "inputs")
 
-    def _gradients_of_parts(
-        self, outputs: Sequence[Output], cotangents: dict[int, torch.Tensor], parameters: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor | None]:
-        """Return the gradients of the parameters, summed over the parts, and of the inputs."""
-        results: list[torch.Tensor] = []
-        own_cotangents: list[torch.Tensor] = []
-        wanted = list(parameters)
-        start = 0
-        for part in self._parts:
-            stop = start + part.own
-            for number, cotangent in cotangents.items():
-                output = outputs[number]
-                results.append(part.outputs[number])
-                if output.kind == "rows":
-                    own_cotangents.append(cotangent[output.factor * start : output.factor * stop])
-                elif output.kind == "sum":
-                    own_cotangents.append(cotangent)
-                else:
-                    own_cotangents.append(cotangent * (part.own / self._setting.rows))
-            wanted += part.wanted.values()
-            start = stop
-        gradients = torch.autograd.grad(results, wanted, own_cotangents, allow_unused=True)
-        collected: list[torch.Tensor | None] = list(gradients[: len(parameters)])
-        inputs = list(self._whole.wanted)
-        others = gradients[len(parameters) :]
-        for position, number in enumerate(inputs):
-            pieces = others[position :: len(inputs)]
-            collected.append(self._joined(number, pieces))
-        return collected
+    def _gradients(
+        self, runs: Sequence[Run], parameters: Sequence[torch.Tensor], cotangents: Sequence[dict[int, torch.Tensor]]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of the parameters, summed over runs, and of the inputs of each run."""
+        gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+            [run.outputs[number] for run, own in zip(runs, cotangents, strict=True) for number in own],
+            [*parameters, *(tensor for run in runs for tensor in run.wanted.values())],
+            [cotangent for own in cotangents for cotangent in own.values()],
+            allow_unused=True,
+        )
+        return gradients
+
+    def _own(self, cotangent: torch.Tensor, output: Output, start: int, stop: int) -> torch.Tensor:
+        """Return the cotangent of a part of an output."""
+        if output.kind == "rows":
+            return cotangent[output.factor * start : output.factor * stop]
+        if output.kind == "sum":
+            return cotangent
+        return cotangent * ((stop - start) / self._setting.rows)
 
     def _joined(self, number: int, pieces: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Return the gradient of an input from those of the parts."""
@@ -226,9 +214,7 @@ class Verdict:
             torch.zeros_like(part.wanted[number]) if piece is None else piece
             for part, piece in zip(self._parts, pieces, strict=True)
         ]
-        if self._setting.has_rows[number]:
-            return torch.cat(filled)
-        return torch.stack(filled).sum(0)
+        return torch.cat(filled) if self._setting.has_rows[number] else torch.stack(filled).sum(0)
 
     def _compare_gradient(
         self, whole: torch.Tensor | None, divided: torch.Tensor | None, scale: float, name: str
@@ -242,12 +228,3 @@ class Verdict:
 
     def _scale(self, tensors: Sequence[torch.Tensor | None]) -> float:
         return self._tolerance * largest(tensors)
-
-
-def _has_fractions(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _cotangent(output: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    numbers = torch.randn(output.shape, generator=generator, dtype=torch.float64)
-    return numbers.to(output.device, output.dtype)
