@@ -143,10 +143,11 @@ class ParallelModule:
         if kind.reason is None and not kind.is_watched:
             self.view.in_step.facts_of_call(call.module, call.leaves)
             return self._watched(kind, call)
-        if kind.backward_code is not None and not kind.backward_code.has_run:
-            self._count_whole("the backward of its first call has not run yet", call)
-            return call.whole()
         if kind.reason is None and kind.division is None:
+            if kind.backward_code is not None and not kind.backward_code.has_run:  # the watch goes on
+                self.view.in_step.facts_of_call(call.module, call.leaves)
+                self.summary.watched += 1
+                return self._whole(call.forward, call.arguments, call.options)
             self._try(kind, call)
         if kind.division is None:
             self._count_whole(str(kind.reason), call)

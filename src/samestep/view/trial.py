@@ -101,6 +101,7 @@ class _Trial:
             return self._by_parts(has_rows, torch.float32, 1e-4)
 
     def _by_parts(self, has_rows: tuple[bool, ...], dtype: torch.dtype, tolerance: float) -> Division:
+        parts: tuple[int, ...]
         try:
             return self._attempt(_PARTS, has_rows, dtype, tolerance)
         except torch.OutOfMemoryError:

@@ -73,7 +73,8 @@ def watch(
     own = [*module.parameters(), *module.buffers(), *tensors]
     marks = _marks(tensors)
     structure = _structure(module)
-    gradients = _marks([parameter.grad for parameter in module.parameters()])
+    parameters = [parameter for parameter in module.parameters() if parameter.is_leaf]
+    gradients = _marks([parameter.grad for parameter in parameters])
     # The script's own classes of tensors have a `__torch_function__` that runs in the call.
     classes = {type(tensor) for tensor in own if not is_library(type(tensor))}
     functions = [leaf for leaf in received if isinstance(leaf, (*FUNCTIONS, types.BuiltinFunctionType))]
@@ -98,7 +99,7 @@ def watch(
             yield "changes a container among its arguments"
         yield changed(before, reachable.digest())
         yield recorder.reason
-        if _marks([parameter.grad for parameter in module.parameters()]) != gradients:
+        if _marks([parameter.grad for parameter in parameters]) != gradients:
             yield "writes gradients of parameters"
         yield _foreign_leaf(returned, VALUES, "returns")
         if is_kept:
