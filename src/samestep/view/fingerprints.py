@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import sys
+import sysconfig
 import zlib
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 _SAMPLE = 32  # values of a tensor that are compared
+_PACKAGE = str(Path(__file__).parents[1])
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 Line = tuple[str, int]  # file and number
 
 
@@ -56,9 +59,11 @@ def numpy_generator() -> int:
 
 
 @cache
-def _is_of_script(file: str) -> bool:
-    folders = (Path(torch.__file__).parent, Path(__file__).parents[1], Path(os.__file__).parent)
-    return not file.startswith(("<", *map(str, folders))) and "-packages" not in file
+def is_library_file(name: str) -> bool:
+    """Whether a file of code belongs to Python, to an installed library or to this package."""
+    if name.startswith("<frozen") or "site-packages" in name or "dist-packages" in name:
+        return True
+    return name.startswith((_STANDARD_LIBRARY + os.sep, _PACKAGE + os.sep))
 
 
 def script_line(frame: FrameType | None) -> Line:
@@ -66,7 +71,7 @@ def script_line(frame: FrameType | None) -> Line:
     line = ("", 0)
     while frame is not None:
         line = (frame.f_code.co_filename, frame.f_lineno)
-        if _is_of_script(line[0]):
+        if not line[0].startswith("<") and not is_library_file(line[0]):
             break
         frame = frame.f_back
     return line

@@ -129,9 +129,8 @@ def module_key(parts: Sequence[nn.Module]) -> Hashable:
         parts: `submodules` of the module.
     """
     key: list[Any] = []
-    configurations: dict[int, Any] = {}
+    seen: set[int] = set()
     for part in parts:
-        attributes = part.__dict__
         kind = type(part)
         kind = getattr(kind, "_samestep_base", kind)  # the class that `samestep.parallel` made is the module's own
         key.append(kind)
@@ -145,45 +144,37 @@ def module_key(parts: Sequence[nn.Module]) -> Hashable:
                 key.append(parameter.requires_grad)
         # Of torch's modules, only losses have switches that a script changes between calls.
         if not kind.__module__.startswith("torch.") or issubclass(kind, nn.modules.loss._Loss):
-            _add_switches(attributes, key, configurations)
+            _add_switches(part, key, seen)
         elif issubclass(kind, nn.modules.dropout._DropoutNd):
-            key.append(attributes["p"] == 0)  # then it draws no numbers
-    for configuration in configurations.values():
-        _add_switches(vars(configuration), key, {})
+            key.append(part.__dict__["p"] == 0)  # then it draws no numbers
     return tuple(key)
 
 
 def structure_key(parts: Sequence[nn.Module]) -> Hashable:
     """Return the facts that modules with one verdict share: plain attributes and shapes of parameters."""
     key: list[Any] = []
-    settings: set[int] = set()  # once, also if all submodules have them
+    seen: set[int] = set()
     for part in parts:
-        for name, value in part.__dict__.items():
-            if name in _TORCH_ATTRIBUTES:
-                continue
-            if type(value) in SWITCHES:
-                key.append((name, switch(value, exact=True)))
-            elif has_settings(value) and id(value) not in settings:
-                settings.add(id(value))
-                key.append((name, switches_of(vars(value), exact=True)))
+        _add_switches(part, key, seen, exact=True)
         for parameter in part._parameters.values():
             if parameter is not None and not nn.parameter.is_lazy(parameter):
                 key.append(parameter.shape)
     return tuple(key)
 
 
-def _add_switches(attributes: dict[str, Any], key: list[Any], configurations: dict[int, Any]) -> None:
-    """Add the switches among some attributes; objects that may hold switches are added to `configurations`."""
-    for name, value in attributes.items():
+def _add_switches(part: nn.Module, key: list[Any], seen: set[int], *, exact: bool = False) -> None:
+    """Add the switches among the attributes of a module, and of objects in them that are not in `seen`."""
+    for name, value in part.__dict__.items():
         if name in _TORCH_ATTRIBUTES:
             continue
         kind = type(value)
         if kind in PLAIN:
             key.append((name, value))
         elif kind in SWITCHES:
-            key.append((name, switch(value)))
-        elif has_settings(value):
-            configurations[id(value)] = value  # once, also if all submodules have it
+            key.append((name, switch(value, exact=exact)))
+        elif has_settings(value) and id(value) not in seen:  # once, also if all submodules have it
+            seen.add(id(value))
+            key.append((name, switches_of(vars(value), exact=exact)))
 
 
 def arguments_key(leaves: Sequence[Any], rows: int) -> Hashable:
@@ -223,16 +214,16 @@ def mode_key(device: str) -> Hashable:
 
 def operations_hash(functions: Sequence[Operation]) -> int:
     """Return a number below 2**62 for a list of operations, equal in all processes."""
-    names = ",".join(getattr(function, "__name__", None) or repr(function) for function in functions)
-    return int.from_bytes(hashlib.blake2b(names.encode(), digest_size=8).digest(), "little") >> 2
+    return _hash(",".join(getattr(function, "__name__", None) or repr(function) for function in functions))
 
 
 def numbers_hash(numbers: Sequence[Any]) -> int:
     """Return a number below 2**62 for values that left tensors, equal in all processes."""
-    if not numbers:
-        return 0
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2
+    return _hash(repr(numbers)) if numbers else 0
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
 
 def shared_memory(outputs: Sequence[Any], arguments: Sequence[Any], parts: Sequence[nn.Module]) -> str | None:

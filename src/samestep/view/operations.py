@@ -80,18 +80,40 @@ class Recorder(Protocol):
 
 
 class Conditions:
-    """Finds scalars that say whether any or all values of another tensor are true.
+    """Observer that finds numbers which say whether any or all values of a tensor are true.
 
     Args:
-        keeps_sources: whether to keep the other tensors.
+        keeps_sources: whether to keep these tensors.
+
+    Attributes:
+        sources: the tensors, by the index of the number among all numbers of the call.
     """
 
-    def __init__(self, *, keeps_sources: bool) -> None:
+    def __init__(self, *, keeps_sources: bool = True) -> None:
+        self.sources: dict[int, torch.Tensor] = {}
         self._keeps_sources = keeps_sources
+        self._numbers = 0
+        # Scalars by identity, with the elements of their source.
         self._found: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]] = {}
 
+    def attribute(self, tensor: torch.Tensor, value: Any) -> None:
+        """Do nothing with attributes."""
+
+    def observe(
+        self, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any], compute: Compute
+    ) -> Any:
+        """Compute an operation and note its result."""
+        result = compute()
+        self.note(function, arguments, result)
+        if is_number(function, result):
+            found = self.of(arguments[0]) if arguments else None
+            if found is not None and found[2] is not None:
+                self.sources[self._numbers] = found[2]
+            self._numbers += 1
+        return result
+
     def note(self, function: Callable[..., Any], arguments: Sequence[Any], result: Any) -> None:
-        """Note the result of an operation, if it is such a scalar."""
+        """Note the result of an operation, if it is a scalar that such a number comes from."""
         if not isinstance(result, torch.Tensor) or result.dim() or not arguments:
             return
         first = arguments[0]
@@ -103,7 +125,7 @@ class Conditions:
             self._found[id(result)] = (weakref.ref(result), *found[1:])  # `mask.sum() == mask.numel()` is `mask.all()`
 
     def of(self, scalar: Any) -> tuple[Any, int, torch.Tensor | None] | None:
-        """Return (reference, elements of the source, source) for such a scalar, None for others."""
+        """Return (reference, elements of the source, source) for a noted scalar, None for others."""
         found = self._found.get(id(scalar))
         if found is None or found[0]() is not scalar:
             return None

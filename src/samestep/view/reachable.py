@@ -14,14 +14,11 @@ import dis
 import functools
 import io
 import itertools
-import os
 import pickle
 import random
 import sys
-import sysconfig
 import types
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -29,13 +26,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves  # private; opens classes registered with torch
 
-from samestep.view.fingerprints import sample_of
+from samestep.view.fingerprints import is_library_file, sample_of
 
 Digest = tuple[bytes, str | None]  # and the type of a value in it that cannot be compared
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
-_PACKAGE = str(Path(__file__).parents[1])
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _READ = sys.stdlib_module_names | {"numpy"}  # libraries whose objects are read
 _GLOBAL_OPERATIONS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME"})
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
@@ -49,14 +44,6 @@ _WRAPPED = ("__func__", "__self__", "fget", "fset", "__wrapped__")
 _SAMPLED = 4096  # elements of a tensor that are compared
 _ITEMS = 1000  # items of a container that are compared
 _ABSENT = "(absent)"
-
-
-@functools.lru_cache(maxsize=4096)
-def is_library_file(name: str) -> bool:
-    """Whether a file of code belongs to Python, to an installed library or to this package."""
-    if name.startswith("<frozen") or "site-packages" in name or "dist-packages" in name:
-        return True
-    return name.startswith((_STANDARD_LIBRARY + os.sep, _PACKAGE + os.sep))
 
 
 def is_library(value: Any) -> bool:

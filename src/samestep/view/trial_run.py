@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from samestep.distributed.rng import generator_state, seed_generators
 from samestep.view.comparison import written_values
 from samestep.view.division import ComputedWhole
 from samestep.view.leaves import Spec, flatten
-from samestep.view.operations import Compute, Conditions, Operations, is_number
+from samestep.view.operations import Conditions, Operations
 from samestep.view.precision import Precision, converted
 from samestep.view.region import Exchange, Region, inside
 from samestep.view.slots import ModuleState, ParameterSlots
@@ -223,40 +223,15 @@ class Run:
         region = None
         if exchange is not None:
             region = Region(setting.rows, *self.span, exchange, self._draw_factors)
-        recorder = _Recorder()
-        self.operations = Operations(region, recorder)
+        conditions = Conditions()
+        self.operations = Operations(region, conditions)
         (arguments, options), self.wanted = setting.arguments(*self.span)
         with setting.modes(), inside(region), self.operations:
             result = setting.forward(*arguments, **options)
         self.outputs, self.structure = flatten(result)
         self.written = written_values(setting.module)
         self.generators = generator_state(setting.device)
-        self.sources = recorder.sources
-
-
-class _Recorder:
-    """Notes which numbers say whether any or all values of a tensor are true, and the tensor."""
-
-    def __init__(self) -> None:
-        self.sources: dict[int, torch.Tensor] = {}
-        self._conditions = Conditions(keeps_sources=True)
-        self._numbers = 0
-
-    def attribute(self, tensor: torch.Tensor, value: Any) -> None:
-        """Do nothing with attributes."""
-
-    def observe(
-        self, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any], compute: Compute
-    ) -> Any:
-        """Compute an operation and note its result."""
-        result = compute()
-        self._conditions.note(function, arguments, result)
-        if is_number(function, result):
-            found = self._conditions.of(arguments[0]) if arguments else None
-            if found is not None and found[2] is not None:
-                self.sources[self._numbers] = found[2]
-            self._numbers += 1
-        return result
+        self.sources = conditions.sources
 
 
 def _moved(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

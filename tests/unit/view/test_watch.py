@@ -8,9 +8,11 @@ import contextvars
 import functools
 import itertools
 import logging
+import queue as queues
 import random
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +88,20 @@ class Meter:
 
     def update_by_function(self) -> None:
         count_step()
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def update(self) -> None:
+        self.count += 1
+
+
+class Losses(list[float]):
+    pass
 
 
 meter = Meter()
@@ -227,6 +243,12 @@ def objects_in_attributes() -> Iterator[tuple[str, Any, Callable[[Any, Tensor], 
     yield "array", array_module.array("i"), lambda value, x: value.append(1)
     yield "object", Meter(), lambda value, x: value.update()
     yield "count", itertools.count(), lambda value, x: next(value)
+    yield "slots", Slotted(), lambda value, x: value.update()
+    yield "list of a class", Losses([1.0]), lambda value, x: value.append(2.0)
+    yield "queue", queues.Queue(), lambda value, x: value.put(1)
+    yield "local", threading.local(), lambda value, x: setattr(value, "number", 1)
+    yield "counter", collections.Counter("a"), lambda value, x: value.update("b")
+    yield "object in an object", SimpleNamespace(meter=Meter()), lambda value, x: value.meter.update()
 
 
 class UsesAttribute(Net):
