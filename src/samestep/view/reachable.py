@@ -1,8 +1,8 @@
 """Values outside of a module that the code of its forward can reach, and digests that find changes by a call.
 
 The code is followed from the methods of classes that the script defines, through the functions, classes and objects
-that they name. Pickle reads objects of the script, of Python's own library and of NumPy; other libraries are neither
-followed nor read.
+that they name. Objects of the script, of Python's own library and of NumPy are read as `copy` reads them; other
+libraries are neither followed nor read.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import collections
 import contextvars
 import dis
 import functools
-import io
 import itertools
-import pickle
 import random
 import sys
 import types
@@ -28,7 +26,7 @@ from torch.utils._pytree import tree_leaves  # private; opens classes registered
 
 from samestep.view.fingerprints import is_library_file, sample_of
 
-Digest = tuple[bytes, str | None]  # and the type of a value in it that cannot be compared
+Digest = tuple[Hashable, str | None]  # and the type of a value in it that cannot be compared
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 _READ = sys.stdlib_module_names | {"numpy"}  # libraries whose objects are read
@@ -43,6 +41,8 @@ _WRAPPERS = (types.MethodType, staticmethod, classmethod, property, functools._l
 _WRAPPED = ("__func__", "__self__", "fget", "fset", "__wrapped__")
 _SAMPLED = 4096  # elements of a tensor that are compared
 _ITEMS = 1000  # items of a container that are compared
+_VALUES = 100_000  # in all
+_DEPTH = 50
 _ABSENT = "(absent)"
 
 
@@ -137,8 +137,8 @@ class Reachable:
         return self._digests(content=True)
 
     def _digests(self, *, content: bool) -> dict[tuple[str, int], Digest]:
-        pickler = _Pickler(self, self._own, content=content)
-        return {(label, owner): pickler.digest(value) for label, owner, value in self._places()}
+        digests = _Digests(self, self._own, content=content)
+        return {(label, owner): digests.digest(value) for label, owner, value in self._places()}
 
     def variables(self) -> Iterator[tuple[str, int, Mapping[str, Any], str]]:
         """Yield (words, owner, namespace, name) of the variables of modules and classes that the code names."""
@@ -217,82 +217,81 @@ class Reachable:
         self._globals[function] = tuple(sorted(n for n in collected if n in namespace or not hasattr(builtins, n)))
 
 
-class _Pickler(pickle.Pickler):
-    """Writes digests of values; the code among them is followed."""
+class _Digests:
+    """Makes digests of values; the code among them is followed. A value that was read before is not read again."""
 
     def __init__(self, reachable: Reachable, own: set[int], *, content: bool) -> None:
-        self._file = io.BytesIO()
-        super().__init__(self._file, protocol=5)
         self._reachable = reachable
         self._own = own
         self._content = content
+        self._seen: dict[int, tuple[int, Any]] = {}  # with the values, so that no other has the same identity
         self._incomparable: str | None = None
 
     def digest(self, value: Any) -> Digest:
-        """Return a digest of a value. A value that an earlier digest contains is not read again."""
+        """Return the digest of a value."""
         self._incomparable = None
-        self._file.seek(0)
-        self._file.truncate()
-        try:
-            self.dump(value)
-        except RecursionError:
-            return b"nested too deeply", None
-        return self._file.getvalue(), self._incomparable
+        return self._digest(value, 0), self._incomparable
 
-    def persistent_id(self, value: Any) -> Any:  # noqa: PLR0911
-        """Return what is written in place of a value; None for values that are read."""
+    def _digest(self, value: Any, depth: int) -> Hashable:
         kind = type(value)
-        if kind in _NUMBERS:
-            return None
-        if isinstance(value, _HASHED):
-            return hash(value)
+        if kind in _NUMBERS or isinstance(value, _HASHED):
+            return repr(value) if kind in _NUMBERS else hash(value)  # not-a-number is equal to itself
         if isinstance(value, torch.Tensor):
             return tensor_mark(value, content=self._content and not isinstance(value, nn.Parameter))
         if isinstance(value, types.FunctionType | type | types.ModuleType) or id(value) in self._own:
             self._reachable.follow(value)
             return id(value)
-        if isinstance(value, _WRAPPERS):
-            return tuple(getattr(value, name, None) for name in _WRAPPED)
-        if isinstance(value, types.BuiltinFunctionType):
-            return id(value), value.__self__
-        if isinstance(value, list | tuple | dict | set) and len(value) > _ITEMS:
-            items = list(value.items() if isinstance(value, dict) else value)
-            return len(items), items[:: len(items) // _ITEMS + 1], items[-16:]
-        return self._content_of(value)
+        if id(value) in self._seen:
+            return "seen", self._seen[id(value)][0]
+        if depth > _DEPTH or len(self._seen) > _VALUES:
+            return "not read"
+        self._seen[id(value)] = (len(self._seen), value)
+        return kind.__qualname__, *(self._digest(part, depth + 1) for part in self._parts(value))
 
-    def _content_of(self, value: Any) -> Any:
-        """Return the content of a value that pickle cannot read, or should not read whole."""
-        content: Any = None
-        if isinstance(value, numpy.ndarray):
-            content = (value.shape, str(value.dtype), value.flat[:: max(1, value.size // _SAMPLED)].tobytes())
+    def _parts(self, value: Any) -> Iterable[Any]:
+        """Return the content of a value."""
+        parts: Iterable[Any]
+        if type(value) in (list, tuple, set, frozenset, dict):
+            items = list(value.items() if isinstance(value, dict) else value)
+            parts = items
+            if len(items) > _ITEMS:
+                parts = [len(items), *items[:: len(items) // _ITEMS + 1], *items[-16:]]
+        elif isinstance(value, _WRAPPERS):
+            parts = [getattr(value, name, None) for name in _WRAPPED]
+        elif isinstance(value, types.BuiltinFunctionType):
+            parts = [id(value), value.__self__]
+        elif isinstance(value, numpy.ndarray):
+            parts = [value.shape, str(value.dtype), value.flat[:: max(1, value.size // _SAMPLED)].tobytes()]
         elif isinstance(value, torch.Generator):
-            content = value.get_state().numpy().tobytes()
+            parts = [value.get_state().numpy().tobytes()]
         elif isinstance(value, contextvars.ContextVar):
-            content = (value.get(None),)
+            parts = [value.get(None)]
         elif isinstance(value, itertools.count):
-            content = repr(value)
+            parts = [repr(value)]
         elif hasattr(type(value), "__next__") and is_library(type(value)):
             self._incomparable = type(value).__name__
-            content = id(value)
-        return content
+            parts = [id(value)]
+        else:
+            parts = self._parts_of_object(value)
+        return parts
 
-    def reducer_override(self, value: Any) -> Any:
-        """Return how the content of an object is written."""
+    def _parts_of_object(self, value: Any) -> Iterable[Any]:
+        """Return what an object would be made of if it was copied."""
         kind = type(value)
         library = is_library(kind)
         if library and not isinstance(value, nn.Module) and kind.__module__.partition(".")[0] not in _READ:
-            return id, (id(value),)
+            return [id(value)]
+        self._reachable.follow(kind)
         try:
             reduced: Any = value.__reduce_ex__(4)
-        except Exception:  # boundary: objects that cannot be pickled, such as locks, may raise anything
+        except Exception:  # boundary: objects that cannot be copied, such as locks, may raise anything
             reduced = ""
         if isinstance(reduced, str):
-            self._reachable.follow(kind)
-            reduced = (id, (id(value),), getattr(value, "__dict__", None))
+            return [id(value), getattr(value, "__dict__", None)]
         create, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
         if not library and not isinstance(value, nn.Module):
             state = self._named(kind, state)
-        return create, arguments, state, items, pairs
+        return [create, arguments, state, *(items or ()), *(pairs or ())]
 
     def _named(self, kind: type, state: Any) -> Any:
         """Return the attributes that the code names, without results that an object caches."""

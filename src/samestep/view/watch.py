@@ -22,7 +22,7 @@ from samestep.view.fingerprints import torch_generator
 from samestep.view.graph import captures, sequence_number
 from samestep.view.leaves import VALUES, below, flatten, is_held_elsewhere
 from samestep.view.operations import RULES, Compute, Conditions, Operation, Operations, is_number
-from samestep.view.reachable import FUNCTIONS, Reachable, changed, is_library, tensor_mark
+from samestep.view.reachable import FUNCTIONS, Reachable, changed, tensor_mark
 
 _ARGUMENTS = (
     *(*VALUES, *FUNCTIONS, types.BuiltinFunctionType),
@@ -70,13 +70,11 @@ def watch(
     """
     received, spec = tree_flatten((arguments, options))
     tensors = [leaf for leaf in received if isinstance(leaf, torch.Tensor)]
-    own = [*module.parameters(), *module.buffers(), *tensors]
     marks = _marks(tensors)
     structure = _structure(module)
-    parameters = [parameter for parameter in module.parameters() if parameter.is_leaf]
-    gradients = _marks([parameter.grad for parameter in parameters])
+    gradients = _gradients(module)
     # The script's own classes of tensors have a `__torch_function__` that runs in the call.
-    classes = {type(tensor) for tensor in own if not is_library(type(tensor))}
+    classes = {type(tensor) for tensor in (*module.parameters(), *module.buffers(), *tensors)}
     functions = [leaf for leaf in received if isinstance(leaf, (*FUNCTIONS, types.BuiltinFunctionType))]
     reachable = Reachable(module, (functions, *classes, *_hooks_of_saved_tensors()))
     before = reachable.digest()
@@ -99,7 +97,7 @@ def watch(
             yield "changes a container among its arguments"
         yield changed(before, reachable.digest())
         yield recorder.reason
-        if _marks([parameter.grad for parameter in parameters]) != gradients:
+        if _gradients(module) != gradients:
             yield "writes gradients of parameters"
         yield _foreign_leaf(returned, VALUES, "returns")
         if is_kept:
@@ -128,6 +126,10 @@ def _structure(module: nn.Module) -> list[Any]:
         parameters = [(key, id(value), type(value)) for key, value in part._parameters.items()]
         collected.append((name, id(part), parameters, list(part._buffers.keys())))
     return collected
+
+
+def _gradients(module: nn.Module) -> list[Any]:
+    return _marks([parameter.grad for parameter in module.parameters() if parameter.is_leaf])
 
 
 def _marks(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
