@@ -73,10 +73,7 @@ def watch(
     marks = _marks(tensors)
     structure = _structure(module)
     gradients = _gradients(module)
-    # The script's own classes of tensors have a `__torch_function__` that runs in the call.
-    classes = {type(tensor) for tensor in (*module.parameters(), *module.buffers(), *tensors)}
-    functions = [leaf for leaf in received if isinstance(leaf, (*FUNCTIONS, types.BuiltinFunctionType))]
-    reachable = Reachable(module, (functions, *classes, *_hooks_of_saved_tensors()))
+    reachable = _reachable(module, received)
     before = reachable.digest()
     recorder = _Recorder(tensors)
     start = sequence_number()
@@ -117,6 +114,13 @@ def watch(
         backward_code=BackwardCode(module.modules(), collected.functions, recorder.saving, returned),
         is_first_again=is_first_again,
     )
+
+
+def _reachable(module: nn.Module, received: Sequence[Any]) -> Reachable:
+    tensors = (*module.parameters(), *module.buffers(), *(leaf for leaf in received if isinstance(leaf, torch.Tensor)))
+    classes = {type(tensor) for tensor in tensors}  # with a `__torch_function__` of the script that runs in the call
+    functions = [leaf for leaf in received if isinstance(leaf, (*FUNCTIONS, types.BuiltinFunctionType))]
+    return Reachable(module, (functions, *classes, *_hooks_of_saved_tensors()))
 
 
 def _structure(module: nn.Module) -> list[Any]:
