@@ -8,7 +8,7 @@ import pytest
 
 from helpers.system import answer, here
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE
-from samestep.tools.verify.causes import Cause
+from samestep.tools.verify_engine.causes import Cause
 
 FOLDER = Path(__file__).parent
 RESUMED = ("--kill-at", "3", "--resume-on", "2", "--", "{folder}")

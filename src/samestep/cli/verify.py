@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -11,13 +12,14 @@ from samestep.cli.options import DeviceOption, JsonOption, integers, option, opt
 from samestep.cli.recipe_options import StrategyOptions, SubjectOptions, load_resolved
 from samestep.config import Recipe, resolve_mesh
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
-from samestep.tools.verify.trials import Conditions, Interventions, Subject
+from samestep.tools.verify_engine.trials import Conditions, Interventions, Subject
 
 _STEPS = 3
 # Rounding of sums in another order, after a few steps; in float64, the promise of the project for gradients.
 _TOLERANCES = {True: 1e-12, False: 1e-4}
 # Gradients of 11 and of 8 bits differ by 7e-4 and 6e-3 in a first step; later, a ReLU can be on in one run and off in
 # the other.
+_USES_ENGINE = re.compile(r"samestep\.(Engine|start|MicrobatchLoop|integrations)\b|import .*\b(Engine|start)\b")
 _HOOK_TOLERANCES = {"fp16": 0.1, "bf16": 0.5}
 
 
@@ -52,8 +54,45 @@ class Options(JsonOption, DeviceOption, StrategyOptions, SubjectOptions):
 
 def run(options: Options) -> int:
     """Verify and print; return 0 if results are equal, otherwise 3."""
+    script = options.script()
+    if script is None or _USES_ENGINE.search(script.read_text(encoding="utf-8")):
+        return _run_with_engine(options)
     # Imported here: the other commands do not need these modules.
-    from samestep.tools.verify.verification import explanation, summary, table, verify, write_certificate
+    from samestep.tools.verify.trials import Conditions as ScriptConditions
+    from samestep.tools.verify.trials import Interventions as ScriptInterventions
+    from samestep.tools.verify.trials import Subject as ScriptSubject
+    from samestep.tools.verify.verification import calls_text, explanation, summary, table, verify, write_certificate
+
+    _check(options, None)
+    conditions = ScriptConditions(
+        steps=options.steps,
+        interventions=ScriptInterventions(double=options.double),
+        requires_bits=None if options.reduction is None else options.reduction == "exact",
+        patience=options.patience,
+    )
+    with output_folder(options.out, f"verify-{script.stem}") as folder:
+        data = verify(
+            ScriptSubject(name=script.name, script=script, arguments=tuple(options.script_arguments)),
+            options.processes,
+            conditions,
+            folder,
+            kill_at=options.kill_at,
+            resume_on=options.resume_on,
+            preload=PRELOAD,
+            progress=lambda text: options.note(f"running {script.name} on {text}"),
+        )
+        write_certificate(data, folder)
+    certificate = folder / "certificate.json"
+    texts = [text for text in (table(data), calls_text(data), explanation(data), summary(data)) if text]
+    lines = ["\n\n".join(texts), f"certificate  {certificate}, certificate.html"]
+    options.result({**data, "certificate": str(certificate)}, *lines)
+    return EXIT_DONE if data["holds"] else EXIT_DIFFERS
+
+
+def _run_with_engine(options: Options) -> int:
+    """Verify a recipe, or a script with `samestep.Engine`."""
+    # Imported here: the other commands do not need these modules.
+    from samestep.tools.verify_engine.verification import explanation, summary, table, verify, write_certificate
 
     subject = _subject(options)
     _check(options, subject.recipe)

@@ -103,6 +103,8 @@ class ProcessState:
     on_world: list[Callable[[World], None]] = field(
         default_factory=list
     )  # called with each world that this process enters
+    # Called with each module and the options that a script gives to `samestep.parallel`, for `samestep verify`.
+    observe_module: Callable[[torch.nn.Module, dict[str, Any]], None] | None = None
     is_experiment: bool = False  # `samestep verify`, `profile` and `diff`: scripts write no run directory
     is_script: bool = False  # the launched function is a script, which can be started again
     replayed: ReplayedFolder | None = None  # set under `samestep diff`

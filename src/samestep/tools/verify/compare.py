@@ -1,6 +1,6 @@
 """Comparison of two trials: equal quantities, distances and the first difference.
 
-Differences are ordered by cause and effect: state before the step, samples, inputs, rates, outputs, loss, gradients,
+Differences are ordered by cause and effect: state before the step, batches, rates, calls in order, losses, gradients,
 state after the step. So the first difference is never a consequence of another one in the list.
 """
 
@@ -8,46 +8,90 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
-from samestep.tools.verify.trials import Note, Record, StepRecord
+from samestep.tools.verify.printed import Printed, differing_lines
+from samestep.tools.verify.trials import Note, Record
 from samestep.units import plural
 
-# Stages in the order of cause and effect, as named in a location.
+# Stages in the order of cause and effect, as named in a location. Those of calls are ordered by call first.
 STAGES = {
     "before": "before the step",
     "order": "order of samples",
-    "microbatches": "number of microbatches",
     "inputs": "inputs",
     "targets": "targets",
     "rates": "learning rates",
-    "settings": "optimizer settings",
+    "settings": "settings of the step",
+    "calls": "sequence of calls",
+    "arguments": "arguments",
     "outputs": "outputs",
     "loss": "loss",
     "gradients": "gradient",
     "after": "after the step",
     "optimizer": "optimizer state",
     "steps": "number of steps",
-    "evaluation": "values",
+    "printed": "printed numbers",
 }
+_OF_CALLS = ("calls", "arguments", "outputs")
 # Rows of the certificate's table.
 QUANTITIES = {
     "order": "order of samples",
     "inputs": "inputs as augmented",
     "targets": "targets",
     "rates": "learning rates",
-    "outputs": "outputs",
-    "loss": "losses and counts",
+    "arguments": "arguments of calls",
+    "outputs": "outputs of calls",
+    "loss": "losses",
     "gradients": "gradients",
     "weights": "weights",
     "buffers": "buffers",
     "optimizer": "optimizer state",
     "evaluation": "evaluation",
+    "printed": "printed numbers",
 }
 # Quantities of the stages that are not named like one.
-_QUANTITY_OF_STAGE = {"microbatches": "order", "settings": "rates", "steps": "order"}
+_QUANTITY_OF_STAGE = {"settings": "rates", "steps": "order", "calls": "arguments"}
+# A difference within rounding is at most this factor above that of a run with perturbed weights: another sum of n terms
+# has an error of about the square root of n units in the last place, the perturbation one.
+_FACTOR = 16.0
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest difference that is rounding, by quantity and step.
+
+    Attributes:
+        distances: distances of a run whose weights moved by a unit in the last place before each step.
+        smallest: smallest tolerance, some units in the last place.
+    """
+
+    distances: Mapping[str, Mapping[int, float]]
+    smallest: float
+
+    @classmethod
+    def of(cls, reference: Record, perturbed: Record) -> Tolerance:
+        """Measure the tolerance; distances count for all later steps."""
+        result = compare(reference, perturbed, None)
+        distances: dict[str, dict[int, float]] = {}
+        for difference in result.differences:
+            if difference.distance is not None and math.isfinite(difference.distance) and difference.ranks is None:
+                by_step = distances.setdefault(difference.quantity, {})
+                by_step[difference.step] = max(by_step.get(difference.step, 0.0), difference.distance)
+        return cls(distances, 4 * float(reference.end.get("eps", 0.0)))
+
+    def at(self, quantity: str, step: int) -> float:
+        """Return the tolerance of a quantity in a step."""
+        quantities = self.distances if quantity == "printed" else (quantity,)
+        by_step = [pair for name in quantities for pair in self.distances.get(name, {}).items()]
+        earlier = (size for number, size in by_step if number <= step)
+        return max(self.smallest, _FACTOR * max(earlier, default=0.0))
+
+    def data(self) -> dict[str, str]:
+        """Return the largest tolerance of each quantity as text."""
+        return {QUANTITIES[quantity]: f"{self.at(quantity, 2**62):.1e}" for quantity in self.distances}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,29 +100,34 @@ class Difference:
 
     quantity: str  # key of `QUANTITIES`
     stage: str  # key of `STAGES`
-    step: int | None  # optimizer step; None for an evaluation
-    microbatch: int | None = None
+    step: int  # of the optimizers, from 1
+    number: int | None = None  # of the call or the batch in this step, from 0
     module: str | None = None
-    tensor: str | None = None  # name of the tensor in the model or the optimizer, or of the metric
+    tensor: str | None = None  # name of the tensor in the model or the optimizer
     ranks: tuple[int, int] | None = None  # of the second trial, for a difference between its ranks
     distance: float | None = None  # largest difference relative to the largest element; None if only bits were compared
     detail: str = ""  # both values, if they are short
     fails: bool = True  # whether the distance is beyond the tolerance, or not measured
 
     @property
-    def order_key(self) -> tuple[float, int]:
+    def order_key(self) -> tuple[int, int, int, int]:
         """Sort key in the order of cause and effect."""
-        return (math.inf if self.step is None else self.step, list(STAGES).index(self.stage))
+        stage = list(STAGES).index(self.stage)
+        is_of_call = self.stage in _OF_CALLS
+        phase = list(STAGES).index("calls") if is_of_call else stage
+        return (self.step, phase, self.number or 0 if is_of_call else 0, stage)
 
     @property
     def location(self) -> str:
-        """Location as text: `step 2, microbatch 3, module layer1.0.bn1, outputs`."""
-        words = ["evaluation" if self.step is None else f"step {self.step}"]
-        if self.microbatch is not None:
-            words.append(f"microbatch {self.microbatch}")
-        if self.module:
-            words.append(f"module {self.module}")
-        if self.tensor and self.stage != "evaluation":
+        """Location as text: `step 2, call 1 of Net, outputs`."""
+        words = [] if self.stage == "printed" else [f"step {self.step}"]
+        if self.module is not None and self.number is not None:
+            words.append(f"call {self.number + 1} of {self.module}")
+        elif self.number is not None and self.stage in ("order", "inputs", "targets"):
+            words.append(f"batch {self.number + 1}")
+        if self.quantity == "evaluation":
+            words.append("evaluation")
+        if self.tensor:
             words.append(self.tensor)
         words.append(STAGES[self.stage])
         if self.ranks:
@@ -125,129 +174,200 @@ def first_of(differences: list[Difference]) -> Difference | None:
     return min(differences, key=lambda difference: difference.order_key, default=None)
 
 
-def compare(reference: Record, other: Record, tolerance: float | None) -> Comparison:
-    """Compare `other` with `reference`, bit for bit or within a relative tolerance.
+def compare(
+    reference: Record, other: Record, tolerance: Tolerance | None, printed: Printed | None = None
+) -> Comparison:
+    """Compare `other` with `reference`, bit for bit or within a tolerance; also the ranks of `other`, bit for bit.
 
-    Order, inputs, targets, counts and rates have to be equal under any tolerance.
+    Order, inputs, targets and rates have to be equal under any tolerance.
+
+    Args:
+        reference: the first trial.
+        other: the second trial.
+        tolerance: of rounding; None for equal bits.
+        printed: lines of repeated runs of the reference; None compares no printed numbers.
     """
     result = Comparison(other.label or plural(other.processes, "process"))
-    parameters = reference.engine.get("parameters", ())
+    weights = _weights(reference)
     for number in sorted({*reference.steps, *other.steps}):
-        comparer = _Comparer(result, parameters, tolerance, number)
+        comparer = _Comparer(result, weights, tolerance, number)
         if number in reference.steps and number in other.steps:
-            comparer.compare_steps(reference.steps[number], other.steps[number])
-            comparer.compare_ranks(other.steps[number])
-        else:
+            one, actual = reference.steps[number][0], other.steps[number][0]
+            if number == other.resumed_at:  # it may have evaluated before the kill
+                one, actual = _without_evaluation(one), _without_evaluation(actual)
+            comparer.compare_steps(one, actual)
+        elif other.failure is None or number not in reference.steps:
             comparer.add("steps", detail="missing" if number in reference.steps else "absent from the reference")
-    evaluations = reference.notes("evaluation"), other.notes("evaluation")
-    _Comparer(result, parameters, tolerance, None).compare_evaluations(*evaluations)
+        if number in other.steps:
+            comparer.compare_ranks(other.steps[number])
+    _compare_modules(result, reference, other)
+    _compare_ends(result, reference, other, tolerance, weights)
+    if printed is not None and not other.label and other.failure is None:
+        comparer = _Comparer(result, weights, tolerance, max(reference.steps, default=0) + 2)
+        result.compared["printed"] += printed.count
+        for detail, size in differing_lines(printed, other.output, is_exact=tolerance is None):
+            comparer.add("printed", size, detail=detail)
     return result
 
 
+def _without_evaluation(note: Note) -> Note:
+    return {**note, **{key: [one for one in note[key] if not one["evaluation"]] for key in ("batches", "calls")}}
+
+
+def _weights(record: Record) -> Collection[str]:
+    return {name for notes in record.steps.values() for name in notes[0]["weights"]}
+
+
+def _compare_modules(result: Comparison, reference: Record, other: Record) -> None:
+    """Compare the weights of the modules that are given to `samestep.parallel`."""
+    comparer = _Comparer(result, (), None, 0)
+    ranks = [other.notes("module", rank) for rank in range(other.processes)]
+    for number, note in enumerate(reference.modules):
+        present = [notes[number] for notes in ranks if number < len(notes)] if not other.label else []
+        for rank, one in enumerate(present):
+            expected = note if rank == 0 else present[0]
+            pair = (0, rank) if rank else None
+            comparer.compare_tensors("before", expected, one, {}, ranks=pair)
+
+
+def _compare_ends(
+    result: Comparison, reference: Record, other: Record, tolerance: Tolerance | None, weights: Collection[str]
+) -> None:
+    """Compare what happened after the last step, or before a failure."""
+    ends = [next(iter([*other.notes("end", rank), *other.notes("unfinished", rank)]), None) for rank in range(other.processes)]
+    first = ends[0] if ends else None
+    if first is None:
+        return
+    step = first["step"]
+    comparer = _Comparer(result, weights, tolerance, step)
+    expected = reference.steps[step][0] if step in reference.steps else reference.end
+    if expected.get("step") == step and (other.failure is not None or expected is reference.end):
+        comparer.compare_steps(expected, first, is_partial=other.failure is not None)
+    for rank, end in enumerate(ends[1:], start=1):
+        if end is not None and end["step"] == step:
+            comparer.compare_pair(first, end, (0, rank), is_partial=True)
+
+
 class _Comparer:
-    """Adds the differences of one step, or of the evaluations, to a comparison."""
+    """Adds the differences of one step to a comparison."""
 
     def __init__(
-        self, result: Comparison, parameters: Collection[str], tolerance: float | None, step: int | None
+        self, result: Comparison, weights: Collection[str], tolerance: Tolerance | None, step: int
     ) -> None:
         self._result, self._compared = result, result.compared
-        self._parameters, self._tolerance, self._step = parameters, tolerance, step
+        self._weights, self._tolerance, self._step = weights, tolerance, step
 
-    def add(self, stage: str, distance: float | None = None, rounding: float = 0.0, **fields: Any) -> None:
-        """Add a difference, which fails unless its distance is measured and within the tolerance or `rounding`."""
+    def add(self, stage: str, distance: float | None = None, **fields: Any) -> None:
+        """Add a difference, which fails unless its distance is measured and within the tolerance."""
         fields.setdefault("quantity", _QUANTITY_OF_STAGE.get(stage, stage))
-        allowed = -1.0 if self._tolerance is None else max(self._tolerance, rounding)
+        allowed = -1.0 if self._tolerance is None else self._tolerance.at(fields["quantity"], self._step)
         fails = distance is None or not distance <= allowed
         difference = Difference(stage=stage, step=self._step, distance=distance, fails=fails, **fields)
         self._result.differences.append(difference)
 
-    def compare_steps(self, expected: StepRecord, actual: StepRecord) -> None:
-        one, other = expected.main, actual.main
-        distances = other["distances"]
-        self._tensors("before", one, other, {})
-        self._compared["order"] += len(one["order"])
-        self._compared["rates"] += 1
-        self._facts(one, other)
-        if one["microbatches_of_batch"] != other["microbatches_of_batch"]:
-            detail = f"{one['microbatches_of_batch']} microbatches and {other['microbatches_of_batch']}"
-            self.add("microbatches", detail=detail)
-        outputs = {key: size for rank in actual.by_rank for key, size in rank["distances"].get("outputs", {}).items()}
-        for number in sorted(expected.microbatches.keys() & actual.microbatches.keys()):
-            self._microbatch(number, expected.microbatches[number], actual.microbatches[number], outputs)
-        self._numbers(one, other, ("loss", "count"))
+    def compare_steps(self, one: Note, other: Note, *, is_partial: bool = False) -> None:
+        """Compare a step of two trials; `is_partial` if the second trial failed in it."""
+        if self._tolerance is None or self._step == 1:  # otherwise weights differ within the tolerance
+            self.compare_tensors("before", one, other, {})
+        for batch in other["batches"]:
+            self._compared["order"] += batch["size"]
+        self._compared["rates"] += "rates" in other
+        self._compare(one, other, None, is_partial)
+
+    def compare_ranks(self, notes: Sequence[Note]) -> None:
+        """Compare ranks with rank 0: everything has to be equal, bit for bit."""
+        for rank, note in enumerate(notes[1:], start=1):
+            self.compare_pair(notes[0], note, (0, rank))
+
+    def compare_pair(self, one: Note, other: Note, ranks: tuple[int, int], *, is_partial: bool = False) -> None:
+        """Compare a step of two ranks."""
+        self.compare_tensors("before", one, other, {}, ranks=ranks)
+        self._compare(one, other, ranks, is_partial)
+
+    def _compare(self, one: Note, other: Note, ranks: tuple[int, int] | None, is_partial: bool) -> None:
+        """Compare what both notes have, in the order of cause and effect."""
+        self._batches(one["batches"], other["batches"], ranks, is_partial)
+        for stage in ("rates", "settings"):
+            if stage in one and stage in other and one[stage] != other[stage]:
+                self.add(stage, detail=_settings_detail(one[stage], other[stage]), ranks=ranks)
+        distances = other["distances"] if ranks is None else {}
+        self._calls(one["calls"], other["calls"], distances, ranks, is_partial)
+        self._losses(one["losses"], other["losses"], ranks)
         for stage, kind in (("gradients", "gradients"), ("after", "state"), ("optimizer", "optimizer")):
-            self._tensors(stage, one, other, distances.get(kind, {}))
+            if stage in one and stage in other:
+                self.compare_tensors(stage, one, other, distances.get(kind, {}), ranks)
 
-    def compare_ranks(self, step: StepRecord) -> None:
-        """Compare ranks with rank 0: their state has to be equal, bit for bit."""
-        for rank, note in enumerate(step.by_rank[1:], start=1):
-            pair = (0, rank)
-            self._facts(step.main, note, ranks=pair)
-            for stage in ("before", "gradients", "after", "optimizer"):
-                self._tensors(stage, step.main, note, {}, ranks=pair)
+    def _batches(self, one: list[Note], other: list[Note], ranks: tuple[int, int] | None, is_partial: bool) -> None:
+        for number, (batch, actual) in enumerate(zip_longest(one, other)):
+            if batch is None or actual is None:
+                if not is_partial:
+                    detail = f"{len(one)} batches and {len(other)}"
+                    self.add("order", number=number, detail=detail, ranks=ranks)
+                return
+            for stage in ("inputs", "targets"):
+                self._compared[stage] += ranks is None
+            fields: dict[str, Any] = {"number": number, "ranks": ranks}
+            if batch["evaluation"] and actual["evaluation"]:
+                fields["quantity"] = "evaluation"
+            if batch["size"] != actual["size"] or batch["order"] != actual["order"]:
+                self.add("order", detail=_order_detail(batch, actual), **fields)
+            for stage in ("inputs", "targets"):
+                if batch[stage] != actual[stage]:
+                    self.add(stage, **fields)
 
-    def compare_evaluations(self, expected: list[Note], actual: list[Note]) -> None:
-        if len(expected) != len(actual):
-            self.add("evaluation", detail=f"{len(expected)} evaluations and {len(actual)}")
-        for one, other in zip(expected, actual, strict=False):
-            values, others = one["values"], other["values"]
-            # Rounding may move one sample across the border between two classes.
-            border = 1.5 / max(1.0, float(values.get("samples", 1)))
-            for name in sorted({*values, *others}, key=lambda name: (name != "samples", name)):
-                value, other_value = values.get(name), others.get(name)
-                self._compared["evaluation"] += 1
-                if value != other_value:
-                    distance = None if name == "samples" else _relative(value, other_value)
-                    rounding = 0.0 if name.startswith("loss") else border
-                    detail = f"{name} {value} and {other_value}"
-                    self.add("evaluation", distance, rounding, tensor=name, detail=detail)
+    def _calls(
+        self,
+        one: list[Note],
+        other: list[Note],
+        distances: Mapping[str, Mapping[str, float]],
+        ranks: tuple[int, int] | None,
+        is_partial: bool,
+    ) -> None:
+        for number, (call, actual) in enumerate(zip_longest(one, other)):
+            if call is None or actual is None:
+                if not is_partial:
+                    self.add("calls", number=number, detail=f"{len(one)} calls and {len(other)}", ranks=ranks)
+                return
+            names = [f"{note['module']} in {'evaluation' if note['evaluation'] else 'training'}" for note in (call, actual)]
+            if names[0] != names[1]:
+                self.add("calls", number=number, detail=f"{names[0]} and {names[1]}", ranks=ranks)
+                return
+            for stage in ("arguments", "outputs"):
+                if stage not in call or stage not in actual:
+                    return
+                quantity = "evaluation" if call["evaluation"] else stage
+                self._compared[quantity] += ranks is None
+                if call[stage] != actual[stage]:
+                    sizes = [
+                        size for name, size in distances.get(stage, {}).items() if name.partition("/")[0] == call["key"]
+                    ]
+                    size = max(sizes, default=None)
+                    self.add(stage, size, quantity=quantity, number=number, module=call["module"], ranks=ranks)
 
-    def _facts(self, one: Note, other: Note, ranks: tuple[int, int] | None = None) -> None:
-        """Compare the order of samples, learning rates and optimizer settings."""
-        for stage, describe in (("order", _order_detail), ("rates", _settings_detail), ("settings", _settings_detail)):
-            if one[stage] != other[stage]:
-                self.add(stage, detail=describe(one[stage], other[stage]), ranks=ranks)
-
-    def _microbatch(self, number: int, one: Note, other: Note, distances: Mapping[str, float]) -> None:
-        for stage in ("inputs", "targets"):
-            self._compared[stage] += 1
-            if one[stage] != other[stage]:
-                self.add(stage, microbatch=number)
-        self._compared["outputs"] += 1
-        if one["outputs"] != other["outputs"]:
-            sizes = [size for name, size in distances.items() if name.partition("/")[0] == str(number)]
-            module = next((name for name, bits in one["modules"] if [name, bits] not in other["modules"]), None)
-            self.add("outputs", max(sizes, default=None), microbatch=number, module=module)
-        self._numbers(one, other, ("sum", "count"), number)
-
-    def _numbers(self, one: Note, other: Note, names: tuple[str, ...], microbatch: int | None = None) -> None:
-        for name in names:
-            self._compared["loss"] += 1
-            value, other_value = one[name], other[name]
+    def _losses(self, one: list[float], other: list[float], ranks: tuple[int, int] | None) -> None:
+        for value, other_value in zip(one, other, strict=False):
+            self._compared["loss"] += ranks is None
             if value != other_value and not (math.isnan(value) and math.isnan(other_value)):
-                distance = None if name == "count" else _relative(value, other_value)
-                detail = f"{name} {value!r} and {other_value!r}"
-                self.add("loss", distance, microbatch=microbatch, detail=detail)
+                detail = f"{value!r} and {other_value!r}"
+                distance = None if ranks is not None else _relative(value, other_value)
+                self.add("loss", distance, detail=detail, ranks=ranks)
 
-    def _tensors(
+    def compare_tensors(
         self, stage: str, one: Note, other: Note, distances: Mapping[str, float], ranks: tuple[int, int] | None = None
     ) -> None:
-        """Compare tensors by digest; `distances` has the distances of those that differ, if they were measured."""
-        # Weights that differ within the tolerance after a step also differ before the next one.
-        if stage == "before" and self._tolerance is not None and ranks is None and self._step != 1:
+        """Compare tensors by hashes; `distances` has the distances of those that differ, if they were measured."""
+        digests, other_digests = one[stage] or {}, other[stage] or {}
+        if stage == "before" and not (digests and other_digests):
             return
-        digests, other_digests = one[stage], other[stage]
         for name in sorted({*digests, *other_digests}):
-            quantity = stage if stage in QUANTITIES else ("weights" if name in self._parameters else "buffers")
+            quantity = stage if stage in QUANTITIES else ("weights" if name in self._weights else "buffers")
             if stage != "before":
-                self._compared[quantity] += 1
+                self._compared[quantity] += ranks is None
             if digests.get(name) != other_digests.get(name):
                 self.add(stage, distances.get(name), quantity=quantity, tensor=name, ranks=ranks)
 
 
-def _relative(value: Any, other: Any) -> float | None:
-    if not isinstance(value, int | float) or not isinstance(other, int | float):
-        return None
+def _relative(value: float, other: float) -> float | None:
     scale = max(abs(value), abs(other))
     return abs(value - other) / scale if scale and math.isfinite(scale) else None
 
@@ -255,14 +375,15 @@ def _relative(value: Any, other: Any) -> float | None:
 def _settings_detail(one: list[Any], other: list[Any]) -> str:
     """Return learning rates, or the differing settings of the first parameter group that differs."""
     for settings, others in zip(one, other, strict=False):
-        if isinstance(settings, Mapping) and settings != others:
-            keys = [key for key in settings if settings[key] != others.get(key)]
-            return ", ".join(f"{key} {settings[key]} and {others.get(key)}" for key in keys)
+        if isinstance(settings, Mapping) and isinstance(others, Mapping) and settings != others:
+            keys = [key for key in {**settings, **others} if settings.get(key) != others.get(key)]
+            return ", ".join(f"{key} {settings.get(key)} and {others.get(key)}" for key in keys)
     return f"{one} and {other}"
 
 
-def _order_detail(one: list[int], other: list[int]) -> str:
-    if len(one) != len(other):
-        return f"{len(one)} samples and {len(other)}"
-    position = next((i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), 0)
-    return f"position {position} of the batch is sample {one[position]} and sample {other[position]}"
+def _order_detail(one: Note, other: Note) -> str:
+    if one["size"] != other["size"] or not (one["order"] and other["order"]):
+        return f"{one['size']} samples and {other['size']} samples"
+    pairs = enumerate(zip(one["order"], other["order"], strict=True))
+    position, (sample, other_sample) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+    return f"position {position} of the batch is sample {sample} and sample {other_sample}"

@@ -5,27 +5,24 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from samestep.config import StepConfig
-from samestep.data.batch import Microbatch, map_tensors
-from samestep.data.microbatch_dataset import MicrobatchDataset
 from samestep.distributed.rng import microbatch_seed, preserved_generators
-from samestep.engine.buffers import AveragedBuffers
-from samestep.engine.engine import Engine
-from samestep.engine.microbatch_forward import call_model
 from samestep.tools.verify.tensor_comparison import digest_any
 from samestep.tools.verify.trials import Interventions
 
-StateValue = torch.Tensor | float | list[Any] | dict[Any, Any]
 _Generator = torch.Generator | numpy.random.Generator | numpy.random.RandomState | random.Random
-# Attributes of torch.nn.Module.
-_MODULE_ATTRIBUTES = frozenset([*vars(torch.nn.Module()), "call_super_init", "dump_patches"])
+_PERTURBATION_SEED = 0
 
 
 def apply_to_process(interventions: Interventions, folder: Path, rank: int) -> None:
@@ -39,97 +36,62 @@ def apply_to_process(interventions: Interventions, folder: Path, rank: int) -> N
         _reorder_directories(rank)
 
 
-class EngineInterventions:
-    """Interventions in an engine and its model.
-
-    Attributes:
-        averaged: names of the buffers that steps average over microbatches.
-    """
+class ModelInterventions:
+    """Interventions in modules and optimizers."""
 
     def __init__(self, interventions: Interventions) -> None:
         self._interventions = interventions
-        self._model: torch.nn.Module | None = None
-        self.averaged: frozenset[str] = frozenset()
+        self._generator = torch.Generator().manual_seed(_PERTURBATION_SEED)  # the script's streams stay as they are
 
-    def prepare(self, model: torch.nn.Module, config: StepConfig) -> StepConfig:
-        """Change the model of a new engine in place and return the configuration to use."""
-        self._model = model
+    def prepare(self, module: nn.Module) -> None:
+        """Change a module before its first call."""
         if self._interventions.double:
-            model.double()
-            model.register_forward_pre_hook(_inputs_to_double, with_kwargs=True)
-            config = replace(config, precision="fp32")
-        if self._interventions.reduction is not None:
-            torch.use_deterministic_algorithms(self._interventions.reduction == "exact")
-            config = replace(config, reduction=self._interventions.reduction)
-        self.averaged = frozenset(AveragedBuffers(model).names)
-        if self._interventions.reset_state:
-            first = _copy_state(hidden_state(model, self.averaged))
-            model.register_forward_pre_hook(lambda module, _: _restore_state(module, first))
-        return config
+            module.double()
+        self._perturb(list(module.parameters()))
 
-    def begin_step(self, engine: Engine) -> None:
+    @contextmanager
+    def call(self, module: nn.Module, given: tuple[Any, Any], step: int, number: int) -> Iterator[tuple[Any, Any]]:
+        """Yield the arguments of a call; modes of the module are restored after the block."""
+        modes = [(part, part.training) for part in module.modules()]
+        for part in module.modules():
+            is_norm = self._interventions.without_norms and isinstance(part, _NormBase)
+            if is_norm or self._interventions.eval_mode:
+                part.training = False
+            if self._interventions.seed_generators:
+                for generator in vars(part).values():
+                    if isinstance(generator, _Generator):
+                        _seed(generator, microbatch_seed("shard", 0, step, number))
+        try:
+            yield tree_map(_to_double, given) if self._interventions.double else given
+        finally:
+            for part, mode in modes:
+                part.training = mode
+
+    def before_step(self, optimizer: Optimizer, step: int) -> None:
+        """Set the learning rates of an optimizer, after some steps of all optimizers."""
         rates = self._interventions.learning_rates
-        if rates is not None and engine.steps < len(rates):
-            for group, rate in zip(engine.optimizer.param_groups, rates[engine.steps], strict=True):
+        if rates is not None and step < len(rates):
+            for group, rate in zip(optimizer.param_groups, rates[step], strict=True):
                 group["lr"] = rate
 
-    def begin_microbatch(self, step: int, microbatch: Microbatch) -> None:
-        assert self._model is not None
-        if self._interventions.eval_module is not None:
-            self._model.get_submodule(self._interventions.eval_module).eval()
-        if self._interventions.extra_forward:
-            self._extra_forward(self._model, microbatch)
-        if self._interventions.seed_generators:
-            for module in self._model.modules():
-                for generator in vars(module).values():
-                    if isinstance(generator, _Generator):
-                        _seed(generator, microbatch_seed("shard", 0, step, microbatch.number))
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Perturb the weights that an optimizer has changed."""
+        self._perturb([parameter for group in optimizer.param_groups for parameter in group["params"]])
 
-    def _extra_forward(self, model: torch.nn.Module, microbatch: Microbatch) -> None:
-        """Compute a forward and restore all known state afterwards, so that only hidden state changes."""
-        buffers, state = AveragedBuffers(model), _copy_state(hidden_state(model, self.averaged))
-        buffers.begin()
-        with torch.no_grad(), preserved_generators():
-            call_model(model, microbatch.data[0])
-        buffers.restore()
-        _restore_state(model, state)
+    def _perturb(self, parameters: list[torch.Tensor]) -> None:
+        """Move each element by a unit in the last place, up or down: the size of an error of rounding."""
+        if not self._interventions.perturbed:
+            return
+        with torch.no_grad():
+            for parameter in parameters:
+                if parameter.is_floating_point() and not nn.parameter.is_lazy(parameter):
+                    signs = torch.randint(0, 2, parameter.shape, generator=self._generator) * 2 - 1
+                    eps = torch.finfo(parameter.dtype).eps
+                    parameter.mul_(1 + eps * signs.to(parameter))
 
 
-def hidden_state(model: torch.nn.Module, averaged: frozenset[str]) -> dict[str, StateValue]:
-    """Return buffers that steps do not average, and tensors and numbers in plain attributes, lists and dicts, by name.
-
-    A forward may change them, and neither steps nor checkpoints synchronise them.
-    """
-    state: dict[str, StateValue] = {name: buffer for name, buffer in model.named_buffers() if name not in averaged}
-    for path, module in model.named_modules():
-        for key, value in vars(module).items():
-            if key not in _MODULE_ATTRIBUTES and _is_state(value):
-                state[f"{path}.{key}" if path else key] = value
-    return state
-
-
-def _is_state(value: Any) -> bool:
-    if isinstance(value, list | dict):
-        return all(_is_state(item) for item in (value.values() if isinstance(value, dict) else value))
-    return isinstance(value, torch.Tensor | float | int)
-
-
-def _copy_state(state: dict[str, StateValue]) -> dict[str, Any]:
-    return {name: _copy(value) for name, value in state.items()}
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_copy(item) for item in value]
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _restore_state(model: torch.nn.Module, state: dict[str, StateValue]) -> None:
-    for name, value in _copy_state(state).items():
-        path, _, key = name.rpartition(".")
-        setattr(model.get_submodule(path), key, value)
+def _to_double(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _seed(generator: _Generator, seed: int) -> None:
@@ -142,34 +104,42 @@ def _seed(generator: _Generator, seed: int) -> None:
         generator.seed(seed % 2**32)
 
 
-def _inputs_to_double(
-    module: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    return map_tensors(arguments, _to_double), map_tensors(options, _to_double)
-
-
-def _to_double(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
 def _repeat_samples(folder: Path) -> None:
-    """Patch datasets to read samples and to collate twice with the same random state, and to write those that differ.
+    """Patch the loaders of torch to read samples and to collate twice with equal states of the seeded generators.
 
-    The index of the sample is written to `differing.txt`, that of the first one of a microbatch to `collated.txt`.
+    The indices of samples that differ are written to `differing.txt`, that of the first one of a batch whose collation
+    differs to `collated.txt`.
     """
+    fetch = _MapDatasetFetcher.fetch
 
-    def twice(method: Callable[..., Any], file: Path) -> Callable[..., Any]:
-        def call(self: MicrobatchDataset, *arguments: Any) -> Any:
-            first, second = method(self, *arguments), method(self, *arguments)
+    def fetch_twice(self: Any, indices: Any) -> Any:
+        listed = list(indices) if self.auto_collation else [indices]
+        samples = []
+        for index in listed:
+            first, second = _twice(lambda index=index: self.dataset[index])
+            samples.append(first)
             if digest_any(first) != digest_any(second):
-                with file.open("a") as differing:
-                    differing.write(f"{getattr(arguments[0], 'indices', arguments[-1:])[0]}\n")
-            return first
+                _append(folder / "differing.txt", index)
+        if self.auto_collation:
+            first, second = _twice(lambda: self.collate_fn(samples))
+            if digest_any(first) != digest_any(second):
+                _append(folder / "collated.txt", listed[0])
+        return fetch(self, indices)
 
-        return call
+    _MapDatasetFetcher.fetch = fetch_twice
 
-    MicrobatchDataset._sample = twice(MicrobatchDataset._sample, folder / "differing.txt")  # type: ignore[method-assign]
-    MicrobatchDataset._microbatch = twice(MicrobatchDataset._microbatch, folder / "collated.txt")  # type: ignore[method-assign]
+
+def _twice(read: Callable[[], Any]) -> tuple[Any, Any]:
+    with preserved_generators():
+        first = read()
+    with preserved_generators():
+        second = read()
+    return first, second
+
+
+def _append(file: Path, index: Any) -> None:
+    with file.open("a", encoding="utf-8") as opened:
+        opened.write(f"{index}\n")
 
 
 def _reorder_directories(rank: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,28 +13,35 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from samestep.strategies.local_parameters import Division
-from samestep.strategies.tensor_slices import SlicedTensor
-from samestep.tools.verify.trials import Trial
 
 # Smallest scale of a distance, relative to the largest tensor of the same kind. The gradient of a bias before batch
 # norm, for example, is zero except for rounding.
 _MIN_SCALE = 1e-2
+# Objects that enter a digest by their text.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without its graph, complete if it is divided among ranks; then a collective."""
+    if isinstance(tensor, DTensor):
+        return Division.of(tensor).full_tensor(tensor.detach().to_local())
+    return tensor.detach()
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return a hash of the dtype, the shape and every bit of a tensor; collective for a `DTensor`."""
-    if isinstance(tensor, DTensor):
-        tensor = Division.of(tensor).full_tensor(tensor.to_local())
+    """Return a hash of the dtype, the shape and every bit of a tensor; a collective if it is divided."""
     # A contiguous copy, so that strides do not matter; viewed as bytes, since NumPy has no bfloat16.
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    flat = full(tensor).to("cpu").contiguous().reshape(-1)
     raw = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
-    result = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=8)
+    result = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     result.update(raw.numpy().data)
-    return result.hexdigest()
+    return result.hexdigest()[:16]
 
 
 def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of nested lists, tuples and mappings with their paths, such as `1.mask`."""
+    if is_dataclass(data) and not isinstance(data, type):
+        data = {field.name: getattr(data, field.name) for field in fields(data)}
     if isinstance(data, Mapping | list | tuple):
         for key, value in data.items() if isinstance(data, Mapping) else enumerate(data):
             yield from leaves(value, f"{path}.{key}" if path else str(key))
@@ -41,13 +50,17 @@ def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def digest_any(data: Any) -> str:
-    """Return a hash of nested data; leaves that are not tensors enter by their `repr`. Collective if divided."""
-    result = hashlib.blake2b(digest_size=8)
+    """Return a hash of nested data; objects other than tensors and plain values enter by the name of their class."""
+    result = hashlib.sha256()
     for path, leaf in leaves(data):
-        result.update(path.encode())
-        value = leaf.join() if isinstance(leaf, SlicedTensor) else leaf
-        result.update(digest(value).encode() if isinstance(value, torch.Tensor) else repr(value).encode())
-    return result.hexdigest()
+        if isinstance(leaf, torch.Tensor):
+            text = digest(leaf)
+        elif isinstance(leaf, _PLAIN):
+            text = repr(leaf)
+        else:
+            text = type(leaf).__qualname__
+        result.update(f"{path}={text};".encode())
+    return result.hexdigest()[:16]
 
 
 def digest_rows(data: Any, rows: int) -> list[str]:
@@ -91,57 +104,57 @@ def max_abs(tensor: torch.Tensor) -> float:
 
 
 class StepTensors:
-    """Tensors of one step on one rank, by kind (outputs, gradients, state, optimizer) and name.
+    """Tensors of one step by kind (arguments, outputs, gradients, state, optimizer) and name, on rank 0.
 
-    Only rank 0 keeps tensors that are equal on all ranks; each rank keeps its own outputs.
+    Args:
+        folder: folder of the trial.
+        reference: folder of the trial with the tensors to measure distances from; None to write tensors.
+        keeps: whether this is rank 0; the other ranks only take part in collectives.
     """
 
-    def __init__(self, trial: Trial, rank: int) -> None:
-        self._trial, self._rank = trial, rank
+    def __init__(self, folder: Path, reference: Path | None, *, keeps: bool = True) -> None:
+        self._folder, self._reference, self._keeps = folder / "tensors", reference, keeps
         self._tensors: dict[str, torch.Tensor] = {}
         self._rounded: dict[str, torch.Tensor] = {}  # elements whose gradient was accurate to rounding only, by name
 
     def add(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Copy the tensors in nested data, if the trial writes or compares tensors."""
-        is_needed = self._trial.writes_tensors or self._trial.reference is not None
-        if not is_needed or (self._rank > 0 and kind != "outputs"):
-            return
+        """Copy the tensors in nested data."""
         for name, value in values.items():
             for path, leaf in leaves(value):
                 if isinstance(leaf, torch.Tensor):
+                    value = full(leaf).resolve_conj()
+                    if not self._keeps:
+                        continue
                     key = f"{kind}/{name}/{path}" if path else f"{kind}/{name}"
-                    self._tensors[key] = leaf.detach().cpu().contiguous().clone()
+                    value = torch.view_as_real(value) if value.is_complex() else value  # as safetensors stores it
+                    self._tensors[key] = value.cpu().contiguous().clone()
 
     def end_step(self, step: int) -> dict[str, dict[str, float]]:
         """Write the tensors, or return their distances from the reference by kind and name, if not zero.
 
         A gradient that is zero in exact arithmetic, such as that of the bias of an attention key, is rounding, which
-        optimizers such as Adam scale to a full step. Under a tolerance, elements whose gradients are within the
-        tolerance of the largest one, but not of their own size, do not count in the state; the kind `rounding` has the
-        distances with them.
+        optimizers such as Adam scale to a full step. Elements whose gradients have less than half of their digits in
+        common do not count in the state; the kind `rounding` has the distances with them.
         """
         tensors, self._tensors = self._tensors, {}
-        if self._trial.writes_tensors:
-            folder = self._trial.folder / "tensors"
-            folder.mkdir(exist_ok=True)
-            save_file(tensors, folder / f"{step}-{self._rank}.safetensors")
-        if self._trial.reference is None:
+        if not self._keeps:
             return {}
-        reference: dict[str, torch.Tensor] = {}
-        for file in sorted((self._trial.reference / "tensors").glob(f"{step}-*.safetensors")):
-            reference |= load_file(file)
-        if self._trial.tolerance is not None:
-            self._find_rounded(tensors, reference, self._trial.tolerance)
+        if self._reference is None:
+            self._folder.mkdir(exist_ok=True)
+            save_file(tensors, self._folder / f"{step}.safetensors")
+            return {}
+        file = self._reference / "tensors" / f"{step}.safetensors"
+        reference = load_file(file) if file.exists() else {}
+        self._find_rounded(tensors, reference)
         return self._distances(tensors, reference)
 
-    def _find_rounded(
-        self, tensors: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], tolerance: float
-    ) -> None:
+    def _find_rounded(self, tensors: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> None:
         for key, gradient in tensors.items():
             kind, _, name = key.partition("/")
             expected = reference.get(key)
             if kind == "gradients" and expected is not None and expected.shape == gradient.shape:
-                rounded = (gradient.double() - expected.double()).abs() > tolerance * expected.double().abs()
+                accuracy = torch.finfo(gradient.dtype).eps ** 0.5
+                rounded = (gradient.double() - expected.double()).abs() > accuracy * expected.double().abs()
                 self._rounded[name] = self._rounded.get(name, False) | rounded
 
     def _distances(
@@ -163,7 +176,7 @@ class StepTensors:
                 rounded = self._rounded.get(name.partition("/")[0])
                 if rounded is None or not rounded.shape == tensor.shape == expected.shape:
                     continue
-                if kind in ("state", "optimizer") and size > (self._trial.tolerance or 0.0):
+                if kind in ("state", "optimizer") and bool(rounded.any()):
                     result.setdefault("rounding", {})[name] = size
                     distances[name] = distance(torch.where(rounded, expected, tensor), expected, min_scale)
         return result

@@ -11,8 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from samestep.checkpoint.store import CheckpointFolder
-from samestep.config import DeviceKind, Recipe, Reduction
+from samestep.config import Recipe
 from samestep.errors import RunError
 from samestep.launcher.failure import Failure
 from samestep.launcher.launch import LaunchConfig, RankError, StoppedError, run_workers
@@ -27,58 +26,47 @@ Note = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class StepRecord:
-    """Notes of all ranks on one step."""
-
-    by_rank: tuple[Note, ...]  # notes of each rank; equal on all ranks except for the microbatches
-
-    @cached_property
-    def microbatches(self) -> dict[int, Note]:
-        """Notes on each microbatch, from the rank that owns it."""
-        return {int(number): note for rank in self.by_rank for number, note in rank["microbatches"].items()}
-
-    @property
-    def main(self) -> Note:
-        """Notes of rank 0."""
-        return self.by_rank[0]
-
-    @property
-    def threads(self) -> set[int]:
-        """Numbers of threads of the ranks."""
-        return {rank["threads"] for rank in self.by_rank}
-
-
-@dataclass(frozen=True)
 class Record:
     """Record of one trial."""
 
     processes: int
-    folder: Path  # folder of the trial, with notes and tensors
+    folder: Path  # folder of the trial, with notes, tensors and output
     events: tuple[tuple[Note, ...], ...]  # notes of each rank in order
     failure: Failure | None = None
     label: str = ""  # description, if the trial was killed and resumed
+    resumed_at: int | None = None  # first step after the resumption
 
     @cached_property
-    def steps(self) -> dict[int, StepRecord]:
-        """Steps that every rank finished, by number."""
+    def steps(self) -> dict[int, tuple[Note, ...]]:
+        """Notes of all ranks on the steps that every rank finished, by number."""
         by_rank = [{note["step"]: note for note in notes if note["kind"] == "step"} for notes in self.events]
         shared = set(by_rank[0]).intersection(*by_rank[1:]) if by_rank else set()
-        return {number: StepRecord(tuple(steps[number] for steps in by_rank)) for number in sorted(shared)}
+        return {number: tuple(steps[number] for steps in by_rank) for number in sorted(shared)}
 
     @property
-    def engine(self) -> Note:
-        """Description of the engine, from rank 0; empty if the trial built no engine."""
-        return next(iter(self.notes("engine")), {})
+    def modules(self) -> list[Note]:
+        """Modules that the script gives to `samestep.parallel`, in order, with their options."""
+        return self.notes("module")
 
     @property
-    def config(self) -> Note:
-        """Step configuration of the engine."""
-        config: Note = self.engine.get("config", {})
-        return config
+    def is_exact(self) -> bool:
+        """Whether the script promises equal bits."""
+        return bool(self.modules) and all(note["options"].get("reduction") == "exact" for note in self.modules)
 
-    def notes(self, kind: str) -> list[Note]:
-        """Return the notes of rank 0 of one kind."""
-        return [note for note in self.events[0] if note["kind"] == kind] if self.events else []
+    def notes(self, kind: str, rank: int = 0) -> list[Note]:
+        """Return the notes of one rank of one kind."""
+        return [note for note in self.events[rank] if note["kind"] == kind] if self.events else []
+
+    @property
+    def end(self) -> Note:
+        """Note of rank 0 on its end, regular or not; empty if the rank was killed."""
+        return next(iter([*self.notes("end"), *self.notes("unfinished")]), {})
+
+    @cached_property
+    def output(self) -> list[str]:
+        """Lines that rank 0 printed."""
+        file = self.folder / "output-0.log"
+        return file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
 
 
 def read_record(folder: Path, processes: int, failure: Failure | None = None) -> Record:
@@ -93,16 +81,21 @@ def read_record(folder: Path, processes: int, failure: Failure | None = None) ->
 
 def join(first: Record, second: Record, label: str) -> Record:
     """Join the records of a killed trial and of its resumption; a step in both counts from the second."""
+    begin = min(second.steps, default=max(first.steps, default=0) + 1)
     events: list[tuple[Note, ...]] = []
-    for rank in range(max(first.processes, second.processes)):
-        # Rank 0 stands in for a rank that one of the two lacks: notes differ in microbatches only.
+    for rank in range(second.processes):
+        # Rank 0 stands in for a rank that the first trial lacks: all ranks have equal notes.
         before = first.events[min(rank, first.processes - 1)]
-        after = second.events[min(rank, second.processes - 1)]
-        remaining = [note for note in before if note["kind"] != "step" or note["step"] not in second.steps]
-        if rank >= first.processes:
-            remaining = [{**note, "microbatches": {}} if note["kind"] == "step" else note for note in remaining]
-        events.append((*remaining, *after))
-    return Record(second.processes, second.folder, tuple(events), second.failure, label)
+        earlier = [note for note in before if note["kind"] == "step" and note["step"] < begin]
+        events.append((*earlier, *second.events[rank]))
+    return Record(second.processes, second.folder, tuple(events), second.failure, label, begin)
+
+
+def steps_before(folder: Path, begin: Mapping[str, str]) -> int:
+    """Return the number of steps of a killed trial after which its resumption continues, by hashes of the weights."""
+    steps = [note for note in read_record(folder, 1).events[0] if note["kind"] == "step"]
+    equal = (note["step"] for note in reversed(steps) if note["weights"].items() <= begin.items())
+    return int(next(equal, 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +104,7 @@ class Subject:
 
     name: str
     recipe: Recipe | None = None
-    script: Path | None = None  # Python file that uses `samestep.start`, `Engine` and `loader`
+    script: Path | None = None  # Python file that uses `samestep.parallel`
     arguments: tuple[str, ...] = ()  # command-line arguments of the script
 
 
@@ -119,30 +112,27 @@ class Subject:
 class Interventions:
     """Changes made for an experiment; a quantity that is held constant cannot be the cause of a difference."""
 
-    reduction: Reduction | None = None
     double: bool = False
+    perturbed: bool = False  # the weights move by a unit in the last place before each step
     single_thread: bool = False
     learning_rates: tuple[tuple[float, ...], ...] | None = None  # of the parameter groups, by step from 1
-    seed_generators: bool = False
-    reset_state: bool = False  # reset state that steps do not average to its first values, before every forward
-    eval_module: str | None = None  # name of the module to set, with its children, to evaluation mode
-    extra_forward: bool = False  # compute an additional forward before that of every microbatch and discard the result
-    repeat_samples: bool = False  # read every sample and collate every microbatch twice; record those that differ
+    seed_generators: bool = False  # generators of the model are seeded before each of its calls
+    without_norms: bool = False  # layers with statistics of a batch are in evaluation mode
+    eval_mode: bool = False  # the model is in evaluation mode
+    repeat_samples: bool = False  # read every sample and collate every batch twice; record those that differ
     other_orders: bool = False  # each rank has its own order of sets and of directory entries
 
     def __str__(self) -> str:
-        changed = {name.replace("_", " "): value for name, value in vars(self).items() if value not in (None, False)}
-        return ", ".join(f"{name} {value}" if isinstance(value, str) else name for name, value in changed.items())
+        return ", ".join(name.replace("_", " ") for name, value in vars(self).items() if value not in (None, False))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
     """Settings of all trials of a verification."""
 
-    steps: int | None  # a recipe adds the last batch of the epoch and an evaluation; None runs a script to the end
-    device: DeviceKind = "auto"
-    interventions: Interventions = field(default_factory=Interventions)  # float64, or a reduction
-    tolerance: float | None = None  # largest allowed relative difference; None requires equal bits
+    steps: int | None = None  # None runs a script to the end
+    interventions: Interventions = field(default_factory=Interventions)
+    requires_bits: bool | None = None  # None: as the script promises
     patience: float = 120.0  # seconds without progress after which a rank ends
 
 
@@ -152,18 +142,14 @@ class Trial(Conditions):
 
     folder: Path  # output folder; each rank writes `rank-R.jsonl`
     processes: int
-    writes_tensors: bool = False  # write tensors, so that other trials can measure distances from them
-    reference: Path | None = None  # folder of a trial with tensors
-    checks_additivity: bool = False  # compare the loss of every microbatch with that of its pieces
-    kill_at: int | None = None  # the last rank kills itself in this step; every step before writes a checkpoint
-    checkpoint: Path | None = None  # checkpoint to resume from
-    after: int = 0  # only the steps after this one are recorded
-    scratch: Path | None = None  # files of a script; by default a new folder
+    reference: Path | None = None  # folder of a trial with tensors, to measure distances; None writes them
+    kill_at: int | None = None  # the last rank kills itself in this step
+    killed: Path | None = None  # folder of the killed trial that this one resumes
 
     @property
-    def own_folder(self) -> Path:
+    def scratch(self) -> Path:
         """Folder of a script's checkpoints, which also replaces `{folder}` in its arguments."""
-        return self.scratch or self.folder / "scratch"
+        return (self.killed or self.folder) / "scratch"
 
 
 class TrialRunner:
@@ -181,21 +167,18 @@ class TrialRunner:
         self.subject, self.conditions = subject, conditions
         self._folder, self._preload, self._progress = folder, (*preload, _WORKER), progress
         self._numbers = count(1)
-        self._records: dict[tuple[int, Interventions, bool, Path | None], Record] = {}
+        self._records: dict[tuple[int, Interventions, Path | None], Record] = {}
 
-    def run(
-        self, processes: int, reference: Record | None = None, *, checks_additivity: bool = False, **changes: Any
-    ) -> Record:
+    def run(self, processes: int, reference: Record | None = None, **changes: Any) -> Record:
         """Return the record of a run under the interventions of all trials and `changes` of these.
 
         The run measures distances from `reference` or, without one, writes tensors.
         """
         interventions = replace(self.conditions.interventions, **changes)
-        key = (processes, interventions, checks_additivity, reference.folder if reference else None)
+        key = (processes, interventions, reference.folder if reference else None)
         if key not in self._records:
             self._report(plural(processes, "process"), interventions)
-            options = {"writes_tensors": reference is None, "checks_additivity": checks_additivity}
-            self._records[key] = self._launch(processes, interventions, reference, **options)
+            self._records[key] = self._launch(processes, interventions, reference)
         return self._records[key]
 
     def repeat(self, record: Record, **changes: Any) -> Record:
@@ -205,7 +188,7 @@ class TrialRunner:
         return self._launch(record.processes, interventions, record)
 
     def run_killed(self, processes: int, kill_at: int, resume_on: int, reference: Record) -> Record:
-        """Run until the last rank is killed in a step, then resume the newest checkpoint on other processes.
+        """Run until the last rank is killed in a step, then resume from the script's files on other processes.
 
         Raises:
             RunError: the run ended before the kill.
@@ -218,15 +201,10 @@ class TrialRunner:
             raise RunError(
                 f"the run on {processes} processes ended before a rank was killed in step {kill_at}",
                 expected="a training step with this number",
-                fix="choose --kill-at within the first --steps and within an epoch",
+                fix="choose --kill-at within the steps of the subject, and within --steps",
                 code="E_NOTHING_OBSERVED",
             )
-        # A script resumes by itself from the contents of its folder.
-        newest = None
-        if self.subject.recipe is not None and kill_at > 1:
-            newest = CheckpointFolder(first.folder / "checkpoints").find("last")
-        scratch = first.folder / "scratch"
-        resumed = self._launch(resume_on, interventions, reference, checkpoint=newest, scratch=scratch)
+        resumed = self._launch(resume_on, interventions, reference, killed=first.folder)
         return join(first, resumed, label)
 
     def _report(self, run: str, interventions: Interventions) -> None:
@@ -249,8 +227,8 @@ class TrialRunner:
                 )
             except RankError as error:
                 result, failure = None, error.failure
-            if result is not None and (result.value or result.stop_signal is not None):
+            if result is not None and result.stop_signal is not None:
                 raise StoppedError("stopped")
         if trial.kill_at is None:
-            shutil.rmtree(trial.own_folder, ignore_errors=True)  # otherwise checkpoints of all trials occupy the disk
+            shutil.rmtree(trial.scratch, ignore_errors=True)  # otherwise checkpoints of all trials occupy the disk
         return read_record(folder, processes, failure)

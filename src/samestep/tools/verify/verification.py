@@ -20,12 +20,13 @@ from samestep.loggers.logger import to_json
 from samestep.recipes.recipe_files import recipe_data
 from samestep.tools.templates import render
 from samestep.tools.verify.attribution import Attribution
-from samestep.tools.verify.causes import Cause, Finding, additivity_finding, additivity_notes
-from samestep.tools.verify.compare import QUANTITIES, Comparison, compare, first_of
-from samestep.tools.verify.trials import Conditions, Record, Subject, TrialRunner
+from samestep.tools.verify.causes import Cause, Finding
+from samestep.tools.verify.compare import QUANTITIES, Comparison, Tolerance, compare, first_of
+from samestep.tools.verify.printed import Printed
+from samestep.tools.verify.trials import Conditions, Note, Record, Subject, TrialRunner
 from samestep.units import plural
 
-FORMAT = 3
+FORMAT = 4
 
 
 def verify(
@@ -36,7 +37,6 @@ def verify(
     *,
     kill_at: int | None = None,
     resume_on: int | None = None,
-    checks_additivity: bool = True,
     preload: tuple[str, ...] = (),
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
@@ -49,134 +49,163 @@ def verify(
         folder: parent of a temporary folder for trials.
         kill_at: repeat each run with a kill in this step and a resume on `resume_on` processes.
         resume_on: number of processes after the kill.
-        checks_additivity: report a loss that depends on the division of a batch as a mistake.
         preload: modules that all ranks import.
         progress: called with a description before each run.
 
     Raises:
         RankError: the subject fails on the first number of processes.
-        InputError: a script made no training step.
+        InputError: a script made no training step, or does not use `samestep.parallel`.
     """
     with TemporaryDirectory(prefix=".trials-", dir=folder) as trials:
         runner = TrialRunner(subject, conditions, Path(trials), preload=preload, progress=progress)
-        reference = _run_reference(runner, processes[0], checks_additivity)
+        reference = _run_reference(runner, processes[0])
+        tolerance = _measure_tolerance(runner, reference)
         others = [runner.run(number, reference) for number in processes[1:]] or [runner.repeat(reference)]
         if kill_at is not None:
             assert resume_on is not None
             others += [runner.run_killed(number, kill_at, resume_on, reference) for number in processes]
-        comparisons = [compare(reference, other, conditions.tolerance) for other in others]
-        findings = _attribute_first(runner, reference, others, comparisons)
+        comparisons = _compare(runner, reference, others, tolerance)
+        findings = _attribute_first(runner, reference, others, comparisons, tolerance)
         if not findings and subject.script is not None and max(processes) > 1:
-            findings = check_orders(runner, max(processes), reference)
-        notes = output_note(reference, others) + _rounding_note(others)
-    if subject.recipe is not None and subject.recipe.strategy.gradient_note is not None:
-        notes += (subject.recipe.strategy.gradient_note,)
-    checks = reference.notes("additivity")
-    finding = additivity_finding(checks)
-    findings += [finding] if finding is not None else []
-    notes += additivity_notes(checks) if checks_additivity else ("the additivity of the loss was not checked",)
-    return {
-        **_conditions_data(subject, conditions, reference, holds=not findings),
-        "comparisons": [_comparison_data(comparison) for comparison in comparisons],
-        "evaluation": [note["values"] for note in reference.notes("evaluation")],
-        "findings": [finding.data() for finding in findings],
-        "notes": list(notes),
-        "environment": _environment(reference),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
+            findings = _check_orders(runner, max(processes), reference, tolerance)
+        runs = [reference, *(other for other in others if not other.label)]
+        return {
+            **_conditions_data(subject, conditions, reference, tolerance, holds=not findings),
+            "comparisons": [_comparison_data(comparison) for comparison in comparisons],
+            "calls": {str(run.processes): _calls_data(run) for run in runs},
+            "findings": [finding.data() for finding in findings],
+            "notes": _rounding_note(others, tolerance),
+            "environment": _environment(reference),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
 
 
-def output_note(reference: Record, others: Sequence[Record]) -> tuple[str, ...]:
-    """Return a note on the first line that a script prints on rank 0 and that depends on the number of processes."""
-
-    def output(record: Record) -> list[str]:
-        file = record.folder / "output-0.log"
-        return file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
-
-    for other in others:
-        pairs = zip(output(reference), output(other), strict=False)
-        first = next((pair for pair in pairs if pair[0] != pair[1]), None)
-        if first is not None and not other.label and other.failure is None:
-            return (
-                f"rank 0 prints {first[0]!r} on {reference.processes} and {first[1]!r} on {other.processes} processes; "
-                "values that the script computes without the engine are not verified",
-            )
-    return ()
-
-
-def _rounding_note(others: Sequence[Record]) -> tuple[str, ...]:
-    """Return a note on parameters whose updates are rounding that the optimizer scales to a full step."""
-    steps = [step.main for other in others for step in other.steps.values()]
-    names = {name.partition("/")[0]: None for step in steps for name in step["distances"].get("rounding", {})}
-    if not names:
-        return ()
-    return (
-        f"{', '.join(names)}: some elements have gradients of zero except for rounding, which the optimizer scales to "
-        "a full step; these elements are not compared",
-    )
-
-
-def _run_reference(runner: TrialRunner, processes: int, checks_additivity: bool) -> Record:
-    reference = runner.run(processes, checks_additivity=checks_additivity)
-    if reference.failure is not None and reference.failure.kind != "UnusedParameterError":
-        raise RankError(reference.failure)
-    if reference.failure is None and not reference.steps:
+def _run_reference(runner: TrialRunner, processes: int) -> Record:
+    reference = runner.run(processes)
+    failure, name = reference.failure, runner.subject.name
+    has_own_group = failure is not None and failure.code == "E_LAUNCH"
+    if failure is not None and not has_own_group:
+        raise RankError(failure)
+    if has_own_group or not reference.modules:
         raise InputError(
-            f"{runner.subject.name} made no step with samestep.Engine",
-            expected="a script that trains with samestep.start, Engine and loader, and begins before its last step",
+            f"{name} does not use samestep.parallel",
+            expected="a script that gives its model to samestep.parallel",
+            fix=f"samestep audit -- COMMAND for a script with DistributedDataParallel, such as torchrun {name}",
+            code="E_NOTHING_OBSERVED",
+        )
+    if not reference.steps:
+        raise InputError(
+            f"{name} made no step of an optimizer",
+            expected="a script that trains with an optimizer of torch.optim, and begins before its last step",
             fix="see docs/start/own-loop.md; pass {folder} as the folder of checkpoints without CheckpointManager",
             code="E_NOTHING_OBSERVED",
         )
     return reference
 
 
+def _measure_tolerance(runner: TrialRunner, reference: Record) -> Tolerance | None:
+    """Return the tolerance of rounding; None if equal bits are required."""
+    requires_bits = runner.conditions.requires_bits
+    if requires_bits or (requires_bits is None and reference.is_exact):
+        return None
+    return Tolerance.of(reference, runner.run(reference.processes, reference, perturbed=True))
+
+
+def _compare(
+    runner: TrialRunner, reference: Record, others: Sequence[Record], tolerance: Tolerance | None
+) -> list[Comparison]:
+    """Compare the runs; if printed numbers differ, without those that differ between two equal runs."""
+    perturbed = reference.output
+    if tolerance is not None:
+        perturbed = runner.run(reference.processes, reference, perturbed=True).output
+    comparisons = [compare(reference, other, tolerance, Printed(reference.output, perturbed)) for other in others]
+    if not any(comparison.verdict("printed") == "differs" for comparison in comparisons):
+        return comparisons
+    repeated = runner.repeat(reference).output
+    # Numbers that vary between equal runs by more than rounding, such as times, count as varying in both.
+    lines = [one if one != line else two for line, one, two in zip(reference.output, repeated, perturbed, strict=False)]
+    return [compare(reference, other, tolerance, Printed(reference.output, lines)) for other in others]
+
+
 def _attribute_first(
-    runner: TrialRunner, reference: Record, others: Sequence[Record], comparisons: Sequence[Comparison]
+    runner: TrialRunner,
+    reference: Record,
+    others: Sequence[Record],
+    comparisons: Sequence[Comparison],
+    tolerance: Tolerance | None,
 ) -> list[Finding]:
     """Return the cause of the first comparison that fails; the other comparisons mostly fail for the same cause."""
-    if reference.failure is not None:
-        return [Attribution(runner, reference, reference).find(None)]
     for other, comparison in zip(others, comparisons, strict=True):
-        first = comparison.first
-        if first is not None and other.failure is not None and first.stage == "evaluation":
-            first = None  # the run failed before its evaluations
-        if first is not None or other.failure is not None:
-            return [Attribution(runner, reference, other).find(first)]
+        if comparison.first is not None or other.failure is not None:
+            return [Attribution(runner, reference, other, tolerance).find(comparison.first)]
     return []
 
 
-def _conditions_data(subject: Subject, conditions: Conditions, reference: Record, holds: bool) -> dict[str, Any]:
-    config, is_double = reference.config, conditions.interventions.double
-    steps = [step.main for step in reference.steps.values()]
+def _check_orders(
+    runner: TrialRunner, processes: int, reference: Record, tolerance: Tolerance | None
+) -> list[Finding]:
+    """Return a finding if a script depends on the order of a set, or of the entries of a directory."""
+    other = runner.run(processes, reference, other_orders=True)
+    first = compare(reference, other, tolerance).first
+    if first is None and other.failure is None:
+        return []
+    seen = "results differ with another hash seed (PYTHONHASHSEED) and order of directory listings on each rank"
+    text = [] if other.failure is None else [other.failure.text.removeprefix("error: ").splitlines()[0]]
+    return [Finding(Cause.ARBITRARY_ORDER, first, (seen, *text))]
+
+
+def _rounding_note(others: Sequence[Record], tolerance: Tolerance | None) -> list[str]:
+    """Return a note on parameters whose updates are rounding that the optimizer scales to a full step."""
+    names: dict[str, None] = {}
+    for other in others:
+        for step, notes in other.steps.items():
+            for name, size in notes[0]["distances"].get("rounding", {}).items():
+                if tolerance is not None and size > tolerance.at("weights", step):
+                    names[name.partition("/")[0]] = None
+    if not names:
+        return []
+    return [
+        f"{', '.join(names)}: some elements have gradients of zero except for rounding, which the optimizer scales to "
+        "a full step; these elements are not compared"
+    ]
+
+
+def _conditions_data(
+    subject: Subject, conditions: Conditions, reference: Record, tolerance: Tolerance | None, *, holds: bool
+) -> dict[str, Any]:
+    steps = [notes[0] for notes in reference.steps.values()]
     return {
         "format": FORMAT,
         "holds": holds,
         "subject": subject.name,
         "arguments": list(subject.arguments),
         "recipe": recipe_data(subject.recipe) if subject.recipe is not None else None,
-        "sources": next((note["sources"] for note in reference.notes("end")), {}),
+        "sources": reference.end.get("sources", {}),
         "reference": plural(reference.processes, "process"),
-        "level": "bits" if conditions.tolerance is None else f"{conditions.tolerance:g} relative",
-        "double": is_double,
-        "reduction": config.get("reduction"),
-        "batch_norm": config.get("batch_norm"),
-        "precision": "float64" if is_double else config.get("precision"),
-        "steps": [step["step"] for step in steps],
-        "samples": sum(len(step["order"]) for step in steps),
-        "microbatches": steps[0]["microbatches_of_batch"] if steps else None,
+        "level": "bits" if tolerance is None else "rounding",
+        "tolerances": {} if tolerance is None else tolerance.data(),
+        "double": conditions.interventions.double,
+        "modules": [{"name": note["name"], **note["options"]} for note in reference.modules],
+        "steps": list(reference.steps),
+        "samples": sum(batch["size"] for step in steps for batch in step["batches"] if not batch["evaluation"]),
     }
 
 
 def _environment(reference: Record) -> dict[str, Any]:
     return {
-        "device": reference.engine.get("device"),
+        "device": reference.end.get("device"),
         "machine": platform.machine(),
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": version("torch"),
         "samestep": version("samestep"),
-        "threads": sorted({threads for step in reference.steps.values() for threads in step.threads}),
+        "threads": sorted({note["threads"] for notes in reference.steps.values() for note in notes}),
     }
+
+
+def _calls_data(record: Record) -> list[Note]:
+    """Return for each module how many of its calls were divided, and why others were not."""
+    return list(record.end.get("summaries", []))
 
 
 def write_certificate(data: dict[str, Any], folder: Path) -> None:
@@ -194,24 +223,42 @@ def write_certificate(data: dict[str, Any], folder: Path) -> None:
 def summary(data: dict[str, Any]) -> str:
     """Return the result in one sentence."""
     if data["holds"]:
-        equality = "bit for bit" if data["level"] == "bits" else f"within {data['level']}"
+        equality = "bit for bit" if data["level"] == "bits" else "within rounding"
         return f"holds: {len(data['comparisons']) + 1} runs computed the same, {equality}"
     causes = "; ".join(finding["cause"] for finding in data["findings"])
     return f"does not hold: {causes}"
 
 
 def table(data: dict[str, Any]) -> str:
-    """Return the verdicts with one line per quantity and one column per run."""
+    """Return the verdicts with one line per quantity and one column per run; the last column is the tolerance."""
     runs = data["comparisons"]
     labels = [_short(run["processes"]) for run in runs]
-    columns = [max(len(label), 9) + 2 for label in labels]
-    width = max(len(name) for name in QUANTITIES.values()) + 2
     rows = {f"against {data['reference'].partition(' ')[0]}, on": labels}
     rows |= {name: [run["quantities"][name] for run in runs] for name in QUANTITIES.values()}
+    if data["tolerances"]:
+        labels.append("at most")
+        for name in QUANTITIES.values():
+            rows[name].append(data["tolerances"].get(name, ""))
+    columns = [max(len(label), 9) + 2 for label in labels]
+    width = max(len(name) for name in rows) + 2
     return "\n".join(
-        name.ljust(width) + "".join(cell.rjust(size) for cell, size in zip(cells, columns, strict=True))
+        (name.ljust(width) + "".join(cell.rjust(size) for cell, size in zip(cells, columns, strict=True))).rstrip()
         for name, cells in rows.items()
     )
+
+
+def calls_text(data: dict[str, Any]) -> str:
+    """Return one line for each module and number of processes: divided calls, and why others were whole."""
+    lines = []
+    for processes, modules in data["calls"].items():
+        for module in modules:
+            whole = module["watched"] + module["whole"]
+            reasons = f": {'; '.join(module['reasons'])}" if module["reasons"] else ""
+            first = f" ({module['watched']} of them the first of a kind)" if module["watched"] else ""
+            lines.append(
+                f"calls of {module['module']} on {processes}: {module['divided']} divided, {whole} whole{first}{reasons}"
+            )
+    return "\n".join(lines)
 
 
 def explanation(data: dict[str, Any]) -> str:
@@ -245,14 +292,3 @@ def _short(label: str) -> str:
     """Return `3` for `3 processes`, and `2 > 4` for `2, killed in step 3, then 4`."""
     first, _, rest = label.partition(", killed in step ")
     return f"{first} > {rest.rpartition(' ')[2]}" if rest else first.partition(" ")[0]
-
-
-def check_orders(runner: TrialRunner, processes: int, reference: Record) -> list[Finding]:
-    """Return a finding if a script depends on the order of a set, or of the entries of a directory."""
-    other = runner.run(processes, reference, other_orders=True)
-    first = compare(reference, other, runner.conditions.tolerance).first
-    if first is None and other.failure is None:
-        return []
-    seen = "results differ with another hash seed (PYTHONHASHSEED) and order of directory listings on each rank"
-    text = [] if other.failure is None else [other.failure.text.removeprefix("error: ").splitlines()[0]]
-    return [Finding(Cause.ARBITRARY_ORDER, first, (seen, *text))]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from samestep.tools.verify.causes import FIXES, Cause
-from samestep.tools.verify.compare import QUANTITIES, Comparison, compare
-from samestep.tools.verify.trials import Record, join, read_record
+from samestep.tools.verify_engine.causes import FIXES, Cause
+from samestep.tools.verify_engine.compare import QUANTITIES, Comparison, compare
+from samestep.tools.verify_engine.trials import Record, join, read_record
 
 Note = dict[str, Any]
 

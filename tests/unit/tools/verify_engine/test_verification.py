@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from samestep.tools.verify.trials import Record
-from samestep.tools.verify.verification import output_note
+from samestep.tools.verify_engine.trials import Record
+from samestep.tools.verify_engine.verification import output_note
 
 
 def record(parent: Path, processes: int, text: str | None) -> Record:

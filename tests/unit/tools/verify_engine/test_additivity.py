@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from samestep import Loss, LossTerm, MultiLoss, cross_entropy
 from samestep.data.batch import Microbatch
-from samestep.tools.verify.causes import additivity_finding, additivity_notes
-from samestep.tools.verify.worker import check_additivity
+from samestep.tools.verify_engine.causes import additivity_finding, additivity_notes
+from samestep.tools.verify_engine.worker import check_additivity
 
 GENERATOR = torch.Generator().manual_seed(0)
 LOGITS = torch.randn(6, 4, generator=GENERATOR)

@@ -1,0 +1,298 @@
+"""Observation of a script from outside: batches, calls of divided modules, losses, and steps of optimizers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, TextIO
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from samestep.distributed.devices import accelerator_module, is_accelerator
+from samestep.launcher.job import process_state
+from samestep.launcher.worker import EndOfScript
+from samestep.tools.verify.interventions import ModelInterventions
+from samestep.tools.verify.tensor_comparison import StepTensors, digest_any, digest_rows, full, leaves
+from samestep.tools.verify.trials import Trial, steps_before
+
+# Functions that change gradients between the backward and the step; their numbers are settings of the step.
+_CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
+
+
+class Observer:
+    """Writes one line of JSON for each step of an optimizer, and applies interventions.
+
+    A note of a step has what happened since the step before: batches of loaders, outermost calls of the modules that
+    the script gives to `samestep.parallel`, losses of backwards, then the gradients and the state of the optimizer.
+
+    Args:
+        trial: the trial.
+        rank: this rank.
+        size: number of ranks.
+        file: file of the notes.
+
+    Attributes:
+        last_event: time of the last note, in seconds of the monotonic clock.
+    """
+
+    def __init__(self, trial: Trial, rank: int, size: int, file: TextIO) -> None:
+        self._trial, self._rank, self._size, self._file = trial, rank, size, file
+        self._interventions = ModelInterventions(trial.interventions)
+        self._tensors = StepTensors(trial.folder, trial.reference, keeps=rank == 0)
+        self._labels: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._names: dict[int, str] = {}  # of parameters, by identity
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._process = os.getpid()
+        self._is_inside = False  # of a call of a module
+        self._steps: int | None = None  # None before the first call: a resumption continues after some step
+        self._begin_step()
+        self.last_event = time.monotonic()
+
+    def install(self) -> None:
+        """Observe this process; permanent, since a trial has its own processes."""
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        process_state.observe_module = self._add_module
+        call = nn.Module.__call__
+        backward = torch.autograd.backward
+
+        @wraps(call)
+        def observed(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling() or not self._is_own(module):
+                return call(module, *arguments, **options)
+            return self._observe_call(call, module, arguments, options)
+
+        @wraps(backward)
+        def observed_backward(tensors: Any, *arguments: Any, **options: Any) -> None:
+            if not self._is_inside and torch._C._current_graph_task_id() == -1:
+                roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+                self._losses += [float(root.detach()) for root in roots if root.numel() == 1]
+            backward(tensors, *arguments, **options)
+
+        nn.Module.__call__ = observed  # type: ignore[method-assign]
+        torch.autograd.backward = observed_backward
+        for name in _CLIPPING:
+            clipping = self._observed_clipping(name, getattr(nn.utils, name))
+            setattr(nn.utils, name, clipping)
+            setattr(sys.modules["torch.nn.utils.clip_grad"], name, clipping)
+
+    def write(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """Write one line, and flush the file: a killed rank leaves the lines of all earlier events."""
+        self.last_event = time.monotonic()
+        self._file.write(json.dumps({"kind": kind, **facts}, default=str) + "\n")
+        self._file.flush()
+
+    def add_batch(self, indices: Any, data: Any, *, is_last: bool) -> None:
+        """Note a batch of a loader: indices of its samples if they are known, hashes of its data, end of the epoch."""
+        if os.getpid() != self._process:
+            return
+        self.last_event = time.monotonic()
+        _, first = next(((path, leaf) for path, leaf in leaves(data) if isinstance(leaf, torch.Tensor)), ("", None))
+        rows = len(first) if first is not None and first.dim() else 0
+        batch = {
+                "order": indices,
+                "size": rows if indices is None else len(indices),
+                "inputs": digest_any(first),
+                "rows": digest_rows(first, rows),
+                "targets": digest_any([leaf for _, leaf in leaves(data) if leaf is not first]),
+                "is_last": is_last,
+                "evaluation": False,
+            }
+        self._batches.append(batch)
+        self._unused.append(batch)
+
+    def end(self, kind: str, **facts: Any) -> None:
+        """Note the end of the script, regular or not, with what happened since the last step and the divided calls."""
+        view = process_state.view
+        summaries = [] if view is None else view.modules
+        device = torch.device("cpu") if process_state.world is None else process_state.world.device
+        is_gpu = is_accelerator(device)
+        self._write_step(
+            kind,
+            step=(self._steps or 0) + 1,
+            eps=max((torch.finfo(p.dtype).eps for p in self._state().values() if p.is_floating_point()), default=0.0),
+            device=accelerator_module().get_device_name(device) if is_gpu else "cpu",
+            summaries=[
+                {name: value for name, value in vars(summary).items() if name != "lines"} for summary in summaries
+            ],
+            **facts,
+        )
+
+    # --- modules and calls -------------------------------------------------------------------------
+
+    def _add_module(self, module: nn.Module, options: Mapping[str, Any]) -> None:
+        """Note a module that is given to `samestep.parallel`."""
+        if module in self._labels:
+            return
+        self._interventions.prepare(module)
+        number = len(self._labels)
+        label = type(module).__name__ + (f" {number + 1}" if number else "")
+        self._labels[module] = label
+        prefix = f"{label}: " if number else ""
+        for name, parameter in module.named_parameters():
+            self._names.setdefault(id(parameter), prefix + name)
+        self.write("module", {"name": label, "options": dict(options), "before": _digests(self._state())})
+
+    def _is_own(self, module: nn.Module) -> bool:
+        """Whether a call is one of the script, of an observed module, and not part of another call."""
+        return (
+            not self._is_inside
+            and module in self._labels
+            and threading.current_thread() is threading.main_thread()
+            and torch._C._current_graph_task_id() == -1
+        )
+
+    def _observe_call(
+        self, call: Callable[..., Any], module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        self._begin()
+        is_evaluation = not (module.training and torch.is_grad_enabled())
+        for batch in self._unused:
+            batch["evaluation"] = is_evaluation
+        self._unused.clear()
+        number = sum(call["evaluation"] == is_evaluation for call in self._calls)
+        key = f"{'evaluation' if is_evaluation else 'call'} {number}"
+        with self._interventions.call(module, (arguments, options), self._steps or 0, number) as given:
+            note = {"module": self._labels[module], "key": key, "evaluation": is_evaluation}
+            note["arguments"] = digest_any(given)
+            self._calls.append(note)
+            self._tensors.add("arguments", {key: given})
+            self._is_inside = True
+            try:
+                outputs = call(module, *given[0], **given[1])
+            finally:
+                self._is_inside = False
+        note["outputs"] = digest_any(outputs)
+        self._tensors.add("outputs", {key: outputs})
+        return outputs
+
+    # --- steps -------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        self._before: dict[str, str] | None = None  # hashes of the state before the first call
+        self._batches: list[dict[str, Any]] = []
+        self._unused: list[dict[str, Any]] = []  # batches since the last call
+        self._calls: list[dict[str, Any]] = []
+        self._losses: list[float] = []
+        self._clippings: list[dict[str, list[float]]] = []
+        self._of_optimizer: dict[str, Any] = {}  # notes before the step of the optimizer
+
+    def _begin(self) -> None:
+        """Note the state before the first call after a step."""
+        if self._before is None:
+            self._before = _digests(self._state())
+            if self._steps is None:
+                killed = self._trial.killed
+                self._steps = 0 if killed is None else steps_before(killed, self._before)
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._begin()
+        assert self._steps is not None
+        if self._trial.steps is not None and self._steps >= self._trial.steps:
+            if process_state.world is not None:
+                process_state.world.barrier()  # no rank ends while another needs it
+            raise EndOfScript
+        if self._trial.kill_at == self._steps + 1 and self._rank == self._size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._interventions.before_step(optimizer, self._steps)
+        named = self._parameters(optimizer)
+        gradients = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+        self._of_optimizer = {
+            "rates": [float(group["lr"]) for group in optimizer.param_groups],
+            "settings": [*self._clippings, *map(_settings, optimizer.param_groups)],
+            "gradients": _digests(gradients),
+            "norm": sum(float(full(value).double().square().sum()) for value in gradients.values()) ** 0.5,
+        }
+        self._tensors.add("gradients", gradients)
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        assert self._steps is not None
+        self._steps += 1
+        named = self._parameters(optimizer)
+        state = {**self._state(), **named}
+        slots = {
+            f"{name}/{slot}": value
+            for name, parameter in named.items()
+            for slot, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+        after = _digests(state)
+        self._tensors.add("state", state)
+        self._tensors.add("optimizer", slots)
+        self._write_step(
+            "step",
+            step=self._steps,
+            after=after,
+            weights={name: after[name] for name in self._names.values() if name in after},
+            optimizer=_digests(slots),
+        )
+        self._interventions.after_step(optimizer)
+
+    def _write_step(self, kind: str, *, step: int, **facts: Any) -> None:
+        """Write what happened since the last step."""
+        note = {
+            "step": step,
+            "before": self._before,
+            "batches": self._batches,
+            "calls": self._calls,
+            "losses": self._losses,
+            "threads": torch.get_num_threads(),
+            "distances": self._tensors.end_step(step),
+            **self._of_optimizer,
+            **facts,
+        }
+        self._begin_step()
+        self.write(kind, note)
+
+    def _parameters(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+        """Return the parameters of an optimizer by name."""
+        references = [reference() for reference in self._optimizers]
+        if not any(other is optimizer for other in references):
+            self._optimizers.append(weakref.ref(optimizer))
+            references.append(optimizer)
+        number = next(index for index, other in enumerate(references, start=1) if other is optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for index, parameter in enumerate(parameters):
+            self._names.setdefault(id(parameter), f"parameter {index} of optimizer {number}")
+        return {self._names[id(parameter)]: parameter for parameter in parameters}
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """Return the parameters and the persistent buffers of all observed modules, by name."""
+        state: dict[str, torch.Tensor] = {}
+        for module, label in list(self._labels.items()):
+            prefix = f"{label}: " if " " in label else ""
+            state |= {self._names.get(id(p), prefix + name): p for name, p in module.named_parameters()}
+            for path, part in module.named_modules():
+                for key, buffer in part.named_buffers(recurse=False):
+                    if key not in part._non_persistent_buffers_set:
+                        state[prefix + (f"{path}.{key}" if path else key)] = buffer
+        return {name: value for name, value in state.items() if not nn.parameter.is_lazy(value)}
+
+    def _observed_clipping(self, name: str, clip: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(clip)
+        def observed(parameters: Any, *arguments: Any, **options: Any) -> Any:
+            numbers = [float(value) for value in (*arguments, *options.values()) if isinstance(value, int | float)]
+            self._clippings.append({name: numbers})
+            return clip(parameters, *arguments, **options)
+
+        return observed
+
+
+def _digests(state: Mapping[str, Any]) -> dict[str, str]:
+    return {name: digest_any(value) for name, value in state.items()}
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a parameter group, except for its learning rate; a checkpoint turns tuples into lists."""
+    numbers = {key: value for key, value in group.items() if isinstance(value, float | int | tuple | list)}
+    return {key: value for key, value in numbers.items() if key not in ("params", "lr", "initial_lr")}

@@ -1,0 +1,169 @@
+"""Comparison of tensors: digests of all bits, distances from a reference, and elements that are rounding."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+from samestep.strategies.local_parameters import Division
+from samestep.strategies.tensor_slices import SlicedTensor
+from samestep.tools.verify_engine.trials import Trial
+
+# Smallest scale of a distance, relative to the largest tensor of the same kind. The gradient of a bias before batch
+# norm, for example, is zero except for rounding.
+_MIN_SCALE = 1e-2
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Return a hash of the dtype, the shape and every bit of a tensor; collective for a `DTensor`."""
+    if isinstance(tensor, DTensor):
+        tensor = Division.of(tensor).full_tensor(tensor.to_local())
+    # A contiguous copy, so that strides do not matter; viewed as bytes, since NumPy has no bfloat16.
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    raw = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+    result = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=8)
+    result.update(raw.numpy().data)
+    return result.hexdigest()
+
+
+def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested lists, tuples and mappings with their paths, such as `1.mask`."""
+    if isinstance(data, Mapping | list | tuple):
+        for key, value in data.items() if isinstance(data, Mapping) else enumerate(data):
+            yield from leaves(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, data
+
+
+def digest_any(data: Any) -> str:
+    """Return a hash of nested data; leaves that are not tensors enter by their `repr`. Collective if divided."""
+    result = hashlib.blake2b(digest_size=8)
+    for path, leaf in leaves(data):
+        result.update(path.encode())
+        value = leaf.join() if isinstance(leaf, SlicedTensor) else leaf
+        result.update(digest(value).encode() if isinstance(value, torch.Tensor) else repr(value).encode())
+    return result.hexdigest()
+
+
+def digest_rows(data: Any, rows: int) -> list[str]:
+    """Return one hash per sample, of the first tensor with one row per sample; empty without such a tensor."""
+    for _, leaf in leaves(data):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows:
+            return [digest(row) for row in leaf]
+    return []
+
+
+def distance(value: torch.Tensor, reference: torch.Tensor, min_scale: float = 0.0) -> float:
+    """Return the largest difference of two elements, relative to the largest element of `reference`.
+
+    The scale is per tensor and not per element: elements that cancel to almost zero have no accuracy.
+
+    Args:
+        value: tensor to compare.
+        reference: tensor with the scale.
+        min_scale: lower bound of the scale.
+
+    Returns:
+        Infinity if shapes, dtypes or the positions of non-finite elements differ.
+    """
+    if value.shape != reference.shape or value.dtype != reference.dtype:
+        return float("inf")
+    if not value.numel():
+        return 0.0
+    one, other = reference.detach().cpu().double(), value.detach().cpu().double()
+    if bool((torch.isfinite(one) != torch.isfinite(other)).any()):
+        return float("inf")
+    largest = float((other - one).nan_to_num(posinf=0.0).abs().max())
+    scale = max(min_scale, max_abs(reference))
+    if largest == 0.0:
+        return 0.0
+    return largest / scale if scale else float("inf")
+
+
+def max_abs(tensor: torch.Tensor) -> float:
+    """Return the largest finite magnitude of an element; 0 if no element is finite."""
+    return float(tensor.detach().cpu().double().abs().nan_to_num(posinf=0.0).max()) if tensor.numel() else 0.0
+
+
+class StepTensors:
+    """Tensors of one step on one rank, by kind (outputs, gradients, state, optimizer) and name.
+
+    Only rank 0 keeps tensors that are equal on all ranks; each rank keeps its own outputs.
+    """
+
+    def __init__(self, trial: Trial, rank: int) -> None:
+        self._trial, self._rank = trial, rank
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._rounded: dict[str, torch.Tensor] = {}  # elements whose gradient was accurate to rounding only, by name
+
+    def add(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Copy the tensors in nested data, if the trial writes or compares tensors."""
+        is_needed = self._trial.writes_tensors or self._trial.reference is not None
+        if not is_needed or (self._rank > 0 and kind != "outputs"):
+            return
+        for name, value in values.items():
+            for path, leaf in leaves(value):
+                if isinstance(leaf, torch.Tensor):
+                    key = f"{kind}/{name}/{path}" if path else f"{kind}/{name}"
+                    self._tensors[key] = leaf.detach().cpu().contiguous().clone()
+
+    def end_step(self, step: int) -> dict[str, dict[str, float]]:
+        """Write the tensors, or return their distances from the reference by kind and name, if not zero.
+
+        A gradient that is zero in exact arithmetic, such as that of the bias of an attention key, is rounding, which
+        optimizers such as Adam scale to a full step. Under a tolerance, elements whose gradients are within the
+        tolerance of the largest one, but not of their own size, do not count in the state; the kind `rounding` has the
+        distances with them.
+        """
+        tensors, self._tensors = self._tensors, {}
+        if self._trial.writes_tensors:
+            folder = self._trial.folder / "tensors"
+            folder.mkdir(exist_ok=True)
+            save_file(tensors, folder / f"{step}-{self._rank}.safetensors")
+        if self._trial.reference is None:
+            return {}
+        reference: dict[str, torch.Tensor] = {}
+        for file in sorted((self._trial.reference / "tensors").glob(f"{step}-*.safetensors")):
+            reference |= load_file(file)
+        if self._trial.tolerance is not None:
+            self._find_rounded(tensors, reference, self._trial.tolerance)
+        return self._distances(tensors, reference)
+
+    def _find_rounded(
+        self, tensors: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], tolerance: float
+    ) -> None:
+        for key, gradient in tensors.items():
+            kind, _, name = key.partition("/")
+            expected = reference.get(key)
+            if kind == "gradients" and expected is not None and expected.shape == gradient.shape:
+                rounded = (gradient.double() - expected.double()).abs() > tolerance * expected.double().abs()
+                self._rounded[name] = self._rounded.get(name, False) | rounded
+
+    def _distances(
+        self, tensors: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
+    ) -> dict[str, dict[str, float]]:
+        largest: dict[str, float] = {}
+        for key, tensor in reference.items():
+            kind = key.partition("/")[0]
+            largest[kind] = max(largest.get(kind, 0.0), max_abs(tensor))
+        result: dict[str, dict[str, float]] = {}
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition("/")
+            distances, expected = result.setdefault(kind, {}), reference.get(key)
+            if expected is None:
+                distances[name] = float("inf")
+            elif digest(tensor) != digest(expected):
+                min_scale = _MIN_SCALE * largest[kind]
+                distances[name] = size = distance(tensor, expected, min_scale)
+                rounded = self._rounded.get(name.partition("/")[0])
+                if rounded is None or not rounded.shape == tensor.shape == expected.shape:
+                    continue
+                if kind in ("state", "optimizer") and size > (self._trial.tolerance or 0.0):
+                    result.setdefault("rounding", {})[name] = size
+                    distances[name] = distance(torch.where(rounded, expected, tensor), expected, min_scale)
+        return result
