@@ -15,28 +15,23 @@ from helpers.system import Running, here, samestep, tree, until
 from samestep.cli.main import main
 from samestep.errors import EXIT_DONE, EXIT_INPUT, EXIT_STOPPED
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 PLANTED = Path(__file__).parents[1] / "planted"
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 SAVING = Path(__file__).parents[1] / "helpers" / "saving_loop.py"
 InputErrorText = Callable[..., str]
 
-IDLE = "import samestep\n\nwith samestep.start():\n    pass\n"
-FINISHED = """
-import samestep, torch
-
-with samestep.start() as world:
-    model = torch.nn.Linear(2, 2)
-    samestep.Engine(model, torch.optim.SGD(model.parameters()), samestep.cross_entropy, world=world)
-"""
-RAISING = "import samestep\n\nwith samestep.start() as world:\n    raise ArithmeticError('no such number')\n"
+IDLE = "import samestep, torch\n\nsamestep.parallel(torch.nn.Linear(2, 2))\n"
+OTHER = "import torch\n\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))\n"
+BY_HAND = "import os, torch.distributed as dist\n\ndist.init_process_group('gloo', rank=int(os.environ['RANK']))\n"
+RAISING = "import samestep\n\nsamestep.init()\nraise ArithmeticError('no such number')\n"
 
 
 @pytest.fixture
 def input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> InputErrorText:
     """Function that runs a verification with invalid input, checks that files are unchanged and returns stderr."""
     (tmp_path / "idle.py").write_text(IDLE)
-    (tmp_path / "finished.py").write_text(FINISHED)
+    (tmp_path / "other.py").write_text(OTHER)
+    (tmp_path / "by_hand.py").write_text(BY_HAND)
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: object) -> str:
@@ -64,8 +59,8 @@ INPUT_ERRORS = {
     "digits --kill-at 4 --resume-on 1": "E_VALUE",
     "digits --out idle.py": "E_OUTPUT",
     "idle.py --processes 1,2": "E_NOTHING_OBSERVED",
-    "finished.py --processes 1,2": "E_NOTHING_OBSERVED",
-    f"{EXAMPLES / 'own_loop.py'} --processes 1 -- 3": "E_LAUNCH",
+    "other.py --processes 1,2": "E_NOTHING_OBSERVED",
+    "by_hand.py --processes 2,1": "E_NOTHING_OBSERVED",
     "images --set data.options.path=gone --processes 1,2": "E_FILE_MISSING",
 }
 
@@ -73,6 +68,14 @@ INPUT_ERRORS = {
 @pytest.mark.parametrize("arguments", INPUT_ERRORS)
 def test_invalid_input_is_an_error(input_error: InputErrorText, arguments: str) -> None:
     assert f"[{INPUT_ERRORS[arguments]}]" in input_error(*arguments.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["other", "by_hand"])
+def test_script_without_parallel_is_one_for_the_audit(input_error: InputErrorText, name: str) -> None:
+    text = input_error(f"{name}.py", "--processes", "2,1")
+    assert f"error: {name}.py does not use samestep.parallel" in text
+    assert "samestep audit -- COMMAND" in text
 
 
 @pytest.mark.slow
@@ -93,10 +96,14 @@ def test_certificate_of_a_script_with_arguments(tmp_path: Path) -> None:
     script = PLANTED / "right_resume.py"
     done = samestep("verify", script, "--processes", "2,1", "--steps", "2", "--", "{folder}", cwd=tmp_path)
     assert done.code == EXIT_DONE, done.err
-    assert "holds: 2 runs computed the same, bit for bit" in done.out
+    assert "holds: 2 runs computed the same, within rounding" in done.out
+    assert re.search(
+        r"^calls of Net on 2: 1 divided, 1 whole \(1 of them the first of a kind\)$", done.out, re.MULTILINE
+    )
     progress = [line for line in done.err.splitlines() if line.startswith("running")]
     assert progress == [
         "running right_resume.py on 2 processes",
+        "running right_resume.py on 2 processes, perturbed",
         "running right_resume.py on 1 process",
         "running right_resume.py on 2 processes, other orders",
     ]
@@ -137,11 +144,38 @@ def test_files_in_the_folder_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "out" / "trials" / "notes.txt"
     file.parent.mkdir(parents=True)
     file.write_text("text")
-    script = PLANTED / "right_loss_between_samples.py"
+    script = PLANTED / "right_unused_parameters.py"
     done = samestep("verify", script, "--processes", "1,2", "--out", "out", cwd=tmp_path)
     assert done.code == EXIT_DONE, done.err
-    assert "note: the loss of a microbatch is neither the sum of its pieces" in done.out
+    assert "turns values of rows into Python numbers" in done.out
+    assert "turns values of rows into Python numbers" in (tmp_path / "out/certificate.html").read_text(encoding="utf-8")
     assert sorted(tree(tmp_path / "out")) == ["certificate.html", "certificate.json", "trials", "trials/notes.txt"]
+
+
+HOLDING = """
+import pathlib, time, torch, samestep
+
+model = samestep.parallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    pathlib.Path("began").touch()
+    time.sleep(0.1)
+"""
+
+
+def test_interrupt_of_a_script_leaves_no_process_and_no_files(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HOLDING, encoding="utf-8")
+    with Running("verify", "train.py", "--processes", "2", cwd=tmp_path) as running:
+        running.until((tmp_path / "began").exists, "a step")
+        running.kill_group(signal.SIGINT)
+        running.until(lambda: "stopping; press Ctrl-C" in running.errors, "the note on Ctrl-C")
+        done = running.wait(60)
+        assert done.code == EXIT_STOPPED, done.err
+        assert "Traceback" not in done.err
+        until(lambda: not running.processes(), "every process has ended", 30)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["began", "train.py"]
 
 
 @pytest.fixture

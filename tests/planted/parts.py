@@ -1,13 +1,18 @@
-"""Shared code of the scripts in this folder: data, models and a training loop."""
+"""Shared code of the scripts in this folder: data, models and a plain loop."""
+
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 import samestep
+from samestep.view.view import View
 from samestep.zoo.splits import Splits
 
 SAMPLES, FEATURES, CLASSES, BATCH = 117, 12, 4, 32
 Sample = tuple[torch.Tensor, torch.Tensor]
+View.divides_small_calls = True
 
 
 class Points:
@@ -26,26 +31,16 @@ class Points:
         return self.inputs[index] + self.noise * torch.randn(FEATURES), self.targets[index]
 
 
-class Lines:
-    """Lines of 1 to 9 tokens, padded to 9; the target of a token is the next one, that of padding is -100."""
-
-    def __init__(self, samples: int = SAMPLES) -> None:
-        generator = torch.Generator().manual_seed(8)
-        self.tokens = torch.randint(0, 20, (samples, 10), generator=generator)
-        self.lengths = 1 + torch.arange(samples) % 9
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> Sample:
-        tokens, targets = self.tokens[index, :9].clone(), self.tokens[index, 1:].clone()
-        targets[self.lengths[index] :] = -100
-        return tokens, targets
-
-
 def load(*, samples: int = SAMPLES) -> Splits:
     """Return the dataset of a recipe."""
     return Splits(train=Points(samples), evaluation=Points(31, noise=0.0), classes=tuple(map(str, range(CLASSES))))
+
+
+def weighted(outputs: torch.Tensor, targets: torch.Tensor) -> samestep.Loss:
+    """Return the weighted sum and the sum of the weights: the loss of a recipe."""
+    weights = torch.tensor([0.2, 1.0, 1.0, 5.0], dtype=outputs.dtype)
+    total = functional.cross_entropy(outputs, targets, weight=weights, reduction="sum")
+    return samestep.Loss(total, weights[targets].sum())
 
 
 def seeded(model: type[nn.Module], *arguments: object) -> nn.Module:
@@ -70,33 +65,52 @@ class Plain(nn.Sequential):
         super().__init__(nn.Linear(FEATURES, 16), nn.Tanh(), *extra, nn.Linear(16, CLASSES))
 
 
-class TokenNet(nn.Module):
-    """Model from tokens `(N, T)` to logits `(N, C, T)`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.out = nn.Embedding(20, 8), nn.Linear(8, 20)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.out(torch.tanh(self.embed(tokens))).transpose(1, 2)
-
-
 def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
-def batches_of(world: samestep.World, dataset: object, **options: object) -> samestep.loader:
+def batches_of(dataset: object, **options: object) -> Iterable:
     """Return a shuffled loader."""
-    settings = {"batch_size": BATCH, "microbatches": 8, "shuffle": True, **options}
-    return samestep.loader(dataset, world=world, **settings)
+    return samestep.loader(dataset, **{"batch_size": BATCH, "shuffle": True, **options})
 
 
-def evaluation(world: samestep.World, samples: int = 31) -> samestep.loader:
+def evaluation(samples: int = 31) -> Iterable:
     """Return a loader for evaluation."""
-    return samestep.loader(Points(samples, noise=0.0), batch_size=BATCH, microbatches=8, world=world)
+    return samestep.loader(Points(samples, noise=0.0), batch_size=BATCH)
 
 
-def fit(engine: samestep.Engine, batches: samestep.loader) -> None:
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Sample, loss: Callable = functional.cross_entropy
+) -> None:
+    """Make one step."""
+    inputs, targets = batch
+    optimizer.zero_grad()
+    loss(model(inputs), targets).backward()
+    optimizer.step()
+
+
+def fit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable,
+    *,
+    loss: Callable = functional.cross_entropy,
+    schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
+) -> None:
     """Train for one epoch."""
+    model.train()
     for batch in batches:
-        engine.step(batch)
+        step(model, optimizer, batch, loss)
+        if schedule is not None:
+            schedule.step()
+
+
+def accuracy(model: nn.Module, batches: Iterable) -> None:
+    """Print the number of samples and the accuracy."""
+    model.eval()
+    samples = right = 0
+    with torch.no_grad():
+        for inputs, targets in batches:
+            right += int((model(inputs).argmax(1) == targets).sum())
+            samples += len(targets)
+    print(f"{samples} samples, accuracy {right / samples:.4f}")

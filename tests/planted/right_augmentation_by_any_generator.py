@@ -15,7 +15,5 @@ class Noisy(Points):
         return random.uniform(0.9, 1.1) * self.inputs[index] + noise + torch.rand(FEATURES), self.targets[index]
 
 
-with samestep.start() as world:
-    model = seeded(Net)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Noisy(), num_workers=1))
+model = samestep.parallel(seeded(Net))
+fit(model, sgd(model), batches_of(Noisy(), num_workers=1))

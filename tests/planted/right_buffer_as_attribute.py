@@ -18,7 +18,5 @@ class Scaled(nn.Module):
         return values / self.largest
 
 
-with samestep.start() as world:
-    model = seeded(Plain, Scaled())
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points()))
+model = samestep.parallel(seeded(Plain, Scaled()))
+fit(model, sgd(model), batches_of(Points()))

@@ -12,7 +12,5 @@ def collate(samples: list[Sample]) -> object:
     return inputs.lerp(inputs[torch.randperm(len(inputs))], 0.1 * float(torch.rand(()))), targets
 
 
-with samestep.start() as world:
-    model = seeded(Net)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points(), collate_fn=collate))
+model = samestep.parallel(seeded(Net))
+fit(model, sgd(model), batches_of(Points(), collate_fn=collate))

@@ -1,14 +1,13 @@
-"""The first layer is frozen until the second epoch, after the engine was made."""
+"""The first layer is frozen until the second epoch."""
 
 from parts import Plain, Points, batches_of, fit, seeded, sgd
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Plain)
-    model[0].requires_grad_(False)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    batches = batches_of(world, Points())
-    fit(engine, batches)
-    model[0].requires_grad_(True)
-    fit(engine, batches)
+model = samestep.parallel(seeded(Plain))
+model[0].requires_grad_(False)
+optimizer = sgd(model)
+batches = batches_of(Points())
+fit(model, optimizer, batches)
+model[0].requires_grad_(True)
+fit(model, optimizer, batches)

@@ -4,7 +4,5 @@ from parts import Plain, Points, batches_of, fit, seeded, sgd
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Plain)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points(67)))
+model = samestep.parallel(seeded(Plain))
+fit(model, sgd(model), batches_of(Points(67)))

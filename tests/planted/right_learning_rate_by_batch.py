@@ -5,13 +5,12 @@ from parts import BATCH, Net, Points, batches_of, fit, seeded
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Net)
-    lr = 0.1 * BATCH / 256
-    groups = [
-        {"params": list(model[0].parameters())},
-        {"params": [*model[1].parameters(), *model[4].parameters()], "lr": lr / 2},
-    ]
-    optimizer = torch.optim.SGD(groups, lr=lr, momentum=0.9)
-    engine = samestep.Engine(model, optimizer, samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points()))
+model = seeded(Net)
+lr = 0.1 * BATCH / 256
+groups = [
+    {"params": list(model[0].parameters())},
+    {"params": [*model[1].parameters(), *model[4].parameters()], "lr": lr / 2},
+]
+optimizer = torch.optim.SGD(groups, lr=lr, momentum=0.9)
+model = samestep.parallel(model)
+fit(model, optimizer, batches_of(Points()))

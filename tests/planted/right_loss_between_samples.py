@@ -1,4 +1,4 @@
-"""A loss that compares each sample with the others of its microbatch."""
+"""A loss that compares each sample with the others of its batch."""
 
 import torch
 from parts import Plain, Points, batches_of, fit, seeded, sgd
@@ -7,16 +7,11 @@ from torch.nn import functional
 import samestep
 
 
-def contrastive(outputs: torch.Tensor, targets: torch.Tensor) -> samestep.Loss:
-    """Classify each sample as itself among the samples of its microbatch."""
+def contrastive(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Classify each sample as itself among the samples of its batch."""
     directions = functional.normalize(outputs, dim=1)
-    similarity = directions @ directions.T / 0.5
-    return samestep.Loss(
-        functional.cross_entropy(similarity, torch.arange(len(outputs)), reduction="sum"), len(outputs)
-    )
+    return functional.cross_entropy(directions @ directions.T / 0.5, torch.arange(len(outputs)))
 
 
-with samestep.start() as world:
-    model = seeded(Plain)
-    engine = samestep.Engine(model, sgd(model), contrastive, world=world)
-    fit(engine, batches_of(world, Points()))
+model = samestep.parallel(seeded(Plain))
+fit(model, sgd(model), batches_of(Points()), loss=contrastive)

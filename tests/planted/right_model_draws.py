@@ -12,7 +12,5 @@ class Noise(nn.Module):
         return values + 0.1 * torch.randn_like(values) if self.training else values
 
 
-with samestep.start() as world:
-    model = seeded(Plain, Noise(), nn.Dropout(0.3))
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points()))
+model = samestep.parallel(seeded(Plain, Noise(), nn.Dropout(0.3)))
+fit(model, sgd(model), batches_of(Points()))

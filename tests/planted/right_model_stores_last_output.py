@@ -19,7 +19,5 @@ class Inspected(nn.Module):
         return values * self.mask[:, None]
 
 
-with samestep.start() as world:
-    model = seeded(Plain, Inspected())
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points()))
+model = samestep.parallel(seeded(Plain, Inspected()))
+fit(model, sgd(model), batches_of(Points()))

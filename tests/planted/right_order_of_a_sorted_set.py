@@ -10,8 +10,6 @@ import samestep
 names = sorted({f"sample-{number}" for number in range(SAMPLES)})
 files = sorted(Path(__file__).parent.glob("*.py"))
 
-with samestep.start() as world:
-    model = seeded(Plain)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    indices = [int(name.removeprefix("sample-")) for name in names] + [len(file.name) for file in files]
-    fit(engine, batches_of(world, Subset(Points(), indices)))
+model = samestep.parallel(seeded(Plain))
+indices = [int(name.removeprefix("sample-")) for name in names] + [len(file.name) for file in files]
+fit(model, sgd(model), batches_of(Subset(Points(), indices)))

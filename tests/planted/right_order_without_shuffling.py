@@ -5,7 +5,5 @@ from torch.utils.data import Subset
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Net)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Subset(Points(), range(0, 116, 2)), shuffle=False))
+model = samestep.parallel(seeded(Net))
+fit(model, sgd(model), batches_of(Subset(Points(), range(0, 116, 2)), shuffle=False))

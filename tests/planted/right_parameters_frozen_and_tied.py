@@ -18,8 +18,7 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.second(torch.tanh(self.first(inputs)))))
 
 
-with samestep.start() as world:
-    model = seeded(Tied)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine = samestep.Engine(model, torch.optim.AdamW(trained, lr=0.01), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points()))
+model = seeded(Tied)
+trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+model = samestep.parallel(model)
+fit(model, torch.optim.AdamW(trained, lr=0.01), batches_of(Points()))

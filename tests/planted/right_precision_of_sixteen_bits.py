@@ -1,11 +1,16 @@
 """Autocast to bfloat16."""
 
-from parts import Net, Points, batches_of, fit, seeded, sgd
+import torch
+from parts import Plain, Points, batches_of, seeded, sgd
+from torch.nn import functional
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Net)
-    rules = samestep.StepConfig(precision="bf16")
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world, config=rules)
-    fit(engine, batches_of(world, Points()))
+model = samestep.parallel(seeded(Plain))
+optimizer = sgd(model)
+for inputs, targets in batches_of(Points()):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = functional.cross_entropy(model(inputs), targets)
+    loss.backward()
+    optimizer.step()

@@ -2,18 +2,18 @@
 
 import sys
 
-from parts import Net, Points, batches_of, evaluation, seeded, sgd
+from parts import Net, Points, accuracy, batches_of, evaluation, seeded, sgd, step
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Net)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    batches = batches_of(world, Points())
-    checkpoints = samestep.CheckpointManager(sys.argv[1], engine, batches)
-    checkpoints.resume()
-    while batches.cursor.epoch < 2:
-        for batch in batches:
-            engine.step(batch)
-            checkpoints.save()
-    engine.evaluate(evaluation(world))
+model = samestep.parallel(seeded(Net))
+batches = batches_of(Points())
+optimizer = sgd(model)
+checkpoints = samestep.CheckpointManager(sys.argv[1], model, batches, optimizer=optimizer)
+checkpoints.resume()
+for _ in samestep.epochs(batches, 2):
+    for batch in batches:
+        step(model, optimizer, batch)
+        checkpoints.save()
+    accuracy(model, evaluation())
+    model.train()

@@ -5,12 +5,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Net)
-    optimizer = sgd(model)
-    batches = batches_of(world, Points())
-    schedule = CosineAnnealingLR(optimizer, T_max=2 * len(batches))
-    engine = samestep.Engine(
-        model, optimizer, samestep.cross_entropy, world=world, scheduler=schedule, scheduler_interval="step"
-    )
-    fit(engine, batches)
+model = seeded(Net)
+optimizer = sgd(model)
+batches = batches_of(Points())
+schedule = CosineAnnealingLR(optimizer, T_max=2 * len(batches))
+model = samestep.parallel(model)
+fit(model, optimizer, batches)

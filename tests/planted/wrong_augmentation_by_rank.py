@@ -16,7 +16,6 @@ class Noisy(Points):
         return self.inputs[index] + torch.randn(FEATURES, generator=generator), self.targets[index]
 
 
-with samestep.start() as world:
-    model = seeded(Net)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Noisy(world.rank)))
+world = samestep.init()
+model = samestep.parallel(seeded(Net))
+fit(model, sgd(model), batches_of(Noisy(world.rank)))

@@ -4,7 +4,6 @@ from parts import Net, Points, batches_of, fit, seeded, sgd
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Net)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points(128), batch_size=16 * world.size))
+world = samestep.init()
+model = samestep.parallel(seeded(Net))
+fit(model, sgd(model), batches_of(Points(128), batch_size=16 * world.size))

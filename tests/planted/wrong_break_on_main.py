@@ -1,12 +1,13 @@
 """Rank 0 leaves the loop after two steps."""
 
-from parts import Net, Points, batches_of, seeded, sgd
+from parts import Net, Points, batches_of, seeded, sgd, step
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Net)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    for batch in batches_of(world, Points()):
-        if engine.step(batch).step == 2 and world.is_main and world.size > 1:
-            break
+world = samestep.init()
+model = samestep.parallel(seeded(Net))
+optimizer = sgd(model)
+for number, batch in enumerate(batches_of(Points())):
+    if number == 2 and world.is_main and world.size > 1:
+        break
+    step(model, optimizer, batch)

@@ -1,11 +1,15 @@
 """The maximum gradient norm is multiplied by the number of processes."""
 
-from parts import Net, Points, batches_of, fit, seeded, sgd
+from parts import Net, Points, batches_of, seeded, sgd
+from torch import nn
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Net)
-    config = samestep.StepConfig(clip_norm=0.1 * world.size)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world, config=config)
-    fit(engine, batches_of(world, Points()))
+world = samestep.init()
+model = samestep.parallel(seeded(Net))
+optimizer = sgd(model)
+for inputs, targets in batches_of(Points()):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1 * world.size)
+    optimizer.step()

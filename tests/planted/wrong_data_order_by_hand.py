@@ -5,8 +5,7 @@ from torch.utils.data import Subset
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Net)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    subset = Subset(Points(), range(world.rank, 116, world.size))
-    fit(engine, batches_of(world, subset))
+world = samestep.init()
+model = samestep.parallel(seeded(Net))
+subset = Subset(Points(), range(world.rank, 116, world.size))
+fit(model, sgd(model), batches_of(subset))

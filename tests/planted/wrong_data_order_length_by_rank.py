@@ -1,10 +1,10 @@
 """The dataset has another number of samples on each rank."""
 
-from parts import SAMPLES, Net, Points, batches_of, fit, seeded, sgd
+from parts import SAMPLES, Net, Points, fit, seeded, sgd
+from torch.utils.data import DataLoader
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Net)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points(SAMPLES + world.rank)))
+world = samestep.init()
+model = samestep.parallel(seeded(Net))
+fit(model, sgd(model), DataLoader(Points(SAMPLES + world.rank, noise=0.0), batch_size=32, shuffle=True))

@@ -6,8 +6,7 @@ from torch.utils.data import Subset
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Net)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    order = torch.randperm(117, generator=torch.Generator().manual_seed(world.rank)).tolist()
-    fit(engine, batches_of(world, Subset(Points(noise=0.0), order)))
+world = samestep.init()
+model = samestep.parallel(seeded(Net))
+order = torch.randperm(117, generator=torch.Generator().manual_seed(world.rank)).tolist()
+fit(model, sgd(model), batches_of(Subset(Points(noise=0.0), order)))

@@ -1,10 +1,12 @@
 """The seed of the order is the number of processes."""
 
-from parts import Net, Points, batches_of, fit, seeded, sgd
+import torch
+from parts import Net, Points, fit, seeded, sgd
+from torch.utils.data import DataLoader
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Net)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points(), seed=world.size))
+world = samestep.init()
+model = samestep.parallel(seeded(Net))
+order = torch.Generator().manual_seed(world.size)
+fit(model, sgd(model), DataLoader(Points(), batch_size=32, shuffle=True, generator=order))

@@ -6,8 +6,6 @@ from torch.utils.data import Subset
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Net)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    torch.seed()
-    fit(engine, batches_of(world, Subset(Points(), torch.randperm(SAMPLES).tolist())))
+model = samestep.parallel(seeded(Net))
+torch.seed()
+fit(model, sgd(model), batches_of(Subset(Points(), torch.randperm(SAMPLES).tolist())))

@@ -1,13 +1,14 @@
 """Only rank 0 evaluates."""
 
-from parts import Net, Points, batches_of, evaluation, seeded, sgd
+from parts import Net, Points, accuracy, batches_of, evaluation, seeded, sgd, step
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Net)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    for batch in batches_of(world, Points()):
-        result = engine.step(batch)
-        if world.is_main and result.step == 3:
-            engine.evaluate(evaluation(world))
+world = samestep.init()
+model = samestep.parallel(seeded(Net))
+optimizer = sgd(model)
+for number, batch in enumerate(batches_of(Points())):
+    step(model, optimizer, batch)
+    if world.is_main and number == 2:
+        accuracy(model, evaluation())
+        model.train()

@@ -1,13 +1,12 @@
 """The evaluation set is padded to a multiple of the number of processes, and the padding counts."""
 
-from parts import Net, Points, batches_of, fit, seeded, sgd
-from torch.utils.data import Subset
+from parts import Net, Points, accuracy, batches_of, fit, seeded, sgd
+from torch.utils.data import DataLoader, Subset
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Net)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points()))
-    padded = Subset(Points(31, noise=0.0), [*range(31), *range(-31 % world.size)])
-    engine.evaluate(samestep.loader(padded, batch_size=16, microbatches=8, world=world))
+world = samestep.init()
+model = samestep.parallel(seeded(Net))
+fit(model, sgd(model), batches_of(Points()))
+padded = Subset(Points(31, noise=0.0), [*range(31), *range(-31 % world.size)])
+accuracy(model, DataLoader(padded, batch_size=16))

@@ -5,8 +5,8 @@ from parts import Net, Points, batches_of, fit, sgd
 
 import samestep
 
-with samestep.start() as world:
-    torch.manual_seed(world.rank)
-    model = Net()
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points()))
+world = samestep.init()
+torch.manual_seed(world.rank)
+model = Net()
+model = samestep.parallel(model)
+fit(model, sgd(model), batches_of(Points()))

@@ -18,7 +18,5 @@ class AtomicMean(nn.Module):
         return values - total[:, None] / values.shape[1]
 
 
-with samestep.start() as world:
-    model = seeded(Plain, AtomicMean())
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points()))
+model = samestep.parallel(seeded(Plain, AtomicMean()))
+fit(model, sgd(model), batches_of(Points()))

@@ -5,8 +5,7 @@ from torch.utils.data import Subset
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Net)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    padded = [*range(SAMPLES), *range(-SAMPLES % world.size)]
-    fit(engine, batches_of(world, Subset(Points(), padded), shuffle=False))
+world = samestep.init()
+model = samestep.parallel(seeded(Net))
+padded = [*range(SAMPLES), *range(-SAMPLES % world.size)]
+fit(model, sgd(model), batches_of(Subset(Points(), padded), shuffle=False))

@@ -4,7 +4,6 @@ from parts import Net, Points, batches_of, fit, seeded, sgd
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Net)
-    engine = samestep.Engine(model, sgd(model, lr=0.05 * world.size), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points()))
+world = samestep.init()
+model = samestep.parallel(seeded(Net))
+fit(model, sgd(model, lr=0.05 * world.size), batches_of(Points()))

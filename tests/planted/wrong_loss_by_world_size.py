@@ -2,15 +2,16 @@
 
 import torch
 from parts import Net, Points, batches_of, fit, seeded, sgd
+from torch.nn import functional
 
 import samestep
 
-with samestep.start() as world:
+world = samestep.init()
 
-    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> samestep.Loss:
-        result = samestep.cross_entropy(outputs, targets)
-        return samestep.Loss(result.sum / world.size, result.count)
 
-    model = seeded(Net)
-    engine = samestep.Engine(model, sgd(model), loss, world=world)
-    fit(engine, batches_of(world, Points()))
+def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs, targets) / world.size
+
+
+model = samestep.parallel(seeded(Net))
+fit(model, sgd(model), batches_of(Points()), loss=loss)

@@ -5,9 +5,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Plain)
-    if world.size > 1:
-        model = DistributedDataParallel(model)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points()))
+world = samestep.init()
+model = seeded(Plain)
+if world.size > 1:
+    model = DistributedDataParallel(model)
+model = samestep.parallel(model)
+fit(model, sgd(model), batches_of(Points()))

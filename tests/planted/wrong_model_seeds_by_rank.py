@@ -6,19 +6,15 @@ from torch import nn
 
 import samestep
 
+world = samestep.init()
+
 
 class RankDropout(nn.Dropout):
-    def __init__(self, rank: int) -> None:
-        super().__init__(0.3)
-        self.rank = rank
-
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         if self.training:
-            torch.manual_seed(self.rank)
+            torch.manual_seed(world.rank)
         return super().forward(values)
 
 
-with samestep.start() as world:
-    model = seeded(Plain, RankDropout(world.rank))
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points()))
+model = samestep.parallel(seeded(Plain, RankDropout(0.3)))
+fit(model, sgd(model), batches_of(Points()))

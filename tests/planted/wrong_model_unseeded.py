@@ -17,7 +17,5 @@ class Noise(nn.Module):
         return values + 0.1 * torch.randn(values.shape, generator=self.generator) if self.training else values
 
 
-with samestep.start() as world:
-    model = seeded(Plain, Noise())
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points()))
+model = samestep.parallel(seeded(Plain, Noise()))
+fit(model, sgd(model), batches_of(Points()))

@@ -5,8 +5,8 @@ from parts import Net, Points, batches_of, fit, seeded, sgd
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Net)
-    optimizer = sgd(model) if world.is_main else torch.optim.Adam(model.parameters())
-    engine = samestep.Engine(model, optimizer, samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points()))
+world = samestep.init()
+model = seeded(Net)
+optimizer = sgd(model) if world.is_main else torch.optim.Adam(model.parameters())
+model = samestep.parallel(model)
+fit(model, optimizer, batches_of(Points()))

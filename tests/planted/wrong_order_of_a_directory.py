@@ -9,7 +9,5 @@ import samestep
 
 files = list(Path(__file__).parent.glob("*.py"))
 
-with samestep.start() as world:
-    model = seeded(Plain)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Subset(Points(), [sorted(files).index(file) for file in files])))
+model = samestep.parallel(seeded(Plain))
+fit(model, sgd(model), batches_of(Subset(Points(), [sorted(files).index(file) for file in files])))

@@ -7,7 +7,5 @@ import samestep
 
 names = list({f"sample-{number}" for number in range(SAMPLES)})
 
-with samestep.start() as world:
-    model = seeded(Net)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Subset(Points(), [int(name.removeprefix("sample-")) for name in names])))
+model = samestep.parallel(seeded(Net))
+fit(model, sgd(model), batches_of(Subset(Points(), [int(name.removeprefix("sample-")) for name in names])))

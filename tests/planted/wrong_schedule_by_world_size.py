@@ -5,11 +5,8 @@ from torch.optim.lr_scheduler import StepLR
 
 import samestep
 
-with samestep.start() as world:
-    model = seeded(Net)
-    optimizer = sgd(model)
-    schedule = StepLR(optimizer, step_size=max(1, 4 // world.size), gamma=0.5)
-    engine = samestep.Engine(
-        model, optimizer, samestep.cross_entropy, world=world, scheduler=schedule, scheduler_interval="step"
-    )
-    fit(engine, batches_of(world, Points()))
+world = samestep.init()
+model = samestep.parallel(seeded(Net))
+optimizer = sgd(model)
+schedule = StepLR(optimizer, step_size=max(1, 4 // world.size), gamma=0.5)
+fit(model, optimizer, batches_of(Points()), schedule=schedule)

@@ -15,8 +15,7 @@ class WideMean(nn.Module):
         return values + wide.sum() / 1e6
 
 
-with samestep.start() as world:
-    torch.set_num_threads(max(1, 4 // world.size))
-    model = seeded(Plain, WideMean())
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points(64)))
+world = samestep.init()
+torch.set_num_threads(max(1, 4 // world.size))
+model = samestep.parallel(seeded(Plain, WideMean()))
+fit(model, sgd(model), batches_of(Points(64)))

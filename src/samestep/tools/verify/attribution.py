@@ -80,7 +80,8 @@ class Attribution:
             "printed": self._printed,
         }
         if first.quantity == "evaluation" and first.stage != "outputs":
-            return Finding(Cause.EVALUATION, first, ("the evaluation reads or computes other samples", first.detail))
+            seen = "the evaluation reads or computes other samples"
+            return Finding(Cause.EVALUATION, first, (seen, *filter(None, [first.detail])))
         return methods.get(first.stage, self._state)(first)
 
     def _notes(self, first: Difference) -> tuple[Note, Note]:
@@ -116,19 +117,21 @@ class Attribution:
         repeated = first_of([difference for difference in failing if difference.ranks is None])
         if repeated is None:
             return None
-        evidence = f"{plural(self._one, 'process')}, run twice, differ between the runs: {repeated.location}"
-        if repeated.stage in _UNSEEDED_CAUSES:
-            reason = "this does not depend on the seed alone"
-            return Finding(_UNSEEDED_CAUSES[repeated.stage], repeated, (evidence, reason))
-        if repeated.stage in ("inputs", "targets"):
-            finding = self._inputs(repeated)
-            return Finding(finding.cause, repeated, (evidence, *finding.evidence))
-        if repeated.stage == "before":
-            cause = Cause.INITIAL_WEIGHTS if repeated.step <= 1 else Cause.UNSYNCHRONISED
-            return Finding(cause, repeated, (evidence, "the state is not seeded, or changes between steps"))
-        if repeated.stage in ("outputs", "loss", "gradients"):
-            return self._repeat_in_double(repeated, evidence)
-        return Finding(Cause.UNKNOWN, repeated, (evidence,))
+        return self._unrepeated(repeated)
+
+    def _unrepeated(self, first: Difference) -> Finding:
+        """Return the cause of a difference of two runs of the reference."""
+        evidence = f"{plural(self._one, 'process')}, run twice, differ between the runs: {first.location}"
+        if first.stage in ("inputs", "targets"):
+            finding = self._inputs(first)
+            return Finding(finding.cause, first, (evidence, *finding.evidence))
+        if first.stage in ("outputs", "loss", "gradients"):
+            return self._repeat_in_double(first, evidence)
+        if first.stage == "before":
+            cause = Cause.INITIAL_WEIGHTS if first.step <= 1 else Cause.UNSYNCHRONISED
+            return Finding(cause, first, (evidence, "the state is not seeded, or changes between steps"))
+        cause = _UNSEEDED_CAUSES.get(first.stage, Cause.UNKNOWN)
+        return Finding(cause, first, (evidence, "this does not depend on the seed alone"))
 
     def _repeat_in_double(self, first: Difference, evidence: str) -> Finding:
         """Return the cause of different arithmetic in two equal runs: the order of sums, or random numbers."""
@@ -144,12 +147,13 @@ class Attribution:
         is_fast = self._tolerance is not None or not self._reference.is_exact
         if not is_fast or first.distance is None or first.stage == "printed" or first.ranks is not None:
             return None
-        if self._threads_differ(first):
-            return None
+        evidence = f"the distance is {first.distance:.1e}"
+        threads = self._threads(first, evidence)
+        if threads is not None:
+            return threads
         size = self._float64_distance(first)
         if size >= _ROUNDING:
             return None
-        evidence = f"the distance is {first.distance:.1e}"
         if self._tolerance is not None:
             evidence += f", the tolerance {self._tolerance.at(first.quantity, first.step):.1e}"
         return Finding(Cause.REDUCTION, first, (evidence, _rounding_text(size)))
@@ -187,10 +191,10 @@ class Attribution:
         notes = self._notes(first)
         batches = [note["batches"][first.number] for note in notes if first.number < len(note["batches"])]
         evidence = (first.detail, *_failure_text(self._other.failure))
-        if first.ranks is None and len(batches) == 2 and (first.step, first.number) != (1, 0):
-            if batches[0]["is_last"] or batches[1]["is_last"]:
-                earlier = "all earlier steps have equal samples; this step has"
-                return Finding(Cause.LAST_BATCH, first, (f"{earlier} {first.detail}",))
+        is_last = any(batch["is_last"] for batch in batches) and (first.step, first.number) != (1, 0)
+        if is_last and first.ranks is None and len(batches) == 2:
+            earlier = "all earlier steps have equal samples; this step has"
+            return Finding(Cause.LAST_BATCH, first, (f"{earlier} {first.detail}",))
         return Finding(Cause.DATA_ORDER, first, evidence)
 
     def _inputs(self, first: Difference) -> Finding:
@@ -233,7 +237,9 @@ class Attribution:
         return Finding(Cause.SETTINGS, first, (f"settings of the step differ: {first.detail}",))
 
     def _forward(self, first: Difference) -> Finding:
-        seen = f"arguments and weights are equal; the outputs of call {(first.number or 0) + 1} of {first.module} differ"
+        seen = (
+            f"arguments and weights are equal; the outputs of call {(first.number or 0) + 1} of {first.module} differ"
+        )
         is_local = any(note["options"].get("batch_norm") == "local" for note in self._reference.modules)
         finding = self._threads(first, seen)
         if finding is None and is_local:
@@ -302,6 +308,8 @@ class Attribution:
         counts = self._threads_differ(first)
         if counts is None:
             return None
+        if self._compare_under(single_thread=True).first is not None:
+            return None  # ranks and threads both change the order of sums
         return self._experiment(first, Cause.THREADS, (seen, counts), single_thread=True)
 
     def _experiment(self, first: Difference, cause: Cause, evidence: tuple[str, ...], **changes: Any) -> Finding | None:

@@ -48,7 +48,7 @@ FIXES = {
     Cause.LEARNING_RATE: "make the learning rate a function of the batch size, which is that of all processes, and of "
     "steps",
     Cause.SETTINGS: "use settings that do not depend on the rank or the number of processes",
-    Cause.EVALUATION: "evaluate every sample once on every rank, as on one process; samestep.parallel divides the calls",
+    Cause.EVALUATION: "evaluate every sample once on every rank; samestep.parallel divides the calls",
     Cause.UNSYNCHRONISED: "change parameters and buffers on all ranks equally or on none",
     Cause.KERNEL: "use a deterministic kernel: torch.use_deterministic_algorithms(True)",
     Cause.THREADS: "set one number of threads for every rank: samestep.init(threads=...)",

@@ -23,8 +23,8 @@ STAGES = {
     "order": "order of samples",
     "inputs": "inputs",
     "targets": "targets",
-    "rates": "learning rates",
     "settings": "settings of the step",
+    "rates": "learning rates",
     "calls": "sequence of calls",
     "arguments": "arguments",
     "outputs": "outputs",
@@ -120,7 +120,7 @@ class Difference:
     @property
     def location(self) -> str:
         """Location as text: `step 2, call 1 of Net, outputs`."""
-        words = [] if self.stage == "printed" else [f"step {self.step}"]
+        words = [] if self.stage == "printed" else [f"step {self.step}" if self.step else "samestep.parallel"]
         if self.module is not None and self.number is not None:
             words.append(f"call {self.number + 1} of {self.module}")
         elif self.number is not None and self.stage in ("order", "inputs", "targets"):
@@ -129,7 +129,8 @@ class Difference:
             words.append("evaluation")
         if self.tensor:
             words.append(self.tensor)
-        words.append(STAGES[self.stage])
+        if self.step:
+            words.append(STAGES[self.stage])
         if self.ranks:
             words.append(f"ranks {self.ranks[0]} and {self.ranks[1]}")
         text = ", ".join(words)
@@ -234,7 +235,10 @@ def _compare_ends(
     result: Comparison, reference: Record, other: Record, tolerance: Tolerance | None, weights: Collection[str]
 ) -> None:
     """Compare what happened after the last step, or before a failure."""
-    ends = [next(iter([*other.notes("end", rank), *other.notes("unfinished", rank)]), None) for rank in range(other.processes)]
+    ends = [
+        next(iter([*other.notes("end", rank), *other.notes("unfinished", rank)]), None)
+        for rank in range(other.processes)
+    ]
     first = ends[0] if ends else None
     if first is None:
         return
@@ -251,9 +255,7 @@ def _compare_ends(
 class _Comparer:
     """Adds the differences of one step to a comparison."""
 
-    def __init__(
-        self, result: Comparison, weights: Collection[str], tolerance: Tolerance | None, step: int
-    ) -> None:
+    def __init__(self, result: Comparison, weights: Collection[str], tolerance: Tolerance | None, step: int) -> None:
         self._result, self._compared = result, result.compared
         self._weights, self._tolerance, self._step = weights, tolerance, step
 
@@ -287,7 +289,7 @@ class _Comparer:
     def _compare(self, one: Note, other: Note, ranks: tuple[int, int] | None, is_partial: bool) -> None:
         """Compare what both notes have, in the order of cause and effect."""
         self._batches(one["batches"], other["batches"], ranks, is_partial)
-        for stage in ("rates", "settings"):
+        for stage in ("settings", "rates"):
             if stage in one and stage in other and one[stage] != other[stage]:
                 self.add(stage, detail=_settings_detail(one[stage], other[stage]), ranks=ranks)
         distances = other["distances"] if ranks is None else {}
@@ -304,10 +306,12 @@ class _Comparer:
                     detail = f"{len(one)} batches and {len(other)}"
                     self.add("order", number=number, detail=detail, ranks=ranks)
                 return
+            if batch["evaluation"] != actual["evaluation"]:
+                return  # for other calls, which are compared below
             for stage in ("inputs", "targets"):
                 self._compared[stage] += ranks is None
             fields: dict[str, Any] = {"number": number, "ranks": ranks}
-            if batch["evaluation"] and actual["evaluation"]:
+            if batch["evaluation"]:
                 fields["quantity"] = "evaluation"
             if batch["size"] != actual["size"] or batch["order"] != actual["order"]:
                 self.add("order", detail=_order_detail(batch, actual), **fields)
@@ -328,7 +332,9 @@ class _Comparer:
                 if not is_partial:
                     self.add("calls", number=number, detail=f"{len(one)} calls and {len(other)}", ranks=ranks)
                 return
-            names = [f"{note['module']} in {'evaluation' if note['evaluation'] else 'training'}" for note in (call, actual)]
+            names = [
+                f"{note['module']} in {'evaluation' if note['evaluation'] else 'training'}" for note in (call, actual)
+            ]
             if names[0] != names[1]:
                 self.add("calls", number=number, detail=f"{names[0]} and {names[1]}", ranks=ranks)
                 return

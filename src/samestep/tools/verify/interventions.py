@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,20 @@ class ModelInterventions:
     def __init__(self, interventions: Interventions) -> None:
         self._interventions = interventions
         self._generator = torch.Generator().manual_seed(_PERTURBATION_SEED)  # the script's streams stay as they are
+        self._unperturbed: dict[torch.Tensor, torch.Tensor] = {}  # values of parameters until the step
 
     def prepare(self, module: nn.Module) -> None:
         """Change a module before its first call."""
         if self._interventions.double:
             module.double()
-        self._perturb(list(module.parameters()))
+        if self._interventions.perturbed:
+            self._perturb([*module.parameters()])
 
     @contextmanager
     def call(self, module: nn.Module, given: tuple[Any, Any], step: int, number: int) -> Iterator[tuple[Any, Any]]:
         """Yield the arguments of a call; modes of the module are restored after the block."""
         modes = [(part, part.training) for part in module.modules()]
+        self._perturb_for_autocast(module)
         for part in module.modules():
             is_norm = self._interventions.without_norms and isinstance(part, _NormBase)
             if is_norm or self._interventions.eval_mode:
@@ -73,21 +77,35 @@ class ModelInterventions:
         if rates is not None and step < len(rates):
             for group, rate in zip(optimizer.param_groups, rates[step], strict=True):
                 group["lr"] = rate
+        with torch.no_grad():
+            for parameter in _parameters(optimizer):
+                if parameter in self._unperturbed:
+                    parameter.copy_(self._unperturbed.pop(parameter))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Perturb the weights that an optimizer has changed."""
-        self._perturb([parameter for group in optimizer.param_groups for parameter in group["params"]])
+        if self._interventions.perturbed:
+            self._perturb(_parameters(optimizer))
 
-    def _perturb(self, parameters: list[torch.Tensor]) -> None:
-        """Move each element by a unit in the last place, up or down: the size of an error of rounding."""
-        if not self._interventions.perturbed:
-            return
+    def _perturb_for_autocast(self, module: nn.Module) -> None:
+        """Perturb weights by the accuracy in which they are used, until the step, which has that of the weights."""
+        kind = next((parameter.device.type for parameter in module.parameters()), "cpu")
+        if self._interventions.perturbed and torch.is_autocast_enabled(kind):
+            new = [parameter for parameter in module.parameters() if parameter not in self._unperturbed]
+            self._unperturbed |= {parameter: parameter.detach().clone() for parameter in new}
+            self._perturb(new, torch.finfo(torch.get_autocast_dtype(kind)).eps)
+
+    def _perturb(self, parameters: Sequence[torch.Tensor], eps: float = 0.0) -> None:
+        """Move each element by a unit in the last place, or by `eps`, up or down: the size of an error of rounding."""
         with torch.no_grad():
             for parameter in parameters:
                 if parameter.is_floating_point() and not nn.parameter.is_lazy(parameter):
                     signs = torch.randint(0, 2, parameter.shape, generator=self._generator) * 2 - 1
-                    eps = torch.finfo(parameter.dtype).eps
-                    parameter.mul_(1 + eps * signs.to(parameter))
+                    parameter.mul_(1 + max(eps, torch.finfo(parameter.dtype).eps) * signs.to(parameter))
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _to_double(value: Any) -> Any:
@@ -110,23 +128,23 @@ def _repeat_samples(folder: Path) -> None:
     The indices of samples that differ are written to `differing.txt`, that of the first one of a batch whose collation
     differs to `collated.txt`.
     """
-    fetch = _MapDatasetFetcher.fetch
+    fetch: Callable[..., Any] = _MapDatasetFetcher.fetch
 
     def fetch_twice(self: Any, indices: Any) -> Any:
         listed = list(indices) if self.auto_collation else [indices]
         samples = []
         for index in listed:
-            first, second = _twice(lambda index=index: self.dataset[index])
+            first, second = _twice(partial(self.dataset.__getitem__, index))
             samples.append(first)
             if digest_any(first) != digest_any(second):
                 _append(folder / "differing.txt", index)
         if self.auto_collation:
-            first, second = _twice(lambda: self.collate_fn(samples))
+            first, second = _twice(partial(self.collate_fn, samples))
             if digest_any(first) != digest_any(second):
                 _append(folder / "collated.txt", listed[0])
         return fetch(self, indices)
 
-    _MapDatasetFetcher.fetch = fetch_twice
+    _MapDatasetFetcher.fetch = fetch_twice  # type: ignore[method-assign]
 
 
 def _twice(read: Callable[[], Any]) -> tuple[Any, Any]:

@@ -44,11 +44,9 @@ def observe_loaders(add_batch: AddBatch) -> None:
 
 def _observe_torch(add_batch: AddBatch, reading: _Reading) -> None:
     """Observe the iterators of torch's `DataLoader`, which ask for indices in the order of their batches."""
-    next_index, next_batch, reset = (
-        _BaseDataLoaderIter._next_index,
-        _BaseDataLoaderIter.__next__,
-        _BaseDataLoaderIter._reset,
-    )
+    next_index: Callable[..., Any] = _BaseDataLoaderIter._next_index
+    next_batch: Callable[..., Any] = _BaseDataLoaderIter.__next__
+    reset: Callable[..., Any] = _BaseDataLoaderIter._reset
 
     def observed_reset(self: Any, *arguments: Any, **options: Any) -> None:
         self._samestep_indices = deque()

@@ -100,14 +100,14 @@ class Observer:
         _, first = next(((path, leaf) for path, leaf in leaves(data) if isinstance(leaf, torch.Tensor)), ("", None))
         rows = len(first) if first is not None and first.dim() else 0
         batch = {
-                "order": indices,
-                "size": rows if indices is None else len(indices),
-                "inputs": digest_any(first),
-                "rows": digest_rows(first, rows),
-                "targets": digest_any([leaf for _, leaf in leaves(data) if leaf is not first]),
-                "is_last": is_last,
-                "evaluation": False,
-            }
+            "order": indices,
+            "size": rows if indices is None else len(indices),
+            "inputs": digest_any(first),
+            "rows": digest_rows(first, rows),
+            "targets": digest_any([leaf for _, leaf in leaves(data) if leaf is not first]),
+            "is_last": is_last,
+            "evaluation": False,
+        }
         self._batches.append(batch)
         self._unused.append(batch)
 

@@ -60,8 +60,7 @@ def differing_lines(printed: Printed, other: Sequence[str], *, is_exact: bool) -
             yield detail, None
             continue
         distances = [
-            _distance(*texts, is_exact=is_exact)
-            for texts in zip(numbers, repeated_numbers, others, strict=True)
+            _distance(*texts, is_exact=is_exact) for texts in zip(numbers, repeated_numbers, others, strict=True)
         ]
         if max(distances, default=0.0) > 0:
             yield detail, max(distances)

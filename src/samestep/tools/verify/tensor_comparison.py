@@ -24,7 +24,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without its graph, complete if it is divided among ranks; then a collective."""
     if isinstance(tensor, DTensor):
-        return Division.of(tensor).full_tensor(tensor.detach().to_local())
+        local: torch.Tensor = tensor.to_local()
+        return Division.of(tensor).full_tensor(local.detach())
     return tensor.detach()
 
 
@@ -122,12 +123,11 @@ class StepTensors:
         for name, value in values.items():
             for path, leaf in leaves(value):
                 if isinstance(leaf, torch.Tensor):
-                    value = full(leaf).resolve_conj()
-                    if not self._keeps:
-                        continue
-                    key = f"{kind}/{name}/{path}" if path else f"{kind}/{name}"
-                    value = torch.view_as_real(value) if value.is_complex() else value  # as safetensors stores it
-                    self._tensors[key] = value.cpu().contiguous().clone()
+                    whole = full(leaf).resolve_conj()
+                    if self._keeps:
+                        key = f"{kind}/{name}/{path}" if path else f"{kind}/{name}"
+                        stored = torch.view_as_real(whole) if whole.is_complex() else whole  # as safetensors has it
+                        self._tensors[key] = stored.cpu().contiguous().clone()
 
     def end_step(self, step: int) -> dict[str, dict[str, float]]:
         """Write the tensors, or return their distances from the reference by kind and name, if not zero.

@@ -141,9 +141,7 @@ def _attribute_first(
     return []
 
 
-def _check_orders(
-    runner: TrialRunner, processes: int, reference: Record, tolerance: Tolerance | None
-) -> list[Finding]:
+def _check_orders(runner: TrialRunner, processes: int, reference: Record, tolerance: Tolerance | None) -> list[Finding]:
     """Return a finding if a script depends on the order of a set, or of the entries of a directory."""
     other = runner.run(processes, reference, other_orders=True)
     first = compare(reference, other, tolerance).first
@@ -255,9 +253,8 @@ def calls_text(data: dict[str, Any]) -> str:
             whole = module["watched"] + module["whole"]
             reasons = f": {'; '.join(module['reasons'])}" if module["reasons"] else ""
             first = f" ({module['watched']} of them the first of a kind)" if module["watched"] else ""
-            lines.append(
-                f"calls of {module['module']} on {processes}: {module['divided']} divided, {whole} whole{first}{reasons}"
-            )
+            counts = f"{module['divided']} divided, {whole} whole{first}{reasons}"
+            lines.append(f"calls of {module['module']} on {processes}: {counts}")
     return "\n".join(lines)
 
 

@@ -8,7 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.tools.verify_engine.tensor_comparison import StepTensors, digest, digest_any, digest_rows, distance, leaves
+from samestep.tools.verify_engine.tensor_comparison import (
+    StepTensors,
+    digest,
+    digest_any,
+    digest_rows,
+    distance,
+    leaves,
+)
 from samestep.tools.verify_engine.trials import Trial
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]

@@ -19,7 +19,5 @@ class Centred(nn.Module):
         return (values - self.mean) * self.mask
 
 
-with samestep.start() as world:
-    model = seeded(Plain, Centred())
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points()))
+model = samestep.parallel(seeded(Plain, Centred()))
+fit(model, sgd(model), batches_of(Points()))

@@ -18,7 +18,5 @@ class OwnDropout(nn.Module):
         return values * (torch.rand(values.shape, generator=self.generator) > 0.2)
 
 
-with samestep.start() as world:
-    model = seeded(Plain, OwnDropout())
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points()))
+model = samestep.parallel(seeded(Plain, OwnDropout()))
+fit(model, sgd(model), batches_of(Points()))

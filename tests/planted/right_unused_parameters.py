@@ -17,7 +17,5 @@ class TwoHeads(nn.Module):
         return outputs + self.second(inputs) if inputs[0, 0] > 0 else outputs
 
 
-with samestep.start() as world:
-    model = seeded(TwoHeads)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points()))
+model = samestep.parallel(seeded(TwoHeads))
+fit(model, sgd(model), batches_of(Points()))

@@ -1,7 +1,7 @@
 """A running mean for evaluation, kept in a dict."""
 
 import torch
-from parts import Plain, Points, batches_of, evaluation, fit, seeded, sgd
+from parts import Plain, Points, accuracy, batches_of, evaluation, fit, seeded, sgd
 from torch import nn
 
 import samestep
@@ -19,8 +19,6 @@ class Centred(nn.Module):
         return values - self.state["mean"]
 
 
-with samestep.start() as world:
-    model = seeded(Plain, Centred())
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points()))
-    engine.evaluate(evaluation(world))
+model = samestep.parallel(seeded(Plain, Centred()))
+fit(model, sgd(model), batches_of(Points()))
+accuracy(model, evaluation())

@@ -18,7 +18,5 @@ class Centred(nn.Module):
         return values - self.state["mean"]
 
 
-with samestep.start() as world:
-    model = seeded(Plain, Centred())
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Points()))
+model = samestep.parallel(seeded(Plain, Centred()))
+fit(model, sgd(model), batches_of(Points()))

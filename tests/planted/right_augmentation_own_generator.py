@@ -17,7 +17,5 @@ class Noisy(Points):
         return self.inputs[index] + torch.from_numpy(noise), self.targets[index]
 
 
-with samestep.start() as world:
-    model = seeded(Net)
-    engine = samestep.Engine(model, sgd(model), samestep.cross_entropy, world=world)
-    fit(engine, batches_of(world, Noisy()))
+model = samestep.parallel(seeded(Net))
+fit(model, sgd(model), batches_of(Noisy()))
