@@ -133,8 +133,8 @@ class StepTensors:
         """Write the tensors, or return their distances from the reference by kind and name, if not zero.
 
         A gradient that is zero in exact arithmetic, such as that of the bias of an attention key, is rounding, which
-        optimizers such as Adam scale to a full step. Elements whose gradients have less than half of their digits in
-        common do not count in the state; the kind `rounding` has the distances with them.
+        optimizers such as Adam scale to a full step. Elements with small gradients that have less than half of their
+        digits in common do not count in the state; the kind `rounding` has the distances with them.
         """
         tensors, self._tensors = self._tensors, {}
         if not self._keeps:
@@ -149,12 +149,15 @@ class StepTensors:
         return self._distances(tensors, reference)
 
     def _find_rounded(self, tensors: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> None:
-        for key, gradient in tensors.items():
-            kind, _, name = key.partition("/")
-            expected = reference.get(key)
-            if kind == "gradients" and expected is not None and expected.shape == gradient.shape:
+        gradients = {name: value for name, value in reference.items() if name.startswith("gradients/")}
+        small = _MIN_SCALE * max(map(max_abs, gradients.values()), default=0.0)
+        for key, expected in gradients.items():
+            gradient = tensors.get(key)
+            if gradient is not None and expected.shape == gradient.shape:
+                size, difference = expected.double().abs(), (gradient.double() - expected.double()).abs()
                 accuracy = torch.finfo(gradient.dtype).eps ** 0.5
-                rounded = (gradient.double() - expected.double()).abs() > accuracy * expected.double().abs()
+                rounded = (size < small) & (difference > accuracy * size)
+                name = key.partition("/")[2]
                 self._rounded[name] = self._rounded.get(name, False) | rounded
 
     def _distances(
