@@ -74,7 +74,8 @@ def parallel(
     config = StrategyConfig(name=strategy) if isinstance(strategy, str) else strategy
     view = joined_view(config, reduction)
     if process_state.observe_module is not None:
-        process_state.observe_module(module, {"reduction": reduction, "batch_norm": batch_norm})
+        given = {"strategy": config and config.name, "reduction": reduction, "batch_norm": batch_norm}
+        process_state.observe_module(module, {**given, "microbatches": microbatches})
     size = view.ranks.size
     require_microbatches(microbatches, size)
     if size > 1 or reduction == "exact":  # otherwise calls of one process are the script's own

@@ -22,6 +22,11 @@ _FAILURE_CAUSES = {
     "E_RANK_MISMATCH": Cause.UNSYNCHRONISED,
     "E_RANK_DESYNC": Cause.DIVERGED,
 }
+_OPTION_CAUSES = {
+    "microbatches": Cause.MICROBATCHES,
+    "batch_norm": Cause.BATCH_NORM,
+    "reduction": Cause.REDUCTION,
+}
 # Part of the report of a failure that differs between ranks, for differences that no note shows.
 _GENERATORS = "random generators"
 # In float64 rounding is far below, and a mistake far above.
@@ -62,9 +67,16 @@ class Attribution:
         resume = self._check_resume(first)
         if resume is not None:
             return resume
+        failure = self._other.failure
+        if first is None and failure is not None and failure.code == "E_RANK_BATCH":
+            # A loader of Samestep has compared the ranks before the script got the batch.
+            alone = self._runner.run(self._many, self._reference, reads_alone=True)
+            first = compare(self._reference, alone, self._tolerance).first
+            self._other = alone if first is not None else self._other
         if first is None or first.stage in ("steps", "calls"):
             return self._end_of_run(first)
-        return self._check_repetition(first) or self._check_rounding(first) or self._by_stage(first)
+        finding = self._check_repetition(first) or self._check_options(first) or self._check_rounding(first)
+        return finding or self._by_stage(first)
 
     def _by_stage(self, first: Difference) -> Finding:
         methods = {
@@ -157,6 +169,16 @@ class Attribution:
         if self._tolerance is not None:
             evidence += f", the tolerance {self._tolerance.at(first.quantity, first.step):.1e}"
         return Finding(Cause.REDUCTION, first, (evidence, _rounding_text(size)))
+
+    def _check_options(self, first: Difference) -> Finding | None:
+        """Return a finding if the options of `samestep.parallel` depend on the number of processes."""
+        for ours, theirs in zip(self._reference.modules, self._other.modules, strict=False):
+            for key, cause in _OPTION_CAUSES.items():
+                values = ours["options"].get(key), theirs["options"].get(key)
+                if values[0] != values[1] and first.stage in ("outputs", "loss", "gradients", "after"):
+                    evidence = f"samestep.parallel has {key}={values[0]!r} and {key}={values[1]!r}"
+                    return Finding(cause, first, (evidence,))
+        return None
 
     def _end_of_run(self, first: Difference | None) -> Finding:
         """Return the cause of an early end, or of a different number of steps or calls."""

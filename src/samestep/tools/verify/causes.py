@@ -14,6 +14,7 @@ class Cause(StrEnum):
 
     DATA_ORDER = "data order"
     ARBITRARY_ORDER = "order of a set or of directory entries"
+    MICROBATCHES = "number of microbatches"
     LAST_BATCH = "last batch"
     AUGMENTATION = "random state of the augmentation"
     INITIAL_WEIGHTS = "initial weights"
@@ -37,6 +38,7 @@ FIXES = {
     Cause.DATA_ORDER: "read the whole data set in one order on every rank, without a sampler of ranks: "
     "samestep.loader(dataset, batch_size=..., shuffle=True, seed=0)",
     Cause.ARBITRARY_ORDER: "sort: sorted(set(...)), sorted(glob(...)), sorted(os.listdir(...))",
+    Cause.MICROBATCHES: "give samestep.parallel the same microbatches= on every number of processes",
     Cause.LAST_BATCH: "step every batch of the loader, also the short last one",
     Cause.AUGMENTATION: "draw from the global generators of Python, NumPy or torch inside the dataset, seeded alike on "
     "every rank; samestep.loader seeds them by (seed, epoch, sample)",

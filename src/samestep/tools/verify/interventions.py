@@ -13,11 +13,13 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
+from samestep.data.own_rows import OwnRows
 from samestep.distributed.rng import microbatch_seed, preserved_generators
 from samestep.tools.verify.tensor_comparison import digest_any
 from samestep.tools.verify.trials import Interventions
@@ -33,6 +35,8 @@ def apply_to_process(interventions: Interventions, folder: Path, rank: int) -> N
         torch.set_num_threads = lambda nthreads: None
     if interventions.repeat_samples:
         _repeat_samples(folder)
+    if interventions.reads_alone:
+        OwnRows.ranks = property(lambda self: None, lambda self, ranks: None)  # type: ignore[assignment]
     if interventions.other_orders:
         _reorder_directories(rank)
 
@@ -100,8 +104,9 @@ class ModelInterventions:
         with torch.no_grad():
             for parameter in parameters:
                 if parameter.is_floating_point() and not nn.parameter.is_lazy(parameter):
-                    signs = torch.randint(0, 2, parameter.shape, generator=self._generator) * 2 - 1
-                    parameter.mul_(1 + max(eps, torch.finfo(parameter.dtype).eps) * signs.to(parameter))
+                    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                    signs = torch.randint(0, 2, own.shape, generator=self._generator) * 2 - 1
+                    own.mul_(1 + max(eps, torch.finfo(own.dtype).eps) * signs.to(own))
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -3,72 +3,60 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from samestep.data.whole_batches import WholeBatches
-
-AddBatch = Callable[..., None]
+from samestep.data.own_rows import _OwnRowsIterator
 
 
-class _Reading:
-    """Whether a loader of Samestep reads by one of torch, whose batches are then not those of the script."""
+def observe_loaders(add_batch: Callable[..., None]) -> None:
+    """Call `add_batch(indices, data, is_last=...)` for each batch of a loader of torch or Samestep; permanent.
 
-    is_active = False
-
-
-def observe_loaders(add_batch: AddBatch) -> None:
-    """Call `add_batch(indices, data, is_last=...)` for each batch of a loader; permanent."""
-    reading = _Reading()
-    _observe_torch(add_batch, reading)
-    whole = WholeBatches.__iter__
-
-    def observed(self: Any) -> Iterator[Any]:
-        batches = whole(self)
-        while True:
-            epoch = self.cursor.epoch
-            reading.is_active = True
-            try:
-                data = next(batches, None)
-            finally:
-                reading.is_active = False
-            if data is None:
-                return
-            add_batch(None, data, is_last=self.cursor.epoch != epoch)
-            yield data
-
-    WholeBatches.__iter__ = observed  # type: ignore[method-assign]
-
-
-def _observe_torch(add_batch: AddBatch, reading: _Reading) -> None:
-    """Observe the iterators of torch's `DataLoader`, which ask for indices in the order of their batches."""
+    Iterators of torch ask for indices in the order of their batches, also ahead for workers. Those of Samestep complete
+    what they read to batches.
+    """
     next_index: Callable[..., Any] = _BaseDataLoaderIter._next_index
     next_batch: Callable[..., Any] = _BaseDataLoaderIter.__next__
+    next_whole: Callable[..., Any] = _OwnRowsIterator.__next__
     reset: Callable[..., Any] = _BaseDataLoaderIter._reset
 
+    def add(iterator: Any, data: Any) -> None:
+        add_batch(_numbers(iterator._read_indices), data, is_last=iterator._num_yielded >= _length(iterator))
+
     def observed_reset(self: Any, *arguments: Any, **options: Any) -> None:
-        self._samestep_indices = deque()
+        self._asked_indices = deque()
         reset(self, *arguments, **options)
 
     def observed_index(self: Any) -> Any:
         indices = next_index(self)
-        waiting: deque[Any] = self.__dict__.setdefault("_samestep_indices", deque())
-        waiting.append(indices)
+        self.__dict__.setdefault("_asked_indices", deque()).append(indices)
         return indices
 
     def observed_batch(self: Any) -> Any:
         data = next_batch(self)
-        waiting = self.__dict__.get("_samestep_indices")
-        indices = waiting.popleft() if waiting else None
-        if not reading.is_active:
-            add_batch(_numbers(indices), data, is_last=self._num_yielded >= _length(self))
+        asked = self.__dict__.get("_asked_indices")
+        self._read_indices = asked.popleft() if asked else None
+        if not isinstance(self, _OwnRowsIterator):
+            add(self, data)
+        return data
+
+    def observed_whole(self: Any) -> Any:
+        is_nested = self.__dict__.get("_is_observed", False)  # after a batch without a usable sample
+        self._is_observed = True
+        try:
+            data = next_whole(self)
+        finally:
+            self._is_observed = is_nested
+        if not is_nested:
+            add(self, data)
         return data
 
     _BaseDataLoaderIter._reset = observed_reset  # type: ignore[method-assign]
     _BaseDataLoaderIter._next_index = observed_index  # type: ignore[method-assign]
     _BaseDataLoaderIter.__next__ = observed_batch  # type: ignore[method-assign]
+    _OwnRowsIterator.__next__ = observed_whole  # type: ignore[method-assign]
 
 
 def _numbers(indices: Any) -> list[int] | None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import Any, TextIO
 
@@ -50,7 +50,6 @@ class Observer:
         self._interventions = ModelInterventions(trial.interventions)
         self._tensors = StepTensors(trial.folder, trial.reference, keeps=rank == 0)
         self._labels: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._names: dict[int, str] = {}  # of parameters, by identity
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._process = os.getpid()
         self._is_inside = False  # of a call of a module
@@ -138,9 +137,6 @@ class Observer:
         number = len(self._labels)
         label = type(module).__name__ + (f" {number + 1}" if number else "")
         self._labels[module] = label
-        prefix = f"{label}: " if number else ""
-        for name, parameter in module.named_parameters():
-            self._names.setdefault(id(parameter), prefix + name)
         self.write("module", {"name": label, "options": dict(options), "before": _digests(self._state())})
 
     def _is_own(self, module: nn.Module) -> bool:
@@ -233,7 +229,7 @@ class Observer:
             "step",
             step=self._steps,
             after=after,
-            weights={name: after[name] for name in self._names.values() if name in after},
+            weights={name: after[name] for name, _ in self._named(nn.Module.named_parameters)},
             optimizer=_digests(slots),
         )
         self._interventions.after_step(optimizer)
@@ -261,22 +257,24 @@ class Observer:
             self._optimizers.append(weakref.ref(optimizer))
             references.append(optimizer)
         number = next(index for index, other in enumerate(references, start=1) if other is optimizer)
+        names = {id(parameter): name for name, parameter in self._named(nn.Module.named_parameters)}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for index, parameter in enumerate(parameters):
-            self._names.setdefault(id(parameter), f"parameter {index} of optimizer {number}")
-        return {self._names[id(parameter)]: parameter for parameter in parameters}
+        return {
+            names.get(id(parameter), f"parameter {index} of optimizer {number}"): parameter
+            for index, parameter in enumerate(parameters)
+        }
+
+    def _named(self, entries: Callable[[nn.Module], Iterable[tuple[str, torch.Tensor]]]) -> list[tuple[str, Any]]:
+        """Return named tensors of all observed modules; those after the first have the class in the name."""
+        result = []
+        for module, label in list(self._labels.items()):
+            prefix = f"{label}: " if " " in label else ""
+            result += [(prefix + name, value) for name, value in entries(module) if not nn.parameter.is_lazy(value)]
+        return result
 
     def _state(self) -> dict[str, torch.Tensor]:
         """Return the parameters and the persistent buffers of all observed modules, by name."""
-        state: dict[str, torch.Tensor] = {}
-        for module, label in list(self._labels.items()):
-            prefix = f"{label}: " if " " in label else ""
-            state |= {self._names.get(id(p), prefix + name): p for name, p in module.named_parameters()}
-            for path, part in module.named_modules():
-                for key, buffer in part.named_buffers(recurse=False):
-                    if key not in part._non_persistent_buffers_set:
-                        state[prefix + (f"{path}.{key}" if path else key)] = buffer
-        return {name: value for name, value in state.items() if not nn.parameter.is_lazy(value)}
+        return dict(self._named(nn.Module.named_parameters)) | dict(self._named(_persistent_buffers))
 
     def _observed_clipping(self, name: str, clip: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(clip)
@@ -286,6 +284,13 @@ class Observer:
             return clip(parameters, *arguments, **options)
 
         return observed
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, part in module.named_modules():
+        for key, buffer in part.named_buffers(recurse=False):
+            if key not in part._non_persistent_buffers_set:
+                yield (f"{path}.{key}" if path else key), buffer
 
 
 def _digests(state: Mapping[str, Any]) -> dict[str, str]:

@@ -120,6 +120,7 @@ class Interventions:
     without_norms: bool = False  # layers with statistics of a batch are in evaluation mode
     eval_mode: bool = False  # the model is in evaluation mode
     repeat_samples: bool = False  # read every sample and collate every batch twice; record those that differ
+    reads_alone: bool = False  # each rank reads whole batches, without the others
     other_orders: bool = False  # each rank has its own order of sets and of directory entries
 
     def __str__(self) -> str:
