@@ -15,7 +15,7 @@ from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_FAILED, EXIT_INPUT
 from samestep.tools.audit.comparison import GLOBAL_BATCH
 from samestep.tools.audit.findings import NAMES
 from samestep.tools.audit.worlds import group_worlds
-from samestep.tools.verify_engine.causes import Cause
+from samestep.tools.verify.causes import Cause
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LAUNCHER = SCRIPTS / "fork_ranks.py"

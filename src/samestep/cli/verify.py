@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -12,15 +11,10 @@ from samestep.cli.options import DeviceOption, JsonOption, integers, option, opt
 from samestep.cli.recipe_options import StrategyOptions, SubjectOptions, load_resolved
 from samestep.config import Recipe, resolve_mesh
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
-from samestep.tools.verify_engine.trials import Conditions, Interventions, Subject
+from samestep.tools.verify.trials import Conditions, Interventions, Subject
 
 _STEPS = 3
-# Rounding of sums in another order, after a few steps; in float64, the promise of the project for gradients.
-_TOLERANCES = {True: 1e-12, False: 1e-4}
-# Gradients of 11 and of 8 bits differ by 7e-4 and 6e-3 in a first step; later, a ReLU can be on in one run and off in
-# the other.
-_USES_ENGINE = re.compile(r"samestep\.(Engine|start|MicrobatchLoop|integrations)\b|import .*\b(Engine|start)\b")
-_HOOK_TOLERANCES = {"fp16": 0.1, "bf16": 0.5}
+_ACCURACIES = {"fp16": 2.0**-10, "bf16": 2.0**-7}  # of gradients that ranks exchange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,59 +34,19 @@ class Options(JsonOption, DeviceOption, StrategyOptions, SubjectOptions):
     )
     steps: int | None = option(f"optimizer steps (default {_STEPS}; for a script, all)", "N")
     reduction: Literal["exact", "fast"] | None = option(
-        "exact requires equal bits, fast a small distance (default: the recipe's, or exact)"
+        "exact requires equal bits, fast equality to rounding; a recipe runs with it (default: the subject's)"
     )
     double: bool = option("use float64, which separates rounding from wrong results", default=False)
     kill_at: int | None = option("also kill a rank in this step, and resume", "STEP")
     resume_on: int | None = option("number of processes after the kill", "N")
-    loss_of_microbatches: bool = option(
-        "do not check that the loss of a microbatch is the sum over its samples", default=False
-    )
     patience: float = option("limit without progress (default 120)", "SECONDS", default=120.0, type=float)
     out: Path | None = option("folder of the certificate (default runs/verify-...)", "DIR")
 
 
 def run(options: Options) -> int:
     """Verify and print; return 0 if results are equal, otherwise 3."""
-    script = options.script()
-    if script is None or _USES_ENGINE.search(script.read_text(encoding="utf-8")):
-        return _run_with_engine(options)
     # Imported here: the other commands do not need these modules.
-    from samestep.tools.verify.trials import Conditions as ScriptConditions
-    from samestep.tools.verify.trials import Interventions as ScriptInterventions
-    from samestep.tools.verify.trials import Subject as ScriptSubject
     from samestep.tools.verify.verification import calls_text, explanation, summary, table, verify, write_certificate
-
-    _check(options, None)
-    conditions = ScriptConditions(
-        steps=options.steps,
-        interventions=ScriptInterventions(double=options.double),
-        requires_bits=None if options.reduction is None else options.reduction == "exact",
-        patience=options.patience,
-    )
-    with output_folder(options.out, f"verify-{script.stem}") as folder:
-        data = verify(
-            ScriptSubject(name=script.name, script=script, arguments=tuple(options.script_arguments)),
-            options.processes,
-            conditions,
-            folder,
-            kill_at=options.kill_at,
-            resume_on=options.resume_on,
-            preload=PRELOAD,
-            progress=lambda text: options.note(f"running {script.name} on {text}"),
-        )
-        write_certificate(data, folder)
-    certificate = folder / "certificate.json"
-    texts = [text for text in (table(data), calls_text(data), explanation(data), summary(data)) if text]
-    lines = ["\n\n".join(texts), f"certificate  {certificate}, certificate.html"]
-    options.result({**data, "certificate": str(certificate)}, *lines)
-    return EXIT_DONE if data["holds"] else EXIT_DIFFERS
-
-
-def _run_with_engine(options: Options) -> int:
-    """Verify a recipe, or a script with `samestep.Engine`."""
-    # Imported here: the other commands do not need these modules.
-    from samestep.tools.verify_engine.verification import explanation, summary, table, verify, write_certificate
 
     subject = _subject(options)
     _check(options, subject.recipe)
@@ -104,13 +58,12 @@ def _run_with_engine(options: Options) -> int:
             folder,
             kill_at=options.kill_at,
             resume_on=options.resume_on,
-            checks_additivity=not options.loss_of_microbatches,
             preload=PRELOAD,
             progress=lambda text: options.note(f"running {subject.name} on {text}"),
         )
         write_certificate(data, folder)
     certificate = folder / "certificate.json"
-    texts = [text for text in (table(data), explanation(data), summary(data)) if text]
+    texts = [text for text in (table(data), calls_text(data), explanation(data), summary(data)) if text]
     lines = ["\n\n".join(texts), f"certificate  {certificate}, certificate.html"]
     options.result({**data, "certificate": str(certificate)}, *lines)
     return EXIT_DONE if data["holds"] else EXIT_DIFFERS
@@ -120,7 +73,9 @@ def _subject(options: Options) -> Subject:
     script = options.script()
     if script is not None:
         return Subject(name=script.name, script=script, arguments=tuple(options.script_arguments))
-    recipe = load_resolved(options.recipe, [*options.strategy_overrides(), *options.overrides], options.note)
+    reduction = [] if options.reduction is None else [f"step.reduction={options.reduction}"]
+    overrides = [*options.strategy_overrides(), *reduction, *options.overrides]
+    recipe = load_resolved(options.recipe, overrides, options.note)
     return Subject(name=Path(options.recipe).stem, recipe=recipe)
 
 
@@ -139,19 +94,18 @@ def _check(options: Options, recipe: Recipe | None) -> None:
 
 
 def _conditions(options: Options, recipe: Recipe | None) -> Conditions:
-    # A script selects its reduction itself; a recipe can be verified with either.
-    interventions = Interventions(double=options.double, reduction=options.reduction if recipe else None)
-    steps, is_fast = options.steps, options.reduction == "fast"
-    tolerance = _TOLERANCES[options.double]
+    steps, requires_bits, accuracy = options.steps, None, 0.0
     if recipe is not None:
         steps = options.steps or _STEPS
-        is_fast = (options.reduction or recipe.step.reduction) == "fast"
-        is_fast = is_fast or not recipe.strategy.is_exact(recipe.step.tensor_slices)
-        tolerance = _HOOK_TOLERANCES.get(recipe.strategy.hook, tolerance)
+        requires_bits = recipe.step.reduction == "exact" and recipe.strategy.is_exact(recipe.step.tensor_slices)
+        accuracy = _ACCURACIES.get(recipe.strategy.hook, 0.0)
+    elif options.reduction is not None:
+        requires_bits = options.reduction == "exact"
     return Conditions(
         steps=steps,
         device=options.device,
-        interventions=interventions,
-        tolerance=tolerance if is_fast else None,
+        interventions=Interventions(double=options.double),
+        requires_bits=requires_bits,
+        accuracy=accuracy,
         patience=options.patience,
     )

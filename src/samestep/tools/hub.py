@@ -24,7 +24,7 @@ from samestep.recipes.recipe_files import (
 )
 from samestep.tools.report.run import read_run
 from samestep.tools.templates import render
-from samestep.tools.verify_engine.verification import FORMAT
+from samestep.tools.verify.verification import FORMAT
 
 WEIGHTS = "model.safetensors"
 _AVERAGE = {"average.safetensors"}  # of a run with a moving average, which its evaluations use

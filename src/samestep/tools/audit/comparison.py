@@ -14,7 +14,7 @@ from samestep.errors import InputError
 from samestep.tools.audit.events import read_events
 from samestep.tools.audit.findings import batches_per_update, differs
 from samestep.tools.audit.worlds import Event, World, group_worlds, matching_passes
-from samestep.tools.verify_engine.causes import Cause
+from samestep.tools.verify.causes import Cause
 from samestep.units import plural
 
 TOLERANCE = 1e-3  # relative, of norms and losses; ranks add in another order

@@ -155,20 +155,16 @@ class Attribution:
         return Finding(Cause.MODEL_RANDOM, first, (evidence, f"in float64 the distance is {size:.1e}: not rounding"))
 
     def _check_rounding(self, first: Difference) -> Finding | None:
-        """Return a finding if rounding grew beyond the tolerance, or equal bits are required of a fast reduction."""
-        is_fast = self._tolerance is not None or not self._reference.is_exact
+        """Return a finding if equal bits are required of a fast reduction."""
+        is_fast = self._tolerance is None and not self._reference.is_exact
         if not is_fast or first.distance is None or first.stage == "printed" or first.ranks is not None:
             return None
         evidence = f"the distance is {first.distance:.1e}"
+        size = float("inf")
         threads = self._threads(first, evidence)
-        if threads is not None:
-            return threads
-        size = self._float64_distance(first)
-        if size >= _ROUNDING:
-            return None
-        if self._tolerance is not None:
-            evidence += f", the tolerance {self._tolerance.at(first.quantity, first.step):.1e}"
-        return Finding(Cause.REDUCTION, first, (evidence, _rounding_text(size)))
+        if threads is None:
+            size = self._float64_distance(first)
+        return threads if size >= _ROUNDING else Finding(Cause.REDUCTION, first, (evidence, _rounding_text(size)))
 
     def _check_options(self, first: Difference) -> Finding | None:
         """Return a finding if the options of `samestep.parallel` depend on the number of processes."""

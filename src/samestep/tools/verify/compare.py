@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -65,11 +65,12 @@ class Tolerance:
 
     Attributes:
         distances: distances of a run whose weights moved by a unit in the last place before each step.
-        smallest: smallest tolerance, some units in the last place.
+        eps: unit in the last place of the weights. At most half of the digits can differ: a decision of the model, such
+            as that of a ReLU, can turn any rounding into a large difference, which float64 tells from a mistake.
     """
 
     distances: Mapping[str, Mapping[int, float]]
-    smallest: float
+    eps: float
 
     @classmethod
     def of(cls, reference: Record, perturbed: Record) -> Tolerance:
@@ -80,14 +81,14 @@ class Tolerance:
             if difference.distance is not None and math.isfinite(difference.distance) and difference.ranks is None:
                 by_step = distances.setdefault(difference.quantity, {})
                 by_step[difference.step] = max(by_step.get(difference.step, 0.0), difference.distance)
-        return cls(distances, 4 * float(reference.end.get("eps", 0.0)))
+        return cls(distances, float(reference.end.get("eps", 0.0)))
 
     def at(self, quantity: str, step: int) -> float:
         """Return the tolerance of a quantity in a step."""
         quantities = self.distances if quantity == "printed" else (quantity,)
         by_step = [pair for name in quantities for pair in self.distances.get(name, {}).items()]
         earlier = (size for number, size in by_step if number <= step)
-        return max(self.smallest, _FACTOR * max(earlier, default=0.0))
+        return max(4 * self.eps, min(math.sqrt(self.eps), _FACTOR * max(earlier, default=0.0)))
 
     def data(self) -> dict[str, str]:
         """Return the largest tolerance of each quantity as text."""
@@ -168,6 +169,13 @@ class Comparison:
         """Return the largest measured distance, within the tolerance or not."""
         sizes = [difference.distance for difference in self.differences if difference.quantity == quantity]
         return max((size for size in sizes if size is not None), default=None)
+
+
+def accepted(comparison: Comparison, exact: Comparison) -> Comparison:
+    """Return a comparison whose measured differences are rounding, since those in float64 (`exact`) are within it."""
+    if exact.failing or any(difference.distance is None for difference in comparison.failing):
+        return comparison
+    return replace(comparison, differences=[replace(one, fails=False) for one in comparison.differences])
 
 
 def first_of(differences: list[Difference]) -> Difference | None:

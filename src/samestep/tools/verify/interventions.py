@@ -42,10 +42,15 @@ def apply_to_process(interventions: Interventions, folder: Path, rank: int) -> N
 
 
 class ModelInterventions:
-    """Interventions in modules and optimizers."""
+    """Interventions in modules and optimizers.
 
-    def __init__(self, interventions: Interventions) -> None:
-        self._interventions = interventions
+    Args:
+        interventions: the interventions.
+        accuracy: of gradients that ranks exchange, if it is below that of the weights.
+    """
+
+    def __init__(self, interventions: Interventions, accuracy: float) -> None:
+        self._interventions, self._accuracy = interventions, accuracy
         self._generator = torch.Generator().manual_seed(_PERTURBATION_SEED)  # the script's streams stay as they are
         self._unperturbed: dict[torch.Tensor, torch.Tensor] = {}  # values of parameters until the step
 
@@ -60,7 +65,7 @@ class ModelInterventions:
     def call(self, module: nn.Module, given: tuple[Any, Any], step: int, number: int) -> Iterator[tuple[Any, Any]]:
         """Yield the arguments of a call; modes of the module are restored after the block."""
         modes = [(part, part.training) for part in module.modules()]
-        self._perturb_for_autocast(module)
+        self._perturb_until_step(module)
         for part in module.modules():
             is_norm = self._interventions.without_norms and isinstance(part, _NormBase)
             if is_norm or self._interventions.eval_mode:
@@ -91,13 +96,16 @@ class ModelInterventions:
         if self._interventions.perturbed:
             self._perturb(_parameters(optimizer))
 
-    def _perturb_for_autocast(self, module: nn.Module) -> None:
+    def _perturb_until_step(self, module: nn.Module) -> None:
         """Perturb weights by the accuracy in which they are used, until the step, which has that of the weights."""
         kind = next((parameter.device.type for parameter in module.parameters()), "cpu")
-        if self._interventions.perturbed and torch.is_autocast_enabled(kind):
+        accuracy = self._accuracy
+        if torch.is_autocast_enabled(kind):
+            accuracy = max(accuracy, torch.finfo(torch.get_autocast_dtype(kind)).eps)
+        if self._interventions.perturbed and accuracy:
             new = [parameter for parameter in module.parameters() if parameter not in self._unperturbed]
             self._unperturbed |= {parameter: parameter.detach().clone() for parameter in new}
-            self._perturb(new, torch.finfo(torch.get_autocast_dtype(kind)).eps)
+            self._perturb(new, accuracy)
 
     def _perturb(self, parameters: Sequence[torch.Tensor], eps: float = 0.0) -> None:
         """Move each element by a unit in the last place, or by `eps`, up or down: the size of an error of rounding."""

@@ -40,18 +40,21 @@ class Observer:
         rank: this rank.
         size: number of ranks.
         file: file of the notes.
+        ends_script: whether the script ends after the steps of the trial.
 
     Attributes:
         last_event: time of the last note, in seconds of the monotonic clock.
     """
 
-    def __init__(self, trial: Trial, rank: int, size: int, file: TextIO) -> None:
+    def __init__(self, trial: Trial, rank: int, size: int, file: TextIO, *, ends_script: bool) -> None:
         self._trial, self._rank, self._size, self._file = trial, rank, size, file
-        self._interventions = ModelInterventions(trial.interventions)
+        self._most_steps = trial.steps if ends_script else None
+        self._interventions = ModelInterventions(trial.interventions, trial.accuracy)
         self._tensors = StepTensors(trial.folder, trial.reference, keeps=rank == 0)
         self._labels: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._process = os.getpid()
+        self._eps = 0.0  # accuracy of the least accurate weights
         self._is_inside = False  # of a call of a module
         self._steps: int | None = None  # None before the first call: a resumption continues after some step
         self._begin_step()
@@ -119,7 +122,7 @@ class Observer:
         self._write_step(
             kind,
             step=(self._steps or 0) + 1,
-            eps=max((torch.finfo(p.dtype).eps for p in self._state().values() if p.is_floating_point()), default=0.0),
+            eps=self._eps,
             device=accelerator_module().get_device_name(device) if is_gpu else "cpu",
             summaries=[
                 {name: value for name, value in vars(summary).items() if name != "lines"} for summary in summaries
@@ -134,6 +137,8 @@ class Observer:
         if module in self._labels:
             return
         self._interventions.prepare(module)
+        floating = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
+        self._eps = max([self._eps, *(torch.finfo(dtype).eps for dtype in floating)])
         number = len(self._labels)
         label = type(module).__name__ + (f" {number + 1}" if number else "")
         self._labels[module] = label
@@ -194,7 +199,7 @@ class Observer:
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._begin()
         assert self._steps is not None
-        if self._trial.steps is not None and self._steps >= self._trial.steps:
+        if self._most_steps is not None and self._steps >= self._most_steps:
             if process_state.world is not None:
                 process_state.world.barrier()  # no rank ends while another needs it
             raise EndOfScript

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from samestep.config import Recipe
+from samestep.config import DeviceKind, Recipe
 from samestep.errors import RunError
 from samestep.launcher.failure import Failure
 from samestep.launcher.launch import LaunchConfig, RankError, StoppedError, run_workers
@@ -133,7 +133,9 @@ class Conditions:
 
     steps: int | None = None  # None runs a script to the end
     interventions: Interventions = field(default_factory=Interventions)
-    requires_bits: bool | None = None  # None: as the script promises
+    device: DeviceKind = "auto"  # of a recipe
+    requires_bits: bool | None = None  # None: as the subject promises
+    accuracy: float = 0.0  # of gradients that ranks exchange in fewer bits than those of the weights
     patience: float = 120.0  # seconds without progress after which a rank ends
 
 
@@ -188,15 +190,15 @@ class TrialRunner:
         self._report(f"{plural(record.processes, 'process')} again", interventions)
         return self._launch(record.processes, interventions, record)
 
-    def run_killed(self, processes: int, kill_at: int, resume_on: int, reference: Record) -> Record:
-        """Run until the last rank is killed in a step, then resume from the script's files on other processes.
+    def run_killed(self, processes: int, kill_at: int, resume_on: int, reference: Record, **changes: Any) -> Record:
+        """Run until the last rank is killed in a step, then resume from the subject's files on other processes.
 
         Raises:
             RunError: the run ended before the kill.
         """
         label = f"{processes}, killed in step {kill_at}, then {resume_on}"
-        self._progress(label)
-        interventions = self.conditions.interventions
+        interventions = replace(self.conditions.interventions, **changes)
+        self._report(label, interventions)
         first = self._launch(processes, interventions, reference, kill_at=kill_at)
         if first.failure is None or first.failure.by_signal is None:
             raise RunError(

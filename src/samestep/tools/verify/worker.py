@@ -7,15 +7,26 @@ import os
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.state import load, pack
+from samestep.checkpoint.store import CheckpointFolder
+from samestep.config import Recipe, RunOptions, StrategyConfig
 from samestep.errors import EXIT_FAILED
+from samestep.global_view import any_rank
 from samestep.launcher.job import process_state, rank_and_size
 from samestep.launcher.worker import run_script
+from samestep.microbatches import Cursor
 from samestep.tools.verify.interventions import apply_to_process
 from samestep.tools.verify.loading import observe_loaders
 from samestep.tools.verify.observer import Observer
 from samestep.tools.verify.trials import Subject, Trial
+
+if TYPE_CHECKING:
+    from samestep.recipes.driver import Driver
 
 
 def run(subject: Subject, trial: Trial) -> None:
@@ -23,18 +34,64 @@ def run(subject: Subject, trial: Trial) -> None:
     rank, size = rank_and_size()
     apply_to_process(trial.interventions, trial.folder, rank)
     with (trial.folder / f"rank-{rank}.jsonl").open("a") as file:
-        observer = Observer(trial, rank, size, file)
+        observer = Observer(trial, rank, size, file, ends_script=subject.script is not None)
         observer.install()
         observe_loaders(observer.add_batch)
         process_state.is_experiment = True
         _watch_progress(observer, trial.patience)
         try:
-            _run_script(subject, trial, trial.folder / f"output-{rank}.log")
+            if subject.recipe is not None:
+                _run_recipe(subject.recipe, trial)
+            else:
+                _run_script(subject, trial, trial.folder / f"output-{rank}.log")
         except BaseException:
             observer.end("unfinished")
             raise
         process_state.source_files.note_imports()
         observer.end("end", sources=process_state.source_files.hashes)
+
+
+def _run_recipe(recipe: Recipe, trial: Trial) -> None:
+    """Run the first steps, the last batch of the epoch and one evaluation; end early after a stop request."""
+    from samestep.recipes.builder import build, start_world  # need packages that scripts do not need
+    from samestep.recipes.run import evaluated
+
+    assert trial.steps is not None
+    # A reference on one process has nothing to divide; other runs on one process may use several devices.
+    uses_devices = recipe.strategy.name in ("dp", "device_map") and trial.reference is not None
+    if trial.processes == 1 and not uses_devices:
+        recipe = replace(recipe, strategy=StrategyConfig())
+    options = RunOptions(device=trial.device, workers=0)
+    with start_world(recipe, options) as world:
+        built = build(recipe, options, world)
+        driver, train = built.driver, built.train.batches
+        checkpoints = CheckpointFolder(trial.scratch)
+        if trial.killed is not None and checkpoints.steps():
+            checkpoint = checkpoints.find("last")
+            train.cursor = load(checkpoint, driver.training).cursor
+            driver.steps = int(checkpoint.resolve().name.removeprefix("step-"))
+        for batch in train if driver.steps < trial.steps else ():
+            step = driver.step(batch).step
+            if trial.kill_at is not None:
+                _save(driver, checkpoints, Progress(step=step, cursor=train.cursor))
+            if any(any_rank(world, world.stop_requested)):
+                return
+            if step >= trial.steps:
+                break
+        if train.cursor.samples:  # the last batch of the epoch, unless the earlier steps included it
+            train.cursor = Cursor(train.cursor.epoch, (len(train) - 1) * train.batch_size)
+            for batch in train:
+                driver.step(batch)
+        for name, value in evaluated(built, built.metrics).items():
+            with (trial.folder / f"output-{world.rank}.log").open("a", encoding="utf-8") as output:
+                output.write(f"{name} {value!r}\n")
+
+
+def _save(driver: Driver, checkpoints: CheckpointFolder, progress: Progress) -> None:
+    files = pack(driver.training, progress, keep=driver.world.is_main)
+    if driver.world.is_main:
+        checkpoints.write(progress.step, files, is_best=False)
+    driver.world.barrier()  # the kill of the last rank must not interrupt the write
 
 
 def _run_script(subject: Subject, trial: Trial, log: Path) -> None:

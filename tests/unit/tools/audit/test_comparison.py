@@ -6,7 +6,7 @@ import pytest
 
 from samestep.tools.audit.comparison import Trace, first_difference, reference_command
 from samestep.tools.audit.worlds import World
-from samestep.tools.verify_engine.causes import Cause
+from samestep.tools.verify.causes import Cause
 
 Event = dict[str, Any]
 

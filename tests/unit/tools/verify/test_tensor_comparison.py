@@ -1,6 +1,7 @@
 """Digests and distances of tensors, and gradients of zero except for rounding: optimizers scale it to a full step."""
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.tools.verify_engine.tensor_comparison import (
+from samestep.tools.verify.tensor_comparison import (
     StepTensors,
     digest,
     digest_any,
@@ -16,7 +17,6 @@ from samestep.tools.verify_engine.tensor_comparison import (
     distance,
     leaves,
 )
-from samestep.tools.verify_engine.trials import Trial
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 TOLERANCE = 1e-4
@@ -78,25 +78,14 @@ def test_distance_of_incompatible_tensors_is_infinite() -> None:
     assert distance(torch.ones(2), torch.zeros(2), min_scale=10.0) == 0.1
 
 
-def distances(
-    folder: Path, gradient: torch.Tensor, state: torch.Tensor, tolerance: float | None = TOLERANCE
-) -> dict[str, dict[str, float]]:
+def distances(folder: Path, gradient: torch.Tensor, state: torch.Tensor) -> dict[str, dict[str, float]]:
     """Return the distances of a step from a reference with `GRADIENT` and `STATE`."""
     for name, tensors in (("reference", (GRADIENT, STATE)), ("other", (gradient, state))):
-        is_reference = name == "reference"
-        trial = Trial(
-            tolerance=tolerance,
-            folder=folder / name,
-            processes=1,
-            steps=1,
-            writes_tensors=is_reference,
-            reference=None if is_reference else folder / "reference",
-        )
-        trial.folder.mkdir()
-        record = StepTensors(trial, rank=0)
+        (folder / name).mkdir()
+        tensors_of_step = StepTensors(folder / name, None if name == "reference" else folder / "reference")
         for kind, tensor in zip(("gradients", "state"), tensors, strict=True):
-            record.add(kind, {"blocks.1.mixed.bias": tensor})
-        result = record.end_step(1)
+            tensors_of_step.add(kind, {"blocks.1.mixed.bias": tensor})
+        result = tensors_of_step.end_step(1)
     return result
 
 
@@ -116,12 +105,23 @@ def test_state_that_differs_after_equal_gradients_is_a_difference(tmp_path: Path
     assert result["state"]["blocks.1.mixed.bias"] > TOLERANCE
 
 
+def test_large_gradient_is_no_rounding(tmp_path: Path) -> None:
+    result = distances(tmp_path, torch.tensor([1e-9, 0.5, 0.5]), torch.tensor([0.010, 0.200, 0.100]))
+    assert result["state"]["blocks.1.mixed.bias"] > TOLERANCE
+    assert "rounding" not in result
+
+
 def test_elements_of_rounding_do_not_hide_others(tmp_path: Path) -> None:
     result = distances(tmp_path, torch.tensor([-2e-9, 0.5, -0.5]), torch.tensor([-0.010, 0.250, 0.300]))
     assert result["state"]["blocks.1.mixed.bias"] == pytest.approx(0.05 / 0.3, rel=0.5)
 
 
-def test_every_difference_counts_without_a_tolerance(tmp_path: Path) -> None:
-    result = distances(tmp_path, torch.tensor([-2e-9, 0.5, -0.5]), torch.tensor([-0.010, 0.200, 0.300]), tolerance=None)
-    assert result["state"]["blocks.1.mixed.bias"] > TOLERANCE
-    assert "rounding" not in result
+def test_objects_enter_a_digest_by_their_class() -> None:
+    @dataclass
+    class Output:
+        logits: torch.Tensor
+        note: object
+
+    first, second = Output(torch.ones(2), object()), Output(torch.ones(2), object())
+    assert digest_any(first) == digest_any(second)
+    assert digest_any(first) != digest_any(Output(torch.zeros(2), object()))
