@@ -73,20 +73,19 @@ def parallel(
         return module
     config = StrategyConfig(name=strategy) if isinstance(strategy, str) else strategy
     view = joined_view(config, reduction)
+    options: dict[str, Any] = {
+        "microbatches": microbatches,
+        "batch_norm": batch_norm,
+        "reduction": reduction,
+        "whole": whole,
+        "strict": strict,
+    }
     if process_state.observe_module is not None:
-        given = {"strategy": config and config.name, "reduction": reduction, "batch_norm": batch_norm}
-        process_state.observe_module(module, {**given, "microbatches": microbatches})
+        process_state.observe_module(module, {"strategy": config and config.name, **options})
     size = view.ranks.size
     require_microbatches(microbatches, size)
     if size > 1 or reduction == "exact":  # otherwise calls of one process are the script's own
         view.require_equal(module)
-        options: dict[str, Any] = {
-            "microbatches": microbatches,
-            "batch_norm": batch_norm,
-            "reduction": reduction,
-            "whole": whole,
-            "strict": strict,
-        }
         chosen = _strategy(view, config, reduction, tensor_slices, tensor_plan)
         chosen.prepare(module)
         _divide(module, ParallelModule(view, module, chosen, **options))
