@@ -80,8 +80,7 @@ def parallel(
         "whole": whole,
         "strict": strict,
     }
-    if process_state.observe_module is not None:
-        process_state.observe_module(module, {"strategy": config and config.name, **options})
+    _observe(module, {"strategy": config and config.name, **options})
     size = view.ranks.size
     require_microbatches(microbatches, size)
     if size > 1 or reduction == "exact":  # otherwise calls of one process are the script's own
@@ -90,6 +89,11 @@ def parallel(
         chosen.prepare(module)
         _divide(module, ParallelModule(view, module, chosen, **options))
     return module
+
+
+def _observe(module: nn.Module, options: dict[str, Any]) -> None:
+    if process_state.observe_module is not None:
+        process_state.observe_module(module, options)
 
 
 @contextmanager
