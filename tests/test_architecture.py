@@ -52,6 +52,7 @@ PUBLIC = {
     "cross_entropy",
     "epochs",
     "evaluate",
+    "full_state_dict",
     "init",
     "is_main",
     "main_first",

@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.ranks import reduce_dict as reduce_dict
     from samestep.session import init as init
     from samestep.session import start as start
+    from samestep.strategies.divided_parameters import full_state_dict as full_state_dict
 
 __version__ = "0.1.0"
 
@@ -70,6 +71,7 @@ _HOMES = {
     "epochs": "data.whole_batches",
     "evaluate": "engine.evaluation",
     "FunctionMetric": "metrics.metrics",
+    "full_state_dict": "strategies.divided_parameters",
     "init": "session",
     "is_main": "ranks",
     "launch": "launcher.launch",

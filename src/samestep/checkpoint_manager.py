@@ -43,6 +43,7 @@ from samestep.launcher.job import process_state
 from samestep.metrics.metrics import BestRule, Mode
 from samestep.microbatches import require_position
 from samestep.session import init
+from samestep.strategies.divided_parameters import divided_parameters, is_divided
 
 Part = TypeVar("Part")
 
@@ -77,13 +78,18 @@ class _PlainLoop:
     @property
     def training(self) -> Training:
         scaler = self._scaler or torch.amp.GradScaler(enabled=False)
-        return Training(self.model, self.optimizer, self.scheduler, scaler)
+        return Training(
+            self.model, self.optimizer, self.scheduler, scaler, local_parameters=divided_parameters(self.model)
+        )
 
     def check(self) -> None:
         """Require equal parameters, buffers and state of the optimizer on all ranks; a collective."""
-        tensors = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
+        values = dict(self.model.state_dict())
         for number, state in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"{number}.{slot}": value for slot, value in state.items() if isinstance(value, torch.Tensor)}
+            values |= {f"{number}.{slot}": value for slot, value in state.items()}
+        tensors = {
+            name: value for name, value in values.items() if isinstance(value, torch.Tensor) and not is_divided(value)
+        }
         sums = all_gather(str(checksum(tensors)), self.world) if self.world.size > 1 else []
         if len(set(sums)) > 1:
             ranks = [rank for rank, value in enumerate(sums) if value != sums[0]]

@@ -19,6 +19,7 @@ from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.launcher.job import process_state
 from samestep.session import SessionOptions, init
+from samestep.strategies.divided_parameters import is_divided
 from samestep.strategies.replicated import Replicated
 from samestep.view.compiled import ForwardOfCalls, with_compiler
 from samestep.view.parallel import ParallelModule
@@ -274,6 +275,13 @@ def _require_arguments(module: Any, reduction: str, batch_norm: str) -> None:
             expected="the module itself",
             fix="remove the wrapper: samestep.parallel(model)",
             code="E_WRAPPED_MODEL",
+        )
+    if any(is_divided(parameter) for parameter in module.parameters()):
+        raise InputError(
+            f"samestep.parallel received a {type(module).__name__} whose parameters are divided already",
+            expected="a module that no strategy has divided, with all its parts",
+            fix="give the whole model to samestep.parallel once, and not its parts",
+            code="E_INCOMPATIBLE",
         )
     choices = (
         ("reduction", reduction, ("fast", "exact")),

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import samestep
+from samestep.config import StrategyConfig
 from samestep.errors import SamestepError
 from samestep.global_view import parallel_module
 from samestep.view.view import View
@@ -20,11 +22,11 @@ from samestep.view.view import View
 Check = Callable[[], Any]
 
 
-def run_checks(checks: dict[str, Check]) -> dict[str, list[Any]]:
+def run_checks(checks: dict[str, Check], strategy: StrategyConfig | None = None) -> dict[str, list[Any]]:
     """Return for each check what it returned on each rank; a text that begins with `failed:` for an exception."""
     torch.set_default_dtype(torch.float64)
     View.divides_small_calls = True
-    world = samestep.init(threads=1, timeout=timedelta(seconds=60))
+    world = samestep.init(threads=1, timeout=timedelta(seconds=60), strategy=strategy)
     results = {}
     for name, check in checks.items():
         torch.manual_seed(0)
@@ -76,7 +78,8 @@ def difference(one: list[Tensor | None], other: list[Tensor | None]) -> float:
         if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
             return math.inf
         if a.numel():
-            found = float((a.detach() - b.detach()).abs().max())
+            full = b.full_tensor() if isinstance(b, DTensor) else b
+            found = float((a.detach() - full.detach()).abs().max())
             largest = max(largest, math.inf if math.isnan(found) else found)
     return largest
 

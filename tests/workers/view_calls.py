@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import samestep
 from helpers.view_checks import deviation, difference, error_code, gradients, run_checks
+from samestep.config import MeshConfig, StrategyConfig
 from samestep.global_view import parallel_module
 from samestep.launcher.job import process_state
 from samestep.view.ranks import Ranks
@@ -33,9 +34,12 @@ def check(function: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
-def run(names: list[str]) -> dict[str, list[Any]]:
+def run(names: list[str], strategy: str = "ddp", replicate: int = 1) -> dict[str, list[Any]]:
     """Return the results of the named checks on each rank."""
-    return run_checks({name: CHECKS[name] for name in names})
+    config = None
+    if strategy != "ddp":
+        config = StrategyConfig(name=strategy, mesh=MeshConfig(replicate=replicate))  # type: ignore[arg-type]
+    return run_checks({name: CHECKS[name] for name in names}, config)
 
 
 def network() -> nn.Module:

@@ -7,7 +7,8 @@ with gathered parameters. Private: attributes of FSDP's states (torch 2.11 and 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -18,13 +19,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from samestep.errors import InputError
+from samestep.errors import InputError, RunError
 from samestep.reduce.reduction import Reduction
+from samestep.strategies.divided_parameters import divided_like, full_tensor
 from samestep.strategies.fsdp import shard_model
-from samestep.strategies.local_parameters import Division
 from samestep.view.call import Call
-from samestep.view.crossings import crossing, leave
+from samestep.view.crossings import crossing, leave, replicated
+from samestep.view.exchange import CallExchange
 from samestep.view.hub import Hub
+from samestep.view.recomputation import recomputation_inside
+from samestep.view.region import current_region
 from samestep.view.slots import ParameterSlots, replaced
 from samestep.view.strategy import CallParameters, Strategy
 
@@ -38,25 +42,43 @@ class Sharded(Strategy):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._units: list[_Unit] = []
+        self.gathers = _Gathers(())
+        self._replaced: dict[int, weakref.ref[nn.Parameter]] = {}
         self._parameters: _ShardedParameters | None = None
 
     def prepare(self, module: nn.Module) -> None:
         """Divide the parameters."""
-        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-            raise InputError(
-                f"a module of the class {type(module).__name__} whose parameters are divided already",
-                expected="a module that was divided once, with all its parts",
-                fix="give the whole model to samestep.parallel, not its parts",
-                code="E_INCOMPATIBLE",
-            )
+        # Outside of calls every plain tensor is replicated. Private; public as a context only.
+        DTensor._op_dispatcher._allow_implicit_replication = True
         classes = {part: type(part) for part in module.modules()}
+        self._replaced = {id(one): weakref.ref(one) for one in module.parameters()}
         shard_model(module, self._world, is_exact=False, is_engine=False)
+        for one in module.parameters():
+            self._replaced.pop(id(one), None)
         self._units = [_Unit(part, classes[part]) for part in classes if isinstance(part, FSDPModule)]
+        self.gathers = _Gathers(self._units)
+        for unit in self._units:
+            unit.gathers = self.gathers
         if _load_full not in module._load_state_dict_pre_hooks.values():
             module.register_load_state_dict_pre_hook(_load_full)
 
+    def require_current(self, optimizer: torch.optim.Optimizer) -> None:
+        """Require that an optimizer has none of the parameters that were divided."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                reference = self._replaced.get(id(parameter))
+                if reference is not None and reference() is parameter:
+                    raise InputError(
+                        f"{type(optimizer).__name__} has parameters from before samestep.parallel divided them",
+                        expected="an optimizer of the divided parameters",
+                        fix="make the optimizer after samestep.parallel",
+                        code="E_OPTIMIZER",
+                    )
+
     def parameters(self, call: Call) -> CallParameters:
         """Return the parameters of a call, with hooks of FSDP."""
+        for unit in self._units:
+            unit.refresh()
         complete = [one for one in call.parameters() if not isinstance(one, DTensor)]
         divided = [one for one in call.parameters() if isinstance(one, DTensor)]
         known = self._parameters
@@ -66,36 +88,79 @@ class Sharded(Strategy):
                 hub = Hub(call.module, complete, self.reduction, self._before_reduction)
             known = _ShardedParameters(self._units, call.module, divided, complete, hub, self)
             self._parameters = known
+        self.gathers.begin_call((call.module.training, torch.is_grad_enabled()))
         return known
 
-    def whole(self, module: nn.Module) -> AbstractContextManager[None]:
+    @contextmanager
+    def whole(self, module: nn.Module) -> Iterator[None]:
         """Put gathered parameters into the module; each rank keeps its part of their whole gradients."""
-        return self._gathered(module, lambda parameter: _gathered(parameter, None))
+        again = recomputation_inside(lambda: self.whole(module))
+        with self._gathered(module, lambda parameter: _gathered(parameter, None)), again:
+            yield
 
     def complete(self, module: nn.Module) -> AbstractContextManager[None]:
         """Put gathered parameters into the module, as leaves."""
         return self._gathered(
             module,
-            lambda parameter: nn.Parameter(_full(parameter), requires_grad=parameter.requires_grad),
+            lambda parameter: nn.Parameter(full_tensor(parameter.detach()), requires_grad=parameter.requires_grad),
         )
 
     @contextmanager
     def _gathered(self, module: nn.Module, full: Callable[[DTensor], torch.Tensor]) -> Iterator[None]:
-        self.hide()
-        mapping: dict[torch.Tensor, torch.Tensor] = {
-            one: full(one) for one in module.parameters() if isinstance(one, DTensor)
-        }
+        mapping: dict[torch.Tensor, torch.Tensor] = {}
+        with torch._C._DisableFuncTorch():
+            for one in module.parameters():
+                if isinstance(one, DTensor):
+                    mapping[one] = full(one)
         with ParameterSlots(module).replaced(mapping):
             yield
-
-    def hide(self) -> None:
-        """Give the module its divided parameters."""
-        for unit in self._units:
-            unit.hide()
 
     def before_reduction(self) -> None:
         """Send a word before the sums of a backward."""
         self._before_reduction()
+
+
+class _Gathers:
+    """Gathers of the divided calls of a module, in order, so that a rank that fails can take part in the others.
+
+    Each has the number of sums inside of the call, as of batch norm, that precede it.
+    """
+
+    def __init__(self, units: Sequence[_Unit]) -> None:
+        self._known: dict[Hashable, list[tuple[_Unit, int]]] = {}
+        self._expected = [(unit, 0) for unit in units]
+        self._key: Hashable = None
+        self._done: list[tuple[_Unit, int]] = []
+
+    def begin_call(self, key: Hashable) -> None:
+        """Begin a call of a kind; the call before was complete."""
+        if self._done:
+            self._known[self._key] = self._done
+        self._done = []
+        self._key = key
+        self._expected = self._known.get(key, self._expected)
+
+    def add(self, unit: _Unit) -> None:
+        """Note a gather."""
+        region = current_region()
+        sums = 0 if region is None else len(getattr(region.exchange, "sizes", ()))
+        self._done.append((unit, sums))
+
+    def abandon_call(self) -> None:
+        """Forget the gathers of a call that ended early."""
+        self._done = []
+
+    def leave(self, exchange: CallExchange, device: torch.device) -> None:
+        """Take part in the remaining gathers, and in the sum among them that ends the call on all ranks."""
+        remaining = self._expected[len(self._done) :]
+        before = len(exchange.sizes)
+        for unit, sums in remaining:
+            if sums <= before:
+                unit.gather()
+        exchange.leave(device)
+        for unit, sums in remaining:
+            if sums > before:
+                unit.gather()
 
 
 class _Unit:
@@ -107,11 +172,17 @@ class _Unit:
     """
 
     def __init__(self, module: Any, own_class: type[nn.Module]) -> None:
+        self.gathers: _Gathers | None = None
         self._module = module
         self._state: Any = module._get_fsdp_state()
         # The state has the only strong reference to itself in the module.
         self._state._pre_forward_hook_handle.remove()
         self._state._post_forward_hook_handle.remove()
+        for group in self._state._fsdp_param_groups:
+            group._register_state_dict_hooks = _nothing  # between calls, the divided parameters are in place
+            for parameter in group.fsdp_params:
+                parameter._post_load_hook_handle.remove()  # `refresh` does the same
+                parameter._place = parameter.sharded_param._local_tensor.data_ptr()
         for key in (STATE_KEY, REGISTRY_KEY):
             del module.__dict__[key]
         module.__class__ = own_class
@@ -121,6 +192,8 @@ class _Unit:
 
     def before(self, module: nn.Module, arguments: Any, options: Any) -> Any:
         """Gather parameters."""
+        if self.gathers is not None and torch._C._current_graph_task_id() == -1:
+            self.gathers.add(self)
         with torch._C.DisableTorchFunction():  # not operations of the script
             return self._state._pre_forward(module, arguments, options)
 
@@ -143,12 +216,42 @@ class _Unit:
             for parameter in group.fsdp_params:
                 parameter._setattr_on_modules(parameter.sharded_param)
 
+    def refresh(self) -> None:
+        """Notice parameters that were assigned or moved since the last call.
+
+        Raises:
+            RunError: a parameter was assigned that is not divided.
+        """
+        for group in self._state._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                info = parameter._module_info
+                own = info.module._parameters.get(info.param_name)
+                if own is parameter.sharded_param and own._local_tensor.data_ptr() == parameter._place:
+                    continue
+                if not isinstance(own, DTensor):
+                    raise RunError(
+                        f"the parameter {info.param_name} of {type(info.module).__name__} was replaced",
+                        expected="the divided parameters of samestep.parallel, with new values at most",
+                        fix="change the module before samestep.parallel, or copy values into the parameter",
+                        code="E_INCOMPATIBLE",
+                    )
+                parameter.reset_sharded_param()
+                parameter._place = parameter.sharded_param._local_tensor.data_ptr()
+
     def show(self) -> None:
         """Put the gathered parameters into the module, if they are in memory."""
         for group in self._state._fsdp_param_groups:
             if group.is_unsharded:
                 for parameter in group.fsdp_params:
                     parameter._setattr_on_modules(parameter._unsharded_param)
+
+    def gather(self) -> None:
+        """Gather and free parameters."""
+        for group in self._state._fsdp_param_groups:
+            group._to_sharded()
+            group.unshard()
+            group.wait_for_unshard()
+            group._to_sharded()
 
     def free(self) -> None:
         """Free gathered parameters, which can have other values now."""
@@ -217,9 +320,6 @@ class _ShardedParameters(CallParameters):
         with self._installed(others, leaves):
             try:
                 yield
-            except BaseException:
-                root.reset()
-                raise
             finally:
                 if not torch.is_grad_enabled():
                     root.free()
@@ -241,9 +341,11 @@ class _ShardedParameters(CallParameters):
         if task != self._backward:
             self._backward = task
             self._strategy.before_reduction()
-        self._kept = [one.grad for one in self._divided]
-        for one in self._divided:
+        self._kept = [(one.grad, one._post_accumulate_grad_hooks) for one in self._divided]
+        for one, (_, hooks) in zip(self._divided, self._kept, strict=True):
             one.grad = None
+            if hooks is not None:  # FSDP would call them, and the script's graph does
+                one._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         root, *others = self._units
         root.show()
         with self._installed(others, leaves):
@@ -259,10 +361,21 @@ class _ShardedParameters(CallParameters):
         """Return the sums over ranks for divided parameters, and own gradients of the others for the hub."""
         count = len(self._divided)
         sums = [one.grad for one in self._divided]
-        for one, kept in zip(self._divided, self._kept, strict=False):
-            one.grad = kept
+        for one, (gradient, hooks) in zip(self._divided, self._kept, strict=False):
+            one.grad = gradient
+            if hooks is not None:
+                one._post_accumulate_grad_hooks = hooks
         self._kept = []
         return [*sums, *super().take_gradients(leaves[count:])]
+
+    def leave(self, exchange: CallExchange, device: torch.device) -> None:
+        """Leave the call after a failure of the own rows."""
+        self._strategy.gathers.leave(exchange, device)
+
+    def abandon(self) -> None:
+        """Forget the forward of the call; otherwise ranks would prefetch different parameters."""
+        self._strategy.gathers.abandon_call()
+        self._units[0].reset()
 
     def forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward with the hooks of FSDP on the module itself."""
@@ -302,13 +415,6 @@ class _Differentiable(CallParameters):
             yield
 
 
-def _full(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the full value of a divided parameter. A collective."""
-    assert isinstance(parameter, DTensor)
-    local: torch.Tensor = parameter._local_tensor  # private; `to_local` would belong to the graph
-    return Division.of(parameter).full_tensor(local.detach())
-
-
 def _gathered(parameter: torch.Tensor, reduction: Reduction | None) -> torch.Tensor:
     """Return the full value of a divided parameter; its gradient becomes divided. Differentiable.
 
@@ -318,26 +424,24 @@ def _gathered(parameter: torch.Tensor, reduction: Reduction | None) -> torch.Ten
     """
 
     def back(gradient: torch.Tensor) -> list[torch.Tensor]:
+        gradient = replicated(gradient)
         if reduction is not None:
             gradient = leave([gradient], reduction)
-        return [_divided(gradient, division, reduction)]
+        return [_divided(gradient, shape, reduction)]
 
-    assert isinstance(parameter, DTensor)
-    division = Division.of(parameter)
-    return crossing([parameter], lambda value: [_full(value)], back)[0]
+    shape = parameter.detach()
+    return crossing([parameter], lambda value: [full_tensor(value.detach())], back)[0]
 
 
-def _divided(full: torch.Tensor, division: Division, reduction: Reduction | None) -> torch.Tensor:
-    """Return the own part of a full tensor, as a DTensor; its gradient becomes full. Differentiable."""
+def _divided(full: torch.Tensor, parameter: torch.Tensor, reduction: Reduction | None) -> torch.Tensor:
+    """Return a full tensor divided as a parameter; its gradient becomes full. Differentiable."""
+    return crossing(
+        [full], lambda value: [divided_like(parameter, value)], lambda gradient: [_gathered(gradient, reduction)]
+    )[0]
 
-    def part(full: torch.Tensor) -> list[torch.Tensor]:
-        local = division.local_part(full.detach()).clone(memory_format=torch.contiguous_format)
-        placed = DTensor.from_local(
-            local, division.mesh, division.placements, run_check=False, shape=division.shape, stride=division.stride
-        )
-        return [placed]
 
-    return crossing([full], part, lambda gradient: [_gathered(gradient, reduction)])[0]
+def _nothing() -> None:
+    """Stand for the hooks of FSDP that divide parameters before `state_dict`."""
 
 
 def _not_a_view(value: Any) -> Any:
@@ -351,4 +455,4 @@ def _load_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
         if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             if value.shape != parameter.shape:  # torch reports the difference
                 continue
-            state_dict[prefix + name] = _divided(value.to(parameter.device), Division.of(parameter), None)
+            state_dict[prefix + name] = divided_like(parameter, value)

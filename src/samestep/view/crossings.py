@@ -159,3 +159,11 @@ def totals(sums: Sums, parts: Parts) -> list[torch.Tensor]:
         return [total, *[total.clone() for _ in own[1:]]]  # slices may write into them
 
     return crossing(parts, cross, lambda *gradients: totals(sums, gradients))
+
+
+def replicated(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as a plain tensor: a loss with divided parameters outside of calls gives a DTensor."""
+    if type(gradient) is torch.Tensor or not hasattr(gradient, "full_tensor"):
+        return gradient
+    full: torch.Tensor = gradient.full_tensor()
+    return full

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_unflatten
 
 from samestep.reduce.reduction import Reduction
 from samestep.view.call import Call
-from samestep.view.crossings import RowBounds, cut, enter
+from samestep.view.crossings import RowBounds, cut, enter, replicated
 from samestep.view.division import Division, Output
 from samestep.view.exchange import CallExchange
 from samestep.view.inner import Inner, inner_graph
@@ -219,7 +219,8 @@ class DividedCall:
             results.append(result)
             return [leaf for leaf in result.leaves if isinstance(leaf, torch.Tensor)]
 
-        inner = Inner(region, compute, parameters, position, self._before)
+        recomputes = self.division.form == "inner"
+        inner = Inner(region, compute, parameters, position, self._before, recomputes=recomputes)
         outputs = iter(inner_graph(inner, [*inner.aliases, *[own[place] for place in places]]))
         result = results.pop()  # a reference would keep the inner graph
         leaves = [next(outputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in result.leaves]
@@ -396,6 +397,7 @@ class GatherOutputs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of the own outputs, and zeros for the anchors."""
         crossing = ctx.crossing
+        gradients = tuple(None if one is None else replicated(one) for one in gradients)
         crossing.before_backward([None if stays else one for one, stays in zip(gradients, crossing.stays, strict=True)])
         count = len(crossing.outputs)
         own: list[torch.Tensor | None] = [None] * crossing.tensors

@@ -113,6 +113,7 @@ class Inner:
         parameters: parameters of the call; their leaves come first.
         position: place of the slice among the own ones.
         before: state of the module and of the generators before the call.
+        recomputes: the call uses activation checkpointing.
 
     Attributes:
         draws: shapes of the draws of the forward; set by `compute`.
@@ -125,6 +126,8 @@ class Inner:
         parameters: CallParameters,
         position: int,
         before: Snapshot,
+        *,
+        recomputes: bool,
     ) -> None:
         self.aliases = parameters.aliases(position)
         self.draws: list[tuple[int, ...]] = []
@@ -134,6 +137,7 @@ class Inner:
         self._parameters = parameters
         self._position = position
         self._before = before
+        self._recomputes = recomputes
 
     def leaves(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the leaves of the graph from the aliases and the arguments with gradients."""
@@ -179,7 +183,7 @@ class Inner:
             RunError: the forward writes buffers. In the plain loop those of checkpointed parts would be written again,
                 and the others not.
         """
-        if self._before.has_buffers:
+        if self._recomputes and self._before.has_buffers:
             raise RunError(
                 "create_graph=True through a call with activation checkpointing whose forward writes buffers",
                 expected="checkpointed parts without batch norm, or gradients that are not differentiated again",

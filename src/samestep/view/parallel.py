@@ -420,7 +420,10 @@ class ParallelModule:
                 with _eager(kind):
                     results = divided.compute(call.eager, parameters)
         except Exception:  # boundary: computed whole below, where the script's own exception comes on all ranks
-            exchange.leave(view.device)
+            if parameters is None:
+                exchange.leave(view.device)
+            else:
+                parameters.leave(exchange, view.device)
         difference = difference_between_ranks(view, kind, divided, results)
         if difference is None and results is not None:
             exchange.end_forward()
@@ -435,6 +438,8 @@ class ParallelModule:
                 results, parameters, partial(self._before_backward, has_sums=bool(exchange.sizes))
             )
         snapshot.restore()
+        if parameters is not None:
+            parameters.abandon()
         return self._computed_again(kind, call, str(difference), is_unknown=difference == OTHER_OPERATIONS)
 
     def _divided_into(self) -> str:

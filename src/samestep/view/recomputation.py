@@ -1,9 +1,9 @@
-"""Activation checkpointing switched off, where a recomputation in the backward could not be right."""
+"""Activation checkpointing switched off, or surrounded, where a recomputation alone could not be right."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +20,37 @@ def checkpointing_off() -> Iterator[None]:
     generator = checkpointing._checkpoint_without_reentrant_generator
     checkpointing.CheckpointFunction = _KeepActivations  # type: ignore[misc, assignment]
     checkpointing._checkpoint_without_reentrant_generator = _nothing_around
+    try:
+        yield
+    finally:
+        checkpointing.CheckpointFunction = function  # type: ignore[misc]
+        checkpointing._checkpoint_without_reentrant_generator = generator
+
+
+@contextmanager
+def recomputation_inside(surroundings: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Let the backward compute the parts that are checkpointed in this block inside of `surroundings`."""
+    function = checkpointing.CheckpointFunction
+    generator = checkpointing._checkpoint_without_reentrant_generator
+
+    def surrounded(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def computed(*arguments: Any, **options: Any) -> Any:
+            if torch._C._current_graph_task_id() == -1:  # the forward
+                return compute(*arguments, **options)
+            with surroundings():
+                return compute(*arguments, **options)
+
+        return computed
+
+    class Surrounded:
+        @staticmethod
+        def apply(compute: Callable[..., Any], *arguments: Any) -> Any:
+            return function.apply(surrounded(compute), *arguments)
+
+    checkpointing.CheckpointFunction = Surrounded  # type: ignore[misc, assignment]
+    checkpointing._checkpoint_without_reentrant_generator = lambda compute, *arguments, **options: generator(
+        surrounded(compute), *arguments, **options
+    )
     try:
         yield
     finally:

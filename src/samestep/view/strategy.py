@@ -27,6 +27,7 @@ from torch import nn
 from samestep.distributed.world import World
 from samestep.reduce.reduction import Reduction
 from samestep.view.call import Call
+from samestep.view.exchange import CallExchange
 from samestep.view.ranks import Ranks
 
 
@@ -81,6 +82,18 @@ class CallParameters(ABC):
         for leaf in leaves:
             leaf.grad = None
         return gradients
+
+    def leave(self, exchange: CallExchange, device: torch.device) -> None:
+        """Leave the call after a failure of the own rows: take part in what the other ranks wait for.
+
+        Args:
+            exchange: exchange of the call.
+            device: device of its messages.
+        """
+        exchange.leave(device)
+
+    def abandon(self) -> None:  # noqa: B027  # most strategies keep nothing of a forward
+        """Forget the forward of the call, which all ranks compute again whole."""
 
     def forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function that computes an own slice, in place of the module's own forward."""
@@ -146,6 +159,13 @@ class Strategy(ABC):
 
     def share_buffers(self, buffers: Sequence[tuple[nn.Module, str]]) -> None:  # noqa: B027  # most write them alike
         """Make buffers that a divided call has written equal on the ranks that compute the same rows."""
+
+    def require_current(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  # parameters mostly stay
+        """Require that an optimizer has the parameters that the module has since `prepare`.
+
+        Raises:
+            InputError: it was made before.
+        """
 
     def require_no_pending(self) -> None:  # noqa: B027  # most strategies keep none
         """Require that the gradients of all backwards were summed.

@@ -1,0 +1,91 @@
+"""Parameters that are divided between ranks as DTensors: full tensors of them, and their parts of full tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from samestep.checkpoint.state import SavedParameters
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_divided(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor. Its class is slow to import, and is then not needed."""
+    return type(tensor).__name__ == "DTensor" or hasattr(tensor, "_local_tensor")
+
+
+class DividedParameters(SavedParameters):
+    """Parameters of a module, some of them DTensors, for checkpoints. Optimizers have the same tensors.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.local = dict(module.named_parameters())
+        self.is_divided = True
+
+    def full_tensor(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """Return the full value of a parameter, or of state of its shape. A collective."""
+        return full_tensor(local)
+
+    def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """Return a full tensor divided as the parameter; a tensor of another shape is unchanged."""
+        parameter = self.local[name]
+        if not is_divided(parameter) or full.shape != parameter.shape:
+            return full
+        return divided_like(parameter, full)
+
+
+def divided_parameters(module: nn.Module) -> DividedParameters | None:
+    """Return the parameters of a module for a checkpoint; None if each rank has all of them."""
+    if any(is_divided(parameter) for parameter in module.parameters()):
+        return DividedParameters(module)
+    return None
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full value of a tensor without a graph; the tensor itself if it is not divided. A collective."""
+    if not is_divided(tensor):
+        return tensor
+    from samestep.strategies.local_parameters import Division  # slow to import
+
+    divided: Any = tensor
+    local: torch.Tensor = divided._local_tensor  # private; `to_local` would belong to the graph
+    return Division.of(divided).full_tensor(local.detach())
+
+
+def divided_like(parameter: torch.Tensor, full: torch.Tensor) -> DTensor:
+    """Return a full tensor, which every rank has, divided as a parameter; without a graph."""
+    from torch.distributed.tensor import DTensor
+
+    from samestep.strategies.local_parameters import Division
+
+    assert isinstance(parameter, DTensor)
+    division = Division.of(parameter)
+    part = division.local_part(full.detach()).to(parameter.device)
+    local = part.clone(memory_format=torch.contiguous_format)
+    return DTensor.from_local(
+        local, division.mesh, division.placements, run_check=False, shape=division.shape, stride=division.stride
+    )
+
+
+def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict of a module with full tensors under the names of the plain module.
+
+    Under `fsdp` and `hsdp`, `module.state_dict()` has the parts of this rank, and the result copies of all parts; under
+    other strategies the result is `module.state_dict()`. Call it on every rank. `module.load_state_dict` takes full
+    tensors under every strategy.
+
+    Args:
+        module: a module, given to `samestep.parallel` or not.
+    """
+    state = dict(module.state_dict())
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            state[name] = full_tensor(value.detach())
+    return state
