@@ -276,7 +276,7 @@ def _require_arguments(module: Any, reduction: str, batch_norm: str) -> None:
             fix="remove the wrapper: samestep.parallel(model)",
             code="E_WRAPPED_MODEL",
         )
-    if any(is_divided(parameter) for parameter in module.parameters()):
+    if parallel_module(module) is None and any(is_divided(parameter) for parameter in module.parameters()):
         raise InputError(
             f"samestep.parallel received a {type(module).__name__} whose parameters are divided already",
             expected="a module that no strategy has divided, with all its parts",
