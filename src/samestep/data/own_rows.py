@@ -36,6 +36,7 @@ from samestep.data.batch_plan import (
     shapes_of,
     unpack,
 )
+from samestep.data.epoch_order import IndexBatch
 from samestep.data.sample_reader import Decision, Reading, Request, SampleReader, as_it_is, init_worker
 from samestep.distributed.logging import logger
 from samestep.errors import DataError, RankMismatchError
@@ -186,8 +187,10 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
 
     def _requested(self, index: Any) -> Request:
         indices = list(index)
-        repeats = getattr(index, "repeats", None)
-        if repeats is None and self._counts_repeats:
+        repeats: list[int] | None = None
+        if isinstance(index, IndexBatch):
+            repeats = index.repeats
+        elif self._counts_repeats:
             repeats = self._counted(indices)
         ranks, decision = self.state.ranks, self.state.decision
         bounds = [(0, len(indices))] if ranks is None else ranks.bounds(len(indices))

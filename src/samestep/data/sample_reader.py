@@ -174,7 +174,7 @@ class SampleReader(Dataset[Any]):
         if callable(getattr(self.dataset, "__getitems__", None)):
             samples: list[Any] = self.dataset.__getitems__(indices)
             return samples
-        return [self._sample(index) for index in indices]
+        return self._each(indices)
 
     def _unseeded(self, indices: list[Any]) -> _Samples:
         if not self._skips:
@@ -205,13 +205,20 @@ class SampleReader(Dataset[Any]):
         return _Samples(samples, positions, skipped)
 
     def _sample(self, index: Any) -> Any:
+        return self._each([index])[0]
+
+    def _each(self, indices: list[Any]) -> list[Any]:
+        samples = []
+        index = None
         try:
-            return self.dataset[index]
+            for index in indices:  # used after an error
+                samples.append(self.dataset[index])
         except SamestepError:
             raise  # the message names the sample
         except Exception as error:
             error.add_note(f"while loading sample {index} of the dataset")
             raise
+        return samples
 
     def _seed(self, purpose: Literal["sample", "collate"], request: Request, position: int) -> None:
         facts = [request.epoch, sample_number(request.indices[position])]
