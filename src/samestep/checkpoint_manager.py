@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from samestep.checkpoint.checksum import checksum
 from samestep.checkpoint.compatibility import (
     Tensors,
     encode,
@@ -30,14 +31,11 @@ from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.snapshot import AsyncCheckpointWriter, HostBuffers, SavedCheckpoint
 from samestep.checkpoint.state import Training, load, read_verified, snapshot
 from samestep.checkpoint.store import STATE, CheckpointFolder
-from samestep.data.loader import Loader
 from samestep.data.whole_batches import WholeBatches, epochs
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import passed_generators
 from samestep.distributed.world import RunContext, all_gather
-from samestep.engine.checksum import checksum
-from samestep.engine.engine import Engine
 from samestep.errors import InputError, RankMismatchError
 from samestep.launcher.job import process_state
 from samestep.metrics.metrics import BestRule, Mode
@@ -49,16 +47,14 @@ Part = TypeVar("Part")
 
 
 class _PlainLoop:
-    """Model and optimizer of a loop without an engine; the members are those of an engine.
+    """Model and optimizer of a loop.
 
     Attributes:
         steps: steps of the optimizer, with those before a resumption.
     """
 
-    number = 0
-
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, others: tuple[Any, Any]) -> None:
-        self.world, self.config, self.steps = init(), _NoOptions(), 0
+        self.world, self.steps = init(), 0
         self.model, self.optimizer = model, optimizer
         self.scheduler, self._scaler = others
         own = set(model.parameters())
@@ -117,11 +113,6 @@ class _Generators:
                 generator.set_state(state)
 
 
-@dataclass(frozen=True)
-class _NoOptions:
-    """Options of a step: those of a plain loop are its code."""
-
-
 class CheckpointManager:
     """Checkpoints of one training loop: complete or absent, verified, resumable on any number of ranks.
 
@@ -136,10 +127,10 @@ class CheckpointManager:
     Args:
         folder: folder with one subfolder per checkpoint. Locked against other processes until this object is closed
             or deleted.
-        model: the model, or several by name: `{"generator": generator, "critic": critic}`; or an engine or several.
+        model: the model, or several by name: `{"generator": generator, "critic": critic}`.
             The number of a checkpoint is the largest number of steps of an optimizer.
         batches: training data, or several loaders by name; the cursor of the first is the position of the loop.
-        optimizer: optimizer of the model, or several by the names of the models; None with engines.
+        optimizer: optimizer of the model, or several by the names of the models.
         scheduler: schedule of the optimizer, or several by name.
         scaler: the `GradScaler` of the loop.
         state: other objects by name: with `state_dict` and `load_state_dict`, such as schedulers that the loop steps;
@@ -156,8 +147,8 @@ class CheckpointManager:
     def __init__(
         self,
         folder: str | Path,
-        model: torch.nn.Module | Engine | Mapping[str, torch.nn.Module] | Mapping[str, Engine],
-        batches: Loader | WholeBatches | Mapping[str, Loader] | Mapping[str, WholeBatches],
+        model: torch.nn.Module | Mapping[str, torch.nn.Module],
+        batches: WholeBatches | Mapping[str, WholeBatches],
         *,
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
         scheduler: LRScheduler | Mapping[str, LRScheduler] | None = None,
@@ -172,16 +163,15 @@ class CheckpointManager:
         self._best: float | None = None
         self._saved: int | None = None  # number of the last checkpoint
         self._saved_hashes: dict[str, str] = {}  # of its state that the loop can change between steps
-        self._loaders: dict[str, Loader | WholeBatches] = _by_name(batches)
-        self._engines = _parts(_by_name(model), optimizer, scheduler, scaler)
-        self._world = world = next(iter(self._engines.values())).world
+        self._loaders: dict[str, WholeBatches] = _by_name(batches)
+        self._loops = _parts(_by_name(model), optimizer, scheduler, scaler)
+        self._world = world = next(iter(self._loops.values())).world
         self._objects = dict(state or {})
-        if any(isinstance(part, _PlainLoop) for part in self._engines.values()):  # an engine seeds its own numbers
-            self._objects |= {"script_generators": _Generators(world.device)}
+        self._objects |= {"script_generators": _Generators(world.device)}
         for name, loader in self._loaders.items():
             if isinstance(loader, WholeBatches) and loader.has_state:
                 self._objects |= {f"order_of_loader_{name}".rstrip("_"): loader}
-        for each in self._engines.values():
+        for each in self._loops.values():
             require_savable(each.model, each.optimizer, each.scheduler, self._objects)
         self._folder = CheckpointFolder(_place(Path(folder)), keep)
         self._background, self._is_entered = background, False
@@ -208,10 +198,10 @@ class CheckpointManager:
                 self.save()
 
     def save(self, values: Mapping[str, float] | None = None) -> bool:
-        """Save engines, schedules, objects and positions. Call on every rank; rank 0 writes.
+        """Save models, optimizers, schedules, objects and positions. Call on every rank; rank 0 writes.
 
         Args:
-            values: results of `engine.evaluate` for this state. The checkpoint becomes `best` if they are the best so
+            values: results of an evaluation of this state. The checkpoint becomes `best` if they are the best so
                 far; a loss or a value that is not finite never is.
 
         Returns:
@@ -230,8 +220,8 @@ class CheckpointManager:
                 code="E_CHECKPOINT_WRITE",
             )
         self._require_equal_state()
-        for engine in self._engines.values():
-            engine.check()  # ranks must agree on the saved state
+        for loop in self._loops.values():
+            loop.check()  # ranks must agree on the saved state
         problem = None
         try:
             is_best = values is not None and self._rule.is_best(values, self._best)
@@ -275,10 +265,10 @@ class CheckpointManager:
         if path is None:
             return False
         names = {file.removesuffix(STATE).removesuffix(".") for file in file_names(path) if file.endswith(STATE)}
-        require_same_names("engines", names, self._engines)
+        require_same_names("models", names, self._loops)
         trainings = {_prefix(name): training for name, training in self._trainings()}
         states = read_verified(path, trainings)
-        saved = {name: states[_prefix(name)] for name in self._engines}
+        saved = {name: states[_prefix(name)] for name in self._loops}
         changes = [change for name, state in saved.items() for change in self._changes(name, state.progress)]
         require_unchanged_settings(list(dict.fromkeys(changes)), self._world.is_main, accept_changes=accept_changes)
         if self._world.is_main:
@@ -307,13 +297,13 @@ class CheckpointManager:
 
     @property
     def _step(self) -> int:
-        return max(engine.steps for engine in self._engines.values())
+        return max(loop.steps for loop in self._loops.values())
 
     def _trainings(self) -> Iterator[tuple[str, Training]]:
-        """Yield the objects of each engine; those of the loop belong to the first engine in alphabetical order."""
-        first = min(self._engines)
-        for name, engine in self._engines.items():
-            yield name, replace(engine.training, objects=self._objects if name == first else {})
+        """Yield the objects of each model; those of the loop belong to the first model in alphabetical order."""
+        first = min(self._loops)
+        for name, loop in self._loops.items():
+            yield name, replace(loop.training, objects=self._objects if name == first else {})
 
     def _snapshot(self, buffers: HostBuffers | None) -> dict[str, Contents]:
         loaders = {
@@ -322,13 +312,10 @@ class CheckpointManager:
         }
         files: dict[str, Contents] = {}
         for name, training in self._trainings():
-            engine = self._engines[name]
             progress = Progress(
-                step=engine.steps,
+                step=self._loops[name].steps,
                 cursor=next(iter(loaders.values())).cursor,
                 best=self._best,
-                settings=asdict(engine.config),
-                engine=engine.number,
                 loaders=loaders,
             )
             own = snapshot(training, progress, buffers)
@@ -344,7 +331,7 @@ class CheckpointManager:
             raise RankMismatchError(
                 f"ranks have a different {differing[0]}",
                 expected="schedules, optimizers, modules and objects in state change in the same way on every rank",
-                fix="compute them from values of all ranks, such as result.loss or those of engine.evaluate",
+                fix="compute them from values of all ranks, such as those of samestep.all_gather",
             )
 
     def _hashes(self) -> dict[str, str]:
@@ -361,12 +348,11 @@ class CheckpointManager:
                 for key in sorted(set(kind) - {"objects"}):
                     text = json.dumps(kind[key]).encode()
                     hashes[f"state of {_prefix(name)}{key}"] = hashlib.blake2b(text, digest_size=4).hexdigest()
-            hashes[f"tensors in the state of {name or 'the engine'}"] = str(checksum(dict(tensors.values())))
+            hashes[f"tensors in the state of {name or 'the loop'}"] = str(checksum(dict(tensors.values())))
         return hashes
 
     def _changes(self, name: str, saved: Progress) -> Iterator[str]:
         """Yield the options that differ from those of a checkpoint."""
-        yield from setting_changes(name or "engine", saved.settings, asdict(self._engines[name].config))
         if saved.loaders:
             require_same_names("loaders", saved.loaders, self._loaders)
         for key, loader in saved.loaders.items():
@@ -376,9 +362,7 @@ class CheckpointManager:
     def _restore(self, saved: Mapping[str, SavedState]) -> None:
         for name, state in saved.items():
             progress = state.progress
-            self._engines[name].steps, self._best = progress.step, progress.best
-            if progress.step:
-                self._engines[name].number = progress.engine
+            self._loops[name].steps, self._best = progress.step, progress.best
             positions = {key: loader.cursor for key, loader in progress.loaders.items()}
             for key, cursor in (positions or {next(iter(self._loaders)): progress.cursor}).items():
                 loader = self._loaders[key]
@@ -408,21 +392,10 @@ def _place(folder: Path) -> Path:
 
 def _report(context: RunContext, saved: SavedCheckpoint) -> None:
     context.status.checkpoint_saved()
-    for callback in context.callbacks:
-        callback.checkpoint_saved(saved.step, saved.path, saved.is_best)
 
 
-def _parts(models: Mapping[str, Any], *others: Any) -> dict[str, Engine | _PlainLoop]:
-    """Return the engines, or the parts of a plain loop, by name."""
-    if all(isinstance(model, Engine) for model in models.values()):
-        if any(other is not None for other in others):
-            raise InputError(
-                "CheckpointManager has an engine, and an optimizer, a scheduler or a scaler",
-                expected="these with a model: an engine has its own",
-                fix="CheckpointManager(folder, engine, batches)",
-                code="E_CHECKPOINT_WRITE",
-            )
-        return dict(models)
+def _parts(models: Mapping[str, Any], *others: Any) -> dict[str, _PlainLoop]:
+    """Return the parts of a loop by name."""
     optimizer, scheduler, scaler = others
     optimizers, schedulers = (
         dict(other) if isinstance(other, Mapping) else dict.fromkeys(list(models)[: len(models) == 1], other)
@@ -440,12 +413,12 @@ def _parts(models: Mapping[str, Any], *others: Any) -> dict[str, Engine | _Plain
 
 
 def _by_name(parts: Part | Mapping[str, Part]) -> dict[str, Part]:
-    """Return engines or loaders by name; a single one has no name."""
+    """Return models or loaders by name; a single one has no name."""
     if not isinstance(parts, Mapping):
         return {"": parts}
     if not parts or not all(name.isidentifier() for name in parts):
         raise InputError(
-            f"the names of engines or loaders are {list(parts)}",
+            f"the names of models or loaders are {list(parts)}",
             expected="at least one, by names of letters, digits and underscores",
             fix='CheckpointManager(folder, {"generator": generator, "critic": critic}, batches)',
             code="E_CHECKPOINT_WRITE",

@@ -23,7 +23,6 @@ CODES = {
     "E_RUN": "The run failed.",
     "E_NONFINITE": "A loss or a gradient is not finite. With `non_finite: skip`: most steps of a run were skipped.",
     "E_RANK_MISMATCH": "Ranks hold different models, weights, buffers, optimizer state or other state of a checkpoint.",
-    "E_WITNESS": "A microbatch has another loss, gradient or buffer when a second rank computes it again.",
     "E_RANK_SETTINGS": "Ranks have different optimizers, learning rates, losses or settings of a step.",
     "E_RANK_BATCH": "Ranks step or evaluate different global batches, or read different datasets.",
     "E_CHECKPOINT_WRITE": "A checkpoint cannot be written, or cannot hold a value. Earlier checkpoints are unchanged.",
@@ -43,10 +42,9 @@ CODES = {
     "E_LOOPBACK": "The loopback interface of the machine does not work.",
     "E_NOT_PICKLABLE": "A function, an argument or a result cannot be sent between processes.",
     "E_REDUCE_DICT": "`reduce_dict` received different keys or shapes on different ranks, or nothing was counted.",
-    "E_BATCH": "A batch is not a pair `(inputs, targets)` and no forward function was given, or is not of a loader.",
+    "E_BATCH": "A batch of a recipe is not a pair `(inputs, targets)`.",
     "E_SHAPE": "Outputs, targets or weights have shapes that do not match, or cannot be joined.",
-    "E_LOSS": "A loss function or a term of a `MultiLoss` is not usable, or counted no samples.",
-    "E_BUFFER": "A forward changes a buffer, parameter, variable or generator that the rules for buffers do not cover.",
+    "E_LOSS": "A loss function of a recipe returns no scalar, or counted no samples.",
     "E_OPTIMIZER": "The optimizer does not hold exactly the trained parameters, or it or a scheduler does not fit.",
     "E_INCOMPATIBLE": "Two options of the recipe, or a strategy and the model, exclude each other.",
     "E_WRAPPED_MODEL": "The model, or a part of it, is wrapped in DDP, FSDP, torch.compile or TorchScript.",
@@ -199,17 +197,6 @@ class RankMismatchError(RunError):
     """Ranks hold different weights, buffers or optimizer state."""
 
     default_code = "E_RANK_MISMATCH"
-
-
-class WitnessError(RunError):
-    """Microbatch that has other bits when it is computed again: silent data corruption.
-
-    Attributes:
-        ranks: ranks with wrong results; several if further results did not decide.
-    """
-
-    default_code = "E_WITNESS"
-    ranks: tuple[int, ...] = ()
 
 
 class CheckpointWriteError(RunError):

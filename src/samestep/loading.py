@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from samestep.config import BadSamples, SampleOrder
-from samestep.data.loader import Loader
-from samestep.data.microbatch_dataset import Collate, SizedDataset
-from samestep.data.samplers import Sampler
+from samestep.data.samples import SizedDataset
 from samestep.data.whole_batches import WholeBatches, whole_batches
 from samestep.distributed.env import read_rendezvous
-from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.global_view import joined_view
 from samestep.launcher.job import process_state
 from samestep.view.batches import ViewOfBatches
 from samestep.view.fingerprints import script_line
 
-# Arguments of a loader that only `samestep.Engine` uses.
-_OF_ENGINE = ("microbatches", "prepare", "count_tokens", "keeps_microbatch_size")
 _LOADER_DEFAULTS: dict[str, Any] = {
     "batch_size": 1,
     "shuffle": None,
@@ -48,46 +40,12 @@ _LOADER_DEFAULTS: dict[str, Any] = {
 }
 
 
-@overload
-def loader(dataset: SizedDataset, *, world: World, **options: Any) -> Loader: ...
-
-
-@overload
-def loader(
-    dataset: SizedDataset | DataLoader[Any],
-    batch_size: int | None = 1,
-    shuffle: bool | None = None,
-    sampler: Sampler | None = None,
-    batch_sampler: Sampler | None = None,
-    num_workers: int = 0,
-    collate_fn: Collate | None = None,
-    pin_memory: bool = False,
-    drop_last: bool = False,
-    timeout: float = 0,
-    worker_init_fn: Callable[[int], None] | None = None,
-    multiprocessing_context: Any = None,
-    generator: torch.Generator | None = None,
-    *,
-    prefetch_factor: int | None = None,
-    persistent_workers: bool = False,
-    in_order: bool = True,
-    seed: int | None = None,
-    order: SampleOrder = "auto",
-    bad_samples: BadSamples = "stop",
-    lengths: Sequence[int] | None = None,
-    world: None = None,
-) -> WholeBatches: ...
-
-
-def loader(dataset: Any, *arguments: Any, world: World | None = None, **options: Any) -> Loader | WholeBatches:
+def loader(dataset: SizedDataset | DataLoader[Any], *arguments: Any, **options: Any) -> WholeBatches:
     """Return an iterable over the whole batches of one epoch, of which each rank reads its own rows.
 
     With a data set and the arguments of torch's `DataLoader`, the order is a function of (seed, epoch), and a run
     resumes at any batch at the same cost. With a `DataLoader`, the order is that of its samplers. Each iteration is an
     epoch. See `WholeBatches`.
-
-    With the world of `samestep.start`, each rank reads its own microbatches, as `samestep.Engine` takes them: see
-    `Loader`.
 
     Args:
         dataset: data set, or a `DataLoader` of torch, which stays as it is.
@@ -99,22 +57,11 @@ def loader(dataset: Any, *arguments: Any, world: World | None = None, **options:
             `lengths`: one length per sample; samples of similar length share a batch, to reduce padding.
             A sampler can also be a function of (seed, epoch) that returns indices. It is drawn once per epoch, with
             generators that are seeded by seed and epoch.
-        world: None for whole batches.
 
     Raises:
         InputError: an argument is invalid, or arguments do not fit together.
         DataError: the data set is empty.
     """
-    if world is not None:
-        return Loader(dataset, world=world, **options)
-    of_engine = [name for name in _OF_ENGINE if name in options]
-    if of_engine:
-        raise InputError(
-            f"a loader of whole batches has no {of_engine[0]}",
-            expected="the arguments of torch's DataLoader; samestep.parallel divides the calls of the model",
-            fix=f"leave out {of_engine[0]}, or pass world= for samestep.Engine",
-            code="E_LOADER",
-        )
     given = {**dict(zip(_LOADER_DEFAULTS, arguments, strict=False)), **options}
     unknown = [name for name in given if name not in _LOADER_DEFAULTS]
     if unknown or len(arguments) > len(_LOADER_DEFAULTS):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from samestep.config import DEFAULT_CHECKSUM_EVERY, DeviceKind, Reduction, StrategyConfig, resolve_mesh
+from samestep.config import DeviceKind, Reduction, StrategyConfig, resolve_mesh
 from samestep.distributed.collective_check import CollectiveCheck
 from samestep.distributed.devices import (
     ACCELERATOR,
@@ -68,7 +68,6 @@ def start(
     strategy: StrategyConfig | None = None,
     run: str | Path | None = None,
     loggers: Sequence[Logger | str] = (),
-    checksum_every: int = DEFAULT_CHECKSUM_EVERY,
     share_gpu: bool = False,
     adopt: bool = False,
 ) -> Iterator[World]:
@@ -87,7 +86,6 @@ def start(
         run: name of a run in `runs`, or a `Path` of its directory; None writes nothing. An existing run is continued.
         loggers: loggers of `World.log`, used on rank 0 and closed at the end of the block. With a run, they receive its
             events too; also `tensorboard`, `wandb` and `mlflow` by name.
-        checksum_every: with a run, steps between logged checksums of the state (`samestep diff`); 0 for none.
         share_gpu: several ranks may use one GPU; they communicate by gloo in place of NCCL.
         adopt: use the process group of another library in this process, if there is one, with its ranks and device;
             the group stays after the block. Ranks are not watched for hangs.
@@ -98,9 +96,7 @@ def start(
     Raises:
         InputError: device, default device or mesh do not fit, a process group exists, or the run cannot be written.
     """
-    options = SessionOptions(
-        device, reduction, timeout, strategy, run, tuple(loggers), checksum_every, share_gpu, adopt, threads
-    )
+    options = SessionOptions(device, reduction, timeout, strategy, run, tuple(loggers), share_gpu, adopt, threads)
     with _session(options) as world:
         yield world
 
@@ -114,7 +110,6 @@ def init(
     strategy: StrategyConfig | None = None,
     run: str | Path | None = None,
     loggers: Sequence[Logger | str] = (),
-    checksum_every: int = DEFAULT_CHECKSUM_EVERY,
     share_gpu: bool = False,
     adopt: bool = False,
 ) -> World:
@@ -136,16 +131,13 @@ def init(
         strategy: a strategy that divides the model needs torch's default group, which is then not private.
         run: as in `samestep.start`.
         loggers: as in `samestep.start`.
-        checksum_every: as in `samestep.start`.
         share_gpu: as in `samestep.start`.
         adopt: as in `samestep.start`.
 
     Raises:
         InputError: as in `samestep.start`; or the process has a world with other options.
     """
-    options = SessionOptions(
-        device, reduction, timeout, strategy, run, tuple(loggers), checksum_every, share_gpu, adopt, threads
-    )
+    options = SessionOptions(device, reduction, timeout, strategy, run, tuple(loggers), share_gpu, adopt, threads)
     if process_state.world is not None:
         _require_same(options)
         return process_state.world
@@ -173,7 +165,6 @@ class SessionOptions:
     strategy: StrategyConfig | None = None
     run: str | Path | None = None
     loggers: tuple[Logger | str, ...] = ()
-    checksum_every: int = DEFAULT_CHECKSUM_EVERY
     share_gpu: bool = False
     adopt: bool = False
     threads: int | None = None  # None: as the script has it, or a share of the cores
@@ -215,7 +206,7 @@ def _session(options: SessionOptions) -> Iterator[World]:
     _configure_process(options, own)
     check = CollectiveCheck(own.store, status, rank=own.rank, size=own.size, timeout=own.limit)
     stop = StopRequest() if options.is_private else _stop_request(worker)
-    context = RunContext(status, stop, check, callbacks=process_state.callbacks)
+    context = RunContext(status, stop, check)
     handles_signals = own.rendezvous is not None and not options.is_private
     try:
         world = replace(build_world(own.rank, own.size, own.device, context, strategy, own.limit), group=own.group)
@@ -225,7 +216,7 @@ def _session(options: SessionOptions) -> Iterator[World]:
             hide_ranks()
             world = replace(world, group=own.group, is_private=True)
         with context.resources as resources:
-            world = resources.enter_context(_with_loggers(world, options.run, options.loggers, options.checksum_every))
+            world = resources.enter_context(_with_loggers(world, options.run, options.loggers))
             for observer in process_state.on_world:
                 observer(world)
             with check.until_end(), _handlers_installed(context.stop) if handles_signals else nullcontext():
@@ -264,15 +255,13 @@ def _end_session(world: World, *, is_adopted: bool) -> None:
 
 
 @contextmanager
-def _with_loggers(
-    world: World, run: str | Path | None, loggers: Sequence[Logger | str], checksum_every: int
-) -> Iterator[World]:
+def _with_loggers(world: World, run: str | Path | None, loggers: Sequence[Logger | str]) -> Iterator[World]:
     """Yield the world with its loggers, and with the run if there is one."""
     process_state.run = run
     if run is not None and not process_state.is_experiment:
         from samestep.runs.folder import open_run  # worlds without a run do not need these modules
 
-        with open_run(run, loggers, world, checksum_every) as world_of_run:
+        with open_run(run, loggers, world) as world_of_run:
             yield world_of_run
         return
     names = [logger for logger in loggers if isinstance(logger, str)]

@@ -4,9 +4,7 @@ import shutil
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,12 +12,10 @@ import pytest
 from helpers.recorded import read_calls
 from helpers.system import Running, events, flip_bit, here, last_saved, samestep, state_of, steps_saved, tree, weights
 from samestep.config import DEFAULT_KEEP
-from samestep.data.microbatch_dataset import microbatches_of_short_batch
-from samestep.microbatches import owned_microbatches
 
 pytestmark = pytest.mark.slow
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
-SAMPLES, BATCH_SIZE, MICROBATCHES, STEPS_AN_EPOCH, STEPS = 102, 8, 4, 13, 39
+SAMPLES, STEPS_AN_EPOCH, STEPS = 102, 13, 39
 
 
 @dataclass(frozen=True)
@@ -66,15 +62,7 @@ def is_saved(run: Path, step: int) -> bool:
 
 
 def calls_of_rank_0(files: set[Path]) -> int:
-    return sum(len(microbatches) for rank, microbatches in map(read_calls, files) if rank == 0)
-
-
-def steps_of_calls(part: RunPart, rank: int) -> Iterator[int]:
-    """Yield the step of each call of the loss; the short batch at the end of an epoch has fewer microbatches."""
-    for step in count(part.begin + 1):
-        size = BATCH_SIZE if step % STEPS_AN_EPOCH else SAMPLES % BATCH_SIZE
-        number = microbatches_of_short_batch(size, BATCH_SIZE, MICROBATCHES)
-        yield from [step] * len(owned_microbatches(number, part.ranks, rank))
+    return sum(len(batches) for rank, batches in map(read_calls, files) if rank == 0)
 
 
 @dataclass(frozen=True)
@@ -94,15 +82,13 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     assert here("train", RECIPE, "--name", "whole", "--processes", 4, cwd=place) == 0
     before = seen_files(place)
 
-    # Step 6: rank 0 of 2 has two of the four microbatches of each step.
-    code = stopped_in(11, place, "train", RECIPE, "--name", "a", "--processes", 2, number=signal.SIGTERM)
+    code = stopped_in(6, place, "train", RECIPE, "--name", "a", "--processes", 2, number=signal.SIGTERM)
     assert code == 130
     stopped = state_of(run)["step"]
     first = RunPart(0, stopped, 2, sorted(seen_files(place) - before))
     before = seen_files(place)
 
     arguments = ("resume", run, "--processes", 3, "--checkpoint-every", 5)
-    # Step 19: rank 0 of 3 has one microbatch of each step.
     code = stopped_in(19 - stopped, place, *arguments, number=signal.SIGKILL, saved=(run, 15))
     assert code == -signal.SIGKILL
     second = RunPart(stopped, steps_saved(run)[-1], 3, sorted(seen_files(place) - before))
@@ -147,11 +133,11 @@ def test_no_sample_is_seen_twice_or_missed(story: Story) -> None:
     for part in story.parts:
         assert len(part.files) == part.ranks
         for file in part.files:
-            rank, microbatches = read_calls(file)
-            for step, indices in zip(steps_of_calls(part, rank), microbatches, strict=False):
+            rank, batches = read_calls(file)  # whole batches on every rank
+            for step, indices in enumerate(batches, start=part.begin + 1):
                 if step > part.end:
                     lost += len(indices)
-                else:
+                elif rank == 0:
                     epochs[(step - 1) // STEPS_AN_EPOCH] += indices
     assert lost > 0, "the kill lost no step, so this shows nothing"
     assert {epoch: sorted(indices) for epoch, indices in epochs.items()} == {
@@ -181,7 +167,7 @@ def test_damaged_checkpoint_is_refused_and_an_older_one_leads_to_the_same_weight
 def test_damaged_checkpoint_is_written_anew_when_its_step_comes_again(story: Story, damaged: Path) -> None:
     place = damaged.parents[1]
     arguments = ("resume", damaged, "--checkpoint", 13, "--checkpoint-every", 5)
-    code = stopped_in(4 * MICROBATCHES + 1, place, *arguments, number=signal.SIGKILL, saved=(damaged, 15))
+    code = stopped_in(5, place, *arguments, number=signal.SIGKILL, saved=(damaged, 15))
     assert code == -signal.SIGKILL
     assert here("resume", damaged, cwd=place) == 0
     assert weights(damaged) == story.whole

@@ -23,7 +23,6 @@ FLOORS = [
     ["data", "checkpoint", "metrics", "loggers"],
     ["view"],
     ["strategies"],
-    ["engine"],
     ["runs"],
     ["session"],
     ["checkpoint_manager", "zoo", "integrations", "global_view", "ranks"],

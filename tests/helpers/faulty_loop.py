@@ -8,36 +8,37 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import samestep
+from samestep.launcher.job import rank_and_size
 
 
 def main(kind: str, rank: int, step: int) -> None:
-    """Train, with a user-defined collective after each step."""
+    """Train on random data."""
     inputs = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
     dataset = TensorDataset(inputs, inputs[:, :3].argmax(dim=1))
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
+    samestep.init(device="cpu")
+    own = rank_and_size()[0]
+    model = samestep.parallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with samestep.start(device="cpu") as world:
-        engine = samestep.Engine(model, optimizer, nn.CrossEntropyLoss(), world=world)
-        batches = samestep.loader(dataset, batch_size=8, microbatches=4, shuffle=True, world=world)
-        with samestep.CheckpointManager("loop", engine, batches) as checkpoints:
-            checkpoints.resume()
-            for batch in batches:
-                engine.step(batch)
-                if engine.steps % 4 == 0:
-                    checkpoints.save()
-                fires = world.rank == rank and engine.steps == step and Path("fault").exists()
-                if fires:
-                    Path("fault").rename("fired.json")
-                    os.utime("fired.json")
-                if fires and kind == "fewer batches":
+    batches = samestep.loader(dataset, 8, shuffle=True)
+    with samestep.CheckpointManager("loop", model, batches, optimizer=optimizer) as checkpoints:
+        checkpoints.resume()
+        done = batches.cursor.samples // 8
+        for number, (rows, targets) in enumerate(batches, start=done + 1):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(rows), targets).backward()
+            optimizer.step()
+            if number % 4 == 0:
+                checkpoints.save()
+            if own == rank and number == step and Path("fault").exists():
+                Path("fault").rename("fired.json")
+                os.utime("fired.json")
+                if kind == "fewer batches":
                     break
-                dist.all_reduce(torch.ones(3))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from helpers.recorded import loss
-from samestep import Loss
 
 
 class FlippingAdamW(torch.optim.AdamW):
@@ -26,8 +25,8 @@ class FlippingAdamW(torch.optim.AdamW):
         return result
 
 
-def uneven(outputs: torch.Tensor, indices: torch.Tensor, *, sample: int) -> Loss:
+def uneven(outputs: torch.Tensor, indices: torch.Tensor, *, sample: int) -> torch.Tensor:
     """Return the loss of `recorded`, with a small error for one sample if there are two ranks."""
     value = loss(outputs, indices)
     is_wrong = dist.get_world_size() == 2 and outputs.requires_grad and bool((indices == sample).any())
-    return Loss(value.sum * (1 + 1e-6), value.count) if is_wrong else value
+    return value * (1 + 1e-6) if is_wrong else value

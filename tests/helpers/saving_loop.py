@@ -15,16 +15,16 @@ import samestep
 torch.manual_seed(0)
 inputs = torch.randn(48, 20)
 data = TensorDataset(inputs, inputs[:, :5].argmax(dim=1))
-model = nn.Linear(20, 5)
-with samestep.start(run="first", device="cpu") as world:
-    engine = samestep.Engine(model, torch.optim.SGD(model.parameters(), lr=0.5), nn.CrossEntropyLoss(), world=world)
-    batches = samestep.loader(data, batch_size=12, microbatches=4, shuffle=True, world=world)
-    checkpoints = samestep.CheckpointManager("checkpoints", engine, batches)
-    epochs = checkpoints.epochs(int(sys.argv[1]))
-    for number, _ in enumerate(epochs):
-        if number == 0 and world.is_main:
-            with Path("positions.txt").open("a", encoding="utf-8") as file:
-                file.write(f"{engine.steps}\n")
-        for batch in batches:
-            engine.step(batch)
-        checkpoints.save(engine.evaluate(batches))
+samestep.init(run="first", device="cpu")
+model = samestep.parallel(nn.Linear(20, 5))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+batches = samestep.loader(data, 12, shuffle=True)
+checkpoints = samestep.CheckpointManager("checkpoints", model, batches, optimizer=optimizer)
+for number, epoch in enumerate(checkpoints.epochs(int(sys.argv[1]))):
+    if number == 0 and samestep.is_main():
+        with Path("positions.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{4 * epoch}\n")
+    for images, targets in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), targets).backward()
+        optimizer.step()

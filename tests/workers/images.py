@@ -6,16 +6,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 import samestep
 from helpers.models import digest, seeded
-from samestep.config import BadSamples, Recipe, RunOptions
-from samestep.data.loader import Loader
+from samestep.config import Recipe, RunOptions
+from samestep.data.whole_batches import WholeBatches
 from samestep.distributed.world import World, all_gather
-from samestep.engine.engine import Engine
 from samestep.errors import DataError
-from samestep.metrics.metrics import build_metrics
-from samestep.recipes.builder import build
+from samestep.recipes.builder import build, start_world
 from samestep.zoo.images.datasets import load_image_list, load_images
 from samestep.zoo.splits import Splits
 
@@ -25,68 +24,64 @@ Outcome = dict[str, Any]
 
 
 class Net(nn.Sequential):
-    """A model without batch norm, which does not support microbatches of one image."""
+    """A small model without batch norm."""
 
     def __init__(self) -> None:
         super().__init__(nn.Conv2d(3, 4, 3, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
 
 
 def outcomes(paths: Sequence[Path]) -> list[Outcome]:
-    """Return the outcome of two epochs and an evaluation on the images of each folder or list.
+    """Return the outcome of two epochs on the images of each folder or list.
 
-    With `stop`, the messages of the errors; with `skip`, the hash of the weights, the evaluation and the skipped
-    samples.
+    With `stop`, the messages of the errors; with `skip`, the hash of the weights and the skipped samples.
     """
-    with samestep.start(device="cpu") as world:
-        return [_outcome(path, world) for path in paths]
+    world = samestep.init(device="cpu", reduction="exact")
+    return [_outcome(path, world) for path in paths]
 
 
 def _outcome(path: Path, world: World) -> Outcome:
     splits = (load_images if path.is_dir() else load_image_list)(str(path), image_size=8, evaluation_fraction=0.4)
-
-    def loaders(policy: BadSamples) -> list[Loader]:
-        parts = ((splits.train, True), (splits.evaluation, False))
-        return [
-            Loader(data, batch_size=BATCH, microbatches=MICROBATCHES, world=world, shuffle=shuffle, bad_samples=policy)
-            for data, shuffle in parts
-        ]
-
-    return {"stop": _messages(loaders("stop"), world), "skip": _trained(*loaders("skip"), splits, world)}
+    return {"stop": _messages(splits), "skip": _trained(splits, world)}
 
 
-def _messages(loaders: list[Loader], world: World) -> list[str]:
-    """Return the errors of all ranks. Computes no steps, in which other ranks would wait."""
+def _messages(splits: Splits) -> list[str]:
     messages = []
-    for loader in loaders:
+    for data in (splits.train, splits.evaluation):
         try:
-            for _ in loader:
+            for _ in samestep.loader(data, BATCH):
                 pass
         except DataError as error:
             messages.append(str(error))
-    return sorted(text for texts in all_gather(messages, world) for text in texts)
+    return sorted(messages)
 
 
-def _trained(train: Loader, evaluation: Loader, splits: Splits, world: World) -> dict[str, object]:
-    model = seeded(0, Net, dtype=torch.float32)
-    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.2), samestep.cross_entropy, world=world)
+def _trained(splits: Splits, world: World) -> dict[str, object]:
+    train, evaluation = (samestep.loader(data, BATCH, bad_samples="skip") for data in (splits.train, splits.evaluation))
+    model = samestep.parallel(seeded(0, Net, dtype=torch.float32), reduction="exact", microbatches=MICROBATCHES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     for _ in range(2):
-        for batch in train:
-            engine.step(batch)
-    values = engine.evaluate(evaluation, build_metrics(("accuracy",), len(splits.classes)))
-    left_out = [
-        sorted(text for texts in all_gather(loader.skipped, world) for text in texts) for loader in (train, evaluation)
-    ]
-    return {"weights": digest(model), "values": values, "left_out": left_out}
+        for images, targets in train:
+            optimizer.zero_grad()
+            functional.cross_entropy(model(images), targets).backward()
+            optimizer.step()
+    for _ in evaluation:
+        pass
+    return {"weights": digest(model), "left_out": [_skipped(batches, world) for batches in (train, evaluation)]}
+
+
+def _skipped(batches: WholeBatches, world: World) -> list[str]:
+    return sorted(text for texts in all_gather(batches.skipped, world) for text in texts)
 
 
 def built(recipe: Recipe) -> list[tuple[str, tuple[str, ...]]]:
     """Return the hash of the initial model and the notes, by rank."""
-    with samestep.start(device="cpu") as world:
-        job = build(recipe, RunOptions(device="cpu", workers=0), world)
-        return [(text, tuple(notes)) for text, notes in all_gather([digest(job.engine.model), job.notes], world)]
+    options = RunOptions(device="cpu", workers=0)
+    with start_world(recipe, options) as world:
+        job = build(recipe, options, world)
+        return [(text, tuple(notes)) for text, notes in all_gather([digest(job.driver.model), job.notes], world)]
 
 
 def built_from_own_files(recipes: list[Recipe]) -> None:
     """Build a different recipe on every rank."""
-    with samestep.start(device="cpu") as world:
+    with start_world(recipes[0], RunOptions(device="cpu")) as world:
         build(recipes[world.rank], RunOptions(device="cpu", workers=0), world)

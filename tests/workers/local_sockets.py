@@ -11,7 +11,7 @@ import torch
 import samestep
 from samestep.distributed.local_sockets import LocalSockets
 from samestep.errors import PeerLostError
-from workers.loader import gathered
+from workers.gathering import gathered
 
 World = samestep.World
 

@@ -11,7 +11,7 @@ from samestep.microbatches import owned_microbatches
 from samestep.reduce.tree import MicrobatchTree
 from samestep.strategies.fast_reduction import build_reduction
 from samestep.strategies.reduction import Reduction
-from workers.loader import gathered
+from workers.gathering import gathered
 
 World = samestep.World
 Tensors = list[torch.Tensor]

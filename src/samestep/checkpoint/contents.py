@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 MANIFEST = "manifest.json"
-_FORMAT = 1
+_FORMAT = 2
 Kind = TypeVar("Kind")
 _Count = Annotated[int, Ge(0), Le(2**62)]
 _Finite = Annotated[float, Gt(-math.inf), Lt(math.inf)]
@@ -70,8 +70,6 @@ class Progress(_Strict):
     recipe: dict[str, Any] = field(default_factory=dict)  # resolved recipe
     data: dict[str, Any] = field(default_factory=dict)  # settings of the training data of a recipe
     # Of own loops:
-    settings: dict[str, Any] = field(default_factory=dict)  # options of the engine
-    engine: _Count = 0  # number of the engine, on which random states depend
     loaders: dict[str, SavedLoader] = field(default_factory=dict)  # by name; the name of a single one is empty
 
 

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from samestep.data.epoch_order import EpochOrder
-from samestep.data.loader import Loader, loop_epochs
 from samestep.data.own_rows import BatchRanks, OwnRows, own_iterator
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import PassedGenerator, passed_generators
@@ -264,25 +263,19 @@ _OF_TORCH = (
 )
 
 
-def epochs(batches: Loader | WholeBatches, number: int) -> Iterator[int]:
+def epochs(batches: WholeBatches, number: int) -> Iterator[int]:
     """Yield the numbers of the epochs from the position of a loader to `number`, without `number`.
 
     After a resumption, the first one is the epoch of the checkpoint; if no epoch remains, one line says so. An epoch is
     complete when its batches were read, or the body has left it.
 
-    With a loader for `samestep.Engine`, an epoch is complete when the steps have used all its samples: if the body
-    leaves it early, the next iteration continues it, and after a stop request this loop ends with the step.
-
     Raises:
         InputError: the body used no batch of the loader.
     """
-    if batches.cursor.epoch >= number > 0 and _is_main(batches):
+    if batches.cursor.epoch >= number > 0 and _is_main():
         logger.info(
             "this run is complete: %d of %d epochs were trained by earlier starts", batches.cursor.epoch, number
         )
-    if isinstance(batches, Loader):
-        yield from loop_epochs(batches, number)
-        return
     while (begin := batches.cursor).epoch < number:
         yield begin.epoch
         if batches.cursor == begin:
@@ -296,6 +289,6 @@ def epochs(batches: Loader | WholeBatches, number: int) -> Iterator[int]:
             batches.end_epoch()
 
 
-def _is_main(batches: Loader | WholeBatches) -> bool:
-    world = batches.world if isinstance(batches, Loader) else process_state.world
+def _is_main() -> bool:
+    world = process_state.world
     return world.is_main if world is not None else rank_and_size()[0] == 0

@@ -39,32 +39,6 @@ def microbatch_seed(purpose: Purpose, seed: int, position: int, microbatch: int)
     return derive_seed(purpose, seed, position, microbatch)
 
 
-class EngineNumbers:
-    """Numbers of engines that step by turns, which makes them draw different random numbers.
-
-    The number of an engine is that of the other engines with a step between its creation and its first step. An engine
-    that is created after others have finished draws the same numbers as the only engine of a script.
-    """
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._created: list[int] = []  # steps of all engines before the creation of each
-        self._last: list[int] = []  # number of the last step of each
-
-    def add(self) -> int:
-        """Add an engine and return its index."""
-        self._created.append(self._steps)
-        self._last.append(0)
-        return len(self._last) - 1
-
-    def step(self, engine: int) -> int:
-        """Record a step of an engine, and return the number of others with a step since its creation."""
-        others = [last for other, last in enumerate(self._last) if other != engine]
-        self._steps += 1
-        self._last[engine] = self._steps
-        return sum(last > self._created[engine] for last in others)
-
-
 def seed_generators(seed: int, device: torch.device | None = None, *, concurrent: bool = False) -> None:
     """Seed the generators of Python, NumPy and torch, and that of `device` if `device` is a GPU.
 

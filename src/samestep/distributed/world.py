@@ -20,14 +20,12 @@ from samestep.config.strategy import AXES, MeshShape
 from samestep.distributed.collective_check import CollectiveCheck, is_lost_connection
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.local_sockets import LocalSockets, connect_locally
-from samestep.distributed.rng import EngineNumbers
 from samestep.distributed.signals import StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
 from samestep.errors import InputError, PeerLostError
 from samestep.microbatches import Shares
 
 if TYPE_CHECKING:
-    from samestep.engine.callbacks import Callback
     from samestep.loggers.logger import Logger
 
 
@@ -39,9 +37,7 @@ class RunContext:
     stop: StopRequest  # request to end at the next step boundary
     collective_check: CollectiveCheck  # check that all ranks issue the same operations
     loggers: tuple[Logger, ...] = ()  # loggers of `World.log`; empty on ranks other than 0
-    callbacks: Sequence[Callback] = ()  # callbacks of every engine
     resources: ExitStack = field(default_factory=ExitStack)  # loggers and run directory; end before the ranks part
-    engine_numbers: EngineNumbers = field(default_factory=EngineNumbers)  # on which random states of engines depend
     session: ExitStack = field(default_factory=ExitStack)  # of a world of `samestep.init`, which ends with it
 
     @classmethod

@@ -26,7 +26,6 @@ from samestep.launcher.watchdog import HANG_AFTER
 
 if TYPE_CHECKING:
     from samestep.distributed.world import World
-    from samestep.engine.callbacks import Callback
     from samestep.launcher.peer_watchdog import PeerWatchdog
     from samestep.launcher.worker import WorkerSpec
     from samestep.session import SessionOptions
@@ -98,8 +97,6 @@ class ProcessState:
     # later, and its group with it, torch waits for gloo threads that may wait for the GIL in turn.
     finished_groups: list[dist.ProcessGroup | None] = field(default_factory=list)
     source_files: SourceFiles = field(default_factory=SourceFiles)  # the user's modules of this process
-    # Callbacks of every engine of this process, for `samestep verify` and `samestep profile`.
-    callbacks: list[Callback] = field(default_factory=list)
     on_world: list[Callable[[World], None]] = field(
         default_factory=list
     )  # called with each world that this process enters

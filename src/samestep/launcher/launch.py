@@ -47,8 +47,8 @@ PRELOAD = (
     "torch._dynamo",
     "torch.nn.parallel",
     "cloudpickle",
-    "samestep.engine.engine",
-    "samestep.data.loader",
+    "samestep.global_view",
+    "samestep.loading",
 )
 
 

@@ -8,7 +8,7 @@ from samestep.units import plural
 
 # Failures that recur because the same state produces them again; and a device with wrong results, because the newest
 # checkpoint may contain some.
-_PERMANENT = ("NonFiniteError", "CheckpointWriteError", "WitnessError")
+_PERMANENT = ("NonFiniteError", "CheckpointWriteError")
 
 
 class RestartPolicy:

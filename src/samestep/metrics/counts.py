@@ -1,19 +1,16 @@
 """Metrics from integer counts: accuracy, and Dice and intersection over union from a confusion matrix.
 
-The sum of integers over microbatches and ranks is exact in any order.
+The sum of integers over batches is exact in any order.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from samestep.distributed.world import World, gather_numbers
 from samestep.errors import InputError
 
 MAX_CLASSES = 5_000  # of a confusion matrix
@@ -38,10 +35,10 @@ class CountMetric(ABC):
 
     def __init__(self, name: str, classes: int | None = None, ignore_index: int = -100) -> None:
         self.name, self.classes, self.ignore_index = name, classes, ignore_index
-        self.counts: torch.Tensor | None = None  # int64; None before the first microbatch
+        self.counts: torch.Tensor | None = None  # int64; None before the first batch
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """Count one microbatch.
+        """Count one batch.
 
         Args:
             outputs: logits `(N, C)` or `(N, C, ...)`; of binary targets `(N, 1, ...)` or `(N)`.
@@ -55,7 +52,7 @@ class CountMetric(ABC):
                 raise InputError(
                     f"metric {self.name} received {argument} as a {type(value).__name__}",
                     expected="a tensor of logits and a tensor of class numbers",
-                    fix="set metrics: [] in the recipe; in your own loop, use a metric that selects its arguments",
+                    fix="set metrics: [] in the recipe",
                     code="E_METRIC",
                 )
         channels = outputs.shape[1] if outputs.dim() > 1 else 1
@@ -71,36 +68,21 @@ class CountMetric(ABC):
         counts = self.count(outputs, targets, targets != self.ignore_index, channels)
         self.counts = counts if self.counts is None else self.counts + counts
 
-    def compute(self, world: World | None = None) -> float:
-        """Return the value over all counts, or those of all ranks of a world; NaN without any. Reset the counts."""
-        if world is None:
-            whole = self.counts
-            self.reset()
-            return math.nan if whole is None else self.value(whole)
-        sizes = [] if self.counts is None else list(self.counts.shape)
-        shape = max(gather_numbers(world, [*sizes, 0, 0][:2]))
-        if not any(shape):
-            return math.nan
+    def compute(self) -> float:
+        """Return the value over all counts, NaN without any, and reset the counts."""
         counts = self.counts
-        if counts is None:
-            counts = torch.zeros([size for size in shape if size], dtype=torch.int64, device=world.device)
-        world.all_reduce(counts)
         self.reset()
-        return self.value(counts)
+        return math.nan if counts is None else self.value(counts)
 
     def reset(self) -> None:
         """Reset the counts."""
         self.counts = None
 
-    def mark(self) -> Callable[[], None]:
-        """Return a function that drops later updates."""
-        return partial(setattr, self, "counts", self.counts)
-
     @abstractmethod
     def count(
         self, outputs: torch.Tensor, targets: torch.Tensor, is_counted: torch.Tensor, channels: int
     ) -> torch.Tensor:
-        """Return the counts of one microbatch: an int64 tensor of one or two dimensions."""
+        """Return the counts of one batch: an int64 tensor of one or two dimensions."""
 
     @abstractmethod
     def value(self, counts: torch.Tensor) -> float:
@@ -185,11 +167,3 @@ class OverlapMetric(ConfusionMatrix):
             return 1.0
         scores = 2 * both / sizes if self._score == "dice" else both / (sizes - both)
         return float(scores[occurs].mean())
-
-
-def rounded_sum(values: list[float]) -> float:
-    """Return the sum, rounded once, so in any order; the plain sum if `fsum` fails on infinities or overflow."""
-    try:
-        return math.fsum(values)
-    except (ValueError, OverflowError):
-        return sum(values)

@@ -34,8 +34,6 @@ from samestep.config.validation import require
 from samestep.distributed.resources import usable_processors
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
-from samestep.engine.batch_norm_checks import uses_batch_statistics
-from samestep.engine.learning_rate import scale_rates
 from samestep.errors import RecipeError
 from samestep.global_view import parallel, world_of_process
 from samestep.launcher.job import process_state
@@ -43,8 +41,9 @@ from samestep.loading import loader
 from samestep.metrics.counts import CountMetric
 from samestep.metrics.metrics import LossMetric, build_metrics
 from samestep.recipes.driver import Driver
+from samestep.recipes.learning_rate import scale_rates
 from samestep.recipes.loss import LossFunction, RecipeLoss
-from samestep.recipes.model_options import transform_model
+from samestep.recipes.model_options import transform_model, uses_batch_statistics
 from samestep.recipes.parameter_groups import apply_layer_decay, freeze, parameter_groups, set_training_mode
 from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.samples import IndexedCollate, indexed

@@ -20,13 +20,12 @@ from samestep.config import Recipe
 from samestep.data.batch import channels_last, move
 from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
-from samestep.engine.ema import AveragedWeights
-from samestep.engine.microbatch_forward import autocast, call_model
-from samestep.engine.tensor_bits import copy_tensors
 from samestep.errors import RunError
 from samestep.global_view import any_rank, no_sync
 from samestep.metrics.metrics import LossMetric, Metric
 from samestep.microbatches import microbatch_bounds
+from samestep.recipes.ema import AveragedWeights, copy_tensors
+from samestep.recipes.forward import autocast, call_model
 from samestep.recipes.loss import RecipeLoss
 from samestep.recipes.non_finite import non_finite_error
 from samestep.recipes.samples import RecipeBatch, pair_of, parts_of

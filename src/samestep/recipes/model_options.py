@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from samestep.config import RecipeStep
@@ -52,3 +53,11 @@ def _checkpointed_modules(model: torch.nn.Module, patterns: tuple[str, ...]) -> 
     names = match_patterns(modules, patterns, key="step.recompute", kind="module", example="blocks.*")
     # The outermost modules only: their children are recomputed with them.
     return [modules[name] for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+
+def uses_batch_statistics(model: torch.nn.Module) -> bool:
+    """Return whether a norm layer of the model uses statistics of the batch in its present mode."""
+    return any(
+        isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        for module in model.modules()
+    )

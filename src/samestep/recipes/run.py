@@ -25,7 +25,6 @@ from samestep.distributed.devices import set_tf32
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.logging import logger
 from samestep.distributed.world import World
-from samestep.engine.microbatch_forward import autocast, call_model
 from samestep.errors import DataError, InputError
 from samestep.launcher.job import process_state
 from samestep.loggers.logger import EVENTS, JsonlLogger, RunLogger
@@ -36,6 +35,7 @@ from samestep.metrics.counts import MAX_CLASSES, ConfusionMatrix
 from samestep.metrics.metrics import BestRule, LossMetric, Metric
 from samestep.metrics.overlays import is_segmentation, write_overlays
 from samestep.recipes.builder import TASKS, Built, build, build_model, find, start_world
+from samestep.recipes.forward import autocast, call_model
 from samestep.recipes.non_finite import skipped_most
 from samestep.recipes.recipe_files import (
     DatasetInfo,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from samestep.data.batch import map_tensors
-from samestep.data.microbatch_dataset import Collate, SizedDataset
+from samestep.data.samples import Collate, SizedDataset
 from samestep.data.streams.dataset import StreamDataset
 from samestep.errors import DataError
 from samestep.microbatches import microbatch_bounds

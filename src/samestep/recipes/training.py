@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch.optim.lr_scheduler import LambdaLR
 
+from samestep.checkpoint.checksum import checksum_event
 from samestep.checkpoint.compatibility import require_unchanged_settings, setting_changes
 from samestep.checkpoint.contents import Progress
 from samestep.checkpoint.snapshot import AsyncCheckpointWriter, SavedCheckpoint
@@ -24,8 +25,6 @@ from samestep.config.validation import require
 from samestep.data.whole_batches import WholeBatches
 from samestep.distributed.status import WaitClock
 from samestep.distributed.world import all_gather
-from samestep.engine.checksum import checksum_event
-from samestep.engine.learning_rate import apply_schedule
 from samestep.errors import CheckpointWriteError, InputError
 from samestep.global_view import any_rank
 from samestep.loggers.logger import Logger, RunLogger
@@ -33,6 +32,7 @@ from samestep.loggers.rank_monitor import RankProgress
 from samestep.metrics.metrics import BestRule, LossMetric, Metric
 from samestep.microbatches import Cursor, require_position
 from samestep.recipes.driver import Driver, StepResult
+from samestep.recipes.learning_rate import apply_schedule
 from samestep.recipes.samples import RecipeBatch
 from samestep.units import plural
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from samestep.checkpoint.checksum import checksum
 from samestep.distributed.status import odd_ranks, ranks_text
 from samestep.distributed.world import World, all_gather
-from samestep.engine.checksum import checksum
 from samestep.errors import DataError
 from samestep.zoo.options import require_path
 from samestep.zoo.paddle import read_pdparams

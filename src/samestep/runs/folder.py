@@ -21,7 +21,6 @@ from samestep.checkpoint.files import write_atomically
 from samestep.checkpoint.lock import LOCK, FolderLock
 from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.config import DEFAULT_KEEP, LOGGERS
-from samestep.config.validation import require
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.env import read_environment
@@ -44,20 +43,18 @@ _OTHERS = {LOCK, "checkpoints", "logs"}
 
 
 @contextmanager
-def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World, checksum_every: int) -> Iterator[World]:
-    """Create or continue a run directory, and yield the world with its loggers and callbacks. Collective.
+def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World) -> Iterator[World]:
+    """Create or continue a run directory, and yield the world with its loggers. Collective.
 
     Args:
         run: name of a folder in `runs`, or the path of a directory as a `Path`. Equal on every rank.
         loggers: loggers in addition to `events.jsonl`, as objects or by name.
         world: the ranks.
-        checksum_every: steps between logged checksums of the state, 0 for none.
 
     Raises:
-        InputError: `checksum_every` is negative, the name is invalid, the directory cannot be written or is of
-            something else, another process writes to it, ranks have different names, or a logger is unknown.
+        InputError: the name is invalid, the directory cannot be written or is of something else, another process writes
+            to it, ranks have different names, or a logger is unknown.
     """
-    require(checksum_every >= 0, f"checksum_every is {checksum_every}", "at least 1 step, or 0", "checksum_every=10")
     requested = run_directory(run)
     folder = requested.absolute()
     _require_trackers(loggers)
@@ -72,7 +69,7 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World, che
         held = HeldFolder(folder) if world.is_main else None
         destinations = _destinations(folder, loggers) if world.is_main else []
         with RunLogger(destinations, held) as logger, RankMonitor(folder, world) as monitor:
-            events = LoopEvents(logger, is_new=is_new, checksum_every=checksum_every)
+            events = LoopEvents(logger)
             monitor.follow(lambda: events.rank_progress)
             if world.is_main:
                 process_state.source_files.note_imports()
@@ -80,14 +77,14 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World, che
                 started = {"arguments": sys.argv[1:], "directory": os.getcwd()}
                 started |= {"script": sys.argv[0], "started_as": "function" if is_function else "script"}
                 append_start(folder, environment(world, **started))
-            context = world.context
-            context = replace(context, loggers=tuple(destinations), callbacks=[*context.callbacks, events])
             try:
-                yield replace(world, context=context)
+                yield replace(world, context=replace(world.context, loggers=tuple(destinations)))
             except SystemExit as end:
                 if is_exit(end):
                     events.end()
                 raise
+            finally:
+                events.close()
             events.end()
 
 

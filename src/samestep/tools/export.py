@@ -13,8 +13,8 @@ from torch import nn
 
 from samestep.config import Recipe
 from samestep.data.batch import map_tensors, tensors_of
-from samestep.engine.microbatch_forward import as_arguments, call_model
 from samestep.errors import InputError, RunError
+from samestep.recipes.forward import as_arguments, call_model
 from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.run import build_task, trained_model
 from samestep.session import start

@@ -343,8 +343,6 @@ class ParallelModule:
             )
         return self._divided(kind, kind.division, call)
 
-    # --- trial -----------------------------------------------------------------------------------
-
     def _try(self, kind: Kind, call: Call) -> None:
         """Decide by a trial whether calls of a kind can be divided."""
         division: Division | None = None

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch.utils.data import default_collate
 
-from samestep.data.microbatch_dataset import Collate, SizedDataset
+from samestep.data.samples import Collate, SizedDataset
 from samestep.data.streams.source import fingerprint_of
 from samestep.errors import DataError
 from samestep.report_limits import printable

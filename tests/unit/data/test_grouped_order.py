@@ -1,18 +1,10 @@
 """Order grouped by length: similar lengths share a global batch; a permutation independent of ranks."""
 
-from typing import Any
-
 import numpy
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.drawing_datasets import Draws, jittered
-from samestep.data.loader import Loader
 from samestep.data.order import Indices, global_order, grouped_order
-from samestep.errors import InputError
-from samestep.microbatches import Cursor
-from unit.data.test_loader import arguments_and_cursor, epoch_of, start_world, used
 
 seeds, epochs, batch_sizes = st.integers(0, 2**63), st.integers(0, 10**6), st.integers(1, 40)
 some_lengths = st.lists(st.integers(0, 100), max_size=600).map(lambda lengths: numpy.array(lengths, dtype=numpy.int64))
@@ -60,44 +52,3 @@ def test_order_is_stable_between_versions() -> None:
         grouped_order(lengths, 2, seed=seed, epoch=epoch, shuffle=True) for seed, epoch in [(0, 0), (0, 1), (1, 0)]
     ]
     assert len({tuple(order.tolist()) for order in orders}) == 3
-
-
-@settings(max_examples=100)
-@given(arguments_and_cursor(), st.data())
-def test_ranks_together_use_the_order_from_any_cursor(drawn: dict[str, Any], data: st.DataObject) -> None:
-    """The remaining samples are the same for any cursor and number of ranks."""
-    drawn["lengths"] = data.draw(st.lists(st.integers(1, 9), min_size=drawn["size"], max_size=drawn["size"]))
-    cursor, lengths = drawn["cursor"], numpy.array(drawn["lengths"])
-    order = grouped_order(lengths, drawn["batch_size"], seed=5, epoch=cursor.epoch, shuffle=drawn["shuffle"])
-    assert used(epoch_of(**drawn)) == order[cursor.samples :].tolist()
-
-
-class CountingDraws(Draws):
-    """Dataset that counts its loaded samples."""
-
-    loaded = 0
-
-    def __getitem__(self, index: int, /) -> Any:
-        self.loaded += 1
-        return super().__getitem__(index)
-
-
-def test_resume_does_not_load_earlier_samples() -> None:
-    data = CountingDraws(1000)
-    loader = Loader(
-        data,
-        batch_size=10,
-        microbatches=5,
-        world=start_world(0, 1),
-        shuffle=True,
-        collate_fn=jittered,
-        lengths=range(1000),
-    )
-    loader.cursor = Cursor(3, 980)
-    assert len(list(loader)) == 2
-    assert data.loaded == 20
-
-
-def test_wrong_number_of_lengths_raises() -> None:
-    with pytest.raises(InputError, match="there are 3 lengths for 4 samples"):
-        Loader(Draws(4), batch_size=2, microbatches=1, world=start_world(0, 1), lengths=[1, 2, 3])

@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 import samestep
-from samestep.data.loader import Loader
 from samestep.data.whole_batches import WholeBatches
 from samestep.errors import DataError, InputError
 from samestep.microbatches import Cursor
@@ -55,14 +54,6 @@ def test_mappings_and_unusable_samples(workers: int) -> None:
     other = list(samestep.loader(Mappings(), batch_size=3, bad_samples="skip"))
     numbers = [number for batch in got for number in batch["random"].tolist()]
     assert numbers == [number for batch in other for number in batch["random"].tolist()]
-
-
-def test_order_is_that_of_the_loader_of_the_engine() -> None:
-    batches = samestep.loader(data(), batch_size=4, shuffle=True, seed=5)
-    world = samestep.World(0, 1, torch.device("cpu"))
-    of_engine = samestep.loader(data(), batch_size=4, shuffle=True, seed=5, microbatches=2, world=world)
-    assert isinstance(of_engine, Loader)
-    assert rows(batches) == [list(map(float, batch.indices)) for batch in of_engine]
 
 
 def test_order_does_not_depend_on_ranks() -> None:
@@ -116,12 +107,6 @@ def test_finished_run_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="samestep"):
         assert list(samestep.epochs(batches, 2)) == []
     assert caplog.messages == ["this run is complete: 2 of 2 epochs were trained by earlier starts"]
-
-
-@pytest.mark.parametrize("option", ["microbatches", "prepare", "keeps_microbatch_size"])
-def test_options_of_the_engine_are_refused(option: str) -> None:
-    with pytest.raises(InputError, match=option):
-        samestep.loader(data(), batch_size=4, **{option: 2})
 
 
 def test_arguments_are_those_of_torch() -> None:

@@ -6,7 +6,6 @@ every rank.
 
 import json
 import math
-import threading
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from samestep.distributed.world import World
 from samestep.errors import EXIT_INPUT, InputError, PeerLostError
 from samestep.launcher.failure import Failure, RankError
 from samestep.launcher.launch import launch
-from samestep.strategies.ddp import _CommStream
 from workers import gather as ranks_gather
 from workers.gather import COUNTS, VALUES
 
@@ -59,23 +57,6 @@ def test_other_errors_keep_their_names(error: Exception) -> None:
     failure = Failure.of_exception(0, raised.value)
     assert not failure.is_consequence
     assert failure.is_out_of_memory == ("memory" in str(error))
-
-
-@pytest.mark.parametrize("error", OTHER, ids=str)
-def test_error_of_the_communication_thread_is_raised_with_its_type(error: Exception) -> None:
-    stream = _CommStream(torch.device("cpu"))
-    try:
-        future = stream.submit(lambda: failing(error))  # type: ignore[arg-type, return-value]
-        with pytest.raises(RuntimeError):
-            future.wait()
-        with pytest.raises(type(error)) as raised:
-            stream.raise_failure()
-        assert raised.value is error
-    finally:
-        stream.end()
-        for thread in threading.enumerate():
-            if thread.name == "samestep-comm-stream":
-                thread.join(60)
 
 
 RANKS = 3

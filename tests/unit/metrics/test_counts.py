@@ -1,4 +1,4 @@
-"""Built-in metrics and metrics of torchmetrics: the same values on any number of ranks."""
+"""Metrics of recipes: values of torchmetrics and of plain formulas, for any division of the samples into batches."""
 
 from typing import Any
 
@@ -8,15 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import samestep
-from helpers.batches import batch_of, random_data
-from helpers.models import Perceptron, seeded
-from samestep.distributed.world import World
-from samestep.engine.engine import Engine
 from samestep.errors import InputError
-from samestep.launcher.launch import LaunchConfig, run_workers
 from samestep.metrics.counts import OverlapMetric, Score
-from samestep.metrics.metrics import as_metrics, build_metrics
+from samestep.metrics.metrics import build_metrics
 from samestep.torchvision_import import make_torchvision_importable
 
 
@@ -32,7 +26,7 @@ def torchmetrics() -> Any:
 @pytest.mark.parametrize("shape", [(), (6,), (3, 4)])
 @pytest.mark.parametrize(("name", "top_k"), [("accuracy", 1), ("top5", 5)])
 def test_accuracy_has_the_bits_of_torchmetrics(
-    torchmetrics: Any, alone: World, name: str, top_k: int, shape: tuple[int, ...], ignored: int
+    torchmetrics: Any, name: str, top_k: int, shape: tuple[int, ...], ignored: int
 ) -> None:
     generator = torch.Generator().manual_seed(len(shape))
     outputs = torch.randn(37, 9, *shape, generator=generator)
@@ -43,78 +37,10 @@ def test_accuracy_has_the_bits_of_torchmetrics(
     for start in range(0, 37, 5):
         metric.update(outputs[start : start + 5], targets[start : start + 5])
         reference.update(outputs[start : start + 5], targets[start : start + 5])
-    assert metric.compute(alone) == float(reference.compute())
+    assert metric.compute() == float(reference.compute())
 
 
-def engine_of(world: World, loss: Any = samestep.cross_entropy) -> Engine:
-    model = seeded(0, Perceptron)
-    return Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, world=world)
-
-
-def test_metrics_of_a_loop_by_name_and_as_objects(torchmetrics: Any, alone: World) -> None:
-    inputs, targets = random_data(29)
-    engine, batches = engine_of(alone), [batch_of(alone, inputs, targets, 8)]
-    kinds = torchmetrics.classification
-    values = engine.evaluate(batches, ["accuracy", "top5", "f1", kinds.MulticlassF1Score(4), "perplexity"])
-    assert list(values) == ["loss", "samples", "accuracy", "top5", "f1", "multiclass_f1_score", "perplexity"]
-    assert values["f1"] == pytest.approx(values["multiclass_f1_score"], rel=1e-6)
-    assert values["top5"] == 1.0
-    named = engine.evaluate(
-        batches, {"top1": kinds.MulticlassAccuracy(4), "top2": kinds.MulticlassAccuracy(4, top_k=2)}
-    )
-    assert 0 < named["top1"] < named["top2"]
-
-
-def test_sums_of_floating_point_numbers_do_not_depend_on_the_order(torchmetrics: Any, alone: World) -> None:
-    metric = torchmetrics.MeanSquaredError()
-    pieces = [(torch.randn(3) * 10.0**power, torch.zeros(3)) for power in range(-4, 5)]
-    values = set()
-    for order in (pieces, pieces[::-1], pieces[4:] + pieces[:4]):
-        (adapter,) = as_metrics([metric])
-        for piece in order:
-            adapter.update(*piece)
-        values.add(adapter.compute(alone))
-    assert len(values) == 1
-    outputs = torch.cat([piece[0] for piece in pieces])
-    assert values.pop() == pytest.approx(float(outputs.double().square().mean()), rel=1e-6)
-
-
-def f1_of_ranks() -> float:
-    make_torchvision_importable()
-    from torchmetrics.classification import MulticlassF1Score  # takes seconds to import
-
-    generator = torch.Generator().manual_seed(0)
-    outputs, targets = torch.randn(60, 5, generator=generator), torch.randint(0, 5, (60,), generator=generator)
-    with samestep.start(device="cpu") as world:
-        (metric,) = as_metrics([MulticlassF1Score(5)])
-        metric.update(outputs[world.rank :: world.size], targets[world.rank :: world.size])
-        return float(metric.compute(world))
-
-
-@pytest.mark.slow
-def test_states_are_added_in_one_order_with_any_hash_seeds() -> None:
-    """The order of a set of names differs between interpreters, such as those of torchrun."""
-    config = LaunchConfig(60.0, has_own_hash_seeds=True)
-    one, three = (run_workers(f1_of_ranks, processes=n, launch_config=config).value for n in (1, 3))
-    assert one == three
-
-
-def test_metrics_that_cannot_be_used_are_refused(torchmetrics: Any, alone: World) -> None:
-    kinds = torchmetrics.classification
-    batches = [batch_of(alone, *random_data(8), 2)]
-    for metrics in (
-        ["acuracy"],
-        [kinds.MulticlassAUROC(4)],  # keeps all outputs
-        [kinds.MulticlassAccuracy(4), kinds.MulticlassAccuracy(4, top_k=2)],  # equal names
-        {"mine": "accuracy"},
-        [kinds.MulticlassAccuracy(4, average=None)],  # one number per class
-    ):
-        with pytest.raises(InputError) as error:
-            engine_of(alone).evaluate(batches, metrics)
-        assert error.value.code == "E_METRIC"
-
-
-# --- Dice and intersection over union: independent of the division into microbatches and ranks ---
+# --- Dice and intersection over union: independent of the division into batches ---
 
 
 IGNORED = -100
@@ -218,22 +144,12 @@ def test_target_that_is_no_class_raises(target: int) -> None:
     assert raised.value.code == "E_METRIC"
 
 
-def test_build_metrics_by_name(alone: World) -> None:
+def test_build_metrics_by_name() -> None:
     outputs, targets = drawn(1, 3, 1, shape=(5, 5))
     metrics = build_metrics(("dice", "iou", "f1", "accuracy"), 1)
     for metric in metrics:
         metric.update(outputs, targets)
-    dice, iou, f1, accuracy = (metric.compute(alone) for metric in metrics)
+    dice, iou, f1, accuracy = (metric.compute() for metric in metrics)
     assert dice == f1 == pytest.approx(plain("dice", outputs, targets), rel=1e-12)
     assert iou == pytest.approx(dice / (2 - dice), rel=1e-12)
     assert accuracy == pytest.approx(plain("accuracy", outputs, targets), rel=1e-7)
-
-
-def test_the_metrics_of_a_collection_are_passed_one_by_one(torchmetrics: Any) -> None:
-    kinds = torchmetrics.classification
-    collection = torchmetrics.MetricCollection([kinds.MulticlassAccuracy(3), kinds.MulticlassF1Score(3)])
-    for metrics in (collection, [collection], {"all": collection}):
-        with pytest.raises(InputError, match="MetricCollection") as error:
-            as_metrics(metrics)
-        assert error.value.code == "E_METRIC"
-    assert [metric.name for metric in as_metrics(dict(collection.items()))] == list(collection)

@@ -1,8 +1,6 @@
 """Run directories of custom loops: events, ends and invalid input."""
 
 import json
-import os
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import chdir
@@ -12,14 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import samestep
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import DEFAULT_KEEP
-from samestep.data.loader import Loader
-from samestep.distributed.world import World
-from samestep.engine.engine import Engine
 from samestep.errors import EXIT_FAILED, InputError
 from samestep.launcher.failure import RankError
 from samestep.loggers.logger import JsonlLogger
@@ -32,47 +26,31 @@ def read_events(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def parts(world: World, lr: float = 0.1) -> tuple[Engine, Loader]:
+def steps(number: int) -> None:
+    """Train for some steps."""
     torch.manual_seed(0)
-    inputs = torch.randn(40, 4)
-    model = nn.Linear(4, 3)
-    data = TensorDataset(inputs, inputs[:, :3].argmax(dim=1))
-    batches = samestep.loader(data, batch_size=10, microbatches=4, world=world)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return samestep.Engine(model, optimizer, nn.CrossEntropyLoss(), world=world), batches
+    model = samestep.parallel(nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(number):
+        optimizer.zero_grad()
+        model(torch.randn(10, 4)).square().mean().backward()
+        optimizer.step()
 
 
 def fast_epoch(run: Path) -> None:
-    """Steps within one interval, two evaluations, and one of another state."""
+    """Steps within one interval."""
     loop_events.STEP_SECONDS = 1e9
-    with samestep.start(device="cpu", run=run) as world:
-        engine, batches = parts(world)
-        for batch in batches:
-            engine.step(batch)
-        for _ in range(2):
-            engine.evaluate(batches, ["accuracy"])
-        engine.steps = 2
-        engine.evaluate(batches)
+    samestep.init(device="cpu", run=run)
+    steps(4)
 
 
-def test_steps_have_a_bounded_rate_and_evaluations_are_distinct(tmp_path: Path) -> None:
+def test_steps_have_a_bounded_rate(tmp_path: Path) -> None:
     run = tmp_path / "a" / "b"
     samestep.launch(in_folder, tmp_path, fast_epoch, run, processes=2)
-    events = read_events(run)
-    assert [event["event"] for event in events] == [
-        *("config", "step", "step", "evaluation", "evaluation", "metrics", "end")
-    ]
-    config, first, last, one, two, loaded, end = events
-    assert (config["config"]["batch_size"], config["config"]["optimizer"]["name"]) == (10, "SGD")
-    assert [(step["step"], step["step_in_epoch"], step["steps_in_epoch"]) for step in (first, last)] == [
-        (1, 1, 4),
-        (4, 4, 4),
-    ]
-    assert all(step["samples_per_second"] > 0 and step["data_seconds"] > 0 for step in (first, last))
-    assert (one["step"], one["epoch"], one["samples"]) == (4, 1, 40)
-    assert (two["loss_2"], two["accuracy_2"]) == (one["loss"], one["accuracy"])
-    assert (loaded["step"], loaded["values"]) == (2, {"loaded/loss": one["loss"]})
-    assert (end["stopped"], end["step"]) == (False, 4)
+    last, end = read_events(run)
+    assert (last["event"], last["step"], last["lr"]) == ("step", 4, 0.1)
+    assert last["steps_per_second"] > 0
+    assert (end["event"], end["stopped"], end["step"]) == ("end", False, 4)
 
 
 def in_folder(folder: Path, function: Callable[[Path], Any], run: Path) -> Any:
@@ -80,44 +58,18 @@ def in_folder(folder: Path, function: Callable[[Path], Any], run: Path) -> Any:
         return function(run)
 
 
-def two_engines(run: Path) -> None:
-    with samestep.start(device="cpu", run=run) as world:
-        engine, batches = parts(world)
-        other, _ = parts(world, lr=0.25)
-        for batch in batches:
-            engine.step(batch)
-            other.step(batch)
-            break
-        other.evaluate(batches)
-
-
-def test_values_of_a_second_engine_are_metrics(tmp_path: Path) -> None:
-    samestep.launch(two_engines, tmp_path / "run", processes=1)
-    metrics = [event for event in read_events(tmp_path / "run") if event["event"] == "metrics"]
-    assert [sorted(event["values"]) for event in metrics] == [
-        ["engine 2/loss", "engine 2/lr"],
-        ["engine 2/evaluation/loss"],
-    ]
-    assert metrics[0]["values"]["engine 2/lr"] == 0.25
-
-
 def exits(run: Path, how: str) -> None:
-    with samestep.start(device="cpu", run=run) as world:
-        engine, batches = parts(world)
-        engine.step(next(iter(batches)))
+    with samestep.init(device="cpu", run=run):
+        steps(1)
         if how == "exit":
             sys.exit(0)
         if how == "error":
             raise InputError("a value", code="E_VALUE")
-        if how == "stop":
-            os.kill(os.getpid(), signal.SIGTERM)
-            engine.step(next(iter(batches)))
 
 
 def initializes(run: Path, how: str) -> None:
-    world = samestep.init(device="cpu", run=run)
-    engine, batches = parts(world)
-    engine.step(next(iter(batches)))
+    samestep.init(device="cpu", run=run)
+    steps(1)
     if how == "error":
         raise ValueError("no such thing")
 
@@ -137,7 +89,6 @@ def initializes(run: Path, how: str) -> None:
             },
         ),
         (initializes, "end", {"event": "end", "stopped": False, "step": 1}),
-        (exits, "stop", {"event": "end", "stopped": True, "step": 2}),
     ],
 )
 def test_last_event_is_the_end_of_the_loop(

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +10,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from samestep.config import StepConfig, StrategyConfig
-from samestep.config.strategy import StrategyName
+from samestep.config import RecipeStep
 from samestep.distributed.world import RunContext, World
-from samestep.engine.build import transform_model
-from samestep.engine.compatible_options import require_compatible
 from samestep.errors import InputError
 from samestep.strategies.tensor_parallel import slice_model
 from samestep.strategies.tensor_slices import SlicedTensor, Slicing, add, checked_forward, divide, join, spread
@@ -137,7 +133,7 @@ def test_other_functions_are_errors(divided: SlicedTensor, function: Callable[[A
 
 
 def sliced(model: nn.Module, world: World, plan: dict[str, str], **options: Any) -> dict[str, int]:
-    return slice_model(model, world, StepConfig(tensor_plan=plan, **options))
+    return slice_model(model, world, RecipeStep(tensor_plan=plan, **options))
 
 
 @pytest.mark.parametrize(
@@ -162,20 +158,3 @@ def test_slices_are_equal_to_rounding(world: World, kinds: tuple[str, str], colu
     torch.testing.assert_close(inputs.grad, expected)
     for parameter, reference in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, reference.grad)
-
-
-def test_a_checkpointed_product_is_an_error(world: World) -> None:
-    model = nn.Sequential(nn.Linear(6, 6))
-    transform_model(model, StepConfig(recompute=("0",)), world.device)
-    with pytest.raises(InputError) as error:
-        sliced(model, world, {"0": "row"}, tensor_slices=SLICES)
-    assert error.value.code == "E_TENSOR_PLAN"
-
-
-@pytest.mark.parametrize(("strategy", "is_sync"), [("dp", False), ("auto", True)])
-def test_replicas_of_a_model_have_no_slices(world: World, strategy: StrategyName, *, is_sync: bool) -> None:
-    config = StepConfig(tensor_slices=SLICES, batch_norm="sync" if is_sync else "microbatch")
-    own_world = replace(world, strategy=StrategyConfig(name=strategy))
-    with pytest.raises(InputError) as error:
-        require_compatible(config, own_world, nn.BatchNorm1d(6), sync_batch_norm=is_sync)
-    assert error.value.code == "E_INCOMPATIBLE"

@@ -9,11 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
+import samestep
 from helpers.image_kinds import READ, REFUSED, encoded, noise, write
 from helpers.system import here
 from samestep.config import DataConfig
-from samestep.data.microbatch_dataset import MicrobatchDataset, MicrobatchRequest
 from samestep.errors import DataError, RecipeError, SamestepError
+from samestep.microbatches import Cursor
 from samestep.zoo import sample_cache
 from samestep.zoo.images.datasets import load_images
 from samestep.zoo.images.decoders import Decoder, as_pixels
@@ -134,11 +135,13 @@ def samples(photos: Path, kind: str, epoch: int = 0, **options: object) -> list[
     if kind != "none":
         assert splits.open_cache is not None
         splits.open_cache(DataConfig(name="images", cache=kind))  # type: ignore[arg-type]
-    dataset = MicrobatchDataset(splits.train, lambda batch: torch.stack([image for image, _ in batch]), seed=1)
+    batches = samestep.loader(
+        splits.train, len(splits.train), collate_fn=lambda batch: torch.stack([image for image, _ in batch]), seed=1
+    )
     result = []
     for _ in range(2):  # built, then from the cache
-        microbatch = dataset[MicrobatchRequest(epoch, 0, numpy.arange(len(splits.train)))]
-        result.append(microbatch.data)  # type: ignore[union-attr]
+        batches.cursor = Cursor(epoch)
+        result += list(batches)
     return result
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from torch.optim.lr_scheduler import LambdaLR
 
+from samestep.checkpoint.checksum import checksums_by_name, state_checksum
 from samestep.checkpoint.state import load
 from samestep.config import RunOptions
-from samestep.engine.checksum import checksums_by_name, state_checksum
-from samestep.engine.learning_rate import apply_schedule
 from samestep.errors import InputError
 from samestep.global_view import any_rank
 from samestep.microbatches import Cursor, require_position
 from samestep.recipes.builder import Built, build, start_world
 from samestep.recipes.driver import Driver
+from samestep.recipes.learning_rate import apply_schedule
 from samestep.recipes.run import without_pretrained
 from samestep.runs.folder import require_same_code
 from samestep.tools.replay.launch import Replayed, ReplayOptions, Subject

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from torch.utils.data import default_collate
 
 from samestep.data.batch import map_tensors
-from samestep.data.microbatch_dataset import Collate, SizedDataset
+from samestep.data.samples import Collate, SizedDataset
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.images.decoders import DecodedImage, Decoder, LazyImage, as_image, as_pixels, cropped_pixels
 from samestep.zoo.images.source import ImageSource, crop_long_image, resize_pixels, resize_shorter_side

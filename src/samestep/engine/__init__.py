@@ -1,1 +1,0 @@
-"""The step: the contract that everything else serves."""
