@@ -19,6 +19,7 @@ ACCELERATE, FABRIC = "Accelerate", "Fabric"
 
 BATCHES = 4  # global batches in memory that a loop repeats
 CLASSES, VOCABULARY, TOKENS = 10, 256, 64
+SEGMENTS = 21  # classes of pixels
 BACKWARDS = 8  # per step, of the case with accumulation
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -118,6 +119,17 @@ def texts(size: int) -> Batch:
     return torch.randint(VOCABULARY, (size, TOKENS)), torch.randint(VOCABULARY, (size, TOKENS))
 
 
+def dense_masks(samples: int) -> Batch:
+    """Return images with a class of each pixel."""
+    return torch.randn(samples, 3, 64, 64), torch.randint(0, SEGMENTS, (samples, 64, 64))
+
+
+def segmentation() -> nn.Module:
+    """Return a small model with large outputs."""
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Conv2d(16, SEGMENTS, 1))
+
+
 def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the mean cross entropy; outputs of language models have their classes in the last dimension."""
     if outputs.shape[:-1] == targets.shape:
@@ -153,6 +165,7 @@ _LINEAR, _NORMED, _PLAIN, _EVALUATION = (
     _goals(1.02, 1.03),
     _goals(1.02, 0.6, PLAIN),
 )
+_SEGMENTED = _goals(1.02, 1.05)
 _ACCUMULATION = (Goal(2, (DDP, 2), 1.05),)
 _EXACT = tuple(Goal(processes, (DDP, processes), 1.03) for processes in (2, 4))
 _WATCH = (Goal(2, (UNWATCHED, 2), 1.02),)
@@ -168,6 +181,7 @@ CASES = {
     "resnet-16": Case("ResNet-18, 64 px, batch 16", resnet, images, sgd, 16, _NORMED, has_batch_norm=True),
     "resnet-64": Case("ResNet-18, 64 px, batch 64", resnet, images, sgd, 64, _NORMED, has_batch_norm=True),
     "unet-16": Case("U-Net, 64 px, batch 16", _unet, masks, sgd, 16, _NORMED, has_batch_norm=True),
+    "segmentation": Case("segmentation, 21 classes, 64 px, batch 16", segmentation, dense_masks, sgd, 16, _SEGMENTED),
     "gpt-8": Case("GPT, 5 million parameters, batch 8", GPT, texts, adamw, 8, _PLAIN),
     "gpt-32": Case("GPT, 5 million parameters, batch 32", GPT, texts, adamw, 32, _PLAIN),
     "eval-resnet-16": Case("evaluation: ResNet-18, batch 16", resnet, images, sgd, 16, _EVALUATION, "evaluate"),

@@ -30,10 +30,13 @@ def quick_processes(script: Script) -> int | None:
 QUICK = {script.name: quick_processes(script) for script in find_scripts([]) if quick_processes(script) is not None}
 
 
-def run(names: list[str], folder: Path) -> list[dict[str, object]]:
+DIVIDED_OUTPUTS = ("view_large_outputs", "train_checkpoint_around_the_model", "view_batch_dict_written")
+
+
+def run(names: list[str], folder: Path, *options: str) -> list[dict[str, object]]:
     """Run scripts in a process tree of their own, which imports torch once; return the verdicts."""
     output = folder / "verdicts.json"
-    command = [sys.executable, "-m", "plain_loop.runner", *names, "--json", str(output)]
+    command = [sys.executable, "-m", "plain_loop.runner", *names, *options, "--json", str(output)]
     done = subprocess.run(
         command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=200, check=False
     )
@@ -54,6 +57,11 @@ def test_script_computes_what_plain_python_computes(
 ) -> None:
     assert verdicts[name]["processes"] == processes
     assert not verdicts[name]["problem"], verdicts[name]["problem"]
+
+
+def test_scripts_compute_the_same_if_outputs_stay_divided(tmp_path: Path) -> None:
+    found = run([f"{name}:2" for name in DIVIDED_OUTPUTS], tmp_path, "--rows")
+    assert [verdict["problem"] for verdict in found] == [""] * len(DIVIDED_OUTPUTS)
 
 
 def test_every_script_has_an_expectation_and_the_line() -> None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves
 
 from samestep.view.kinds import has_rows
 from samestep.view.ranks import Slices
-from samestep.view.rows import gathered, is_rows
+from samestep.view.rows import is_rows, with_all_rows
 
 
 @dataclass
@@ -54,8 +54,8 @@ class Call:
     def gather(self) -> None:
         """Gather arguments of which other rows are elsewhere."""
         if any(is_rows(leaf) for leaf in self.leaves):
-            self.leaves = [gathered(leaf) for leaf in self.leaves]
-            self.arguments, self.options = tree_unflatten(self.leaves, self.spec)
+            self.arguments, self.options = with_all_rows((self.arguments, self.options))
+            self.leaves = tree_leaves((self.arguments, self.options))
 
     def whole_eager(self) -> Any:
         """Compute the call whole, without a compiler."""

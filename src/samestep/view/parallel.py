@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.rng import derive_seed
@@ -41,7 +41,7 @@ from samestep.view.leaves import flatten
 from samestep.view.operations import has_rules
 from samestep.view.ranks import MOST_MICROBATCHES, Slices, rank_bounds, require_microbatches
 from samestep.view.region import Region
-from samestep.view.rows import gathered
+from samestep.view.rows import with_all_rows
 from samestep.view.size import is_worth_dividing
 from samestep.view.snapshot import Snapshot, everything
 from samestep.view.strategy import Strategy
@@ -235,7 +235,7 @@ class ParallelModule:
     def _whole(self, forward: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         module = self.module
         assert module is not None
-        arguments, options = tree_map_only(torch.Tensor, gathered, (arguments, options))
+        arguments, options = with_all_rows((arguments, options))
         with self.strategy.whole(module):
             return forward(*arguments, **options)
 

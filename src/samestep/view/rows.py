@@ -19,6 +19,7 @@ from samestep.view.rows_tensor import (
     is_rows,
     own_rows,
     rows_of,
+    with_all_rows,
 )
 
 BATCH_LIMIT = 2**16  # bytes of a tensor of a batch that is Rows
@@ -43,4 +44,5 @@ __all__ = [
     "own_rows",
     "rows_of",
     "torch_gathers",
+    "with_all_rows",
 ]

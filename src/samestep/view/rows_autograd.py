@@ -18,6 +18,7 @@ from samestep.view.rows_tensor import (
     Rows,
     Rule,
     gathered,
+    in_function,
     memory_of,
     on_all_rows,
     own_rows,
@@ -202,7 +203,11 @@ def _apply_to_all_rows(cls: Any, *arguments: Any, **options: Any) -> Any:
             if type(argument) is Rows:
                 set_operation(argument, cls.__name__)
         arguments = tree_map_only(Rows, gathered, arguments)
-    return _apply(cls, *arguments, **options)
+    token = in_function.set(True)
+    try:
+        return _apply(cls, *arguments, **options)
+    finally:
+        in_function.reset(token)
 
 
 def _parameter_of_all_rows(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:

@@ -53,7 +53,7 @@ def added(function: Function, arguments: Sequence[Any], options: Mapping[str, An
         return views(function, arguments, options)
     if dimension is not None and (isinstance(dimension, bool) or not isinstance(dimension, int | tuple | list)):
         return NotImplemented
-    dtype = options.get("dtype") or rows.dtype
+    dtype = options.get("dtype") or rows._rows_own.dtype
     is_mean = function in (torch.mean, Tensor.mean)
     if is_mean and not (dtype.is_floating_point or dtype.is_complex):
         return NotImplemented
@@ -64,7 +64,8 @@ def added(function: Function, arguments: Sequence[Any], options: Mapping[str, An
     part = torch.sum(own_rows(rows), *arguments[1:], **others)
     summed, _ = total(part, rows._rows_bounds)
     if is_mean:
-        summed = summed / math.prod(rows.size(one) for one in _reduced(dimension, rows._rows_own.dim()))
+        sizes = (rows._rows_bounds.rows, *rows._rows_own.shape[1:])
+        summed = summed / math.prod(sizes[one] for one in _reduced(dimension, len(sizes)))
     return summed.to(dtype) if dtype in _HALVES else summed
 
 
@@ -162,10 +163,10 @@ def loss(tensors: int, count: Count, weights: Sequence[str] = (), *, is_broadcas
         reduction = options.get("reduction", "mean")
         if lead is None or reduction not in ("mean", "sum", "none", "batchmean"):
             return NotImplemented
-        if count is _elements and any(operand.shape != lead.shape for operand in operands):
-            return NotImplemented
         bounds = lead._rows_bounds
         own = [own_rows(one) if type(one) is Rows else cut_own(one, bounds) for one in operands]
+        if count is _elements and any(operand.shape != own[0].shape for operand in own):
+            return NotImplemented
         others = dict(options)
         for name in ("weight", "pos_weight"):
             value = options.get(name)
@@ -196,6 +197,8 @@ def _lead_of_loss(arguments: Sequence[Any], options: Mapping[str, Any], tensors:
         return None
     rows = lead._rows_bounds.rows
     for operand in arguments:
+        if type(operand) is Rows:
+            continue
         if not isinstance(operand, Tensor) or operand.dim() == 0 or operand.shape[0] != rows:
             return None
     return lead

@@ -13,6 +13,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ REPLACED_MEMORY = (
     "a new tensor",
     "assign the new tensor to the name: x = y, x = x.reshape(...), x.copy_(y)",
 )
+# Whether this is inside of the forward of an `autograd.Function`, whose results get their graph below Rows.
+in_function: ContextVar[bool] = ContextVar("in_function", default=False)
 _new = torch.Tensor._make_wrapper_subclass  # private
 
 
@@ -81,7 +84,7 @@ class Rows(torch.Tensor):
             return on_all_rows(function, arguments, options)
         if function in METADATA:
             return rule(function, arguments, options)
-        if current_region() is not None:
+        if current_region() is not None or in_function.get():
             return on_all_rows(function, arguments, options)
         try:
             result = rule(function, arguments, options)
@@ -309,6 +312,23 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     return memory_of(tensor).all_rows(tensor)
 
 
+def with_all_rows(value: Any) -> Any:
+    """Return arguments of a call with all rows. Lists and dictionaries, which the call may write, stay the same."""
+    if type(value) is Rows:
+        return gathered(value)
+    if type(value) is dict:
+        value.update({key: with_all_rows(item) for key, item in value.items()})
+        return value
+    if type(value) is list:
+        value[:] = [with_all_rows(item) for item in value]
+        return value
+    if type(value) is tuple:
+        return tuple([with_all_rows(item) for item in value])
+    if any(type(leaf) is Rows for leaf in tree_leaves(value)):
+        return tree_map_only(Rows, gathered, value)
+    return value
+
+
 def on_all_rows(function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """Compute a function on all rows; it may write into them."""
     name = getattr(function, "__name__", "")
@@ -360,7 +380,9 @@ def _require_raised_on_all(
 
 def is_large(own: torch.Tensor, bounds: RowBounds, limit: int) -> bool:
     """Whether the own rows of a tensor can stay where they are: a plain tensor of at least `limit` bytes in all."""
-    if type(own) is not torch.Tensor or own.layout is not torch.strided or bounds.slices.copies:
+    if type(own) is not torch.Tensor or own.layout is not torch.strided:
+        return False
+    if bounds.slices.copies or in_function.get():
         return False
     return own.nbytes // max(1, own.shape[0]) * bounds.rows >= limit
 

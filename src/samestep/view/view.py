@@ -117,6 +117,8 @@ class View:
         self._process = os.getpid()
         self._words = 0
         self._cleanup = ExitStack()
+        if world.size > 1:
+            self._cleanup.enter_context(torch_gathers())
         self._row_messages: dict[int, RowMessages] = {}
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
 
@@ -135,8 +137,6 @@ class View:
     def row_messages(self, ranks: Ranks | None = None) -> RowMessages:
         """Return the messages for `Rows` that some ranks share; those of all ranks without an argument."""
         ranks = ranks or self.ranks
-        if not self._row_messages:
-            self._cleanup.enter_context(torch_gathers())
         return self._row_messages.setdefault(id(ranks), RowMessages(self, ranks))
 
     def divides_here(self) -> bool:
