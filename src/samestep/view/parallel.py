@@ -401,9 +401,7 @@ class ParallelModule:
         if stays_compiled:
             known = kind.last
         ranks = self.strategy.ranks
-        output_rows = None
-        if not self.is_exact and ranks.size > 1:
-            output_rows = (RowBounds(view.row_messages(ranks), call.slices), view.output_limit)
+        output_rows = (RowBounds(view.row_messages(ranks), call.slices), view.output_limit)
         divided = DividedCall(
             ranks, self.strategy.reduction, division, call, regions, exchange, snapshot, known, output_rows
         )
