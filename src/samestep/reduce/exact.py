@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World
 from samestep.microbatches import owned_microbatches
 from samestep.reduce.tree import MicrobatchTree, Node, tree_all_reduce
@@ -25,12 +26,15 @@ class ExactReduction:
         self._world = world
         self._tree = MicrobatchTree(microbatches, microbatches)
         self._cover = self._tree.cover(world.rank, world.size)
+        self._stream: Any = None  # of sums of gradients, which overlap with the backward
+        if is_accelerator(world.device) and world.size > 1:
+            self._stream = accelerator_module().Stream(world.device)
 
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum over all microbatches, in the order of the tree."""
         copies = [part.detach().resolve_conj().resolve_neg().contiguous().clone().view(-1) for part in parts]
         leaves = {(number, number + 1): copy for number, copy in zip(self.own, copies, strict=True)}
-        return self.wait(self.start(self.merge(leaves))).view(parts[0].shape)
+        return self._sum_over_ranks(list(self.merge(leaves).values())).view(parts[0].shape)
 
     def merge(self, sums: Mapping[Node, torch.Tensor]) -> dict[Node, torch.Tensor]:
         """Return the sums with all pairs of subtrees added of which both are there."""
@@ -40,11 +44,24 @@ class ExactReduction:
         return merged
 
     def start(self, sums: Mapping[Node, torch.Tensor]) -> Any:
-        """Sum over ranks."""
+        """Start to sum over ranks on accelerators; sum on CPUs, where a thread would compete with the backward."""
         subtrees = list(sums.values())
-        return tree_all_reduce(self._world, self._tree, subtrees, subtrees[-1])
+        if self._stream is None:
+            return self._sum_over_ranks(subtrees)
+        accelerator = accelerator_module()
+        self._stream.wait_stream(accelerator.current_stream(self._world.device))
+        with accelerator.stream(self._stream):
+            total = self._sum_over_ranks(subtrees)
+        for subtree in subtrees:
+            subtree.record_stream(self._stream)  # their memory belongs to the other stream
+        return total
 
     def wait(self, work: Any) -> torch.Tensor:
         """Return the sum."""
+        if self._stream is not None:
+            accelerator_module().current_stream(self._world.device).wait_stream(self._stream)
         total: torch.Tensor = work
         return total
+
+    def _sum_over_ranks(self, subtrees: list[torch.Tensor]) -> torch.Tensor:
+        return tree_all_reduce(self._world, self._tree, subtrees, subtrees[-1])
