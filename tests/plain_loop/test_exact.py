@@ -49,3 +49,10 @@ def test_more_scripts_have_the_same_bits_on_more_processes(tmp_path: Path) -> No
     assert [f"{verdict.script}: {verdict.problem}" for verdict in verdicts if verdict.problem] == []
     assert sum(verdict.calls == "divided" for verdict in verdicts) >= len(names) // 3
     assert all(verdict.equal + verdict.refused == [1, 2, 3, 5, 8] for verdict in verdicts)
+
+
+@pytest.mark.slow
+def test_more_ranks_than_microbatches_are_refused(tmp_path: Path) -> None:
+    """The first batch has 7 rows."""
+    (verdict,) = run(["layer_gru_sequence_first"], "1,8", tmp_path)
+    assert (verdict.equal, verdict.refused, verdict.problem) == ([1], [8], "")

@@ -1,5 +1,7 @@
 """`samestep.parallel`: the module stays the same object for a script."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -69,7 +71,7 @@ def test_scripted_modules_are_refused() -> None:
     with pytest.warns(DeprecationWarning):
         scripted = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(InputError) as caught:
-        _require_arguments(scripted, "ddp", "fast", "global")
+        _require_arguments(scripted, "fast", "global")
     assert caught.value.code == "E_WRAPPED_MODEL"
 
 
@@ -84,3 +86,38 @@ def test_no_sync_of_a_module_that_is_not_divided_changes_nothing() -> None:
 
 def test_public_names() -> None:
     assert samestep.no_sync is no_sync
+
+
+EXACT = """
+import torch
+import samestep
+from samestep.global_view import parallel_module
+
+model = samestep.parallel(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout(0.5)), reduction="exact")
+print(torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+summary = parallel_module(model).summary
+parallel_module(model).view.divides_small_calls = True
+x = torch.randn(9, 3)
+for rows in (1, 9, 9, 9, 5):
+    state = torch.get_rng_state()
+    model(x[:rows]).sum().backward()
+    print(rows, summary.watched, summary.divided, summary.whole, torch.equal(state, torch.get_rng_state()))
+with samestep.no_sync(model):
+    model.zero_grad()
+    model(x).sum().backward()
+    print(bool(model[0].weight.grad.any()))
+"""
+
+
+def test_exact_divides_on_one_process() -> None:
+    """Into 8 microbatches; smaller batches are whole. Only whole calls use the script's stream."""
+    done = subprocess.run([sys.executable, "-c", EXACT], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.splitlines() == [
+        "1 True",
+        "1 0 0 1 False",
+        "9 1 0 1 False",
+        "9 1 1 1 True",
+        "9 1 2 1 True",
+        "5 1 2 2 False",
+        "True",
+    ]
