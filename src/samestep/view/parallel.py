@@ -429,7 +429,8 @@ class ParallelModule:
             self.strategy.share_buffers([(call.parts[index], name) for index, name in kind.written.buffers])
             self.summary.divided += 1
             if self.summary.divided == 1:
-                view.report(self.summary, self._divided_into())
+                between = f"into {self._microbatches} microbatches" if self.is_exact else ""
+                view.report(self.summary, f"calls divided {between or f'between {view.ranks.size} processes'}")
             return divided.whole_outputs(
                 results, parameters, partial(self._before_backward, has_sums=bool(exchange.sizes))
             )
@@ -437,11 +438,6 @@ class ParallelModule:
         if parameters is not None:
             parameters.abandon()
         return self._computed_again(kind, call, str(difference), is_unknown=difference == OTHER_OPERATIONS)
-
-    def _divided_into(self) -> str:
-        if self.is_exact:
-            return f"calls divided into {self._microbatches} microbatches"
-        return f"calls divided between {self.view.ranks.size} processes"
 
     def _before_backward(self, gradients: Sequence[torch.Tensor | None], *, has_sums: bool) -> None:
         """Note the gradients of the outputs, and send a word before sums inside of the backward, as of batch norm."""
