@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -154,4 +155,26 @@ def train(folder: Path, strategy: str, replicate: int, steps: int) -> list[Any]:
             losses.append(float(loss.detach()))
             if len(losses) == steps:
                 return losses
+    return losses
+
+
+def losses_with(options: dict[str, Any]) -> list[float]:
+    """Train a few steps with options of the strategy; return the losses."""
+    torch.set_default_dtype(torch.float64)
+    View.divides_small_calls = True
+    world = samestep.init(strategy=StrategyConfig(name="fsdp", **options))
+    place: Any = nullcontext()
+    if options.get("meta") and world.rank:
+        place = torch.device("meta")
+    with place:
+        model = network()
+    samestep.parallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for number in range(4):
+        loss = model(batch(number)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
     return losses

@@ -46,13 +46,13 @@ def shard_model(model: nn.Module, world: World, *, is_exact: bool, is_engine: bo
     """
     config, mesh = world.strategy, world.mesh
     assert mesh is not None
-    ignored: set[nn.Parameter] = set()
     if is_engine:
         _require_divisible(model, world)
-    else:
-        ignored = {one for one in model.parameters() if one.dim() == 0 or not one.is_contiguous()}
     axes = mesh["replicate", "shard"] if world.mesh_shape.replicate > 1 and not is_exact else mesh["shard"]
     values = _move_to_meta(model, world) if config.meta else {}
+    ignored: set[nn.Parameter] = set()
+    if not is_engine:
+        ignored = {one for one in model.parameters() if one.dim() == 0 or not one.is_contiguous()}
     # Without a GPU, pinned memory cannot be allocated.
     offload = CPUOffloadPolicy(pin_memory=is_accelerator(world.device)) if config.offload else OffloadPolicy()
     for module, precision in _with_precision([*shard_units(model), model], config):

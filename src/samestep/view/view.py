@@ -104,6 +104,7 @@ class View:
 
     def __init__(self, world: World) -> None:
         self.ranks = Ranks(world)
+        self.strategy = world.strategy
         self.reduction: Reduction = FastReduction(self.ranks)
         self.device = world.device
         self.in_step = InStep(lambda text: all_gather(text, world))

@@ -115,3 +115,10 @@ def test_checkpoints_resume_under_another_layout(tmp_path: Path) -> None:
         epoch = 4 * (len(losses) // 4)  # saved at the end of each epoch
         losses = losses[:epoch] + own
     assert losses == pytest.approx(plain, abs=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"offload": True}, {"meta": True}])
+def test_options_change_no_result(options: dict[str, Any]) -> None:
+    plain, divided = (samestep.launch(sharded_state.losses_with, options, processes=size) for size in (1, 2))
+    assert divided == pytest.approx(plain, abs=1e-10)
