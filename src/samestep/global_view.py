@@ -85,8 +85,7 @@ def parallel(
     size = view.ranks.size
     require_microbatches(microbatches, size)
     if size > 1 or reduction == "exact":  # otherwise calls of one process are the script's own
-        if not (config or view.strategy).meta:  # otherwise rank 0 alone has values
-            view.require_equal(module)
+        view.require_equal(module)
         chosen = _strategy(view, config, reduction, tensor_slices, tensor_plan)
         chosen.prepare(module)
         _divide(module, ParallelModule(view, module, chosen, **options))
