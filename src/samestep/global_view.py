@@ -84,7 +84,7 @@ def parallel(
     _observe(module, {"strategy": config and config.name, **options})
     size = view.ranks.size
     require_microbatches(microbatches, size)
-    if size > 1 or reduction == "exact":  # otherwise calls of one process are the script's own
+    if size > 1 or reduction == "exact" or tensor_slices > 1:  # otherwise calls of one process are the script's own
         view.require_equal(module)
         chosen = _strategy(view, config, reduction, tensor_slices, tensor_plan)
         chosen.prepare(module)
@@ -246,7 +246,7 @@ def _strategy(
         from samestep.strategies.sharded import Sharded  # slow to import
 
         kind = Sharded
-    elif shape.tensor > 1 or shape.pipeline > 1:
+    elif shape.tensor > 1 or shape.pipeline > 1 or slices > 1:
         from samestep.strategies.split import Split  # slow to import
 
         kind = partial(Split, slices=slices, plan=plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import hashlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -15,6 +15,7 @@ import samestep
 from helpers import pipeline_models, tensor_models
 from helpers.view_checks import difference
 from samestep.config import MeshConfig, StrategyConfig
+from samestep.distributed.world import World
 from samestep.global_view import parallel_module
 from samestep.strategies.split import Split
 from samestep.view.view import View
@@ -22,12 +23,35 @@ from samestep.view.view import View
 ROWS, STEPS = 7, 4
 
 
-def run(name: str, mesh: dict[str, int], models: list[str], stages: list[str] | None = None) -> dict[str, list[Any]]:
-    """Return for each model, on each rank: largest difference, divided and whole calls, and reasons for whole ones."""
+def bits(name: str, mesh: dict[str, int], models: list[str], slices: int = 1) -> dict[str, list[Any]]:
+    """Return for each model, on each rank, a hash of all values under `exact`, and divided and whole calls."""
+    config, world = _joined(name, mesh, "exact")
+    results = {}
+    for model in models:
+        divided, inputs = _divided(model, config, microbatches=4, reduction="exact", tensor_slices=slices)
+        digest = hashlib.sha256()
+        torch.manual_seed(1)
+        for value in _script(divided, inputs):
+            digest.update(b"none" if value is None else value.contiguous().numpy().tobytes())
+        owner = parallel_module(divided)
+        assert owner is not None
+        own = [digest.hexdigest(), owner.summary.divided, owner.summary.whole, owner.summary.reasons]
+        results[model] = samestep.all_gather(own, world)
+    return results
+
+
+def _joined(name: str, mesh: dict[str, int], reduction: Any) -> tuple[StrategyConfig, World]:
     torch.set_default_dtype(torch.float64)
     View.divides_small_calls = True
-    config = StrategyConfig(name=name, mesh=MeshConfig(**mesh), stages=tuple(stages or ()))  # type: ignore[arg-type]
-    world = samestep.init(threads=1, timeout=timedelta(seconds=60), strategy=config)
+    config = StrategyConfig(name=name, mesh=MeshConfig(**mesh))  # type: ignore[arg-type]
+    strategy = config if mesh else None
+    limit = timedelta(seconds=60)
+    return config, samestep.init(threads=1, timeout=limit, strategy=strategy, reduction=reduction)
+
+
+def run(name: str, mesh: dict[str, int], models: list[str]) -> dict[str, list[Any]]:
+    """Return for each model, on each rank: largest difference, divided and whole calls, and reasons for whole ones."""
+    config, world = _joined(name, mesh, "fast")
     return {model: samestep.all_gather(_compared(model, config), world) for model in models}
 
 
@@ -87,12 +111,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
 PLANS = {"layers": tensor_models.PLAN, "perceptron": {"0": "column", "2": "row"}}
 
 
-def _compared(name: str, config: StrategyConfig) -> list[Any]:
+def _divided(name: str, config: StrategyConfig, **options: Any) -> tuple[nn.Module, Inputs]:
     torch.manual_seed(0)
     make, inputs = MODELS[name]
-    model = make().double()
     plan = PLANS.get(name, {})
-    divided = samestep.parallel(copy.deepcopy(model), strategy=config, tensor_plan=plan)
+    return samestep.parallel(make().double(), strategy=config, tensor_plan=plan, **options), inputs
+
+
+def _compared(name: str, config: StrategyConfig) -> list[Any]:
+    torch.manual_seed(0)
+    model = MODELS[name][0]().double()
+    divided, inputs = _divided(name, config)
     outcomes: list[list[Tensor | None]] = []
     for one in (model, divided):
         torch.manual_seed(1)
@@ -128,7 +157,6 @@ def _full(model: nn.Module, value: Callable[[nn.Parameter], Tensor | None]) -> I
         own = value(parameter)
         if own is None and parameter.requires_grad:
             own = torch.zeros_like(parameter)
-        if owner is not None and own is not None:
-            assert isinstance(owner.strategy, Split)
+        if owner is not None and own is not None and isinstance(owner.strategy, Split):
             own = owner.strategy.full_tensor(parameter, own)
         yield None if own is None else own.detach().clone()

@@ -1,8 +1,9 @@
-"""The `fast` reduction: each rank computes one slice of a batch, and the backend adds in an order of its own."""
+"""The `fast` reduction: the backend adds in an order of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any, Protocol
 
 import torch
@@ -33,20 +34,21 @@ class FastReduction:
 
     Args:
         ranks: the ranks.
+        own: numbers of the slices of this rank; None for one slice.
     """
 
-    def __init__(self, ranks: RankSums) -> None:
-        self.own = range(ranks.rank, ranks.rank + 1)
+    def __init__(self, ranks: RankSums, own: range | None = None) -> None:
+        self.own = range(ranks.rank, ranks.rank + 1) if own is None else own
         self._ranks = ranks
 
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum over ranks."""
-        (part,) = parts
-        return self._ranks.sum(part)
+        """Return the sum over own slices and ranks."""
+        return self._ranks.sum(reduce(torch.add, parts))
 
     def merge(self, sums: Mapping[Node, torch.Tensor]) -> dict[Node, torch.Tensor]:
-        """Return the sums, of which there is one."""
-        return dict(sums)
+        """Return the sum of own slices."""
+        node = min(low for low, _ in sums), max(high for _, high in sums)
+        return {node: reduce(torch.Tensor.add_, sums.values())}
 
     def start(self, sums: Mapping[Node, torch.Tensor]) -> Any:
         """Start to sum over ranks in place."""

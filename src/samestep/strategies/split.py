@@ -26,7 +26,7 @@ from samestep.strategies.tensor_slices import Slicing, checked_forward
 from samestep.view.call import Call
 from samestep.view.hub import Hub
 from samestep.view.ranks import Ranks
-from samestep.view.slots import ParameterSlots
+from samestep.view.slots import Entry, ParameterSlots, replaced
 from samestep.view.strategy import CallParameters, Strategy
 
 
@@ -103,7 +103,7 @@ class Split(Strategy):
             assert mesh is not None
             world = self._world.subworld(mesh.get_group("pipeline"))
             _ = world.sockets
-            self.sums_by_stage = True
+            self.has_stages = True
             self._stage = Stage(module, self._world.strategy, world, self._before_reduction)
 
     def _slice_count(self) -> int:
@@ -219,31 +219,56 @@ class _SplitParameters(CallParameters):
         tensor: divided products, if there are any.
     """
 
+    _is_inner = False
+
     def __init__(self, hub: Hub | None, stage: Stage | None, tensor: TensorParallel | None) -> None:
         self.anchors = [] if hub is None else hub.anchors
+        self.placed: list[torch.Tensor] = []
         self._hub = hub
         self._stage = stage
         self._tensor = tensor
-        self._is_inner = False
+        self._shared: list[tuple[list[Entry], list[torch.Tensor]]] = []  # of the own slices
+        self._finished = 0
 
     def aliases(self, position: int) -> list[torch.Tensor]:
         """Return the tensors that stand for the own parameters in an own slice."""
         return [] if self._hub is None else self._hub.aliases(position)
 
-    def in_place(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """Put the leaves of an inner graph into the module."""
-        self._is_inner = True
-        return nullcontext() if self._hub is None else self._hub.in_place(leaves)
+    @contextmanager
+    def aliases_in_place(self, position: int) -> Iterator[None]:
+        """Surround the forward of an own slice, which can take turns with those of others."""
+        aliases: AbstractContextManager[None] = nullcontext()
+        if self._hub is not None:
+            aliases = self._hub.aliases_in_place(position)
+        with aliases, self._others_in_place(position):
+            yield
+
+    @contextmanager
+    def in_place(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Surround the forward of a slice with an inner graph."""
+        with self._leaves_in_place(leaves), self._others_in_place(len(self._shared)):
+            yield
 
     @contextmanager
     def in_backward(self, leaves: Sequence[torch.Tensor], position: int) -> Iterator[None]:
         """Surround the backward of a slice with an inner graph, which may compute parts of the forward again."""
-        with self.in_place(leaves), self._divided_weights():
+        with self._leaves_in_place(leaves), self._divided_weights():
             yield
 
-    def aliases_in_place(self, position: int) -> AbstractContextManager[None]:
-        """Surround the forward of an own slice."""
-        return nullcontext() if self._hub is None else self._hub.aliases_in_place(position)
+    def _leaves_in_place(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        self._is_inner = True
+        return nullcontext() if self._hub is None else self._hub.in_place(leaves)
+
+    @contextmanager
+    def _others_in_place(self, position: int) -> Iterator[None]:
+        if position == len(self._shared):
+            shared: tuple[list[Entry], list[torch.Tensor]] = ([], [])
+            if self._stage is not None and torch.is_grad_enabled():
+                shared = self._stage.shared_weights()
+                self.placed += shared[1]
+            self._shared.append(shared)
+        with replaced(self._shared[position][0]), self._divided_weights():
+            yield
 
     def _divided_weights(self) -> AbstractContextManager[None]:
         return nullcontext() if self._tensor is None else self._tensor.divided_weights()
@@ -252,20 +277,17 @@ class _SplitParameters(CallParameters):
         """Return the function that computes an own slice."""
         stage = self._stage
         if stage is None:
-            return partial(self._forward, forward)
-        compute = partial(stage.forward, self._divided_weights)
+            return partial(checked_forward, forward)
         if self._is_inner:  # one node of the graph, with the outputs
-            return lambda *args, **kwargs: stage.outputs(compute(*args, **kwargs))
-        return compute
-
-    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._divided_weights():
-            return checked_forward(forward, *args, **kwargs)
+            return lambda *args, **kwargs: self.finish(stage.forward(*args, **kwargs))
+        return stage.forward
 
     def finish(self, result: Any) -> Any:
         """Return the result of an own slice after the forwards of all of them."""
         if isinstance(result, Later):
             assert self._stage is not None
+            result.tokens += self._shared[self._finished][1]
+            self._finished += 1
             return self._stage.outputs(result)
         return result
 

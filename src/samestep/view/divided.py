@@ -24,6 +24,7 @@ from samestep.view.order import nodes_of, order_nodes
 from samestep.view.ranks import Ranks, Slices
 from samestep.view.region import Region, inside
 from samestep.view.rows import Rows, gathered, is_large, own_rows
+from samestep.view.sandbox import generators
 from samestep.view.snapshot import BuffersOfSlice, Snapshot
 from samestep.view.strategy import CallParameters
 from samestep.view.thread_modes import ThreadModes
@@ -151,19 +152,27 @@ class DividedCall:
     ) -> list[OwnResult]:
         """Run the forward on the own slices at once, since each needs sums over all of them."""
         modes = ThreadModes(self.ranks.world.device)
+        own_forward = forward if parameters is None else parameters.forward(forward)
 
         def compute(position: int, part: Part) -> OwnResult:
             region = replace(self.regions[position], exchange=part)
             with modes.installed():
-                return self._run(region, forward, arguments[position])
+                return self._run(region, own_forward, arguments[position])
+
+        resumed: dict[int, Callable[[], None]] = {}
+        begin = generators(self.ranks.world.device)
 
         @contextmanager
         def turn(position: int, buffers: BuffersOfSlice) -> Iterator[None]:
+            if self.regions[position].seed is None:  # draws come from the script's stream, in each slice alike
+                resumed.get(position, begin)()
             aliases: AbstractContextManager[None] = nullcontext()
             if parameters is not None:
                 aliases = parameters.aliases_in_place(position)
             with buffers.installed(), aliases:
                 yield
+            if self.regions[position].seed is None:
+                resumed[position] = generators(self.ranks.world.device)
 
         count = len(arguments)
         buffers = [self._before.buffers_of_slice(copied=position > 0) for position in range(count)]
@@ -173,10 +182,14 @@ class DividedCall:
         run_in_lockstep(parts, self.exchange)
         buffers[0].install()
         results: list[OwnResult] = [part.result for part in parts]
+        if parameters is not None:
+            for result in results:
+                result.finish(parameters)
         if torch.is_grad_enabled():
             inputs: list[Any] = list(arguments)
             if parameters is not None:
                 inputs += [parameters.aliases(position) for position in range(count)]
+                inputs += parameters.placed
             order_nodes(parts, [result.leaves for result in results], nodes_of(inputs))
         return results
 

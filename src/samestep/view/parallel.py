@@ -21,6 +21,7 @@ from samestep.distributed.rng import derive_seed
 from samestep.errors import InputError
 from samestep.microbatches import microbatch_bounds, owned_microbatches
 from samestep.reduce.exact import ExactReduction
+from samestep.reduce.fast import FastReduction
 from samestep.view.agreement import OTHER_OPERATIONS, difference_between_ranks
 from samestep.view.call import Call
 from samestep.view.crossings import RowBounds
@@ -95,7 +96,7 @@ class ParallelModule:
         self._microbatches = microbatches
         self._batch_norm = batch_norm
         self.is_exact = reduction == "exact"
-        self._has_reduction = not self.is_exact  # which needs the number of microbatches
+        self._has_reduction = not (self.is_exact or strategy.has_stages)  # which needs the number of microbatches
         self._can_be_whole = whole
         self._is_strict = strict
         self._part_ids: list[int] = []
@@ -182,7 +183,7 @@ class ParallelModule:
             InputError: under `exact`, there are more ranks than microbatches.
         """
         ranks = self.strategy.ranks
-        if self.is_exact:
+        if self.is_exact or self.strategy.has_stages:
             return self._microbatches_of(rows)
         if rows < ranks.size:
             return None
@@ -199,11 +200,16 @@ class ParallelModule:
             return None
         if self._microbatches is None:
             self._microbatches = min(rows, MOST_MICROBATCHES)
+            if not self.is_exact:  # several rows of each: small matrix products take as long as larger ones
+                self._microbatches = min(max(rows // 2, ranks.size), MOST_MICROBATCHES)
             require_microbatches(self._microbatches, ranks.size)
+        slices = Slices(microbatch_bounds(rows, self._microbatches), ranks.size, ranks.rank, copies=self.is_exact)
         if not self._has_reduction:
-            self.strategy.reduction = ExactReduction(ranks.world, self._microbatches)
+            self.strategy.reduction = FastReduction(ranks, slices.own)
+            if self.is_exact:
+                self.strategy.reduction = ExactReduction(ranks.world, self._microbatches)
             self._has_reduction = True
-        return Slices(microbatch_bounds(rows, self._microbatches), ranks.size, ranks.rank, copies=True)
+        return slices
 
     def _kind(self, call: Call) -> Kind:
         ids = [id(part) for part in call.parts]
@@ -405,7 +411,7 @@ class ParallelModule:
         divided = DividedCall(
             ranks, self.strategy.reduction, division, call, regions, exchange, snapshot, known, output_rows
         )
-        if not self.strategy.sums_by_stage and (exchanges is None or exchanges):
+        if not self.strategy.has_stages and (exchanges is None or exchanges):
             view.require_same_action(view.word(ENTER_CALL))
         parameters = self.strategy.parameters(call)
         results: list[OwnResult] | None = None
@@ -442,12 +448,12 @@ class ParallelModule:
     def _before_backward(self, gradients: Sequence[torch.Tensor | None], *, has_sums: bool) -> None:
         """Note the gradients of the outputs, and send a word before sums inside of the backward, as of batch norm."""
         self.view.in_step.facts_of_backward(gradients)
-        if has_sums and not self.strategy.sums_by_stage:
+        if has_sums and not self.strategy.has_stages:
             self.view.begin_backward()
 
     def _all_in_sum(self) -> bool:
         """Return whether all ranks are in the same sum inside of a divided call."""
-        return self.strategy.sums_by_stage or self.view.all_ranks_in_sum()
+        return self.strategy.has_stages or self.view.all_ranks_in_sum()
 
     def _computed_again(self, kind: Kind, call: Call, reason: str, *, is_unknown: bool) -> Any:
         kind.surprises += 1
@@ -467,7 +473,7 @@ class ParallelModule:
         for number, (start, stop) in zip(call.slices.own, call.slices.own_bounds, strict=True):
             region = Region(call.rows, start, stop, exchange, division.draw_factors)
             region.local_batch_norm = self._batch_norm == "local"
-            if self.is_exact:
+            if self.is_exact or (self.strategy.has_stages and is_accelerator(view.device)):
                 region.microbatches = [(number, start, stop)]
             elif is_accelerator(view.device):
                 assert self._microbatches is not None

@@ -42,10 +42,12 @@ class CallParameters(ABC):
     Attributes:
         needs_inner_graph: calls have inner graphs, whether or not they use checkpointing.
         anchors: scalars to which every backward of a call gives a gradient.
+        placed: tensors whose nodes have their own place in the order of a backward.
     """
 
     needs_inner_graph = False
     anchors: Sequence[torch.Tensor] = ()
+    placed: Sequence[torch.Tensor] = ()
 
     @property
     def differentiable(self) -> CallParameters:
@@ -108,7 +110,8 @@ class Strategy(ABC):
     """A way to compute the inside of the calls of one module.
 
     Attributes:
-        sums_by_stage: ranks reach sums inside of calls and of backwards at different times; no words precede them.
+        has_stages: ranks compute stages of several own slices one after another. They reach sums inside of calls and
+            of backwards at different times, and no words precede these.
         splits_module: ranks with the same rows compute different parts of the module, and have gradients of these.
         ranks: ranks that share the rows of a batch.
         reduction: sums over the slices of these ranks.
@@ -121,7 +124,7 @@ class Strategy(ABC):
         before_reduction: called once in each backward before its first sum of gradients; sends a word.
     """
 
-    sums_by_stage = False
+    has_stages = False
     splits_module = False
 
     def __init__(self, world: World, ranks: Ranks, reduction: Reduction, before_reduction: Callable[[], None]) -> None:

@@ -9,8 +9,9 @@ Decisions: docs/decisions/layouts.md
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ from samestep.strategies.pipeline.partition import Partition, bind_inputs, parti
 from samestep.strategies.pipeline.passing import Links, Message, Outputs, Received, Sent, Shared
 from samestep.strategies.tensor_slices import checked_forward
 from samestep.view.operations import Operation, Operations
-from samestep.view.slots import ParameterSlots, replaced
+from samestep.view.slots import Entry, ParameterSlots
 
 _MARK = "stage "
 
@@ -45,16 +46,14 @@ class GraphExecutor(fx.Interpreter):
 
     def __call__(self, *args: Any) -> Any:
         """Return the output of the graph for the values of its placeholders, in order."""
+        run = copy.copy(self)  # slices of a call take turns in threads
+        run.env, run.args_iter = {}, iter(args)
         # Not `run`, which starts a thread of tqdm, changes the messages of errors and keeps inputs and outputs alive.
-        self.env, self.args_iter = {}, iter(args)
-        try:
-            for node in self.graph.nodes:
-                output = self.env[node] = self.run_node(node)
-                for used in self.user_to_last_uses.get(node, ()):
-                    del self.env[used]
-            return _plain(output)
-        finally:
-            self.env, self.args_iter = {}, iter(())
+        for node in self.graph.nodes:
+            output = run.env[node] = run.run_node(node)
+            for used in self.user_to_last_uses.get(node, ()):
+                del run.env[used]
+        return _plain(output)
 
 
 def _plain(value: Any) -> Any:
@@ -79,7 +78,7 @@ class Later:
         error: error of this stage.
     """
 
-    tokens: list[torch.Tensor]
+    tokens: list[torch.Tensor] = field(default_factory=list)
     values: Any = None
     numbers: list[str] = field(default_factory=list)
     operations: Operations | None = None
@@ -120,7 +119,9 @@ class Stage:
         self.links = Links(world)
         self._module, self._begin = module, begin
         self._executors = {
-            training: GraphExecutor(module, graphs[self.number]) for training, graphs in self.partition.graphs.items()
+            (training, stage): GraphExecutor(module, graph)
+            for training, graphs in self.partition.graphs.items()
+            for stage, graph in enumerate(graphs)
         }
         self._anchor = torch.zeros((), device=world.device, requires_grad=True)
         self._expected = _Expected()
@@ -185,23 +186,16 @@ class Stage:
                 expected.draws.append(len(mode.draws))
                 mode.functions.append(f"{_MARK}{stage}")
                 start = len(mode.functions)
-            # Not the executor of calls: parts of a trial take turns in threads.
-            executor = GraphExecutor(self._module, self.partition.graphs[self._module.training][stage])
+            executor = self._executors[self._module.training, stage]
             values = executor(*values, *[by_name[name] for name in executor.inputs])
             if mode is not None:
                 expected.operations.append(mode.functions[start:])
         self._expected = expected
         return values
 
-    def forward(self, around: Callable[[], AbstractContextManager[None]], *args: Any, **kwargs: Any) -> Later:
-        """Compute this stage for one slice: receive, compute, and send.
-
-        Args:
-            around: surrounds the computation.
-            args: arguments of the model.
-            kwargs: its keyword arguments.
-        """
-        later = Later([], operations=_operations())
+    def forward(self, *args: Any, **kwargs: Any) -> Later:
+        """Compute this stage for one slice: receive, compute, and send."""
+        later = Later(operations=_operations())
         received: Message | None = None
         if self.number > 0:
             with _hidden():
@@ -210,7 +204,7 @@ class Stage:
             later.numbers = received.values or []
         if not later.has_failed:
             try:
-                later.values = self._compute(received, later.tokens, around, args, kwargs)
+                later.values = self._compute(received, args, kwargs)
             except Exception as error:  # boundary: raised in `outputs`; other stages wait for a message
                 later.has_failed, later.error = True, error
         if later.operations is not None:
@@ -220,25 +214,16 @@ class Stage:
                 self._send(later)
         return later
 
-    def _compute(
-        self,
-        received: Message | None,
-        tokens: list[torch.Tensor],
-        around: Callable[[], AbstractContextManager[None]],
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
+    def _compute(self, received: Message | None, args: Any, kwargs: Any) -> Any:
         by_name = bind_inputs(self._module, args, kwargs)
-        tensors: Sequence[torch.Tensor] = ()
-        if received is not None:
-            tensors = received.tensors
-            if torch.is_grad_enabled() and any(received.have_gradients):
-                with _hidden():
-                    tensors = Received.apply(  # type: ignore[no-untyped-call]
-                        self.links, self.number - 1, received, self._anchor
-                    )
-        executor = self._executors[self._module.training]
-        with self._shared_weights(tokens), around(), self._among_operations():
+        executor = self._executors[self._module.training, self.number]
+        tensors: Sequence[torch.Tensor] = () if received is None else received.tensors
+        if received is not None and torch.is_grad_enabled() and any(received.have_gradients):
+            with _hidden():
+                tensors = Received.apply(  # type: ignore[no-untyped-call]
+                    self.links, self.number - 1, received, self._anchor
+                )
+        with self._among_operations():
             values = checked_forward(executor, *tensors, *[by_name[name] for name in executor.inputs])
         if self.number < self.count - 1 and not all(isinstance(value, torch.Tensor) for value in values):
             raise stage_error(
@@ -264,32 +249,27 @@ class Stage:
         for stage in range(self.number + 1, self.count):
             mode.functions += [f"{_MARK}{stage}", *expected.operations[stage]]
 
-    @contextmanager
-    def _shared_weights(self, tokens: list[torch.Tensor]) -> Iterator[None]:
-        """Let the gradients of weights that several stages use be summed over these, after the backwards of stages."""
-        if not self._shared or not torch.is_grad_enabled():
-            yield
-            return
-        entries = []
+    def shared_weights(self) -> tuple[list[Entry], list[torch.Tensor]]:
+        """Return places for weights that several stages use, whose gradients are summed over these, and their tokens.
+
+        Each token needs a gradient in every backward. The sums run after the backwards of all slices: they wait for
+        another stage, which waits for gradients of this one.
+        """
+        entries: list[Entry] = []
+        tokens: list[torch.Tensor] = []
+        nodes: dict[int, torch.Tensor] = {}
         for parameter, ranks in self._shared:
             for container, key, _, _ in self._slots.entries({parameter: self._anchor}):
-                entries.append((container, key, ranks))
-        nodes: dict[int, torch.Tensor] = {}
-        places = []
-        for container, key, ranks in entries:
-            value = container[key]
-            if not isinstance(value, torch.Tensor):
-                continue
-            if id(value) not in nodes:
-                with _hidden():
-                    alias, token = Shared.apply(self.links, ranks, value)  # type: ignore[no-untyped-call]
-                self._shared_nodes += 1  # those of later slices run first, in one order on all ranks
-                token.grad_fn._set_sequence_nr(self._shared_nodes)
-                nodes[id(value)] = alias
-                tokens.append(token)
-            places.append((container, key, value, nodes[id(value)]))
-        with replaced(places):
-            yield
+                value = container[key]
+                if isinstance(value, torch.Tensor):
+                    if id(value) not in nodes:
+                        alias, token = Shared.apply(self.links, ranks, value)  # type: ignore[no-untyped-call]
+                        self._shared_nodes += 1  # those of later slices run first, in one order on all ranks
+                        token.grad_fn._set_sequence_nr(self._shared_nodes)
+                        nodes[id(value)] = alias
+                        tokens.append(token)
+                    entries.append((container, key, value, nodes[id(value)]))
+        return entries, tokens
 
     def _send(self, later: Later) -> None:
         message = Message(has_failed=True)
