@@ -54,8 +54,8 @@ def parallel(
         strategy: `ddp`: each rank holds all parameters. `fsdp`: one part of every parameter; make optimizers
             afterwards. `hsdp`: `fsdp` within groups of ranks. `tp`: matrix products divided between ranks. `pp`:
             consecutive layers on different ranks. None: that of `samestep.init`, otherwise `ddp`.
-        reduction: `fast`: results are equal to those of one process to rounding. `exact`, with `ddp`, `tp` and `pp`:
-            the same bits on every number of processes up to `microbatches`, one included. Each microbatch is computed
+        reduction: `fast`: results are equal to those of one process to rounding. `exact`, with `ddp` and `tp`: the
+            same bits on every number of processes up to `microbatches`, one included. Each microbatch is computed
             alone, on one thread and by deterministic kernels; compiled code runs uncompiled.
         batch_norm: statistics of the whole batch (`global`), or of the own rows (`local`): then results depend on the
             number of ranks.
@@ -233,14 +233,14 @@ def _strategy(
     world = process_state.world
     assert world is not None
     name = (config or world.strategy).name
-    if reduction == "exact" and name not in ("auto", "ddp", "tp", "pp"):
+    shape = world.mesh_shape
+    if reduction == "exact" and (name not in ("auto", "ddp", "tp") or shape.pipeline > 1):
         raise InputError(
             f"samestep.parallel: reduction='exact' with strategy={name!r}",
-            expected="strategy='ddp', 'tp' or 'pp' with this reduction",
+            expected="strategy='ddp' or 'tp', without a pipeline axis, with this reduction",
             fix="strategy='ddp'",
             code="E_INCOMPATIBLE",
         )
-    shape = world.mesh_shape
     kind: Callable[..., Strategy] = Replicated
     if name in ("fsdp", "hsdp"):
         from samestep.strategies.sharded import Sharded  # slow to import

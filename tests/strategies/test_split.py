@@ -50,3 +50,26 @@ def test_two_ranks_have_the_values_of_the_plain_loop() -> None:
 def test_layouts_have_the_values_of_the_plain_loop(mesh: Job) -> None:
     (results,) = run_jobs("workers.split", mesh, timeout=400)
     require_equal(results, mesh.arguments["models"])
+
+
+@pytest.mark.slow
+def test_bits_depend_on_the_number_of_slices_only() -> None:
+    def with_slices(ranks: int, name: str, slices: int, **mesh: int) -> Job:
+        arguments = {"name": name, "mesh": mesh, "models": TENSOR, "slices": slices}
+        return Job("bits", ranks, arguments)
+
+    one, *others, without = run_jobs(
+        "workers.split",
+        with_slices(1, "auto", 2),
+        with_slices(2, "auto", 2),
+        with_slices(2, "tp", 2, tensor=2),
+        with_slices(4, "tp", 2, tensor=2, replicate=2),
+        with_slices(1, "auto", 1),
+        timeout=400,
+    )
+    for name, ranks in one.items():
+        digest, divided, whole, reasons = ranks[0]
+        assert (divided, whole, reasons) == (4, 0, [])
+        for results in others:
+            assert all(other == [digest, 4, 0, []] for other in results[name]), name
+        assert without[name][0][0] != digest

@@ -85,6 +85,10 @@ class Later:
     has_failed: bool = False
     error: Exception | None = None
 
+    def __new__(cls, *_: Any, **__: Any) -> Later:
+        """Return a new object. A class with this method is one leaf of a result, and is not opened."""
+        return object.__new__(cls)
+
 
 @dataclass
 class _Expected:
