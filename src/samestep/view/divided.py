@@ -24,8 +24,7 @@ from samestep.view.order import nodes_of, order_nodes
 from samestep.view.ranks import Ranks, Slices
 from samestep.view.region import Region, inside
 from samestep.view.rows import Rows, gathered, is_large, own_rows
-from samestep.view.sandbox import generators
-from samestep.view.snapshot import BuffersOfSlice, Snapshot
+from samestep.view.snapshot import BuffersOfSlice, Snapshot, generators
 from samestep.view.strategy import CallParameters
 from samestep.view.thread_modes import ThreadModes
 
