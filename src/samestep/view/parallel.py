@@ -20,8 +20,6 @@ from samestep.distributed.devices import is_accelerator
 from samestep.distributed.rng import derive_seed
 from samestep.errors import InputError
 from samestep.microbatches import microbatch_bounds, owned_microbatches
-from samestep.reduce.exact import ExactReduction
-from samestep.reduce.fast import FastReduction
 from samestep.view.agreement import OTHER_OPERATIONS, difference_between_ranks
 from samestep.view.call import Call
 from samestep.view.crossings import RowBounds
@@ -205,9 +203,7 @@ class ParallelModule:
             require_microbatches(self._microbatches, ranks.size)
         slices = Slices(microbatch_bounds(rows, self._microbatches), ranks.size, ranks.rank, copies=self.is_exact)
         if not self._has_reduction:
-            self.strategy.reduction = FastReduction(ranks, slices.own)
-            if self.is_exact:
-                self.strategy.reduction = ExactReduction(ranks.world, self._microbatches)
+            self.strategy.sum_slices(slices, is_exact=self.is_exact)
             self._has_reduction = True
         return slices
 
@@ -399,7 +395,9 @@ class ParallelModule:
         exchanges = kind.exchanges
         if self.is_exact and not division.has_sums:
             exchanges = ()
-        exchange = CallExchange(self.strategy.reduction, exchanges, self._all_in_sum)
+        exchange = CallExchange(
+            self.strategy.reduction, exchanges, lambda: self.strategy.has_stages or view.all_ranks_in_sum()
+        )
         regions = self._regions(division, call, exchange)
         known = None
         # Under `exact` not: code that is compiled for one number of rows has other bits than that for several.
@@ -450,10 +448,6 @@ class ParallelModule:
         self.view.in_step.facts_of_backward(gradients)
         if has_sums and not self.strategy.has_stages:
             self.view.begin_backward()
-
-    def _all_in_sum(self) -> bool:
-        """Return whether all ranks are in the same sum inside of a divided call."""
-        return self.strategy.has_stages or self.view.all_ranks_in_sum()
 
     def _computed_again(self, kind: Kind, call: Call, reason: str, *, is_unknown: bool) -> Any:
         kind.surprises += 1

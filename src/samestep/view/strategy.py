@@ -25,10 +25,12 @@ import torch
 from torch import nn
 
 from samestep.distributed.world import World
+from samestep.reduce.exact import ExactReduction
+from samestep.reduce.fast import FastReduction
 from samestep.reduce.reduction import Reduction
 from samestep.view.call import Call
 from samestep.view.exchange import CallExchange
-from samestep.view.ranks import Ranks
+from samestep.view.ranks import Ranks, Slices
 
 
 class CallParameters(ABC):
@@ -133,6 +135,12 @@ class Strategy(ABC):
         self.is_deferred = False
         self._world = world
         self._before_reduction = before_reduction
+
+    def sum_slices(self, slices: Slices, *, is_exact: bool) -> None:
+        """Set the reduction of calls with several own slices."""
+        self.reduction = FastReduction(self.ranks, slices.own)
+        if is_exact:
+            self.reduction = ExactReduction(self.ranks.world, len(slices.bounds))
 
     def of_copy(self) -> Strategy:
         """Return a strategy for a copy of the module, which is not prepared yet."""
