@@ -395,9 +395,8 @@ class ParallelModule:
         exchanges = kind.exchanges
         if self.is_exact and not division.has_sums:
             exchanges = ()
-        exchange = CallExchange(
-            self.strategy.reduction, exchanges, lambda: self.strategy.has_stages or view.all_ranks_in_sum()
-        )
+        all_here = partial(self.strategy.all_in_sum, view.all_ranks_in_sum)
+        exchange = CallExchange(self.strategy.reduction, exchanges, all_here)
         regions = self._regions(division, call, exchange)
         known = None
         # Under `exact` not: code that is compiled for one number of rows has other bits than that for several.

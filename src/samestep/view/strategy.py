@@ -136,6 +136,10 @@ class Strategy(ABC):
         self._world = world
         self._before_reduction = before_reduction
 
+    def all_in_sum(self, send_word: Callable[[], bool]) -> bool:
+        """Return whether all ranks are in the same sum inside of a divided call."""
+        return self.has_stages or send_word()
+
     def sum_slices(self, slices: Slices, *, is_exact: bool) -> None:
         """Set the reduction of calls with several own slices."""
         self.reduction = FastReduction(self.ranks, slices.own)
