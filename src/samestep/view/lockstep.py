@@ -60,6 +60,7 @@ class Part:
         self._ended = False
         self._sums: Sums | None = None
         self._parts: Sequence[Part] = ()
+        self._processors = torch.get_num_threads()
         run = copy_context().run
         self._thread = threading.Thread(target=run, args=(self._run,), name="slice of a call", daemon=True)
 
@@ -132,6 +133,8 @@ class Part:
         self._resumed.acquire()
         if self._ended:
             return
+        # Libraries below torch count threads for each thread; another number can have other bits.
+        torch.set_num_threads(self._processors)
         try:
             self.result = self._compute(self)
         except _Ended:
