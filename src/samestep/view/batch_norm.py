@@ -2,6 +2,8 @@
 
 Ioffe & Szegedy, "Batch Normalization" (2015). Moments of ranks are combined as in Chan, Golub & LeVeque, "Updating
 Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979).
+
+Decisions: docs/decisions/batch-norm.md
 """
 
 from __future__ import annotations
