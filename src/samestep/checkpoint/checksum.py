@@ -23,7 +23,6 @@ from samestep.microbatches import Cursor
 
 if TYPE_CHECKING:
     from samestep.distributed.world import World
-    from samestep.strategies.local_parameters import LocalParameters
 
 # Words of a block: the size of a core's cache. A GPU computes several blocks at once.
 _BLOCK, _GPU_BLOCKS = 2**16, 2**6
@@ -200,7 +199,7 @@ class Trained(Protocol):
 
     steps: int
     world: World
-    local_parameters: LocalParameters
+    local_parameters: Any  # with the position of each part
 
     @property
     def training(self) -> Training:

@@ -50,6 +50,7 @@ from samestep.recipes.samples import IndexedCollate, indexed
 from samestep.recipes.training import EpochData
 from samestep.recipes.weights import check_same_weights, load_matching
 from samestep.session import start
+from samestep.strategies.divided_parameters import divided_parameters
 from samestep.strategies.local_parameters import LocalParameters
 from samestep.zoo.model_libraries import find_in_library, torchvision_model, torchvision_names
 from samestep.zoo.options import call, takes, unknown_option
@@ -207,7 +208,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         world=world,
         recipe=recipe,
         scheduler=scheduler,
-        parameters=LocalParameters(model, world, {}),
+        parameters=divided_parameters(model) or LocalParameters(model, world, {}),
         prepare=splits.prepare,
     )
     info = DatasetInfo(splits.classes, splits.model_options)

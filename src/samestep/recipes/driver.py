@@ -29,6 +29,7 @@ from samestep.recipes.forward import autocast, call_model
 from samestep.recipes.loss import RecipeLoss
 from samestep.recipes.non_finite import non_finite_error
 from samestep.recipes.samples import RecipeBatch, pair_of, parts_of
+from samestep.strategies.divided_parameters import DividedParameters, full_tensor
 from samestep.strategies.local_parameters import LocalParameters
 
 
@@ -81,7 +82,7 @@ class Driver:
         world: World,
         recipe: Recipe,
         scheduler: LRScheduler,
-        parameters: LocalParameters,
+        parameters: LocalParameters | DividedParameters,
         prepare: Callable[[Any], Any] | None = None,
     ) -> None:
         self.model = model
@@ -95,9 +96,10 @@ class Driver:
         self._config = recipe.step
         self._parts = recipe.accumulate
         self._prepare = prepare
-        self._trained = dict(parameters.trained)
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._average = None if recipe.ema is None else AveragedWeights(self._trained, recipe.ema.decay)
-        self._buffers = [buffer for buffer in model.buffers() if buffer is not None]
+        self._buffers = list(model.buffers())
+        self._saved_buffers = [buffer.clone() for buffer in self._buffers]  # before a step that can be refused
 
     @property
     def training(self) -> Training:
@@ -114,7 +116,7 @@ class Driver:
             NonFiniteError: loss or gradient is not finite and `non_finite` is `stop`; parameters are unchanged.
         """
         self.world.context.status.heartbeat()
-        before = self._copied_buffers()
+        copy_tensors(self._saved_buffers, self._buffers)
         self.optimizer.zero_grad(set_to_none=True)
         seed_generators(microbatch_seed("shard", self._config.seed, self.steps, 0), self.world.device)
         data = self.on_device(batch)
@@ -130,7 +132,7 @@ class Driver:
             if self._average is not None:
                 self._average.update(self.steps + 1)
         else:
-            copy_tensors(self._buffers, before)
+            copy_tensors(self._buffers, self._saved_buffers)
             self._require_skip(data, batch.samples, is_loss_finite=math.isfinite(numbers[0]))
         self.scaler.update()
         self._step_schedule()
@@ -180,14 +182,9 @@ class Driver:
         """Return the 2-norm of the gradient before clipping."""
         limit = self._config.clip_norm
         if limit is not None:
-            return torch.nn.utils.clip_grad_norm_(self._trained.values(), limit)
+            return full_tensor(torch.nn.utils.clip_grad_norm_(self._trained.values(), limit))
         gradients = [p.grad for p in self._trained.values() if p.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients).to(self.world.device)
-
-    def _copied_buffers(self) -> list[torch.Tensor]:
-        """Return copies of the buffers, for steps that can be skipped."""
-        can_skip = self._config.non_finite == "skip" or self.scaler.is_enabled()
-        return [buffer.clone() for buffer in self._buffers] if can_skip else self._buffers
+        return full_tensor(torch.nn.utils.get_total_norm(gradients)).to(self.world.device)
 
     def _require_skip(self, data: tuple[Any, Any], samples: torch.Tensor, *, is_loss_finite: bool) -> None:
         """Require that a step that is not finite is skipped.
