@@ -69,10 +69,11 @@ def verify(
             plans += [partial(runner.run_killed, number, kill_at, resume_on) for number in processes]
         others = [plan(reference) for plan in plans]
         comparisons = _compare(runner, reference, others, tolerance)
-        notes = _rounding_note(others, tolerance)
+        notes: list[str] = []
         if tolerance is not None and not conditions.interventions.double:
-            notes += _accept_rounding(runner, processes[0], plans, comparisons)
+            notes = _accept_rounding(runner, processes[0], plans, comparisons)
         findings = _attribute_first(runner, reference, others, comparisons, tolerance)
+        notes += [] if findings else _rounding_note(others, tolerance)
         if not findings and subject.script is not None and max(processes) > 1:
             findings = _check_orders(runner, max(processes), reference, tolerance)
         runs = [reference, *(other for other in others if not other.label)]
