@@ -97,7 +97,18 @@ def test_certificate_has_the_level_of_agreement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: str, mesh: str, processes: str
 ) -> None:
     layout = ("--strategy", strategy, *(("--mesh", mesh) if mesh else ()))
-    options = ("--processes", processes, "--steps", 2, "--double", "--json", "--out", tmp_path / "certificate")
+    options = (
+        "--processes",
+        processes,
+        "--reduction",
+        "exact",
+        "--steps",
+        2,
+        "--double",
+        "--json",
+        "--out",
+        tmp_path / "certificate",
+    )
     recipe: tuple[object, ...] = ("digits",)
     if strategy == "fsdp" and not mesh:
         options = (*options, "--kill-at", 2, "--resume-on", 2)
@@ -113,8 +124,8 @@ def test_certificate_has_the_level_of_agreement(
     assert here("verify", *recipe, *layout, *options, cwd=tmp_path) == EXIT_DONE
     certificate = answer(capsys)
     is_exact = strategy != "tp" and "tensor" not in mesh
-    level = "bits" if is_exact else "1e-12 relative"
-    assert (certificate["holds"], certificate["level"], certificate["precision"]) == (True, level, "float64")
+    level = "bits" if is_exact else "rounding"
+    assert (certificate["holds"], certificate["level"], certificate["double"]) == (True, level, True)
     for run in certificate["comparisons"]:
         assert run["quantities"]["order of samples"] == "bits"
         assert not is_exact or run["first_difference"] is None
@@ -126,7 +137,19 @@ def test_several_devices_per_rank_give_equal_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, processes: str
 ) -> None:
     place = "strategy.place={stem: 0, blocks: 0, head: 1}" if name == "device_map" else "strategy.name=dp"
-    chosen = ("--strategy", name, "--set", "strategy.devices=2", place, "--processes", processes, "--steps", 2)
+    chosen = (
+        "--strategy",
+        name,
+        "--reduction",
+        "exact",
+        "--set",
+        "strategy.devices=2",
+        place,
+        "--processes",
+        processes,
+        "--steps",
+        2,
+    )
     assert here("verify", "digits", *chosen, "--json", "--out", tmp_path / "certificate", cwd=tmp_path) == EXIT_DONE
     certificate = answer(capsys)
     assert (certificate["holds"], certificate["level"]) == (True, "bits")

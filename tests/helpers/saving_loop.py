@@ -12,19 +12,19 @@ from torch.utils.data import TensorDataset
 
 import samestep
 
+samestep.init(run="first", device="cpu")
 torch.manual_seed(0)
 inputs = torch.randn(48, 20)
 data = TensorDataset(inputs, inputs[:, :5].argmax(dim=1))
-samestep.init(run="first", device="cpu")
 model = samestep.parallel(nn.Linear(20, 5))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-batches = samestep.loader(data, 12, shuffle=True)
+batches = samestep.loader(data, batch_size=12, shuffle=True)
 checkpoints = samestep.CheckpointManager("checkpoints", model, batches, optimizer=optimizer)
 for number, epoch in enumerate(checkpoints.epochs(int(sys.argv[1]))):
     if number == 0 and samestep.is_main():
         with Path("positions.txt").open("a", encoding="utf-8") as file:
             file.write(f"{4 * epoch}\n")
-    for images, targets in batches:
+    for rows, targets in batches:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images), targets).backward()
+        nn.functional.cross_entropy(model(rows), targets).backward()
         optimizer.step()

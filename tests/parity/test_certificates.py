@@ -67,7 +67,19 @@ def test_exact_reduction_gives_equal_bits_also_after_a_kill(
     recipe = recipe_of(name, image_folder)
     counts = ",".join(map(str, processes))
     data = certificate(
-        capsys, tmp_path, *recipe, "--processes", counts, "--steps", "2", "--kill-at", "2", "--resume-on", "3"
+        capsys,
+        tmp_path,
+        *recipe,
+        "--processes",
+        counts,
+        "--reduction",
+        "exact",
+        "--steps",
+        "2",
+        "--kill-at",
+        "2",
+        "--resume-on",
+        "3",
     )
     assert [run["processes"] for run in data["comparisons"]] == [
         *(f"{number} processes" for number in processes[1:]),
