@@ -193,7 +193,8 @@ class _Attention:
         return tuple(self._as_divided(c) if isinstance(c[0], torch.Tensor) else c[0] for c in columns)
 
     def _as_divided(self, parts: Sequence[torch.Tensor]) -> SlicedTensor:
-        dim = parts[0].dim()
+        with torch._C.DisableTorchFunction():
+            dim = parts[0].dim()
         return SlicedTensor(tuple(parts), self._slicing, _HEAD_DIM if dim == 4 else dim - 1)
 
 
@@ -228,9 +229,11 @@ class _HeadDropout(TorchFunctionMode):
             shape[_HEAD_DIM] = self._heads
             ones = torch.ones(shape, dtype=scores.dtype, device=scores.device)
         if self._number == 0:  # other modes see this dropout, and draw for the rows that it belongs to
-            self._masks.append(self._slicing.divide(functional.dropout(ones, *args, **kwargs), _HEAD_DIM))
+            mask = functional.dropout(ones, *args, **kwargs)
         self._calls += 1
         with torch._C.DisableTorchFunction():
+            if self._number == 0:
+                self._masks.append(self._slicing.divide(mask, _HEAD_DIM))
             result: torch.Tensor = scores * self._masks[self._calls - 1][self._number]
         return result
 

@@ -9,15 +9,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from samestep.config import StrategyConfig
 from samestep.errors import InputError
 from samestep.strategies.pipeline.partition import (
     balance,
     bind_inputs,
     partition_model,
 )
-from samestep.strategies.pipeline.schedule import stage_count
-from samestep.strategies.pipeline.stages import GraphExecutor
+from samestep.strategies.pipeline.stage import GraphExecutor
 from samestep.zoo.digits import DigitsNet
 from samestep.zoo.model_libraries import find_in_library
 from samestep.zoo.text.models import GPT
@@ -181,18 +179,3 @@ def test_an_impossible_partition_is_an_error(model: nn.Module, names: tuple[str,
         partition_model(model, names, count)
     assert error.value.code == "E_PIPELINE"
     assert text in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "named", "ranks", "count"),
-    [
-        ("1f1b", 0, 3, 3),
-        ("gpipe", 1, 2, 2),
-        ("interleaved", 0, 2, 4),
-        ("interleaved", 5, 2, 6),
-        ("zero_bubble", 0, 4, 4),
-    ],
-)
-def test_number_of_stages_of_a_schedule(schedule: str, named: int, ranks: int, count: int) -> None:
-    config = StrategyConfig(name="pp", schedule=schedule, stages=("x",) * named)  # type: ignore[arg-type]
-    assert stage_count(config, ranks) == count

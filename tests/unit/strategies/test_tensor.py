@@ -72,3 +72,21 @@ def test_other_uses_of_a_divided_weight_are_errors(world: World) -> None:
         with pytest.raises(InputError, match=r"add of 0\.weight"):
             torch.add(weight, 1)
     assert isinstance(model[0].weight, nn.Parameter)
+
+
+@pytest.mark.parametrize(
+    "kinds", [("column", "row"), ("column", "column_gathered"), ("column_gathered", "row"), ("row", "column_gathered")]
+)
+def test_each_kind_has_the_gradients_of_the_whole_model(world: World, kinds: tuple[str, str]) -> None:
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6)).double()
+    plain = copy.deepcopy(model)
+    inputs = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    plain(inputs).square().sum().backward()
+    expected, inputs.grad = inputs.grad, None
+    tensor = TensorParallel(model, Slicing(3, world), dict(zip(("0", "2"), kinds, strict=True)))
+    with tensor.divided_weights():
+        result = model(inputs)
+    result.square().sum().backward()
+    torch.testing.assert_close(inputs.grad, expected)
+    for parameter, reference in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, reference.grad)

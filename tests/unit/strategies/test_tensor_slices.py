@@ -1,6 +1,5 @@
 """Slices in one process: sums in tree order, gradients, divided tensors and their errors."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +9,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from samestep.config import RecipeStep
 from samestep.distributed.world import RunContext, World
 from samestep.errors import InputError
-from samestep.strategies.tensor_parallel import slice_model
 from samestep.strategies.tensor_slices import SlicedTensor, Slicing, add, checked_forward, divide, join, spread
 
 SLICES = 3
@@ -127,34 +124,3 @@ def test_other_functions_are_errors(divided: SlicedTensor, function: Callable[[A
     with pytest.raises(InputError) as error:
         function(divided)
     assert error.value.code == "E_TENSOR_PLAN"
-
-
-# --- models -------------------------------------------------------------------------------------------------
-
-
-def sliced(model: nn.Module, world: World, plan: dict[str, str], **options: Any) -> dict[str, int]:
-    return slice_model(model, world, RecipeStep(tensor_plan=plan, **options))
-
-
-@pytest.mark.parametrize(
-    ("kinds", "columns"),
-    [
-        (("column", "row"), {"2.weight": SLICES}),
-        (("column", "column_gathered"), {}),
-        (("column_gathered", "row"), {"2.weight": SLICES}),
-        (("row", "column_gathered"), {"0.weight": SLICES}),
-    ],
-)
-def test_slices_are_equal_to_rounding(world: World, kinds: tuple[str, str], columns: dict[str, int]) -> None:
-    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6)).double()
-    plain, inputs = copy.deepcopy(model), torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
-    plain(inputs).square().sum().backward()
-    expected, inputs.grad = inputs.grad, None
-    assert sliced(model, world, dict(zip(("0", "2"), kinds, strict=True)), tensor_slices=SLICES) == columns
-    copy.deepcopy(model)(inputs).square().sum().backward()
-    torch.testing.assert_close(inputs.grad, expected)
-    inputs.grad = None
-    model(inputs).square().sum().backward()
-    torch.testing.assert_close(inputs.grad, expected)
-    for parameter, reference in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, reference.grad)

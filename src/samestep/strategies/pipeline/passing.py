@@ -103,7 +103,7 @@ class Links:
             torch.empty(shape, dtype=getattr(torch, dtype), device=self.world.device) for dtype, shape, *_ in rows
         ]
         self._communicate([], [(tensor, peer) for tensor in tensors])
-        placed = [_with_layout(one, row[2], row[3]) for one, row in zip(tensors, rows, strict=True)]
+        placed = [with_layout(one, row[2], row[3]) for one, row in zip(tensors, rows, strict=True)]
         return Message(placed, [bool(row[4]) for row in rows], values, has_failed)
 
     def exchange(self, own: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:
@@ -136,7 +136,7 @@ def layout_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
     return tuple(tensor.stride()), tensor.data_ptr() % _ALIGNMENT // tensor.element_size()
 
 
-def _with_layout(tensor: torch.Tensor, strides: Sequence[int], offset: int) -> torch.Tensor:
+def with_layout(tensor: torch.Tensor, strides: Sequence[int], offset: int) -> torch.Tensor:
     """Return a tensor of new memory with a layout."""
     if tuple(tensor.stride()) == tuple(strides) and not offset:
         return tensor
