@@ -10,13 +10,14 @@ import pytest
 import torch
 from hypothesis import settings
 
-import samestep
 from helpers.leaks import leaks_since, snapshot
 from samestep.cli.launch_options import PRELOAD as PRELOAD_RECIPES
 from samestep.distributed.env import prepare_torch_environment, silence_torch_warnings
+from samestep.distributed.world import World
 from samestep.global_view import world_of_process
 from samestep.launcher.fork_server import start_server
 from samestep.launcher.launch import PRELOAD
+from samestep.session import start
 
 # The same examples each time: a change is judged by its own tests, not by chance. No example has a deadline.
 settings.register_profile("samestep", deadline=None, derandomize=True, print_blob=True)
@@ -54,11 +55,11 @@ def leaves_nothing(torch_environment: None, state_folder: None) -> Iterator[None
 
 
 @pytest.fixture
-def alone() -> Iterator[samestep.World]:
+def alone() -> Iterator[World]:
     """This process as a world of one."""
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     try:
-        with samestep.start(device="cpu", timeout=timedelta(seconds=60)) as world, world_of_process(world):
+        with start(device="cpu", timeout=timedelta(seconds=60)) as world, world_of_process(world):
             yield world
     finally:
         torch.use_deterministic_algorithms(deterministic)

@@ -32,9 +32,6 @@ Rule = Callable[..., list[str]]
 SOURCE = Path(__file__).parents[1] / "src"
 PUBLIC = {
     "CheckpointManager",
-    "MeshConfig",
-    "StrategyConfig",
-    "World",
     "__version__",
     "all_gather",
     "epochs",
@@ -47,7 +44,6 @@ PUBLIC = {
     "no_sync",
     "parallel",
     "reduce_dict",
-    "start",
 }
 
 

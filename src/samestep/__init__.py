@@ -19,10 +19,7 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from typing import Any
 
     from samestep.checkpoint_manager import CheckpointManager as CheckpointManager
-    from samestep.config import MeshConfig as MeshConfig
-    from samestep.config import StrategyConfig as StrategyConfig
     from samestep.data.whole_batches import epochs as epochs
-    from samestep.distributed.world import World as World
     from samestep.global_view import no_sync as no_sync
     from samestep.global_view import parallel as parallel
     from samestep.launcher.launch import launch as launch
@@ -32,16 +29,12 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.ranks import main_first as main_first
     from samestep.ranks import reduce_dict as reduce_dict
     from samestep.session import init as init
-    from samestep.session import start as start
     from samestep.strategies.divided_parameters import full_state_dict as full_state_dict
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "CheckpointManager": "checkpoint_manager",
-    "MeshConfig": "config",
-    "StrategyConfig": "config",
-    "World": "distributed.world",
     "all_gather": "ranks",
     "epochs": "data.whole_batches",
     "full_state_dict": "strategies.divided_parameters",
@@ -53,7 +46,6 @@ _HOMES = {
     "no_sync": "global_view",
     "parallel": "global_view",
     "reduce_dict": "ranks",
-    "start": "session",
 }
 
 __all__ = list(_HOMES)

@@ -177,12 +177,6 @@ class CheckpointError(InputError):
     default_code = "E_CHECKPOINT"
 
 
-class UnusedParameterError(InputError):
-    """Parameter that requires a gradient and received none from a microbatch."""
-
-    default_code = "E_UNUSED_PARAMETER"
-
-
 class RunError(SamestepError):
     """Failed run."""
 

@@ -121,7 +121,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def world_of_process(world: World, reduction: Reduction = "fast") -> Iterator[None]:
-    """Make `samestep.parallel` divide calls between the ranks of a world of `samestep.start`, during the block."""
+    """Make `samestep.parallel` divide calls between the ranks of a world of `samestep.init`, during the block."""
     process_state.world = world
     process_state.options = SessionOptions(reduction=reduction, strategy=world.strategy)
     error: type[BaseException] | None = None

@@ -88,7 +88,7 @@ def _batch_ranks() -> ViewOfBatches | None:
     """Return the ranks that read batches together, or None on one process."""
     if process_state.view is None and process_state.world is None:
         is_alone = process_state.worker is None and read_rendezvous() is None
-        if is_alone or dist.is_initialized():  # or a group of the script, or of `samestep.start`
+        if is_alone or dist.is_initialized():  # or a group of the script, or of `samestep.init`
             return None
     view = joined_view(None, "fast")
     return ViewOfBatches(view) if view.ranks.size > 1 else None

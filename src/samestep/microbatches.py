@@ -4,34 +4,14 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 
 from samestep.errors import CheckpointError, InputError
 from samestep.units import plural
 
-Microbatches = int | Literal["auto"]
 Shares = int | tuple[int, ...]  # number of ranks with equal shares of the microbatches, or the share of each rank
-
-_MAX_AUTO = 8  # ranks that share the data, at most, without a number in the recipe
-# Samples per microbatch for the statistics of batch norm, best first (`docs/concepts/batch-norm.md`).
-_BATCH_NORM_SAMPLES = (32, 16)
-MIN_BATCH_NORM_SAMPLES = _BATCH_NORM_SAMPLES[-1]
-
-
-def auto_microbatches(batch_size: int, *, batch_norm: bool) -> int:
-    """Return the number of microbatches of `microbatches: auto`: a power of two up to 8.
-
-    With `batch_norm`, statistics are those of a microbatch. The number is then the largest with at least 32 samples in
-    each microbatch; if only 1 has so many, the largest with at least 16; if only 1 has so many, 1.
-    """
-    powers = [2**exponent for exponent in reversed(range(_MAX_AUTO.bit_length()))]
-    for samples in _BATCH_NORM_SAMPLES if batch_norm else (1,):
-        number = next((power for power in powers if batch_size // power >= samples), 1)
-        if number > 1:
-            return number
-    return 1
 
 
 def microbatch_bounds(size: int, microbatches: int) -> list[tuple[int, int]]:
@@ -49,13 +29,6 @@ def owned_microbatches(microbatches: int, shares: Shares, rank: int) -> range:
         return range(microbatches * rank // shares, microbatches * (rank + 1) // shares)
     total, before = sum(shares), sum(shares[:rank])
     return range(microbatches * before // total, microbatches * (before + shares[rank]) // total)
-
-
-def most_owned(microbatches: int, shares: Shares) -> int:
-    """Return the largest number of microbatches that a rank owns."""
-    if isinstance(shares, int):
-        return -(-microbatches // shares)
-    return max(len(owned_microbatches(microbatches, shares, rank)) for rank in range(rank_count(shares)))
 
 
 def rank_count(shares: Shares) -> int:
@@ -118,35 +91,6 @@ def require_integer(
         limits = f">= {at_least}" if at_most is None else f"from {at_least} to {at_most}"
         raise InputError(f"{name} is {value!r}", f"an integer {limits}{expected}", f"{name}={example}", code="E_VALUE")
     return number
-
-
-def resolve_sizes(batch_size: int | None, microbatches: Microbatches, data_ranks: int) -> tuple[int, int]:
-    """Return the batch size and the number of microbatches of a loader.
-
-    Raises:
-        InputError: a number is missing or invalid, the batch size is too small, or ranks outnumber microbatches.
-    """
-    if batch_size is None:
-        raise InputError(
-            "the loader has no batch_size",
-            "the samples of a global batch, over all ranks",
-            "samestep.loader(..., batch_size=64)",
-            code="E_BATCH_SIZE",
-        )
-    batch_size = require_integer("batch_size", batch_size, at_least=1, example=64)
-    if microbatches == "auto":
-        number = auto_microbatches(batch_size, batch_norm=True)
-    else:
-        number = require_integer("microbatches", microbatches, at_least=1, expected=", or 'auto'", example=8)
-    require_enough_microbatches(number, data_ranks)
-    if batch_size < number:
-        raise InputError(
-            f"batch_size is {batch_size} but there are {number} microbatches, so some would be empty",
-            "batch_size >= microbatches (batch_size counts the samples of all ranks together)",
-            f"batch_size={number} or more, or microbatches={batch_size} or fewer",
-            code="E_BATCH_SIZE",
-        )
-    return batch_size, number
 
 
 @dataclass(frozen=True)

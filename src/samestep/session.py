@@ -1,4 +1,4 @@
-"""`samestep.start()`: rendezvous, device, process group, determinism and teardown of one rank.
+"""`samestep.init()`: rendezvous, device, process group, determinism and teardown of one rank.
 
 Decisions: docs/decisions/package.md
 """
@@ -73,28 +73,13 @@ def start(
 ) -> Iterator[World]:
     """Join the other ranks, and yield the world.
 
-    Ranks are defined by `samestep.launch` or the `samestep` command, otherwise by the environment variables of
-    torchrun, Slurm's srun or Open MPI's mpirun (docs/guides/launching.md), otherwise this process is the only rank.
-
-    Args:
-        device: `auto` selects this rank's GPU if torch sees one, otherwise the CPU.
-        reduction: `exact` requests deterministic kernels from torch.
-        threads: intra-op threads of this rank. More threads are faster, but another number changes bits.
-        timeout: limit of the time without progress, and of collectives. None means 10 minutes, or the limit of the
-            launcher, with a slightly longer one of collectives: the watchdog reports a hang first.
-        strategy: parallel strategy; None for replication.
-        run: name of a run in `runs`, or a `Path` of its directory; None writes nothing. An existing run is continued.
-        loggers: loggers of `World.log`, used on rank 0 and closed at the end of the block. With a run, they receive its
-            events too; also `tensorboard`, `wandb` and `mlflow` by name.
-        share_gpu: several ranks may use one GPU; they communicate by gloo in place of NCCL.
-        adopt: use the process group of another library in this process, if there is one, with its ranks and device;
-            the group stays after the block. Ranks are not watched for hangs.
+    Arguments are those of `init`; `exact` and one thread are the defaults, and torch's default group is not private.
 
     Yields:
         The world. Its process group ends with the block, unless it was adopted.
 
     Raises:
-        InputError: device, default device or mesh do not fit, a process group exists, or the run cannot be written.
+        InputError: as `init`.
     """
     options = SessionOptions(device, reduction, timeout, strategy, run, tuple(loggers), share_gpu, adopt, threads)
     with _session(options) as world:
@@ -115,6 +100,9 @@ def init(
 ) -> World:
     """Join the other ranks, and return the world.
 
+    Ranks are defined by `samestep.launch` or the `samestep` command, otherwise by the environment variables of
+    torchrun, Slurm's srun or Open MPI's mpirun (docs/guides/launching.md), otherwise this process is the only rank.
+
     The world ends when the interpreter exits, when the function given to `samestep.launch` returns, or at the end of a
     block: `with samestep.init():`. A second call returns the same world. `samestep.parallel` calls this function.
 
@@ -123,19 +111,23 @@ def init(
     the generators of torch, NumPy and Python on rank 0, and ranks that compute on CPUs share the cores.
 
     Args:
-        device: as in `samestep.start`.
+        device: `auto` selects this rank's GPU if torch sees one, otherwise the CPU.
         reduction: `exact` requests deterministic kernels from torch; `fast` leaves torch's settings unchanged.
         threads: intra-op threads of this rank. None: 1 under `exact`; under `fast` unchanged on one process and on
             GPUs, otherwise a share of the cores.
-        timeout: as in `samestep.start`.
+        timeout: limit of the time without progress, and of collectives. None means 10 minutes, or the limit of the
+            launcher, with a slightly longer one of collectives: the watchdog reports a hang first.
         strategy: a strategy that divides the model needs torch's default group, which is then not private.
-        run: as in `samestep.start`.
-        loggers: as in `samestep.start`.
-        share_gpu: as in `samestep.start`.
-        adopt: as in `samestep.start`.
+        run: name of a run in `runs`, or a `Path` of its directory; None writes nothing. An existing run is continued.
+        loggers: loggers of `World.log`, used on rank 0 and closed at the end of the world. With a run, they receive its
+            events too; also `tensorboard`, `wandb` and `mlflow` by name.
+        share_gpu: several ranks may use one GPU; they communicate by gloo in place of NCCL.
+        adopt: use the process group of another library in this process, if there is one, with its ranks and device;
+            the group stays afterwards. Ranks are not watched for hangs.
 
     Raises:
-        InputError: as in `samestep.start`; or the process has a world with other options.
+        InputError: device, default device or mesh do not fit, a process group exists, the run cannot be written, or the
+            process has a world with other options.
     """
     options = SessionOptions(device, reduction, timeout, strategy, run, tuple(loggers), share_gpu, adopt, threads)
     if process_state.world is not None:
@@ -157,7 +149,7 @@ def init(
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """SessionOptions of a world; see `start`."""
+    """Options of a world; see `start`."""
 
     device: DeviceKind = "auto"
     reduction: Reduction = "fast"
@@ -269,7 +261,7 @@ def _with_loggers(world: World, run: str | Path | None, loggers: Sequence[Logger
         raise InputError(
             f"the logger {names[0]!r} by its name, without a run",
             expected="a run, in whose directory the logger writes",
-            fix='samestep.start(run="first", loggers=[...]), or an object such as WandbLogger(path)',
+            fix='samestep.init(run="first", loggers=[...]), or an object such as WandbLogger(path)',
             code="E_UNKNOWN_NAME",
         )
     own = tuple(logger for logger in loggers if not isinstance(logger, str)) if world.is_main else ()
@@ -285,7 +277,7 @@ def _create_process_group(worker: WorkerSpec | None, options: SessionOptions, ra
     if dist.is_initialized() or process_state.world is not None:
         raise InputError(
             "this process already has a process group",
-            expected="one samestep.start() at a time, without init_process_group",
+            expected="one samestep.init() at a time, without init_process_group",
             fix="pass the existing world to the code that needs one, or adopt=True for the group of another library",
             code="E_LAUNCH",
         )
@@ -302,8 +294,7 @@ def _create_process_group(worker: WorkerSpec | None, options: SessionOptions, ra
         use_short_temporary_folder()
     # NCCL supports one rank per GPU.
     backend = f"cpu:gloo,{ACCELERATOR}:{'nccl' if own_gpus else 'gloo'}" if is_accelerator(device) else "gloo"
-    name = "samestep.init()" if options.is_private else "samestep.start()"
-    with rank_status.operation(name), rank_status.waiting("the rendezvous"):
+    with rank_status.operation("samestep.init()"), rank_status.waiting("the rendezvous"):
         job = join_job(rendezvous, timeout or TIMEOUT) if rendezvous else None
         store = _world_store(worker, job, timeout or TIMEOUT)
         if own_gpus and size > 1:

@@ -28,11 +28,12 @@ import torch
 from torch.utils.data import TensorDataset
 
 import samestep
+from samestep.session import start
 
 dataset = TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 2)
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
-with samestep.start(device="cpu") as world:
+with start(device="cpu") as world:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = samestep.Engine(model, optimizer, torch.nn.CrossEntropyLoss(), world=world, metrics=["accuracy"])
     loader = samestep.loader(dataset, batch_size=16, microbatches=4, world=world)

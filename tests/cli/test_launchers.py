@@ -19,9 +19,10 @@ TORCHRUN = python("-m", "torch.distributed.run")
 
 LEAVES_WORKERS = """
 import samestep, torch
+from samestep.session import start
 
 data = torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64))
-with samestep.start() as world:
+with start() as world:
     left = iter(samestep.loader(data, batch_size=16, microbatches=4, num_workers=1, world=world))
     next(left)
 print("done")

@@ -14,8 +14,10 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_loop.py"
 HASH = re.compile(r"\b[0-9a-f]{64}\b")
 FAILS = """
+from samestep.session import start
+
 def fails():
-    with samestep.start() as world:
+    with start() as world:
         if world.rank == 1:
             raise ValueError("of rank 1")
         world.barrier()
@@ -26,11 +28,13 @@ except samestep.launcher.launch.RankError as error:
     print("caught:", str(error).splitlines()[0])
 """
 TENSORS = """
+from samestep.session import start
+
 class Net(nn.Linear):
     pass
 
 def made(size):
-    with samestep.start() as world:
+    with start() as world:
         return Net(size, size), torch.full((size,), float(world.size)), world.rank
 
 net, tensor, rank = samestep.launch(made, 3, processes=2)

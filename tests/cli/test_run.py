@@ -1,4 +1,4 @@
-"""`samestep run`: user scripts with samestep.start(), for one process, and with a process group of their own."""
+"""`samestep run`: user scripts with start(), for one process, and with a process group of their own."""
 
 import json
 import os
@@ -17,7 +17,8 @@ from samestep.cli.main import build_parser
 WITH_START = """
 import json, sys
 import samestep
-with samestep.start() as world:
+from samestep.session import start
+with start() as world:
     if world.is_main:
         print(json.dumps({"size": world.size, "arguments": sys.argv[1:], "main": __name__}))
 """
@@ -59,7 +60,8 @@ print("as one process")
 FAILS_ONCE = """
 import os, sys
 import samestep
-with samestep.start() as world:
+from samestep.session import start
+with start() as world:
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and world.rank == 1:
         raise OSError("the switch was off")
     world.barrier()
@@ -71,7 +73,8 @@ WAITS = """
 import time
 from pathlib import Path
 import samestep
-with samestep.start() as world:
+from samestep.session import start
+with start() as world:
     world.barrier()
     Path(f"began-{world.rank}").touch()
     while not world.stop_requested:
@@ -141,7 +144,7 @@ def test_failure_is_reported_once_with_the_line_of_the_script(tmp_path: Path) ->
     assert done.code == 1
     assert done.err.count("error: ") == 1
     assert done.err.startswith(
-        "error: rank 1 failed after samestep.start(): OSError: the switch was off [E_RANK_FAILED]"
+        "error: rank 1 failed after samestep.init(): OSError: the switch was off [E_RANK_FAILED]"
     )
     assert 'raise OSError("the switch was off")' in done.err
     assert "script.py" in done.err
@@ -150,7 +153,7 @@ def test_failure_is_reported_once_with_the_line_of_the_script(tmp_path: Path) ->
 @pytest.mark.slow
 def test_script_is_restarted_after_a_failure(tmp_path: Path) -> None:
     path = script(tmp_path, FAILS_ONCE)
-    message = "restart 1 of 1, on 2 processes: rank 1 failed after samestep.start(): OSError: the switch was off\n"
+    message = "restart 1 of 1, on 2 processes: rank 1 failed after samestep.init(): OSError: the switch was off\n"
     done = samestep("run", "--processes", 2, "--own-group", "--max-restarts", 1, path, cwd=tmp_path)
     assert (done.code, done.out) == (0, "went well at attempt 1\n"), done.err
     assert done.err == message
@@ -213,8 +216,8 @@ def test_invalid_arguments_of_a_script(tmp_path: Path, capsys: pytest.CaptureFix
     ("text", "code"),
     [
         ("import os\nos._exit(0)\n", 0),
-        ("import os, samestep\nwith samestep.start():\n    pass\nos._exit(0)\n", 0),
-        ("import os, samestep\nwith samestep.start():\n    os._exit(0)\n", 1),
+        ("import os\nfrom samestep.session import start\nwith start():\n    pass\nos._exit(0)\n", 0),
+        ("import os\nfrom samestep.session import start\nwith start():\n    os._exit(0)\n", 1),
     ],
     ids=["without a world", "after the world", "inside the world"],
 )
@@ -222,7 +225,7 @@ def test_script_that_ends_its_process_with_exit_code_0(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, code: int
 ) -> None:
     assert here("run", "--processes", 1, script(tmp_path, text), cwd=tmp_path) == code
-    title = "error: rank 0 ended with exit code 0 after samestep.start(), before the script ended [E_RANK_EXITED]\n"
+    title = "error: rank 0 ended with exit code 0 after samestep.init(), before the script ended [E_RANK_EXITED]\n"
     assert capsys.readouterr().err.startswith(title if code else "")
 
 

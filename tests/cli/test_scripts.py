@@ -14,13 +14,14 @@ SCRIPT = """
 import os, sys
 import torch
 import samestep
+from samestep.session import start
 
 torch.manual_seed(0)
 inputs = torch.randn(64, 6)
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(dim=1).gt(0).long())
 model = torch.nn.Linear(6, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with samestep.start() as world:
+with start() as world:
     expected = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
     assert {name: int(os.environ[name]) for name in expected} == expected, dict(os.environ)
     assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
@@ -43,6 +44,7 @@ PLAIN = """
 import os, sys
 import torch
 import samestep
+from samestep.session import start
 
 assert "RANK" not in os.environ and sys.argv[1:] == ["--epochs", "100"] and __name__ == "__main__", sys.argv
 torch.manual_seed(0)

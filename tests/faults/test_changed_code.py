@@ -117,13 +117,14 @@ def test_changes_of_other_files_are_accepted(
 
 LOOP = """
 import sys, torch, samestep
+from samestep.session import start
 from torch.utils.data import TensorDataset
 import my_constant
 
 inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 3)
-with samestep.start(device="cpu") as world:
+with start(device="cpu") as world:
     engine = samestep.Engine(model, torch.optim.Adam(model.parameters()), torch.nn.CrossEntropyLoss(), world=world)
     dataset = TensorDataset(inputs, inputs[:, :3].argmax(dim=1))
     batches = samestep.loader(dataset, batch_size=8, microbatches=2, shuffle=True, world=world)

@@ -111,8 +111,8 @@ def test_exceptions(
 @pytest.mark.slow
 def test_interrupt_of_threads(tmp_path: Path, record_fault: RecordFault) -> None:
     (tmp_path / "loop.py").write_text(
-        "import threading, time, samestep\n"
-        "with samestep.start() as world:\n"
+        "import threading, time\nfrom samestep.session import start\n"
+        "with start() as world:\n"
         "    rank = world.rank\n"
         "threading.Thread(target=time.sleep, args=(1000,)).start()\n"
         "open(f'done-{rank}', 'w').close()\n",

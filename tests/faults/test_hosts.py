@@ -27,8 +27,9 @@ TRAIN_DIGITS = ("-m", "samestep", "train", "digits", *SMALL, "--name", "many")
 SCRIPT = """
 from datetime import timedelta
 import samestep, torch
+from samestep.session import start
 
-with samestep.start(timeout=timedelta(seconds=8)) as world:
+with start(timeout=timedelta(seconds=8)) as world:
     world.all_reduce(torch.ones(1))
     print("joined", flush=True)
 """

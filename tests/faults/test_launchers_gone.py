@@ -27,8 +27,9 @@ SLEEPS = """
 import time
 from pathlib import Path
 import samestep
+from samestep.session import start
 
-with samestep.start() as world:
+with start() as world:
     world.barrier()
     Path(f"joined-{world.rank}").touch()
     time.sleep(1000)

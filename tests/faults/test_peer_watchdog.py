@@ -19,7 +19,9 @@ from datetime import timedelta
 from pathlib import Path
 import samestep
 
-start, folder = samestep.start, Path(__file__).parent
+from samestep.session import start
+
+folder = Path(__file__).parent
 (folder / f"imported-{os.environ['RANK']}").touch()
 while len(list(folder.glob("imported-*"))) < int(os.environ["WORLD_SIZE"]):
     time.sleep(0.05)
@@ -148,4 +150,4 @@ def test_killed_rank_is_noticed_by_ranks_that_use_no_connection(tmp_path: Path) 
         started.processes[2].kill()
         assert {process.wait(30) for process in started.processes[:2]} == {1}
         lines = one_report(started.wait())
-    assert lines[0] == "error: the process of rank 2 has ended after samestep.start() [E_RANK_EXITED]"
+    assert lines[0] == "error: the process of rank 2 has ended after samestep.init() [E_RANK_EXITED]"

@@ -5,11 +5,11 @@ import hashlib
 import pytest
 import torch
 
-import samestep
 from samestep.config import RunOptions
 from samestep.launcher.launch import launch
 from samestep.recipes.builder import build
 from samestep.recipes.recipe_files import load_recipe
+from samestep.session import start
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +21,7 @@ WEIGHTS = f"loss.options.weight={[1 + number / 10 for number in range(29)]}"
 
 
 def train(*overrides: str) -> tuple[str, dict[str, float]]:
-    with samestep.start(device="cuda") as world:
+    with start(device="cuda") as world:
         built = build(load_recipe("tokens", [*SMALL, *overrides]), RunOptions(workers=0), world)
         for batch in built.train:
             built.engine.step(batch)

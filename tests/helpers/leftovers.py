@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-import samestep
+from samestep.session import start
 
 
 def block_in_disk_wait() -> None:
@@ -41,7 +41,7 @@ def leave(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    with samestep.start() as world:
+    with start() as world:
         if world.rank == 1:
             Path("ready").write_text(str(os.getpid()), encoding="utf-8")
             leave(sys.argv[1])

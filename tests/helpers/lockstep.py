@@ -1,12 +1,12 @@
 """Lockstep of norm layers without an engine."""
 
 import torch
-from torch import nn
-
-from samestep.distributed.world import World
 from samestep.engine.data_parallel import replicate
 from samestep.engine.microbatch_threads import Threads, Track, run_in_lockstep
 from samestep.engine.sync_batch_norm import StatisticsExchange, norm_layers, synchronized_layers
+from torch import nn
+
+from samestep.distributed.world import World
 from samestep.reduce.tree import MicrobatchTree
 
 CPU = torch.device("cpu")

@@ -38,7 +38,7 @@ def write_ranks(run: Path, lines: list[dict[str, Any]]) -> None:
 def ranks_of(begin: float, count: int, number: int, every: float = 2.0, slow: int = 1) -> list[dict[str, Any]]:
     """Return `number + 1` lines per rank. One rank is slow, and data is sometimes late."""
     lines = [
-        line(rank, begin, 0, data_share=0.0, wait_share=0.0, doing="after samestep.start()") for rank in range(count)
+        line(rank, begin, 0, data_share=0.0, wait_share=0.0, doing="after samestep.init()") for rank in range(count)
     ]
     for index in range(number):
         late = 0.05 + 0.3 * (index % 11 == 3) + 0.05 * math.sin(index / 3) ** 2

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from samestep import World
 from samestep.config import RunOptions
 from samestep.distributed.rng import microbatch_seed, seed_generators
+from samestep.distributed.world import World
 from samestep.errors import NonFiniteError
 from samestep.recipes.builder import Built, build
 from samestep.recipes.recipe_files import load_recipe

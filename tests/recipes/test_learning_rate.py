@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, StepLR
 
-from samestep import World
 from samestep.config import RunOptions, ScheduleConfig
+from samestep.distributed.world import World
 from samestep.errors import RecipeError
 from samestep.recipes.builder import Built, build, schedule_factor
 from samestep.recipes.recipe_files import load_recipe

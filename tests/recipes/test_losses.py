@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from helpers.system import events, here, weights
-from samestep import World
 from samestep.config import Recipe, RunOptions
+from samestep.distributed.world import World
 from samestep.errors import InputError, RecipeError
 from samestep.recipes.builder import Built, build
 from samestep.recipes.recipe_files import load_recipe

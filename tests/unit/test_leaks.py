@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-import samestep
 from helpers.leaks import differences, snapshot
+from samestep.distributed.world import World
 
 
 def test_no_difference_without_a_change() -> None:
@@ -68,7 +68,7 @@ def test_mode_is_reported() -> None:
         assert differences(before, snapshot()) == ["torch's gradient mode"]
 
 
-def test_process_group_is_reported(alone: samestep.World) -> None:
+def test_process_group_is_reported(alone: World) -> None:
     during = snapshot()
     assert during.has_group
     assert differences(replace(during, has_group=False), during) == ["a process group"]

@@ -14,6 +14,7 @@ from helpers.started import as_srun, as_torchrun, free_port, ranks
 from samestep.distributed.resources import usable_processors
 from samestep.errors import InputError
 from samestep.launcher.failure import RankError
+from samestep.session import start
 from workers import sessions
 
 ALONE = """
@@ -94,7 +95,7 @@ def test_other_options_than_those_of_the_first_call_are_an_error() -> None:
         with pytest.raises(InputError, match="joined with reduction='fast'") as raised:
             samestep.init(reduction="exact")
         assert raised.value.code == "E_LAUNCH"
-        with pytest.raises(InputError, match="already has a process group"), samestep.start(device="cpu"):
+        with pytest.raises(InputError, match="already has a process group"), start(device="cpu"):
             pass
     assert not dist.is_initialized()
 

@@ -5,7 +5,9 @@ from typing import Any
 import torch
 
 import samestep
+from samestep.distributed.world import World
 from samestep.errors import InputError
+from samestep.session import start
 
 # Values of rank 0, 1 and 2, from short to long.
 VALUES: dict[str, list[Any]] = {
@@ -20,7 +22,7 @@ COUNTS = [3.0, 0.0, 5.0]
 
 def run_all() -> dict[str, list[Any]]:
     """Return the results of every rank, by name and rank."""
-    with samestep.start(device="cpu") as world:
+    with start(device="cpu") as world:
         results: dict[str, Any] = {
             name: samestep.all_gather(values[world.rank], world) for name, values in VALUES.items()
         }
@@ -34,7 +36,7 @@ def run_all() -> dict[str, list[Any]]:
         return {name: [row[name] for row in all_results] for name in results}
 
 
-def gathered_tensors(world: samestep.World) -> dict[str, Any]:
+def gathered_tensors(world: World) -> dict[str, Any]:
     """Return gathered, averaged and summed tensors as lists."""
     kinds = (torch.float32, torch.bfloat16, torch.int64)
     own = torch.arange(2 * world.rank, dtype=kinds[world.rank], requires_grad=world.rank < 2).reshape(world.rank, 2)
@@ -49,7 +51,7 @@ def gathered_tensors(world: samestep.World) -> dict[str, Any]:
     }
 
 
-def rejected(world: samestep.World) -> list[str]:
+def rejected(world: World) -> list[str]:
     """Return the messages of rejected calls of `reduce_dict`."""
     messages = []
     cases: list[tuple[dict[str, Any], float]] = [
@@ -67,5 +69,5 @@ def rejected(world: samestep.World) -> list[str]:
 
 def gather_a_set() -> None:
     """Gather an invalid value on rank 1 only, while the others wait."""
-    with samestep.start(device="cpu") as world:
+    with start(device="cpu") as world:
         samestep.all_gather({1} if world.rank == 1 else 0, world)

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-import samestep
 from samestep.distributed.local_sockets import LocalSockets
+from samestep.distributed.world import World
 from samestep.errors import PeerLostError
+from samestep.session import start
 from workers.gathering import gathered
-
-World = samestep.World
 
 
 def connected(world: World) -> LocalSockets:
@@ -81,7 +80,7 @@ def combined(world: World, elements: int) -> list[Any]:
 
 def run_checks(folder: str) -> dict[str, list[Any]]:
     """Return the results of every check, by rank."""
-    with samestep.start(device="cpu") as world:
+    with start(device="cpu") as world:
         sockets, everyone = connected(world), tuple(range(world.size))
         results = {
             "small": gathered([exchanged(world, sockets, 3, everyone) for _ in range(20)]),

@@ -4,15 +4,15 @@ import resource
 import signal
 from pathlib import Path
 
-import samestep
 from samestep.checkpoint.store import CheckpointFolder
+from samestep.session import start
 
 FILES = {"model.safetensors": bytes(range(256)) * 3, "state.json": b'{"step": 7}', "empty": b""}
 
 
 def write_together(path: Path) -> None:
     """Write the same checkpoint on every rank at the same time, repeatedly."""
-    with samestep.start(device="cpu") as world:
+    with start(device="cpu") as world:
         for attempt in range(5):
             world.barrier()
             CheckpointFolder(path / str(attempt)).write(5, FILES)

@@ -6,7 +6,6 @@ from samestep.config.recipe import (
     DEFAULT_PREFETCH,
     LOGGERS,
     BadSamples,
-    BatchNorm,
     DataConfig,
     DeviceKind,
     EmaConfig,
@@ -22,7 +21,6 @@ from samestep.config.recipe import (
     RunOptions,
     SampleOrder,
     ScheduleConfig,
-    StepConfig,
     default_workers,
 )
 from samestep.config.strategy import MeshConfig, MeshShape, StrategyConfig, resolve_mesh

@@ -18,7 +18,6 @@ BadSamples = Literal["stop", "skip"]
 SampleOrder = Literal["auto", "shuffled", "keyed"]
 LearningRateRule = Literal["fixed", "linear", "sqrt"]
 Reduction = Literal["exact", "fast"]
-BatchNorm = Literal["microbatch", "sync"]
 Precision = Literal["fp32", "bf16", "fp16"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 
@@ -175,60 +174,6 @@ class EmaConfig(Constrained):
     key_prefix: ClassVar[str] = "ema."
 
     decay: Annotated[float, Gt(0), Lt(1)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepConfig(Constrained):
-    """Inputs of a step in addition to model, loss, data and optimizer.
-
-    Attributes:
-        seed: seed of every random state (microbatches, samples, order, initial weights).
-        reduction: `exact` adds partial sums in one canonical tree: the same bits for every number of ranks; `fast` uses
-            the backend's all-reduce, or pairs of ranks on CPUs of one machine: equal to rounding.
-        merge: with `reduction: fast`, `auto` computes the microbatches of a rank in one forward and backward, if the
-            model then computes each as alone, to rounding; `off` computes one after another, with less memory.
-        batch_norm: `microbatch` normalizes each microbatch by its own statistics and averages running statistics over
-            microbatches; `sync` normalizes by the statistics of the global batch.
-        gather: `microbatch` computes the loss of each microbatch and adds them; `global` computes one loss from the
-            outputs and targets of the whole global batch, for losses that compare samples, such as contrastive losses.
-        clip_norm: maximum of the global 2-norm of the gradient, or None for no clipping.
-        non_finite: reaction to a non-finite loss or gradient: `stop` the run, or `skip` the update (parameters,
-            optimizer and buffers stay unchanged; the step still counts).
-        precision: `fp32`, or autocast to `bf16` or `fp16` (the latter with a gradient scaler).
-        threads: intra-operation threads of a rank; a different number changes bits.
-        tf32: allow matrix products in float32 on GPUs to round inputs to TensorFloat-32 (10 bits of mantissa).
-        channels_last: store weights and inputs of convolutions in channels-last format.
-        compile: compile the model's forward with `torch.compile`.
-        cuda_graphs: replay forward and backward of microbatches as CUDA graphs, after a check of bits: `auto` if model
-            and options allow it, `on` with an error if they do not; `off`.
-        recompute: shell patterns of module names (`blocks.*`) with activation checkpointing: backward computes the
-            activations again; less memory, more time (Chen et al., "Training Deep Nets with Sublinear Memory Cost",
-            2016).
-        tensor_slices: number of slices into which the modules of `tensor_plan` divide their matrix products on any
-            number of ranks; a multiple of the tensor axis; 1 for the size of the tensor axis, with results that depend
-            on it by rounding.
-        tensor_plan: shell patterns of module names, with the division of each product; empty for the plan of the
-            model. Without slices, no effect.
-    """
-
-    key_prefix: ClassVar[str] = "step."
-
-    seed: Annotated[int, Ge(0), Lt(2**64)] = 0
-    reduction: Reduction = "exact"
-    merge: Literal["auto", "off"] = "auto"
-    batch_norm: BatchNorm = "microbatch"
-    gather: Literal["microbatch", "global"] = "microbatch"
-    clip_norm: Annotated[float, Gt(0)] | None = None
-    non_finite: Literal["stop", "skip"] = "stop"
-    precision: Precision = "fp32"
-    threads: Annotated[int, Ge(1), Le(1024)] = 1
-    tf32: bool = False
-    channels_last: bool = False
-    compile: bool = False
-    cuda_graphs: Literal["auto", "on", "off"] = "off"
-    recompute: tuple[str, ...] = ()
-    tensor_slices: Annotated[int, Ge(1), Le(1024)] = 1
-    tensor_plan: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

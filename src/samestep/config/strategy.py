@@ -160,11 +160,6 @@ class MeshShape:
         """Whether a rank holds only a part of the model."""
         return self.size > self.replicate
 
-    @property
-    def forward_communicates(self) -> bool:
-        """Whether ranks with different data communicate in forward, and need equal numbers of forwards."""
-        return self.shard > 1
-
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinate of a rank on each axis."""
         coordinates = {}

@@ -18,7 +18,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,7 +33,6 @@ from samestep.errors import PeerLostError, RankDesyncError, RankMismatchError
 # Less than the launcher gives to the other ranks after the first failure.
 _READERS_SECONDS = 0.5
 _WAIT_SECONDS = 1.0  # then an operation is stored, and the difference of pending operations is read
-_HASH_BITS = 20  # sums of squares over 2**12 ranks are exact in float64
 _POLL_SECONDS = 0.25
 BATCH, DATASET = "global batch", "dataset"  # facts with an error code of their own
 _LOST = re.compile("gloo/|connection|pair closure|timed out|timeout|broken pipe", re.IGNORECASE)
@@ -140,11 +139,7 @@ def _differ(rows: Mapping[int, PendingOperation]) -> bool:
 class CollectiveCheck:
     """Compares the operations of this rank with those of the other ranks.
 
-    `rank_status` receives every operation. `at_end` is called at the end of the world, on every rank; its keys are
-    references to the objects that are compared.
-
-    Attributes:
-        step_hash: hash of the current step, a term of its statistics; 0 if it has been compared already.
+    `rank_status` receives every operation.
     """
 
     def __init__(self, store: dist.Store, rank_status: RankStatus, *, rank: int, size: int, timeout: timedelta) -> None:
@@ -152,40 +147,22 @@ class CollectiveCheck:
         self._group = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
         self._thread = threading.get_ident()
         self._is_inside = False
-        self._engines = self.step_hash = 0
         self._after = ""  # for messages
-        self._step: tuple[str, Mapping[str, str]] = "", {}
         self._monitor = OperationMonitor(store, rank=rank, size=size)
-        self._previous: Hashable = None  # messages of the last step
-        self._next: dict[Hashable, Hashable] = {}  # messages of the step that followed one with these messages
-        self.at_end: dict[Callable[[], object], Callable[[], None]] = {}
 
     @contextmanager
     def until_end(self) -> Iterator[None]:
         """Compare the end of the block, an operation of all ranks, and end the monitor."""
         try:
             yield
-            with self.operation("end of samestep.start()"):
-                for compare in self.at_end.values():
-                    compare()
+            with self.operation("end of samestep.init()"):
+                pass
         finally:
             self._monitor.end()
-            self.at_end.clear()
-
-    def next_engine_name(self) -> str:
-        """Return `engine`, then `engine 2` for the second engine of a world."""
-        self._engines += 1
-        return "engine" if self._engines == 1 else f"engine {self._engines}"
 
     @contextmanager
-    def operation(
-        self, name: str, facts: Mapping[str, str] | None = None, *, messages: Hashable = None
-    ) -> Iterator[None]:
+    def operation(self, name: str, facts: Mapping[str, str] | None = None) -> Iterator[None]:
         """Check an operation of all ranks, with facts that are equal on all; collectives in the block belong to it.
-
-        A step whose `messages` follow those of the step before as last time begins without a comparison: the block adds
-        `step_hash` to its own messages, and calls `confirm` with the sums. `messages` stands for their number and
-        length. If ranks are about to send messages of different lengths, at least one compares first.
 
         Raises:
             RankDesyncError: ranks issue different operations, or a rank issues none.
@@ -197,7 +174,8 @@ class CollectiveCheck:
             self._is_inside = True
             try:
                 if is_outermost:
-                    self._begin(name, facts or {}, messages)
+                    self.agree(name, facts or {})
+                    self._after = f"after {name}, "
                 yield
             except PeerLostError as error:  # perhaps it ended because of the difference
                 self._raise_difference(error)
@@ -206,30 +184,6 @@ class CollectiveCheck:
                 self._is_inside = not is_outermost
                 if is_outermost:
                     self._monitor.finish()
-                    self.step_hash = 0
-
-    def _begin(self, name: str, facts: Mapping[str, str], messages: Hashable) -> None:
-        follows = messages is not None and self._next.get(self._previous) == messages
-        if messages is not None:
-            self._next[self._previous] = self._previous = messages
-        if follows and self._size > 1:
-            self._monitor.begin(name, facts)
-            self._step, self.step_hash = (name, facts), _hash_of(name, facts) >> (56 - _HASH_BITS)
-        else:
-            self.agree(name, facts)
-        self._after = f"after {name}, "
-
-    def confirm(self, total: float, squares: float) -> None:
-        """Compare the current step by the sums of `step_hash` and of its squares over all ranks.
-
-        The squared differences from the hash of a rank add up to zero only if all hashes are equal.
-
-        Raises:
-            RankDesyncError: as `operation`.
-            RankMismatchError: as `operation`.
-        """
-        if (total, squares) != (self._size * self.step_hash, self._size * self.step_hash**2):
-            self.agree(*self._step)
 
     def begin_collective(self, name: str) -> None:
         """Check a collective of the user that is called through this package."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from samestep.distributed.status import ranks_text
 from samestep.errors import InputError
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
     from samestep.distributed.world import World
 
-Result = TypeVar("Result")
 ACCELERATOR = "cuda"  # the kind of device that a rank uses if there is one
-_REHEARSALS = 3  # as many as `torch.cuda.make_graphed_callables`
 _POSITION = re.compile(r"[0-9]{1,4}")
 _device_error = partial(InputError, code="E_DEVICES")
 
@@ -36,77 +34,11 @@ def is_accelerator(device: torch.device | None) -> bool:
     return device is not None and device.type == ACCELERATOR
 
 
-def value_on_host(scalar: torch.Tensor) -> float | None:
-    """Return the value of a scalar on a CPU; None on an accelerator, for which the host would wait."""
-    return None if is_accelerator(scalar.device) else float(scalar)
-
-
 def accelerator_module() -> Any:
     """Return torch's module of functions for accelerators, such as `torch.cuda`; importing it uses no device."""
     import torch
 
     return torch.get_device_module(ACCELERATOR)
-
-
-@cache
-def copy_stream(device: torch.device) -> Any:
-    """Return the stream for copies to a device: each stream has memory of its own, and torch has 32 of them."""
-    return accelerator_module().Stream(device)
-
-
-@cache
-def _graph_stream(device: torch.device) -> Any:
-    return accelerator_module().Stream(device)
-
-
-def rehearse_graph(device: torch.device, compute: Callable[[], Result]) -> tuple[Result, int, int]:
-    """Compute some times on the stream on which `capture_graph` records, so that libraries initialize before.
-
-    Returns:
-        The last result, the bytes that the stream needed, about as many as a graph needs, and the free bytes.
-
-    Raises:
-        RuntimeError: the computation waits for the device, which a graph cannot.
-    """
-    module = accelerator_module()
-    current, stream = module.current_stream(device), _graph_stream(device)
-    module.empty_cache()  # a stream, and a graph, have memory of their own
-    reserved = module.memory_reserved(device)
-    stream.wait_stream(current)
-    with module.stream(stream):
-        mode = module.get_sync_debug_mode()
-        module.set_sync_debug_mode("error")
-        try:
-            for _ in range(_REHEARSALS - 1):
-                compute()
-            result = compute()
-        finally:
-            module.set_sync_debug_mode(mode)
-            current.wait_stream(stream)  # what was computed until an error changes the same memory too
-    needed = module.memory_reserved(device) - reserved
-    module.empty_cache()
-    return result, needed, module.mem_get_info(device)[0]
-
-
-def capture_graph(device: torch.device, compute: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-    """Record the operations of a computation; nothing is computed.
-
-    The graph reads seed and offset of the device's default generator at the beginning of each replay (CUDA semantics of
-    PyTorch, "CUDA Graphs"), so that a seed before a replay determines its random numbers.
-
-    Returns:
-        A function that computes the operations, and the results, whose tensors it overwrites.
-
-    Raises:
-        Exception: of the computation; the default generator of the device is then unusable.
-    """
-    module = accelerator_module()
-    graph, stream = module.CUDAGraph(), _graph_stream(device)
-    # The outer block restores the stream if the recording fails. Other threads, such as the monitor of the rank, may
-    # call CUDA at the same time.
-    with module.stream(stream), module.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        results = compute()
-    return graph.replay, results
 
 
 def set_tf32(device: torch.device, *, allowed: bool) -> None:
@@ -116,13 +48,6 @@ def set_tf32(device: torch.device, *, allowed: bool) -> None:
     if is_accelerator(device):
         torch.set_float32_matmul_precision("high" if allowed else "highest")
         torch.backends.cudnn.allow_tf32 = allowed
-
-
-def allows_tf32() -> bool:
-    """Return whether the script, or a library, has allowed TF32 in matrix products on GPUs."""
-    import torch
-
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def visible_devices(setting: str | None, count: int) -> tuple[str, ...]:
@@ -239,20 +164,6 @@ def gpu_names() -> list[str]:
     return [module.get_device_name(number) for number in range(module.device_count())]
 
 
-def device_kind(device: torch.device) -> str:
-    """Return the facts of a device on which the bits of results depend: the name of a GPU, or a CPU's instructions."""
-    import torch
-
-    if is_accelerator(device):
-        return str(accelerator_module().get_device_name(device))
-    return f"CPU {torch.backends.cpu.get_cpu_capability()}, {plural(torch.get_num_threads(), 'thread')}"
-
-
-def device_identity(device: torch.device) -> str:
-    """Return text that identifies a device on its machine: `cpu`, or number and UUID of a GPU."""
-    return f"{device} ({gpu_uuids(device, 1)[0]})" if is_accelerator(device) else str(device)
-
-
 def gpu_uuids(first: torch.device, count: int) -> list[str]:
     """Return the UUIDs of `count` GPUs from the first one of a rank."""
     properties = accelerator_module().get_device_properties
@@ -275,7 +186,7 @@ def require_own_gpus(store: dist.Store, rank: int, size: int, uuids: Sequence[st
             raise _device_error(
                 f"{ranks_text(ranks)} use the same GPU, {uuid}",
                 expected="one GPU per rank",
-                fix="start one rank per GPU; --share-gpu, or samestep.start(share_gpu=True), lets ranks share GPUs",
+                fix="start one rank per GPU; --share-gpu, or samestep.init(share_gpu=True), lets ranks share GPUs",
             )
 
 

@@ -19,7 +19,7 @@ class DiskOperations:
     """Disk operations of all threads of this process.
 
     Attributes:
-        rank_status: status of this rank, which shows the operation that began last; None outside of `samestep.start()`.
+        rank_status: status of this rank, which shows the operation that began last; None outside of `samestep.init()`.
     """
 
     def __init__(self) -> None:

@@ -67,30 +67,6 @@ def generator_state(device: torch.device | None = None) -> tuple[object, ...]:
     return random.getstate(), kind, bytes(memoryview(key)), *others, *map(_bytes, states)  # type: ignore[arg-type]
 
 
-class IsolatedGenerators:
-    """Generators of one of several tasks that take turns, each drawing as if no other task ran.
-
-    One exception: NumPy's legacy functions generate Gaussian numbers in pairs, and a second number that was not drawn
-    by the end of a turn is dropped. The task determines the end of a turn, so results are the same on any rank.
-    """
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device
-        # Exchanged, not copied: NumPy needs 60 microseconds to get and set a state.
-        self._bits = numpy.random.MT19937(0)
-        self._restore: Callable[[], None] | None = None
-
-    def begin_turn(self) -> None:
-        """Install the generators of this task. Requires `preserved_generators` around all turns."""
-        set_bit_generator(self._bits)
-        if self._restore is not None:
-            self._restore()
-
-    def end_turn(self) -> None:
-        """Save the generators of this task."""
-        self._restore = _save_states(self._device)
-
-
 @contextmanager
 def preserved_generators(device: torch.device | None = None) -> Iterator[None]:
     """Restore the generators of the process at the end of the block.
@@ -104,28 +80,6 @@ def preserved_generators(device: torch.device | None = None) -> Iterator[None]:
         set_bit_generator(bits)
         numpy.random.set_state(array)
         restore()
-
-
-class SeededGenerators:
-    """Preserves the generators of the process around blocks that seed them before they draw.
-
-    Faster than `preserved_generators`, with the same exception as for `IsolatedGenerators`: a second Gaussian number
-    that was not drawn before a block is dropped.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._bits = device, numpy.random.MT19937(0)
-
-    @contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Restore the generators at the end of the block."""
-        previous, restore = get_bit_generator(), _save_states(self._device)
-        set_bit_generator(self._bits)
-        try:
-            yield
-        finally:
-            set_bit_generator(previous)
-            restore()
 
 
 def _save_states(device: torch.device | None) -> Callable[[], None]:

@@ -44,7 +44,7 @@ class StatusSnapshot:
         microbatches: microbatches computed in that time.
         checkpoints: checkpoints written by this rank.
         is_waiting: the rank waits for other ranks.
-        is_finished: the rank has left `samestep.start()`.
+        is_finished: the rank has left `samestep.init()`.
         is_script: the rank runs a script, not a function.
         is_resting: the rank is in code of a plain loop between its calls, which takes any time.
         activity: current activity, such as `in engine.step 7`.
@@ -146,15 +146,6 @@ class RankStatus:
     def _rest(self, *, is_resting: bool) -> dict[str, bool]:
         return {"is_resting": is_resting} if self.is_free else {}
 
-    def end_compute(self, microbatches: int) -> None:
-        """Record the end of a step's computation, except for the part that overlaps with communication."""
-        values = self._values
-        self._update(
-            compute_seconds=values["compute_seconds"] + time.monotonic() - self._compute_began,
-            microbatches=values["microbatches"] + microbatches,
-            steps=values["steps"] + 1,
-        )
-
     def heartbeat(self) -> None:
         """Record progress inside a long operation."""
         self._update()
@@ -173,8 +164,8 @@ class RankStatus:
         self._update(is_script=True)
 
     def finish(self) -> None:
-        """Record the end of `samestep.start()`; the rank is not watched until its next operation."""
-        self._update(is_finished=True, activity="after the end of samestep.start()")
+        """Record the end of `samestep.init()`; the rank is not watched until its next operation."""
+        self._update(is_finished=True, activity="after the end of samestep.init()")
 
     def _update(self, **changes: Any) -> None:
         with self._lock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -152,7 +152,7 @@ class World:
         return World(rank, size, self.device, self.context, group, timeout=self.timeout, uneven_shares=uneven_shares)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log metrics with the loggers of `samestep.start`. Only rank 0 logs; other ranks return at once."""
+        """Log metrics with the loggers of `samestep.init`. Only rank 0 logs; other ranks return at once."""
         for logger in self.context.loggers:
             logger.log(step, values)
 
@@ -266,14 +266,6 @@ def _create_groups(rank: int, rows: torch.Tensor, timeout: timedelta) -> dist.Pr
 
 
 # Gather and reduce small values over ranks, as JSON and bytes instead of pickle.
-
-
-def gather_numbers(world: World, values: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return 64-bit signed integers of all ranks, equally many of each, by rank, on every rank. Collective."""
-    rows = torch.zeros(world.size, len(values), dtype=torch.int64)  # on the CPU: no wait for a GPU
-    rows[world.rank] = torch.tensor(values, dtype=torch.int64)
-    world.all_reduce(rows)  # exact: each element has one non-zero summand
-    return [tuple(row) for row in rows.tolist()]
 
 
 def all_gather(value: Any, world: World) -> list[Any]:

@@ -2,7 +2,7 @@
 
     trainer = DataParallelTrainer(train, backend_config=SamestepConfig(), scaling_config=ScalingConfig(num_workers=4))
 
-`train` calls `samestep.start()`. The number of workers may be a range, because it does not change the result.
+`train` calls `samestep.init()`. The number of workers may be a range, because it does not change the result.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SamestepConfig(BackendConfig):  # type: ignore[misc]  # Ray's classes have
 
 
 class SamestepBackend(Backend):  # type: ignore[misc]
-    """Sets the variables of torchrun, by which `samestep.start()` joins the other workers."""
+    """Sets the variables of torchrun, by which `samestep.init()` joins the other workers."""
 
     # NCCL and the local rank select among all GPUs of a node.
     share_cuda_visible_devices = True

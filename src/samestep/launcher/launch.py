@@ -73,7 +73,7 @@ def launch(
 ) -> Any:
     """Run `function(*arguments)` in `processes` ranks on this machine.
 
-    Each rank joins the others with `samestep.start()`. SIGINT, SIGTERM, SIGUSR1 and SIGHUP request the end at a step
+    Each rank joins the others with `samestep.init()`. SIGINT, SIGTERM, SIGUSR1 and SIGHUP request the end at a step
     boundary; a second SIGINT ends all ranks at once. No rank outlives this process.
 
     Args:
@@ -85,7 +85,7 @@ def launch(
         environment: variables to set in each rank before torch initializes devices.
         hang_after: seconds without progress of any rank after which the run is ended, with the stacks of all ranks.
         grace: seconds that ranks have to end after a request; None without a limit.
-        share_gpu: several ranks may use one GPU, as in `samestep.start`.
+        share_gpu: several ranks may use one GPU, as in `samestep.init`.
 
     Returns:
         The result of rank 0, with tensors on the CPU.

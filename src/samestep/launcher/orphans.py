@@ -95,7 +95,7 @@ def _names(processes: Sequence[psutil.Process]) -> str:
 def watch_launcher(rendezvous: Rendezvous) -> None:
     """End this process when the process that started the ranks of this machine ends; further calls have no effect.
 
-    The process receives SIGTERM, which requests a stop with a checkpoint inside of `samestep.start()`, and ends some
+    The process receives SIGTERM, which requests a stop with a checkpoint inside of `samestep.init()`, and ends some
     seconds later in any case. Ranks that were started by hand are not watched: they may outlive a shell.
     """
     if _watched or rendezvous.rank_variable is None:

@@ -156,7 +156,7 @@ class Watchdog:
     def hang_seconds(self, states: Mapping[int, RankState]) -> float | None:
         """Return the seconds without progress if they amount to a hang.
 
-        Ranks are not watched before the first has reached `samestep.start()` and after the last has left it: a program
+        Ranks are not watched before the first has reached `samestep.init()` and after the last has left it: a program
         may do anything there. Nor while all of them are in code of a plain loop between its calls.
         """
         running = [state.status for state in states.values() if not state.has_ended and not state.status.is_finished]
@@ -247,7 +247,7 @@ def hang_failure(hang: Hang) -> Failure:
 
 
 def _activity(state: RankState) -> str:
-    text = state.status.activity or "before samestep.start()"
+    text = state.status.activity or "before samestep.init()"
     if state.has_ended:
         return f"has ended, {text}"
     if state.is_silent:

@@ -251,7 +251,7 @@ class WorkerGroup:
         """Return the result of a process that has ended without one."""
         status, exit_code = self._board.read(worker.rank), worker.process.exitcode or 0
         if status.is_script and exit_code == 0 and (status.is_finished or not status.operations):
-            return RankResult(b"", ())  # a script may end by os._exit(0), but not inside of samestep.start()
+            return RankResult(b"", ())  # a script may end by os._exit(0), but not inside of samestep.init()
         activity, _, _ = status.activity.partition(", waiting in ")
         failure = Failure.of_exit(
             worker.rank,

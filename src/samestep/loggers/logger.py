@@ -98,12 +98,6 @@ class RunLogger:
             for logger in self._loggers:
                 logger.log_event({"event": kind, **fields})
 
-    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Log metrics of an optimizer step."""
-        with self._writing():
-            for logger in self._loggers:
-                logger.log(step, values)
-
     def log_progress(self, label: str, done: int, total: int) -> None:
         """Show progress that is no event, such as the batches of an evaluation, on the terminal."""
         with write_errors(OSError):

@@ -208,7 +208,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         world=world,
         recipe=recipe,
         scheduler=scheduler,
-        parameters=divided_parameters(model) or LocalParameters(model, world, {}),
+        parameters=divided_parameters(model) or LocalParameters(model),
         prepare=splits.prepare,
     )
     info = DatasetInfo(splits.classes, splits.model_options)

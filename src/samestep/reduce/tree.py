@@ -76,16 +76,6 @@ class MicrobatchTree(NamedTuple):  # hashed several times per microbatch
         """Return the largest subtrees with samples of each rank."""
         return tuple(self.cover(rank, shares) for rank in range(rank_count(shares)))
 
-    def is_shared_by_all(self, shares: Shares) -> bool:
-        """Return whether each rank has samples; a last batch may be too small."""
-        return all(self.covers(shares))
-
-    @lru_cache(maxsize=4096)  # noqa: B019
-    def is_shared_equally(self, shares: Shares) -> bool:
-        """Return whether each rank has equally many microbatches with samples."""
-        owned = [owned_microbatches(self.microbatches, shares, rank) for rank in range(rank_count(shares))]
-        return len({len(set(self.filled).intersection(numbers)) for numbers in owned}) == 1
-
     def merge(self, node: Node, values: Mapping[Node, T], add: Callable[[T, T], T]) -> dict[Node, T]:
         """Return the values of subtrees below `node`, with all pairs added of which both operands are available."""
         results, additions = self._plan(node, tuple(values))
@@ -143,18 +133,6 @@ def tree_all_reduce(
         world.run_collective(lambda: _reduce_by_slices(world, tree, subtree_sums, total), _COLLECTIVE)
     else:
         _reduce_by_pairs(world, total)
-    return total
-
-
-def fast_all_reduce(world: World, total: torch.Tensor) -> torch.Tensor:
-    """Sum `total` over ranks in place, in the fastest order: equal to the tree all-reduce to rounding.
-
-    In the backend's order; on CPUs of one machine, pairs of ranks exchange and add.
-    """
-    if world.size > 1 and world.size & (world.size - 1) == 0 and world.sockets is not None:
-        _reduce_by_pairs(world, total)
-    elif world.size > 1:
-        world.all_reduce(total)
     return total
 
 

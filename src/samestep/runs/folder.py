@@ -96,7 +96,7 @@ def run_directory(run: str | Path) -> Path:
     """
     if isinstance(run, Path):
         return run
-    require_run_name(run, 'samestep.start(run="first"), or run=pathlib.Path("other/first") for another folder')
+    require_run_name(run, 'samestep.init(run="first"), or run=pathlib.Path("other/first") for another folder')
     return RUNS / run
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -63,22 +63,6 @@ class DeviceMap:
         )
         return moved
 
-    def repeatable(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward of modules that draws the same numbers when activation checkpointing repeats it.
-
-        Between both calls, the forward of other modules moves the state of the generator to other devices.
-        """
-        device = self._generator_device
-        state = accelerator_module().get_rng_state(device) if is_accelerator(device) else None
-
-        def repeated(*args: Any, **kwargs: Any) -> Any:
-            self._generator_device = device
-            if state is not None:
-                accelerator_module().set_rng_state(state, device)
-            return forward(*args, **kwargs)
-
-        return repeated
-
 
 def apply_device_map(model: nn.Module, world: World, previous: DeviceMap | None = None) -> DeviceMap:
     """Move the modules of `model` to the devices of this rank; inputs follow them in forward.
@@ -100,16 +84,6 @@ def apply_device_map(model: nn.Module, world: World, previous: DeviceMap | None 
     device_map = previous or DeviceMap(devices, {})
     device_map.place(model, _single_device_modules(modules, assigned))
     return device_map
-
-
-def require_sync_batch_norm_devices(world: World) -> None:
-    """Refuse a device map of GPUs, across which sync batch norm cannot run, with an `InputError`."""
-    if is_accelerator(world.device):
-        raise _device_map_error(
-            "strategy device_map with batch_norm: sync on GPUs",
-            expected="sync batch norm computes the statistics of one layer on one device",
-            fix="set batch_norm: microbatch",
-        )
 
 
 def _by_pattern(modules: dict[str, nn.Module], config: StrategyConfig, devices: int) -> dict[str, int]:

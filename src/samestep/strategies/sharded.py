@@ -52,7 +52,7 @@ class Sharded(Strategy):
         DTensor._op_dispatcher._allow_implicit_replication = True
         classes = {part: type(part) for part in module.modules()}
         self._replaced = {id(one): weakref.ref(one) for one in module.parameters()}
-        shard_model(module, self._world, is_exact=False, is_engine=False)
+        shard_model(module, self._world)
         for one in module.parameters():
             self._replaced.pop(id(one), None)
         self._units = [_Unit(part, classes[part]) for part in classes if isinstance(part, FSDPModule)]

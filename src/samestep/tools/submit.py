@@ -44,7 +44,7 @@ class Job:
 
     @property
     def is_script(self) -> bool:
-        """Whether the subject is a script, which calls `samestep.start()`."""
+        """Whether the subject is a script, which calls `samestep.init()`."""
         return self.subject.endswith(".py")
 
     @property

@@ -14,9 +14,9 @@ from samestep.config import (
     NamedConfig,
     OptimizerConfig,
     Recipe,
+    RecipeStep,
     RunOptions,
     ScheduleConfig,
-    StepConfig,
     default_workers,
 )
 from samestep.config.validation import match_patterns
@@ -39,10 +39,10 @@ def optimizer(**changes: Any) -> OptimizerConfig:
 
 
 OUT_OF_RANGE: list[tuple[Callable[..., Any], str, Any]] = [
-    (StepConfig, "step.seed", -1),
-    (StepConfig, "step.seed", 2**64),
-    (StepConfig, "step.threads", "2"),
-    (StepConfig, "step.clip_norm", math.nan),
+    (RecipeStep, "step.seed", -1),
+    (RecipeStep, "step.seed", 2**64),
+    (RecipeStep, "step.threads", "2"),
+    (RecipeStep, "step.clip_norm", math.nan),
     (ScheduleConfig, "schedule.warmup_epochs", -0.5),
     (ScheduleConfig, "schedule.step_epochs", math.inf),
     (ScheduleConfig, "schedule.final", 1.5),
@@ -71,8 +71,8 @@ def test_value_out_of_range_is_an_error_with_key_and_value(make: Callable[..., A
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: StepConfig(seed=0, threads=1, clip_norm=1e-9),
-        lambda: StepConfig(seed=2**64 - 1, clip_norm=math.inf),
+        lambda: RecipeStep(seed=0, threads=1, clip_norm=1e-9),
+        lambda: RecipeStep(seed=2**64 - 1, clip_norm=math.inf),
         lambda: ScheduleConfig(warmup_epochs=0, final=0),
         lambda: ScheduleConfig(final=1),
         lambda: recipe(batch_size=8, microbatches=8, epochs=1),
@@ -86,7 +86,7 @@ def test_bounds_belong_to_the_range(make: Any) -> None:
 
 @pytest.mark.parametrize(
     ("make", "field"),
-    [(StepConfig, "reduction"), (ScheduleConfig, "name"), (LearningRateConfig, "rule"), (RunOptions, "device")],
+    [(RecipeStep, "reduction"), (ScheduleConfig, "name"), (LearningRateConfig, "rule"), (RunOptions, "device")],
 )
 def test_unknown_choice_is_an_error_with_the_choices(make: Callable[..., Any], field: str) -> None:
     with pytest.raises(RecipeError, match=f"{field} is 'other'") as caught:

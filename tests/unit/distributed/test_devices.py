@@ -23,6 +23,7 @@ from samestep.distributed.devices import (
 )
 from samestep.distributed.env import read_environment
 from samestep.errors import InputError
+from samestep.session import start
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_ranks_with_one_gpu_are_refused_by_name() -> None:
 
 
 def shares_gpu() -> list[bool]:
-    with samestep.start() as world:
+    with start() as world:
         assert not world.stages_messages  # on a CPU
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(devices, "ACCELERATOR", "cpu")
@@ -166,6 +167,6 @@ def test_the_current_stream_waits_for_a_rehearsal_that_fails_too(
 
 def test_another_default_device_than_the_cpu_is_refused() -> None:
     message = "torch's default device is meta"
-    with torch.device("meta"), pytest.raises(InputError, match=message) as refusal, samestep.start():
+    with torch.device("meta"), pytest.raises(InputError, match=message) as refusal, start():
         pass
     assert refusal.value.code == "E_DEVICES"

@@ -6,29 +6,29 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import samestep
 from samestep.distributed import interception
 from samestep.distributed.interception import call_site, intercept_collectives
+from samestep.distributed.world import World
 
 Calls = list[bool]
 
 
 @pytest.fixture
-def calls(alone: samestep.World) -> Iterator[Calls]:
+def calls(alone: World) -> Iterator[Calls]:
     calls: Calls = []
     restore = intercept_collectives(lambda: True, calls.append)
     yield calls
     restore()
 
 
-def test_collectives_of_all_ranks_are_intercepted(calls: Calls, alone: samestep.World) -> None:
+def test_collectives_of_all_ranks_are_intercepted(calls: Calls, alone: World) -> None:
     dist.all_reduce(torch.ones(3), group=dist.new_group([0]))
     dist.all_reduce(torch.ones(3), group=dist.group.WORLD)
     alone.barrier()
     assert calls == [True, True]
 
 
-def test_functions_are_restored(alone: samestep.World) -> None:
+def test_functions_are_restored(alone: World) -> None:
     originals = {name: getattr(dist, name) for name in interception._COLLECTIVES}
     calls: Calls = []
     restore = intercept_collectives(lambda: False, calls.append)
@@ -46,7 +46,7 @@ def test_call_site_is_a_line_of_this_file() -> None:
     assert int(line) > 1
 
 
-def test_returned_function_is_called_at_the_end(alone: samestep.World) -> None:
+def test_returned_function_is_called_at_the_end(alone: World) -> None:
     events: list[str] = []
 
     def on_collective(is_blocking: bool) -> Callable[[], None]:

@@ -65,7 +65,7 @@ def test_checkpoints_and_the_end_are_recorded(board: StatusBoard) -> None:
     assert not board.read(0).is_script
     status.begin_script()
     assert board.read(0).is_script
-    with status.operation("samestep.start()"):
+    with status.operation("samestep.init()"):
         assert not board.read(0).is_finished, "the rank has entered a second world"
 
 

@@ -42,7 +42,7 @@ def failing(error: Exception) -> None:
 
 @pytest.mark.parametrize("error", LOST, ids=str)
 def test_lost_connection_is_named(error: Exception) -> None:
-    world = samestep.World(0, 1, torch.device("cpu"))
+    world = World(0, 1, torch.device("cpu"))
     with pytest.raises(PeerLostError) as lost:
         world.run_collective(lambda: failing(error), "a test")
     assert lost.value.__cause__ is error
@@ -50,7 +50,7 @@ def test_lost_connection_is_named(error: Exception) -> None:
 
 @pytest.mark.parametrize("error", OTHER, ids=str)
 def test_other_errors_keep_their_names(error: Exception) -> None:
-    world = samestep.World(0, 1, torch.device("cpu"))
+    world = World(0, 1, torch.device("cpu"))
     with pytest.raises(type(error)) as raised:
         world.run_collective(lambda: failing(error), "a test")
     assert raised.value is error

@@ -52,7 +52,7 @@ def test_culprits(ranks: dict[int, RankState], expected: list[int]) -> None:
 
 def test_rank_in_a_collective_of_the_user_is_waiting() -> None:
     stacks = {rank: ["train.py:9 main", "/x/torch/distributed/distributed_c10d.py:1 all_reduce"] for rank in (0, 1, 3)}
-    ahead = replace(WAITING, operations=8, activity="after end of samestep.start(), waiting in a barrier")
+    ahead = replace(WAITING, operations=8, activity="after end of samestep.init(), waiting in a barrier")
     assert culprits(states(BEHIND, BEHIND, ahead, BEHIND), stacks) == [2]
 
 

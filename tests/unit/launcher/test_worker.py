@@ -17,6 +17,7 @@ import samestep
 from samestep.launcher.failure import RankError
 from samestep.launcher.launch import LaunchConfig, run_workers
 from samestep.reduce.tree import communicate
+from samestep.session import start
 
 RANKS = 3
 pools: list[ProcessPoolExecutor] = []
@@ -24,7 +25,7 @@ pools: list[ProcessPoolExecutor] = []
 
 def process_names() -> list[list[str]]:
     """Return the name, the command line and the begin of the environment of each rank, as other programs see them."""
-    with samestep.start(device="cpu") as world:
+    with start(device="cpu") as world:
         texts = [Path("/proc/self", name).read_bytes() for name in ("comm", "environ")]
         return samestep.all_gather([text.decode(errors="replace") for text in texts], world)
 
@@ -42,7 +43,7 @@ def write_later(path: Path) -> None:
 
 
 def leave_children(folder: Path) -> None:
-    with samestep.start(device="cpu") as world:
+    with start(device="cpu") as world:
         multiprocessing.get_context("fork").Process(target=write_later, args=(folder / f"{world.rank}",)).start()
         pool = ProcessPoolExecutor(1, multiprocessing.get_context("fork"))
         pool.submit(write_later, folder / f"pool-{world.rank}")
@@ -83,7 +84,7 @@ def test_script_that_ranks_cannot_import(failing: bool, tmp_path: Path) -> None:
 
 
 def killed_while_the_fork_server_is_stopped() -> None:
-    with samestep.start(device="cpu") as world:
+    with start(device="cpu") as world:
         if world.rank == 1:
             server = os.getppid()
             os.kill(server, signal.SIGSTOP)
@@ -101,7 +102,7 @@ def test_kill_that_is_noticed_late_is_the_cause_of_lost_connections() -> None:
 
 
 def report_slowly() -> None:
-    with samestep.start(device="cpu") as world:
+    with start(device="cpu") as world:
         assert world.sockets is not None
         if world.rank == 1:
             raise ValueError(_SlowText())
@@ -124,7 +125,7 @@ def test_slow_report_of_the_cause_is_awaited() -> None:
 
 def killed_at_the_end() -> None:
     """Rank 1 is killed after the request to end at a checkpoint."""
-    with samestep.start(device="cpu") as world:
+    with start(device="cpu") as world:
         world.context.status.checkpoint_saved()
         while not world.stop_requested:
             time.sleep(0.01)

@@ -33,6 +33,7 @@ from samestep.recipes.builder import build, start_world
 from samestep.recipes.recipe_files import load_recipe, recipe_data
 from samestep.recipes.training import StepTimer, Trainer
 from samestep.runs.folder import append_start
+from samestep.session import start
 
 STEP = {
     "event": "step",
@@ -147,7 +148,7 @@ def test_missing_package_is_an_input_error() -> None:
 
 def log_in_world(path: Path) -> tuple[list[int], list[tuple[int, Mapping[str, float]]], bool]:
     memory = MemoryLogger()
-    with samestep.start(device="cpu", loggers=[memory, JsonlLogger(path)]) as world:
+    with start(device="cpu", loggers=[memory, JsonlLogger(path)]) as world:
         world.log(3, {"rank": world.rank})
         calls = samestep.all_gather(len(memory.metrics), world)
     return calls, memory.metrics, memory.is_closed

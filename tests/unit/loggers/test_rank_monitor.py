@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from helpers.system import until
-from samestep import World
+from samestep.distributed.world import World
 from samestep.loggers.rank_monitor import RankMonitor, RankProgress
 
 ROOT = Path(__file__).parents[3]

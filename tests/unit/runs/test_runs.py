@@ -19,6 +19,7 @@ from samestep.launcher.failure import RankError
 from samestep.loggers.logger import JsonlLogger
 from samestep.runs import loop_events
 from samestep.runs.folder import recorded_keep, run_directory
+from samestep.session import start
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
@@ -123,7 +124,7 @@ def refused(cases: list[tuple[Any, list[Any]]]) -> list[str]:
     codes = []
     for run, loggers in cases:
         try:
-            with samestep.start(device="cpu", run=run, loggers=loggers):
+            with start(device="cpu", run=run, loggers=loggers):
                 codes.append("accepted")
         except InputError as error:
             codes.append(error.code)
@@ -158,7 +159,7 @@ def test_directories_and_loggers_that_do_not_fit_are_refused(tmp_path: Path) -> 
 def start_by_rank(folder: Path) -> str:
     from samestep.launcher.job import rank_and_size
 
-    with samestep.start(device="cpu", run=folder / str(rank_and_size()[0])):
+    with start(device="cpu", run=folder / str(rank_and_size()[0])):
         return ""
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import samestep
 from helpers.models import Perceptron, seeded
+from samestep.distributed.world import World
 from samestep.tools.profile.recorder import StepRecorder
 
 
@@ -34,7 +34,7 @@ def train(steps: int, *, collective: bool = False) -> torch.nn.Module:
     return model
 
 
-def test_phases_of_a_step_are_recorded(alone: samestep.World, recorder: StepRecorder) -> None:
+def test_phases_of_a_step_are_recorded(alone: World, recorder: StepRecorder) -> None:
     recorder.bind(alone)
     recorder.is_on = True
     recorder.begin()
@@ -44,7 +44,7 @@ def test_phases_of_a_step_are_recorded(alone: samestep.World, recorder: StepReco
     assert phases["computing"] == 0
 
 
-def test_collectives_of_user_code_are_communication(alone: samestep.World, recorder: StepRecorder) -> None:
+def test_collectives_of_user_code_are_communication(alone: World, recorder: StepRecorder) -> None:
     recorder.bind(alone)
     recorder.is_on = True
     recorder.begin()
@@ -57,7 +57,7 @@ def test_collectives_of_user_code_are_communication(alone: samestep.World, recor
     assert alone.context.status.on_wait is None
 
 
-def test_recording_does_not_change_weights(alone: samestep.World, recorder: StepRecorder) -> None:
+def test_recording_does_not_change_weights(alone: World, recorder: StepRecorder) -> None:
     def weights() -> list[bytes]:
         return [parameter.detach().numpy().tobytes() for parameter in train(3).parameters()]
 

@@ -60,4 +60,4 @@ def test_runs_without_checksums_of_the_same_steps(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         compared(tmp_path, [checksum(1, "a")], [checksum(2, "a")])
     assert caught.value.code == "E_NO_CHECKSUM"
-    assert "samestep.start(checksum_every=1)" in caught.value.fix
+    assert "samestep.init(checksum_every=1)" in caught.value.fix
