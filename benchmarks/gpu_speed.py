@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from gpu_training import CLASSES, Outcome, synchronize, wrap
+from samestep.engine.callbacks import Callback
+from samestep.engine.engine import Engine
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import samestep
 from samestep.config import StepConfig
 from samestep.data.batch import GlobalBatch, move
-from samestep.engine.callbacks import Callback
-from samestep.engine.engine import Engine
 from samestep.zoo.text.models import causal_attention
 
 # Ratio to the hand-written loop that one microbatch may have.

@@ -13,15 +13,15 @@ from threading import Event, Thread
 from typing import Any
 
 import torch
+from samestep.engine.engine import Engine
+from samestep.strategies.ddp import DdpStrategy
+from samestep.strategies.fast_reduction import build_reduction
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import samestep
 from samestep.data.batch import GlobalBatch
-from samestep.engine.engine import Engine
-from samestep.strategies.ddp import DdpStrategy
-from samestep.strategies.fast_reduction import build_reduction
 
 CLASSES, VOCABULARY, LENGTH = 10, 29, 24
 

@@ -19,10 +19,10 @@ import numpy
 import torch
 from machine import Spread, describe_machine, machine_line, markdown_table, save
 from PIL import Image
+from samestep.data.microbatch_dataset import MicrobatchDataset, MicrobatchRequest
 from torch.utils.data import default_collate
 
 from samestep.config import DataConfig
-from samestep.data.microbatch_dataset import MicrobatchDataset, MicrobatchRequest
 from samestep.distributed.env import variables_of_subprocess
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.images.datasets import load_images

@@ -93,7 +93,7 @@ def test_weights_on_1_2_and_3_processes(
     arguments = overrides(name, WEIGHTS[name], pictures)
     digests = []
     for processes in (1, 2, 3):
-        command = ("train", name, "--processes", processes, "--name", f"on-{processes}", *arguments)
+        command = ("train", name, "--exact", "--processes", processes, "--name", f"on-{processes}", *arguments)
         assert here(*command, cwd=tmp_path) == EXIT_DONE
         digests.append(weights(tmp_path / "runs" / f"on-{processes}"))
     assert digests[0] == digests[1] == digests[2]

@@ -1,22 +1,17 @@
 """Division of batches into microbatches, and ownership of microbatches."""
 
 from itertools import pairwise
-from typing import Any
 
-import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import InputError
 from samestep.microbatches import (
-    auto_microbatches,
     microbatch_bounds,
-    most_owned,
     owned_microbatches,
     require_enough_microbatches,
     require_shares,
-    resolve_sizes,
 )
 
 sizes = st.integers(0, 5000)
@@ -64,12 +59,6 @@ def test_the_same_share_for_each_rank_is_an_equal_share(microbatches: int, ranks
         assert owned_microbatches(microbatches, (share,) * ranks, rank) == owned_microbatches(microbatches, ranks, rank)
 
 
-@given(st.integers(1, 60), st.integers(1, 60))
-def test_most_owned_is_the_largest_number_of_a_rank(microbatches: int, ranks: int) -> None:
-    owned = [len(owned_microbatches(microbatches, ranks, rank)) for rank in range(ranks)]
-    assert most_owned(microbatches, ranks) == max(owned)
-
-
 def test_shares_that_add_up_to_the_microbatches_are_numbers_of_them() -> None:
     assert [list(owned_microbatches(8, (5, 1, 2), rank)) for rank in range(3)] == [[0, 1, 2, 3, 4], [5], [6, 7]]
 
@@ -93,73 +82,3 @@ def test_one_microbatch_per_rank_is_enough(microbatches: int) -> None:
     require_enough_microbatches(microbatches, microbatches)
     with pytest.raises(InputError):
         require_enough_microbatches(microbatches, microbatches + 1)
-
-
-def test_error_has_value_and_fix() -> None:
-    with pytest.raises(InputError) as raised:
-        require_enough_microbatches(4, 6)
-    assert raised.value.code == "E_TOO_MANY_RANKS"
-    assert raised.value.value == "6 ranks share the data but there are 4 microbatches"
-    assert str(raised.value.fix).startswith("--processes 4;")
-    with pytest.raises(InputError) as raised:
-        resolve_sizes(16, "auto", 3)
-    assert raised.value.code == "E_TOO_MANY_RANKS"
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "microbatches", "value"),
-    [
-        (0, "auto", "batch_size is 0"),
-        (-4, "auto", "batch_size is -4"),
-        (2.5, "auto", "batch_size is 2.5"),
-        (20.0, 4, "batch_size is 20.0"),
-        ("64", 4, "batch_size is '64'"),
-        (True, 1, "batch_size is True"),
-        (8, 0, "microbatches is 0"),
-        (8, -1, "microbatches is -1"),
-        (8, 1.5, "microbatches is 1.5"),
-        (8, "four", "microbatches is 'four'"),
-        (8, False, "microbatches is False"),
-    ],
-)
-def test_invalid_sizes_are_refused(batch_size: Any, microbatches: Any, value: str) -> None:
-    with pytest.raises(InputError) as raised:
-        resolve_sizes(batch_size, microbatches, 1)
-    name = value.partition(" ")[0]
-    assert (raised.value.value, raised.value.code) == (value, "E_VALUE")
-    assert str(raised.value.expected).startswith("an integer >= 1")
-    assert str(raised.value.fix).startswith(f"{name}=")
-
-
-def test_integers_of_numpy_are_sizes() -> None:
-    sizes: Any = numpy.array([16, 4])
-    resolved = resolve_sizes(sizes[0], sizes[1], 2)
-    assert resolved == (16, 4)
-    assert list(map(type, resolved)) == [int, int]
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "plain", "batch_norm"),
-    [
-        (1, 1, 1),
-        (3, 2, 1),
-        (8, 8, 1),
-        (16, 8, 1),
-        (31, 8, 1),
-        (32, 8, 2),
-        (64, 8, 2),
-        (127, 8, 2),
-        (128, 8, 4),
-        (256, 8, 8),
-    ],
-)
-def test_auto_leaves_samples_for_batch_norm(batch_size: int, plain: int, batch_norm: int) -> None:
-    assert auto_microbatches(batch_size, batch_norm=False) == plain
-    assert auto_microbatches(batch_size, batch_norm=True) == batch_norm
-
-
-@given(st.integers(1, 100_000))
-def test_auto_has_at_least_16_samples_in_each_of_several_microbatches(batch_size: int) -> None:
-    number = auto_microbatches(batch_size, batch_norm=True)
-    assert number in (1, 2, 4, 8)
-    assert number == 1 or batch_size // number >= 16

@@ -1,8 +1,6 @@
 """Selection and division of GPUs: computed from text and numbers, without any GPU."""
 
-from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from samestep.distributed.devices import (
     ACCELERATOR,
     first_gpu_index,
     gpu_range,
-    rehearse_graph,
     require_own_gpus,
     select_devices,
     set_tf32,
@@ -141,28 +138,6 @@ class Stream:
 
     def wait_stream(self, other: "Stream") -> None:
         self.waits.append(other)
-
-
-@pytest.mark.parametrize("is_failing", [False, True])
-def test_the_current_stream_waits_for_a_rehearsal_that_fails_too(
-    monkeypatch: pytest.MonkeyPatch, is_failing: bool
-) -> None:
-    """What the rehearsal has computed until the error changes the same buffers as later work."""
-    current, other, device = Stream(), Stream(), torch.device(ACCELERATOR, 77)
-    module = SimpleNamespace(
-        current_stream=lambda _: current,
-        stream=lambda _: nullcontext(),
-        get_sync_debug_mode=lambda: 0,
-        set_sync_debug_mode=lambda _: None,
-        empty_cache=lambda: None,
-        memory_reserved=lambda _: 0,
-        mem_get_info=lambda _: (1, 1),
-    )
-    monkeypatch.setattr(devices, "accelerator_module", lambda: module)
-    monkeypatch.setattr(devices, "_graph_stream", lambda _: other)
-    with pytest.raises(ZeroDivisionError) if is_failing else nullcontext():
-        rehearse_graph(device, lambda: 1 / (not is_failing))
-    assert (other.waits, current.waits) == ([current], [other])
 
 
 def test_another_default_device_than_the_cpu_is_refused() -> None:
