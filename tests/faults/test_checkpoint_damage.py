@@ -121,7 +121,7 @@ def _entry(data: bytes) -> dict[str, object]:
 
 
 def write_manifest(checkpoint: Path, files: object) -> None:
-    manifest: dict[str, object] = {"format": 1, "files": files}
+    manifest: dict[str, object] = {"format": 2, "files": files}
     manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     (checkpoint / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 

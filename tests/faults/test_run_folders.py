@@ -88,7 +88,7 @@ def test_nothing_is_written_after_a_folder_was_moved(
     folder.hold(held)
     with pytest.raises(RunMovedError), RunLogger([JsonlLogger(run / "events.jsonl")], held) as logger:
         folder.write(2, FILES)
-        logger.log_metrics(1, {"loss": 1.0})
+        logger.log_event("note", text="before")
         assert held.is_in_place()
         run.rename(tmp_path / "moved")
         if is_replaced:
@@ -97,7 +97,7 @@ def test_nothing_is_written_after_a_folder_was_moved(
         assert not held.is_in_place()
         with pytest.raises(RunMovedError):
             folder.write(3, FILES)
-        logger.log_metrics(2, {"loss": 1.0})
+        logger.log_event("note", text="after")
     assert tree(tmp_path) == before
     fault = "a folder of checkpoints is " + ("replaced" if is_replaced else "removed")
     record_fault(fault, "E_NOT_A_RUN; nothing is written")

@@ -12,8 +12,7 @@ _READS = {"tolist", "item", "__float__", "__bool__", "__int__", "__index__", "__
 _READS |= {"nonzero", "unique", "masked_select", "equal", "allclose", "is_nonzero", "bincount"}
 # Functions whose tensors are on the host in any case.
 _ON_HOST = {
-    "distributed/world.py": ("gather_numbers", "_bytes"),
-    "distributed/devices.py": ("value_on_host",),
+    "distributed/world.py": ("_bytes",),
 }
 
 

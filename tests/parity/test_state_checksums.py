@@ -16,7 +16,7 @@ SET = ("--set", "epochs=2", "ema.decay=0.9", "schedule.name=cosine", "step.clip_
 def train(folder: Path, name: str, *options: object) -> dict[int, str]:
     """Train the recipe with a checksum after each step, and return the checksums by step."""
     arguments = ("--name", name, "--checksum-every", 1, *SET, *options)
-    assert here("train", RECIPE, *arguments, cwd=folder) == 0
+    assert here("train", RECIPE, "--exact", *arguments, cwd=folder) == 0
     return checksums(folder / "runs" / name)
 
 
@@ -57,7 +57,7 @@ def test_killed_and_resumed_run_continues_the_series(alone: dict[int, str], tmp_
     run = tmp_path / "runs" / "killed"
     (tmp_path / "hold").write_text("0 35", encoding="utf-8")  # the last microbatch of rank 0 in step 18
     arguments = ("--name", "killed", "--processes", 2, "--checksum-every", 1, "--checkpoint-every", 4, *SET)
-    with Running("train", RECIPE, *arguments, cwd=tmp_path) as running:
+    with Running("train", RECIPE, "--exact", *arguments, cwd=tmp_path) as running:
         running.until(lambda: 17 in checksums(run) and last_saved(run) == 16, "step 17")
         running.kill(signal.SIGKILL)
         running.wait(20)

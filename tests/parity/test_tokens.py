@@ -14,7 +14,7 @@ def train(root: Path, processes: int, *overrides: str, name: str | None = None) 
     """Train on `processes` processes and return weights and events."""
     run_name = name or f"on-{processes}"
     settings = [f"--set={override}" for override in overrides]
-    assert here("train", "tokens", "--processes", processes, "--name", run_name, *settings, cwd=root) == 0
+    assert here("train", "tokens", "--exact", "--processes", processes, "--name", run_name, *settings, cwd=root) == 0
     run = root / "runs" / run_name
     depends_on_speed = ("time", "samples_per_second", "data_seconds")
     all_events = [*events(run, "step"), *events(run, "evaluation")]

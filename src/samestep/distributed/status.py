@@ -23,7 +23,7 @@ from typing import Any
 # Odd while the slot is being written. The same even number before and after a read proves a consistent read.
 _VERSION = struct.Struct("<Q")
 # The fields of StatusSnapshot in order, then the length of the text.
-_NUMBERS = struct.Struct("<QdQdQq????H")
+_NUMBERS = struct.Struct("<QdQdq????H")
 _TEXT_BYTES = 160
 _SLOT_BYTES = 256
 # Precedes a disk operation in an activity.
@@ -38,10 +38,8 @@ class StatusSnapshot:
     Attributes:
         operations: operations of all ranks that the rank has begun; equal on all ranks of a healthy run.
         last_change: monotonic clock of the machine, in seconds, at the last change of the status.
-        steps: completed steps since the start of the process.
-        compute_seconds: time spent on the rank's own work in these steps: waiting for data, forward, and the part of
-            backward that does not overlap with communication.
-        microbatches: microbatches computed in that time.
+        steps: steps of optimizers since the start of the process.
+        compute_seconds: time of these steps without waits for other ranks; waiting for data counts.
         checkpoints: checkpoints written by this rank.
         is_waiting: the rank waits for other ranks.
         is_finished: the rank has left `samestep.init()`.
@@ -54,7 +52,6 @@ class StatusSnapshot:
     last_change: float = 0.0
     steps: int = 0
     compute_seconds: float = 0.0
-    microbatches: int = 0
     checkpoints: int = 0
     is_waiting: bool = False
     is_finished: bool = False
@@ -80,7 +77,7 @@ class RankStatus:
         self._lock = threading.Lock()  # communication has a thread of its own
         self._version = 0
         self._is_inside = False
-        self._compute_began = time.monotonic()
+        self._step_began, self._waited_before = time.monotonic(), 0.0
         self._values: dict[str, Any] = asdict(StatusSnapshot())  # a dataclass costs more per change
         self._waits: list[str] = []
         self._disk_operation = ""
@@ -118,7 +115,6 @@ class RankStatus:
             yield
         finally:
             self._is_inside = False
-        self._compute_began = time.monotonic()
         # An exception skips this line: the activity stays that of the failure.
         self._update(activity=f"after {name}", **self._rest(is_resting=True))
 
@@ -145,6 +141,13 @@ class RankStatus:
 
     def _rest(self, *, is_resting: bool) -> dict[str, bool]:
         return {"is_resting": is_resting} if self.is_free else {}
+
+    def end_step(self) -> None:
+        """Count a step of an optimizer, and the time of this rank's own work since the one before."""
+        now, waited = time.monotonic(), self.waited_seconds
+        own = now - self._step_began - (waited - self._waited_before)
+        self._step_began, self._waited_before = now, waited
+        self._update(steps=self._values["steps"] + 1, compute_seconds=self._values["compute_seconds"] + own)
 
     def heartbeat(self) -> None:
         """Record progress inside a long operation."""

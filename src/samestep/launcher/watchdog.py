@@ -25,10 +25,10 @@ COLLECTIVE_MARGIN_SECONDS = 7 * 86400.0
 
 # Longer intervals between two checks of a watchdog mean that the watchdog itself was stopped.
 _MAX_INTERVAL_SECONDS = 10.0
-# A rank is slow if its seconds per microbatch exceed this multiple of the median in two consecutive intervals.
+# A rank is slow if its seconds per step exceed this multiple of the median in two consecutive intervals.
 _SLOW_FACTOR = 1.5
 _SLOW_INTERVAL_SECONDS = 5.0
-# Minimum difference in seconds per microbatch; smaller ones are noise.
+# Minimum difference in seconds per step; smaller ones are noise.
 _SLOW_MARGIN_SECONDS = 0.005
 _SHOWN_FRAMES = 10
 # Letters of proc(5).
@@ -179,16 +179,16 @@ class SlowRanks:
     def message(self, states: Mapping[int, RankState]) -> str | None:
         """Return a message about a rank that has become slow, once per rank."""
         now, statuses = time.monotonic(), {rank: state.status for rank, state in states.items()}
-        if not self._base or not all(status.microbatches for status in self._base.values()):  # not all have begun
+        if not self._base or not all(status.steps for status in self._base.values()):  # not all have begun
             self._base, self._base_time = statuses, now
         if now - self._base_time < _SLOW_INTERVAL_SECONDS:
             return None
         before, self._base, self._base_time = self._base, statuses, now
         suspect, self._suspect = self._suspect, None
-        known = {  # seconds per microbatch
-            rank: (status.compute_seconds - before[rank].compute_seconds) / microbatches
+        known = {  # seconds per step
+            rank: (status.compute_seconds - before[rank].compute_seconds) / steps
             for rank, status in statuses.items()
-            if (microbatches := status.microbatches - before[rank].microbatches)
+            if (steps := status.steps - before[rank].steps)
         }
         if len(known) < 2 or len(known) < len(statuses):
             return None
@@ -202,7 +202,7 @@ class SlowRanks:
             return None
         self._reported.add(slowest)
         return (
-            f"rank {slowest} is slow: {known[slowest]:.3f} s per microbatch, data included; the other ranks need "
+            f"rank {slowest} is slow: {known[slowest]:.3f} s per step, data included; the other ranks need "
             f"{median:.3f} s and wait"
         )
 

@@ -104,6 +104,7 @@ class View:
 
     def __init__(self, world: World) -> None:
         self.ranks = Ranks(world)
+        self._status = world.context.status
         self.strategy = world.strategy
         self.reduction: Reduction = FastReduction(self.ranks)
         self.device = world.device
@@ -241,7 +242,8 @@ class View:
         self.require_same_action(self.word(BACKWARD))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
-        """Compare the ranks before a step of an optimizer."""
+        """Count a step of an optimizer, and compare the ranks before it."""
+        self._status.end_step()
         if self.ranks.size == 1 or not self.divides_here():
             return
         for owner in self._owners:

@@ -32,12 +32,12 @@ def test_snapshot_has_activity_counts_and_waits(board: StatusBoard) -> None:
         assert board.read(0).activity == "in engine.step 7"
         with status.operation("engine.evaluate"):
             assert board.read(0).activity == "in engine.step 7", "nested operations are not recorded"
-        status.end_compute(2)
+        status.end_step()
         with status.waiting("an all-reduce"):
             inside = board.read(0)
     after = board.read(0)
     assert (inside.activity, inside.is_waiting) == ("in engine.step 7, waiting in an all-reduce", True)
-    assert (inside.operations, inside.steps, inside.microbatches) == (1, 1, 2)
+    assert (inside.operations, inside.steps) == (1, 1)
     assert (after.activity, after.is_waiting, after.operations) == ("after engine.step 7", False, 1)
     assert 0 < inside.compute_seconds < 60
     assert inside.last_change <= after.last_change <= time.monotonic()

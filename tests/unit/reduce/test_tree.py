@@ -165,13 +165,6 @@ def test_ranks_pair_up_if_each_owns_one_subtree(tree: MicrobatchTree, shares: Sh
     assert tree.pairs_up(shares) == pairs
 
 
-@given(worlds())
-def test_a_batch_is_shared_by_all_if_each_rank_has_samples(world: tuple[MicrobatchTree, Shares]) -> None:
-    tree, shares = world
-    owned = [owned_microbatches(tree.microbatches, shares, rank) for rank in range(rank_count(shares))]
-    assert tree.is_shared_by_all(shares) == all(leaves(tree, microbatches) for microbatches in owned)
-
-
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 8, 13])
 def test_the_left_operand_is_the_left_half(microbatches: int) -> None:
     """The in-place addition into the right-hand operand relies on this order."""
