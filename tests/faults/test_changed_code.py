@@ -42,10 +42,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project with a run on one process that a failure ended in step 7, of four calls each."""
+    """A project with a run on one process that a failure ended in step 7."""
     path = tmp_path_factory.mktemp("stopped")
     run = project(path)
-    (path / "fault.json").write_text(json.dumps(in_step("raise", 0, 4 * 6 + 2)), encoding="utf-8")
+    (path / "fault.json").write_text(json.dumps(in_step("raise", 0, 7)), encoding="utf-8")
     assert here("train", RECIPE, "--name", "a", *OWN_MODEL, *SAVING, cwd=path) == 1
     assert steps_saved(run)[-1] == 6
     return path

@@ -25,14 +25,13 @@ from samestep.loggers.logger import JsonlLogger, RunLogger
 RECIPE = Path(__file__).parents[1] / "helpers" / "faulty.yaml"
 SAVING = ("--checkpoint-every", 3)
 FILES = {"model": b"1" * 50, "state.json": b"{}"}
-CALL_IN_STEP_7 = 4 * 6 + 2  # of a single rank
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a run on one process that a failure ended in step 7."""
     path = tmp_path_factory.mktemp("stopped")
-    (path / "fault.json").write_text(json.dumps(in_step("raise", 0, CALL_IN_STEP_7)), encoding="utf-8")
+    (path / "fault.json").write_text(json.dumps(in_step("raise", 0, 7)), encoding="utf-8")
     assert here("train", RECIPE, "--name", "a", *SAVING, cwd=path) == 1
     assert steps_saved(path / "runs/a") == [3, 6]
     return path

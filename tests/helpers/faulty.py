@@ -1,7 +1,7 @@
 """Data, model and loss of a small recipe with fault injection: `fault.json` has rank, step and kind of a fault.
 
 A fault happens once: the file is renamed to `fired.json`, so that a restarted run continues. Steps are counted as
-training calls of the loss since the start of the process: one per step if a rank has one microbatch.
+training calls of the loss since the start of the process: one per step.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Every layout of the ranks that `--exact` has gives the bits of one process. `--exactness-page` writes docs/concepts/exactness.md.
+"""Layouts under `--exact` have the bits of one process. `--exactness-page` writes docs/concepts/exactness.md.
 
 Layouts with a tensor axis are compared with one process that divides its products into as many slices.
 """
