@@ -13,7 +13,7 @@ from helpers.system import Running, here, last_saved, samestep, steps_saved, wei
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "faulty.yaml"
 MODEL = """
-from helpers.faulty import Net as Base
+from helpers.recorded import Net as Base
 import my_constant
 
 class Net(Base):
@@ -117,24 +117,25 @@ def test_changes_of_other_files_are_accepted(
 
 LOOP = """
 import sys, torch, samestep
-from samestep.session import start
 from torch.utils.data import TensorDataset
 import my_constant
 
 inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 3)
-with start(device="cpu") as world:
-    engine = samestep.Engine(model, torch.optim.Adam(model.parameters()), torch.nn.CrossEntropyLoss(), world=world)
-    dataset = TensorDataset(inputs, inputs[:, :3].argmax(dim=1))
-    batches = samestep.loader(dataset, batch_size=8, microbatches=2, shuffle=True, world=world)
-    checkpoints = samestep.CheckpointManager("loop", engine, batches)
-    checkpoints.resume(accept_changes="accept" in sys.argv)
-    for batch in batches:
-        engine.step(batch)
-        checkpoints.save()
-        if engine.steps == 4 and "stop" in sys.argv:
-            break
+model = samestep.parallel(model)
+optimizer = torch.optim.Adam(model.parameters())
+dataset = TensorDataset(inputs, inputs[:, :3].argmax(dim=1))
+batches = samestep.loader(dataset, batch_size=8, shuffle=True)
+checkpoints = samestep.CheckpointManager("loop", model, optimizer, batches)
+checkpoints.resume(accept_changes="accept" in sys.argv)
+for rows, classes in batches:
+    torch.nn.functional.cross_entropy(model(rows), classes).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpoints.save()
+    if checkpoints.steps == 4 and "stop" in sys.argv:
+        break
 """
 
 

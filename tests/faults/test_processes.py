@@ -50,7 +50,7 @@ def test_exception_in_one_rank_is_told_once_with_its_own_traceback(tmp_path: Pat
         assert done.out == ""
         lines = without_warnings(done.err)
         problem = "ArithmeticError: the sum does not add up"
-        assert lines[0] == f"error: rank 1 failed in engine.step 3: {problem} [E_RANK_FAILED]"
+        assert lines[0] == f"error: rank 1 failed in step 3: {problem} [E_RANK_FAILED]"
         assert lines[1] == "    Traceback (most recent call last):"
         assert "recorded.py" in done.err
         assert lines[-1] == f"    {problem}"

@@ -198,7 +198,7 @@ CASES = [
             f"rank {rank} is killed in a step",
             in_step("kill", rank),
             code=1,
-            report=f"error: rank {rank} was killed by SIGKILL in engine.step 7",
+            report=f"error: rank {rank} was killed by SIGKILL in step 7",
             is_quick=rank == 2,
             is_variant=rank != 2,
         )
@@ -209,7 +209,7 @@ CASES = [
             f"rank {rank} is killed, restarts allowed",
             in_step("kill", rank, 8),
             RESTART,
-            output=(f"restart 1 of 2, on 4 processes: rank {rank} was killed by SIGKILL in engine.step 8",),
+            output=(f"restart 1 of 2, on 4 processes: rank {rank} was killed by SIGKILL in step 8",),
             is_variant=rank != 0,
         )
         for rank in (0, 3)
@@ -294,7 +294,7 @@ CASES = [
         HANG,
         code=1,
         report="error: rank 2 hangs: no progress for ",
-        output=("rank 2: in engine.step 7", "ranks 0, 1 and 3: in engine.step 7, waiting in ", "faulty.py:"),
+        output=("rank 2: in step 7", "ranks 0, 1 and 3: in step 7, waiting in ", "faulty.py:"),
     ),
     Case(
         "a rank hangs in its dataset",
@@ -309,7 +309,7 @@ CASES = [
         "rank 1 raises",
         in_step("raise", 1),
         code=1,
-        report="error: rank 1 failed in engine.step 7: ArithmeticError: the sum does not add up",
+        report="error: rank 1 failed in step 7: ArithmeticError: the sum does not add up",
     ),
     Case(
         "rank 1 raises, restarts allowed",
@@ -322,7 +322,7 @@ CASES = [
         "rank 3 raises in evaluation",
         {"kind": "raise in evaluation", "rank": 3},
         code=1,
-        report="error: rank 3 failed in engine.evaluate: ArithmeticError",
+        report="error: rank 3 failed in an evaluation: ArithmeticError",
         is_variant=True,
     ),
     Case("SIGTERM in evaluation", {"kind": "wait in evaluation", "rank": 1}, act=stop_in_evaluation, code=130),
@@ -340,7 +340,7 @@ CASES = [
         "rank 2: segmentation fault",
         in_step("segmentation fault"),
         code=1,
-        report="error: rank 2 was killed by SIGSEGV in engine.step 7",
+        report="error: rank 2 was killed by SIGSEGV in step 7",
         output=("string_at",),
         is_variant=True,
     ),
@@ -348,41 +348,18 @@ CASES = [
         "rank 2: abort()",
         in_step("abort"),
         code=1,
-        report="error: rank 2 was killed by SIGABRT in engine.step 7",
+        report="error: rank 2 was killed by SIGABRT in step 7",
         is_variant=True,
     ),
     Case(
         "rank 2 exceeds a memory limit",
         in_step("memory limit"),
         code=1,
-        report="error: rank 2 failed in engine.step 7: RuntimeError: .*memory",
+        report="error: rank 2 failed in step 7: RuntimeError: .*memory",
         output=("use less memory per rank",),
         is_variant=True,
     ),
-    Case(
-        "the loss of rank 1 is NaN", in_step("nan", 1), code=1, report="error: step 7: .*microbatch 1", is_variant=True
-    ),
-    Case(
-        "a weight changes on rank 2",
-        in_step("drift"),
-        ("--check-every", 1),
-        code=1,
-        report="error: .*rank 2 differs from ranks 0, 1 and 3",
-    ),
-    Case(
-        "a weight changes on rank 2, restarts allowed",
-        in_step("drift"),
-        ("--check-every", 1, *RESTART),
-        output=("restart 1 of 2, on 4 processes",),
-        is_variant=True,
-    ),
-    Case(
-        "a bit of a gradient is flipped on rank 2",
-        in_step("wrong gradient"),
-        ("--witness-every", 7, *RESTART),
-        code=1,
-        report="error: step 7: rank 2 computed wrong values",
-    ),
+    Case("the loss of rank 1 is NaN", in_step("nan", 1), code=1, report="error: step 7: ", is_variant=True),
     Case(
         "a loader worker is killed",
         {"kind": "kill a worker", "rank": "any"},
@@ -443,7 +420,7 @@ CASES = [
             options=RESTART,
             act=damage_and_kill(damage),
             prepare=paced("0.6"),  # leaves time to damage the checkpoint
-            output=("restart 1 of 2, on 4 processes: rank 1 was killed by SIGKILL in engine.step 10",),
+            output=("restart 1 of 2, on 4 processes: rank 1 was killed by SIGKILL in step 10",),
             is_variant=damage is truncate,
         )
         for fault, damage in (

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import get_worker_info
 
 from helpers import recorded
@@ -28,8 +27,6 @@ from samestep.zoo.splits import Splits
 
 PAUSE_SECONDS = 1.5
 _calls = [0]
-_models: list[nn.Module] = []
-_between_steps: list[Callable[[], None]] = []
 
 
 class Indexed(recorded.Indexed):
@@ -50,20 +47,6 @@ def load() -> Splits:
     """Return training samples, and some of them for evaluation."""
     splits = recorded.load()
     return Splits(train=Indexed(102), evaluation=splits.evaluation, classes=splits.classes)
-
-
-class Net(recorded.Net):
-    """Model that can change between two steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        _models[:] = [self]
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        while _between_steps:
-            _between_steps.pop()()
-        outputs: torch.Tensor = super().forward(images)
-        return outputs
 
 
 def loss(outputs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -132,20 +115,6 @@ def _pace() -> float:
     return float(seconds) if not rank or int(rank[0]) == dist.get_rank() else 0.0
 
 
-def _drift() -> None:
-    next(_models[0].parameters()).data.view(-1)[0] += 1  # `data`: unseen by torch, as a fault of the memory is
-
-
-def _flip_gradient() -> None:
-    """Flip one bit of a gradient in the next backward."""
-
-    def flip(gradient: torch.Tensor) -> None:
-        hook.remove()
-        gradient.view(torch.int32).view(-1)[0] ^= 1 << 20
-
-    hook = next(_models[0].parameters()).register_hook(flip)
-
-
 def _limit_files() -> None:
     """Limit the size of files to less than the optimizer state, which is the largest file."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, resource.RLIM_INFINITY))
@@ -190,8 +159,6 @@ _STEP_FAULTS: dict[str, Callable[[], None]] = {
     "abort": os.abort,
     "memory limit": _exceed_memory,
     "sleep": lambda: time.sleep(1000),
-    "wrong gradient": _flip_gradient,
-    "drift": lambda: _between_steps.append(_drift),
     "file size limit": _limit_files,
     "disk full": lambda: _fail_disk(errno.ENOSPC),
     "disk read-only": lambda: _fail_disk(errno.EROFS),

@@ -74,7 +74,7 @@ EVENTS = (
     _line({"time": 1e9, "event": "evaluation", "step": 2, "epoch": 1, "loss": 0.25, "x" * 100_000: 0.5}),
     _line({**_STEP, "step": LAST_STEP, "loss": _ESCAPES}),
 )
-_RANK = {"time": 1e9, "pid": 1, "host": "a", "step": 3, "doing": "in engine.step 3", "data_share": 0.1}
+_RANK = {"time": 1e9, "pid": 1, "host": "a", "step": 3, "doing": "in step 3", "data_share": 0.1}
 BAD_RANK_LINES = (b"\x00\x01", b"[1]", b'{"time": "now"}', b'{"time": true}', b'{"time": 1' + b"0" * 400 + b"}")
 RANK_LINES = (
     _line(_RANK),

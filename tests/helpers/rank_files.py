@@ -14,7 +14,7 @@ def line(rank: int, time: float, step: int, **changes: Any) -> dict[str, Any]:
         "host": "node-a",
         "pid": 4000 + rank,
         "step": step,
-        "doing": f"in engine.step {step}",
+        "doing": f"in step {step}",
         "waits": False,
         "steps_per_second": 3.2,
         "samples_per_second": 120.5,

@@ -45,7 +45,7 @@ class StatusSnapshot:
         is_finished: the rank has left `samestep.init()`.
         is_script: the rank runs a script, not a function.
         is_resting: the rank is in code of a plain loop between its calls, which takes any time.
-        activity: current activity, such as `in engine.step 7`.
+        activity: current activity, such as `in step 7`.
     """
 
     operations: int = 0
@@ -91,7 +91,7 @@ class RankStatus:
 
     @property
     def activity(self) -> str:
-        """Current activity without waits, such as `in engine.step 7`; empty before the first operation."""
+        """Current activity without waits, such as `in step 7`; empty before the first operation."""
         activity: str = self._values["activity"]
         return activity
 

@@ -56,7 +56,7 @@ class Failure:
     is_consequence: bool = False  # the rank only noticed the end of another rank
     by_signal: int | None = None  # signal that ended the process
     kind: str | None = None  # class name of the exception, or `hang`
-    activity: str = ""  # such as `in engine.step 7`; empty if unknown
+    activity: str = ""  # such as `in step 7`; empty if unknown
     is_out_of_memory: bool = False  # the exception reports a lack of memory
     code: str = "E_RANK_FAILED"  # stable code of the error
 

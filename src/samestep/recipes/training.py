@@ -318,7 +318,9 @@ class Trainer:
         ahead = 2 * self._timer.last_step + (self._evaluation_seconds if ends_epoch else 0.0)
         save = self._world.is_main and self._interval.is_due(ahead)
         self._count(batch)
-        with self._timer.step(len(batch.samples), len(batch.samples) // self._world.size):
+        samples = len(batch.samples)
+        operation = self._world.context.status.operation(f"step {self._driver.steps + 1}")
+        with operation, self._timer.step(samples, samples // self._world.size):
             result = self._driver.step(batch)
             self._stop, save = any_rank(self._world, self._world.stop_requested, save)
         self._end_step(result, begin, end)
@@ -407,7 +409,7 @@ class Trainer:
     def _evaluate(self) -> dict[str, float] | None:
         """Evaluate, or return None on a stop request."""
         began = time.perf_counter()
-        with self._save_on_bad_data():
+        with self._world.context.status.operation("an evaluation"), self._save_on_bad_data():
             values = self._driver.evaluate(self._evaluation_batches(), self._metrics, until_stop=True)
         self._evaluation_seconds = time.perf_counter() - began
         self._stop = values is None

@@ -30,27 +30,27 @@ def differences(monitors: Monitors, seconds: float = 10) -> list[dict[int, Pendi
 
 def test_every_waiting_rank_finds_another_operation(monitors: Monitors) -> None:
     for monitor in monitors:
-        monitor.begin("engine.step 1", {})
+        monitor.begin("step 1", {})
     for rank, monitor in enumerate(monitors):
-        monitor.begin("engine.evaluate" if rank == 2 else "engine.step 2", {"learning rate": "[0.1]"})
+        monitor.begin("an evaluation" if rank == 2 else "step 2", {"learning rate": "[0.1]"})
     for difference in differences(monitors):
         assert difference is not None
-        assert difference[2].name == "engine.evaluate"
+        assert difference[2].name == "an evaluation"
         assert {rank: row.number for rank, row in difference.items()}.items() >= {2: 2}.items()
-        assert any(row.name == "engine.step 2" for row in difference.values())
+        assert any(row.name == "step 2" for row in difference.values())
         assert difference[2].line.startswith("tests/unit/distributed/test_collective_check.py:")
 
 
 def test_other_facts_of_one_operation_are_a_difference(monitors: Monitors) -> None:
     for rank, monitor in enumerate(monitors):
-        monitor.begin("engine.step 1", {"global batch": "first" if rank else "second"})
+        monitor.begin("step 1", {"global batch": "first" if rank else "second"})
     assert all(difference is not None for difference in differences(monitors))
 
 
 def test_ranks_in_one_operation_or_in_none_do_not_differ(monitors: Monitors) -> None:
-    monitors[0].begin("engine.step 1", {})
+    monitors[0].begin("step 1", {})
     for monitor in monitors[:2]:  # rank 0 is one step further
-        monitor.begin("engine.step 1" if monitor is monitors[1] else "engine.step 2", {})
-    monitors[2].begin("engine.evaluate", {})
+        monitor.begin("step 1" if monitor is monitors[1] else "step 2", {})
+    monitors[2].begin("an evaluation", {})
     monitors[2].finish()
     assert differences(monitors, seconds=2.5) == [None, None, None]

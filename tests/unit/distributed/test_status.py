@@ -21,24 +21,24 @@ def board() -> Iterator[StatusBoard]:
 
 def test_every_rank_has_its_own_slot(board: StatusBoard) -> None:
     for rank in range(3):
-        with board.rank_status(rank).operation(f"engine.step {rank}"):
+        with board.rank_status(rank).operation(f"step {rank}"):
             pass
-    assert [board.read(rank).activity for rank in range(3)] == [f"after engine.step {rank}" for rank in range(3)]
+    assert [board.read(rank).activity for rank in range(3)] == [f"after step {rank}" for rank in range(3)]
 
 
 def test_snapshot_has_activity_counts_and_waits(board: StatusBoard) -> None:
     status = board.rank_status(0)
-    with status.operation("engine.step 7"):
-        assert board.read(0).activity == "in engine.step 7"
-        with status.operation("engine.evaluate"):
-            assert board.read(0).activity == "in engine.step 7", "nested operations are not recorded"
+    with status.operation("step 7"):
+        assert board.read(0).activity == "in step 7"
+        with status.operation("an evaluation"):
+            assert board.read(0).activity == "in step 7", "nested operations are not recorded"
         status.end_step()
         with status.waiting("an all-reduce"):
             inside = board.read(0)
     after = board.read(0)
-    assert (inside.activity, inside.is_waiting) == ("in engine.step 7, waiting in an all-reduce", True)
+    assert (inside.activity, inside.is_waiting) == ("in step 7, waiting in an all-reduce", True)
     assert (inside.operations, inside.steps) == (1, 1)
-    assert (after.activity, after.is_waiting, after.operations) == ("after engine.step 7", False, 1)
+    assert (after.activity, after.is_waiting, after.operations) == ("after step 7", False, 1)
     assert 0 < inside.compute_seconds < 60
     assert inside.last_change <= after.last_change <= time.monotonic()
 
@@ -87,7 +87,7 @@ def test_status_of_an_ended_process_is_visible_and_no_file_remains() -> None:
 
 def send_heartbeats(board: StatusBoard) -> None:
     status = board.rank_status(0)
-    with status.operation("engine.step 7"):
+    with status.operation("step 7"):
         while not board.read(1).is_finished:
             status.heartbeat()
 
@@ -104,7 +104,7 @@ def test_reads_during_writes_are_consistent(board: StatusBoard) -> None:
     board.rank_status(1).finish()
     process.join(60)
     assert process.exitcode == 0
-    assert {(snapshot.operations, snapshot.activity) for snapshot in snapshots} == {(1, "in engine.step 7")}
+    assert {(snapshot.operations, snapshot.activity) for snapshot in snapshots} == {(1, "in step 7")}
     times = [snapshot.last_change for snapshot in snapshots]
     assert times == sorted(times)
     assert first - 5 < times[0] < times[-1] <= end + 1

@@ -89,28 +89,26 @@ def test_killed_rank(number: signal.Signals, fix: str) -> None:
 
 
 def test_crash_has_step_and_stack() -> None:
-    result = Failure.of_exit(1, -signal.SIGSEGV, "in engine.step 7", ["train.py:3 main", "net.py:9 forward"])
+    result = Failure.of_exit(1, -signal.SIGSEGV, "in step 7", ["train.py:3 main", "net.py:9 forward"])
     assert result.text.splitlines()[:4] == [
-        "error: rank 1 was killed by SIGSEGV in engine.step 7 [E_RANK_KILLED]",
+        "error: rank 1 was killed by SIGSEGV in step 7 [E_RANK_KILLED]",
         "  Python stack, innermost last:",
         "    train.py:3 main",
         "    net.py:9 forward",
     ]
-    assert result.activity == "in engine.step 7"
+    assert result.activity == "in step 7"
 
 
 def test_hang_is_the_first_cause() -> None:
-    hang = Failure.of_hang(2, "rank 2 hangs", "after engine.step 6")
+    hang = Failure.of_hang(2, "rank 2 hangs", "after step 6")
     killed = Failure.of_exit(1, -signal.SIGKILL)
     assert first_cause([killed, hang]) is hang
     assert hang.text == "error: rank 2 hangs"
 
 
 def test_out_of_memory_has_a_fix() -> None:
-    result = Failure.of_exception(0, raised(MemoryError("1 TB")), "in engine.step 2")
-    assert result.text.startswith(
-        "error: rank 0 failed in engine.step 2: MemoryError: 1 TB [E_RANK_FAILED]\n    Traceback"
-    )
+    result = Failure.of_exception(0, raised(MemoryError("1 TB")), "in step 2")
+    assert result.text.startswith("error: rank 0 failed in step 2: MemoryError: 1 TB [E_RANK_FAILED]\n    Traceback")
     assert result.text.splitlines()[-1].startswith("  fix:      use less memory per rank")
 
 

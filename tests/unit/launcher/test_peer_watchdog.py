@@ -30,7 +30,7 @@ def test_rank_ends_without_a_reader_of_the_report(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "stderr", _Unread())
     watchdog = object.__new__(PeerWatchdog)
     watchdog._job = Job(0, 1, dist.HashStore(), 0, ("127.0.0.1", 1), launcher_has_store=False, hang_after=1.0)
-    watchdog._report_and_exit(Failure.of_hang(0, "rank 0 hangs [E_HANG]", "in engine.step 7"))
+    watchdog._report_and_exit(Failure.of_hang(0, "rank 0 hangs [E_HANG]", "in step 7"))
     assert codes == [1]
 
 

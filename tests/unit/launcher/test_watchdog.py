@@ -15,9 +15,9 @@ from samestep.distributed.status import StatusSnapshot
 from samestep.launcher.watchdog import Hang, RankState, SlowRanks, StackFile, Watchdog, hang_text, parse_stack
 
 LONG_AGO = -100.0
-WAITING = StatusSnapshot(7, LONG_AGO, activity="in engine.step 6, waiting in an all-reduce", is_waiting=True)
-COMPUTING = StatusSnapshot(7, LONG_AGO, activity="in engine.step 6")
-BEHIND = StatusSnapshot(6, LONG_AGO, activity="after engine.step 5")
+WAITING = StatusSnapshot(7, LONG_AGO, activity="in step 6, waiting in an all-reduce", is_waiting=True)
+COMPUTING = StatusSnapshot(7, LONG_AGO, activity="in step 6")
+BEHIND = StatusSnapshot(6, LONG_AGO, activity="after step 5")
 
 
 def states(*statuses: StatusSnapshot) -> dict[int, RankState]:
@@ -28,7 +28,7 @@ def culprits(ranks: dict[int, RankState], stacks: dict[int, list[str]] | None = 
     return Hang(12, 10, ranks, stacks or {}).culprits
 
 
-ELSEWHERE = replace(WAITING, activity="in engine.evaluate, waiting in an all-reduce")
+ELSEWHERE = replace(WAITING, activity="in an evaluation, waiting in an all-reduce")
 ENDED = replace(WAITING, is_finished=True)
 
 
@@ -105,8 +105,8 @@ def test_report_has_the_culprit_first_and_each_stack_once() -> None:
     head, *lines = text.splitlines()
     assert head == "rank 1 hangs: no progress for 12.3 s [E_HANG]"
     assert lines == [
-        "    rank 1: after engine.step 5",
-        "    ranks 0 and 2: in engine.step 6, waiting in an all-reduce",
+        "    rank 1: after step 5",
+        "    ranks 0 and 2: in step 6, waiting in an all-reduce",
         "  stack of rank 1, innermost last:",
         "    a.py:9 f",
         "  stack of ranks 0 and 2, innermost last:",
@@ -122,7 +122,7 @@ def test_rank_that_does_not_answer_has_no_stack() -> None:
     ranks = states(WAITING, WAITING)
     ranks[1] = RankState(BEHIND, process_state="T")
     text = hang_text(Hang(12, 10, ranks, {0: ["a.py:1 f"], 1: []}))
-    assert "rank 1: after engine.step 5; stopped by a signal" in text
+    assert "rank 1: after step 5; stopped by a signal" in text
     assert "none: the process does not answer" in text
 
 

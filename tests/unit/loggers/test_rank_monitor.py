@@ -74,7 +74,7 @@ def test_rates_refer_to_the_time_since_the_previous_sample(alone: World, tmp_pat
         until_samples(1)
         monitor.follow(progress)  # earlier work does not count as speed
         followed = time.time()
-        with alone.context.status.operation("engine.step 101"):
+        with alone.context.status.operation("step 101"):
             until_samples(2)
             wait_began = time.time()
             with alone.context.status.waiting("an all-reduce"):
@@ -88,8 +88,8 @@ def test_rates_refer_to_the_time_since_the_previous_sample(alone: World, tmp_pat
     assert total("data_share") == pytest.approx(0.25 * seconds, rel=0.3)
     assert total("wait_share") == pytest.approx(later[-1]["time"] - wait_began, abs=0.3)
     assert later[0]["wait_share"] < 0.5 < later[-1]["wait_share"]
-    assert (later[-1]["doing"], later[-1]["waits"]) == ("in engine.step 101, waiting in an all-reduce", True)
-    assert (last["doing"], last["waits"]) == ("after engine.step 101", False)
+    assert (later[-1]["doing"], later[-1]["waits"]) == ("in step 101, waiting in an all-reduce", True)
+    assert (last["doing"], last["waits"]) == ("after step 101", False)
 
 
 def test_appends_after_existing_lines_and_after_a_torn_line(alone: World, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_last_sample_of_a_failed_rank_names_the_operation(alone: World, tmp_path
     with (
         pytest.raises(ZeroDivisionError),
         RankMonitor(tmp_path, alone),
-        alone.context.status.operation("engine.step 3"),
+        alone.context.status.operation("step 3"),
     ):
         1 / 0  # noqa: B018
-    assert read_samples(tmp_path)[-1]["doing"] == "in engine.step 3"
+    assert read_samples(tmp_path)[-1]["doing"] == "in step 3"

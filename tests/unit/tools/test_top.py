@@ -88,7 +88,7 @@ def test_signs_of_ranks(tmp_path: Path) -> None:
 def test_table(width: int, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "[bold]a", events_of(20))
     gpu = {"use_percent": 88, "memory_bytes": 3 << 30}
-    write_rank(folder, 0, gpu=gpu, samples_per_second=120.5, data_share=0.12, doing="in engine.step 21, waiting")
+    write_rank(folder, 0, gpu=gpu, samples_per_second=120.5, data_share=0.12, doing="in step 21, waiting")
     status = read_status(folder)
     assert status is not None
     console = Console(width=width)
