@@ -127,14 +127,14 @@ model = samestep.parallel(model)
 optimizer = torch.optim.Adam(model.parameters())
 dataset = TensorDataset(inputs, inputs[:, :3].argmax(dim=1))
 batches = samestep.loader(dataset, batch_size=8, shuffle=True)
-checkpoints = samestep.CheckpointManager("loop", model, optimizer, batches)
+checkpoints = samestep.CheckpointManager("loop", model, batches, optimizer=optimizer)
 checkpoints.resume(accept_changes="accept" in sys.argv)
-for rows, classes in batches:
+for steps, (rows, classes) in enumerate(batches, start=1):
     torch.nn.functional.cross_entropy(model(rows), classes).backward()
     optimizer.step()
     optimizer.zero_grad()
     checkpoints.save()
-    if checkpoints.steps == 4 and "stop" in sys.argv:
+    if steps == 4 and "stop" in sys.argv:
         break
 """
 
