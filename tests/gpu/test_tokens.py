@@ -7,9 +7,9 @@ import torch
 
 from samestep.config import RunOptions
 from samestep.launcher.launch import launch
-from samestep.recipes.builder import build
+from samestep.recipes.builder import build, start_world
 from samestep.recipes.recipe_files import load_recipe
-from samestep.session import start
+from samestep.recipes.training import complete_epoch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,12 +21,16 @@ WEIGHTS = f"loss.options.weight={[1 + number / 10 for number in range(29)]}"
 
 
 def train(*overrides: str) -> tuple[str, dict[str, float]]:
-    with start(device="cuda") as world:
-        built = build(load_recipe("tokens", [*SMALL, *overrides]), RunOptions(workers=0), world)
-        for batch in built.train:
-            built.engine.step(batch)
-        tensors = [tensor.cpu().numpy().tobytes() for tensor in built.engine.model.state_dict().values()]
-        return hashlib.sha256(b"".join(tensors)).hexdigest(), built.engine.evaluate(built.evaluation, built.metrics)
+    recipe = load_recipe("tokens", ["step.reduction=exact", *SMALL, *overrides])
+    options = RunOptions(device="cuda", workers=0)
+    with start_world(recipe, options) as world:
+        built = build(recipe, options, world)
+        for batch in built.train.batches:
+            built.driver.step(batch)
+        tensors = [tensor.cpu().numpy().tobytes() for tensor in built.driver.model.state_dict().values()]
+        values = built.driver.evaluate(complete_epoch(built.evaluation.batches), built.metrics)
+        assert values is not None
+        return hashlib.sha256(b"".join(tensors)).hexdigest(), values
 
 
 @pytest.mark.parametrize("overrides", [(), (WEIGHTS, "loss.options.label_smoothing=0.1"), ("step.precision=bf16",)])
