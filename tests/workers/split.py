@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -125,13 +126,13 @@ def _compared(name: str, config: StrategyConfig) -> list[Any]:
     outcomes: list[list[Tensor | None]] = []
     for one in (model, divided):
         torch.manual_seed(1)
-        outcomes.append(list(_script(one, inputs)))
+        outcomes.append(list(_script(one, inputs, clips=True)))
     owner = parallel_module(divided)
     assert owner is not None
     return [difference(*outcomes), owner.summary.divided, owner.summary.whole, owner.summary.reasons]
 
 
-def _script(model: nn.Module, inputs: Inputs) -> Iterator[Tensor | None]:
+def _script(model: nn.Module, inputs: Inputs, *, clips: bool = False) -> Iterator[Tensor | None]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -140,6 +141,9 @@ def _script(model: nn.Module, inputs: Inputs) -> Iterator[Tensor | None]:
         loss.backward()
         yield loss.detach()
         yield from _full(model, lambda parameter: parameter.grad)
+        if clips:
+            yield nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            yield nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], math.inf)
         optimizer.step()
     model.eval()
     with torch.no_grad():

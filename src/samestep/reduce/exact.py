@@ -22,10 +22,10 @@ class ExactReduction:
     """
 
     def __init__(self, world: World, microbatches: int) -> None:
-        self.own = owned_microbatches(microbatches, world.size, world.rank)
+        self.own = owned_microbatches(microbatches, world.shares, world.rank)
         self._world = world
         self._tree = MicrobatchTree(microbatches, microbatches)
-        self._cover = self._tree.cover(world.rank, world.size)
+        self._cover = self._tree.cover(world.rank, world.shares)
         self._stream: Any = None  # of sums of gradients, which overlap with the backward
         if is_accelerator(world.device) and world.size > 1:
             self._stream = accelerator_module().Stream(world.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -15,6 +15,7 @@ class RankSums(Protocol):
     """Sums over ranks."""
 
     rank: int
+    size: int
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of `values` over ranks, as a new contiguous tensor."""
@@ -35,11 +36,15 @@ class FastReduction:
     Args:
         ranks: the ranks.
         own: numbers of the slices of this rank; None for one slice.
+        hook: gradients are sent in 16 bits, as by the communication hooks of torch's DistributedDataParallel.
     """
 
-    def __init__(self, ranks: RankSums, own: range | None = None) -> None:
+    def __init__(
+        self, ranks: RankSums, own: range | None = None, hook: Literal["none", "fp16", "bf16"] = "none"
+    ) -> None:
         self.own = range(ranks.rank, ranks.rank + 1) if own is None else own
         self._ranks = ranks
+        self._hook = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}[hook]
 
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum over own slices and ranks."""
@@ -53,11 +58,16 @@ class FastReduction:
     def start(self, sums: Mapping[Node, torch.Tensor]) -> Any:
         """Start to sum over ranks in place."""
         (flat,) = sums.values()
-        return self._ranks.start_sum(flat), flat
+        if self._hook is None:
+            return self._ranks.start_sum(flat), flat, flat
+        sent = (flat / self._ranks.size).to(self._hook)  # the mean: a sum could overflow
+        return self._ranks.start_sum(sent), sent, flat
 
     def wait(self, work: Any) -> torch.Tensor:
         """Return the sum."""
-        started, flat = work
+        started, sent, flat = work
         self._ranks.wait(started)
         total: torch.Tensor = flat
+        if sent is not flat:
+            total.copy_(sent).mul_(self._ranks.size)
         return total

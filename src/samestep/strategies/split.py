@@ -21,6 +21,7 @@ from samestep.errors import InputError
 from samestep.reduce.fast import FastReduction
 from samestep.reduce.reduction import Reduction
 from samestep.strategies.pipeline.stage import Later, Stage
+from samestep.strategies.split_gradients import combined, share_norms
 from samestep.strategies.tensor import Place, TensorParallel
 from samestep.strategies.tensor_slices import Slicing, checked_forward
 from samestep.view.call import Call
@@ -105,6 +106,22 @@ class Split(Strategy):
             _ = world.sockets
             self.has_stages = True
             self._stage = Stage(module, self._world.strategy, world, self._before_reduction)
+        if self._world.size > 1:
+            share_norms(self, module, Ranks(self._world))
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank counts its gradient of a parameter in a norm over all ranks of the model."""
+        if self._stage is not None and self._stage.users[parameter][0] != self._stage.number:
+            return False
+        mesh = self._world.mesh
+        if parameter in self._places or mesh is None or self._world.mesh_shape.tensor == 1:
+            return True
+        return mesh.get_local_rank("tensor") == 0
+
+    def norm_of_parts(self, parts: Sequence[torch.Tensor], order: float, ranks: Ranks) -> torch.Tensor:
+        """Return the norm of the gradients that all ranks count; a collective."""
+        self._before_reduction()
+        return combined(parts, order, ranks, self._world.data.size)
 
     def _slice_count(self) -> int:
         ranks = self._world.mesh_shape.tensor

@@ -38,7 +38,7 @@ class ViewOfBatches:
             return None
         if self._microbatches is None:
             self._microbatches = min(rows, MOST_MICROBATCHES)
-        bounds = rank_bounds(rows, self._microbatches, self.size)
+        bounds = rank_bounds(rows, self._microbatches, self._view.ranks.shares)
         return None if any(start == stop for start, stop in bounds) else bounds
 
     def word(self, *fields: int) -> list[list[int]]:

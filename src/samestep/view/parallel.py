@@ -187,7 +187,7 @@ class ParallelModule:
             return None
         if self._microbatches is None:
             self._microbatches = min(rows, MOST_MICROBATCHES)
-        slices = Slices(rank_bounds(rows, self._microbatches, ranks.size), ranks.size, ranks.rank)
+        slices = Slices(rank_bounds(rows, self._microbatches, ranks.shares), ranks.size, ranks.rank)
         if not slices.fewest_rows:
             return None
         return slices
@@ -201,7 +201,7 @@ class ParallelModule:
             if not self.is_exact:  # several rows of each: small matrix products take as long as larger ones
                 self._microbatches = min(max(rows // 2, ranks.size), MOST_MICROBATCHES)
             require_microbatches(self._microbatches, ranks.size)
-        slices = Slices(microbatch_bounds(rows, self._microbatches), ranks.size, ranks.rank, copies=self.is_exact)
+        slices = Slices(microbatch_bounds(rows, self._microbatches), ranks.shares, ranks.rank, copies=self.is_exact)
         if not self._has_reduction:
             self.strategy.sum_slices(slices, is_exact=self.is_exact)
             self._has_reduction = True
@@ -471,7 +471,7 @@ class ParallelModule:
             elif is_accelerator(view.device):
                 assert self._microbatches is not None
                 slices = microbatch_bounds(call.rows, self._microbatches)
-                owned = owned_microbatches(self._microbatches, self.strategy.ranks.size, self.strategy.ranks.rank)
+                owned = owned_microbatches(self._microbatches, self.strategy.ranks.shares, self.strategy.ranks.rank)
                 region.microbatches = [(own, *slices[own]) for own in owned]
             if region.microbatches:
                 if division.form == "inner":

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from samestep.distributed.world import World
 from samestep.errors import InputError
-from samestep.microbatches import microbatch_bounds, owned_microbatches
+from samestep.microbatches import Shares, microbatch_bounds, owned_microbatches, rank_count
 
 MOST_MICROBATCHES = 8  # without a number
 _FEW_BYTES = 2**16  # sent to every other rank at once
@@ -26,6 +26,7 @@ class Ranks:
     def __init__(self, world: World) -> None:
         self.rank = world.rank
         self.size = world.size
+        self.shares = world.shares
         self.world = world
         group = world.group or dist.group.WORLD
         assert group is not None
@@ -110,18 +111,18 @@ class Slices:
 
     Args:
         bounds: the slices, at least one for each rank.
-        size: number of ranks.
+        shares: number of ranks, or their shares of the slices.
         rank: this rank.
         copies: whether tensors of slices have memory of their own, whose alignment decides on kernels.
     """
 
-    def __init__(self, bounds: Sequence[tuple[int, int]], size: int, rank: int, *, copies: bool = False) -> None:
+    def __init__(self, bounds: Sequence[tuple[int, int]], shares: Shares, rank: int, *, copies: bool = False) -> None:
         self.bounds = bounds
         self.copies = copies
-        self.own = owned_microbatches(len(bounds), size, rank)
+        self.own = owned_microbatches(len(bounds), shares, rank)
         self.by_rank = bounds
-        if size < len(bounds):
-            self.by_rank = _by_rank(bounds, size)
+        if rank_count(shares) < len(bounds):
+            self.by_rank = _by_rank(bounds, shares)
 
     @property
     def own_bounds(self) -> Sequence[tuple[int, int]]:
@@ -134,14 +135,20 @@ class Slices:
         return min(stop - start for start, stop in self.bounds)
 
 
-def _by_rank(bounds: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    owned = [owned_microbatches(len(bounds), size, rank) for rank in range(size)]
-    return [(bounds[numbers[0]][0], bounds[numbers[-1]][1]) for numbers in owned]
+def _by_rank(bounds: Sequence[tuple[int, int]], shares: Shares) -> list[tuple[int, int]]:
+    owned = [owned_microbatches(len(bounds), shares, rank) for rank in range(rank_count(shares))]
+    return [(bounds[numbers[0]][0], bounds[numbers[-1]][1]) if numbers else (0, 0) for numbers in owned]
 
 
-def rank_bounds(rows: int, microbatches: int, size: int) -> list[tuple[int, int]]:
-    """Return the own rows of each rank, `[start, stop)`: those of its microbatches."""
-    return _by_rank(microbatch_bounds(rows, microbatches), size)
+def rank_bounds(rows: int, microbatches: int, shares: Shares) -> list[tuple[int, int]]:
+    """Return the own rows of each rank, `[start, stop)`: those of its microbatches.
+
+    Args:
+        rows: rows of the batch.
+        microbatches: its slices.
+        shares: number of ranks, or their shares of the slices.
+    """
+    return _by_rank(microbatch_bounds(rows, microbatches), shares)
 
 
 def require_microbatches(microbatches: int | None, size: int) -> None:

@@ -142,7 +142,7 @@ class Strategy(ABC):
 
     def sum_slices(self, slices: Slices, *, is_exact: bool) -> None:
         """Set the reduction of calls with several own slices."""
-        self.reduction = FastReduction(self.ranks, slices.own)
+        self.reduction = FastReduction(self.ranks, slices.own, self._world.strategy.hook)
         if is_exact:
             self.reduction = ExactReduction(self.ranks.world, len(slices.bounds))
 

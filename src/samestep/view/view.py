@@ -106,7 +106,7 @@ class View:
         self.ranks = Ranks(world)
         self._status = world.context.status
         self.strategy = world.strategy
-        self.reduction: Reduction = FastReduction(self.ranks)
+        self.reduction: Reduction = FastReduction(self.ranks, hook=world.strategy.hook)
         self.device = world.device
         self.in_step = InStep(lambda text: all_gather(text, world))
         self.kinds: dict[Hashable, Kind] = {}
