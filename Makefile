@@ -10,7 +10,6 @@ MODE ?= parts
 RESULTS ?= benchmarks/results
 PLAIN_LOOP ?=
 STARTUP ?= --repeats 5
-STEP_TIME ?= --rounds 20
 PLAIN_LOOP_SPEED ?=
 # Of the checks on a GPU: cuda or cpu, and options of benchmarks/gpu.py. Without .venv the Python with torch is used.
 DEVICE ?= cuda
@@ -67,7 +66,6 @@ docs: .venv/.installed
 
 bench: .venv/.installed
 	$(PY) benchmarks/startup.py --output $(RESULTS)/startup.json $(STARTUP)
-	$(PY) benchmarks/step_time.py --output $(RESULTS)/step_time.json $(STEP_TIME)
 
 # A plain loop with samestep.parallel, DDP, Accelerate and Fabric; about 20 minutes on two idle cores.
 plain-loop-speed: .venv/.installed

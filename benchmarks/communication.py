@@ -27,13 +27,13 @@ ADAMW = 4  # parameters, gradients and two numbers of the optimizer for each
 BEFORE = """\
 A GPT of P = {parameters} MB of parameters in 32 bits, AdamW, a global batch of {batch} x {context} tokens
 (H = {hidden} MB between blocks, divided by the number of data ranks), one microbatch a data rank. MB are millions of
-bytes, in a step, of the rank that sends or holds most. N ranks, of which S share parameters, T share products, R are
+bytes, in a step, of the rank that sends or holds most. Sent are outputs too, which the
+formulas leave out. N ranks, of which S share parameters, T share products, R are
 copies. Held are parameters, gradients and optimizer state."""
 AFTER = """\
 With several microbatches per rank, `fsdp` gathers for each. Embedding and output layer of this GPT are tied: under `pp`
 the first and the last stage hold the weight and sum its gradients; under `tp` every rank has the weight. `pp` is as
-large as its largest stage. Buckets of up to 1 MiB, such as that of the embedding under `fp16`, take fewer rounds and
-send more: P log2 N."""
+large as its largest stage."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,6 @@ def divided(layout: MeshShape, size: int) -> float:
 
 
 DDP = Formula(lambda layout, size: ring(layout.size, size), "2(N-1)/N P", whole)
-HALF = Formula(lambda layout, size: ring(layout.size, size / 2), "half of it", whole)
 FSDP = Formula(fsdp_bytes, "3(S-1)/S P + 2(R-1)/R P/S", divided)
 TENSOR = Formula(tensor, "4 blocks x 12(T-1)/T H + 2(R-1)/R P/T", divided)
 PIPELINED = Formula(pipelined, "H to each neighbour + 2(R-1)/R P/stages", divided)
@@ -88,8 +87,6 @@ PIPELINED = Formula(pipelined, "H to each neighbour + 2(R-1)/R P/stages", divide
 LAYOUTS: dict[str, tuple[StrategyConfig, Formula]] = {
     "ddp exact": (StrategyConfig(), DDP),
     "ddp fast": (StrategyConfig(), DDP),
-    "ddp fp16": (StrategyConfig(hook="fp16"), HALF),
-    "ddp bf16": (StrategyConfig(hook="bf16"), HALF),
     "fsdp": (StrategyConfig(name="fsdp"), FSDP),
     "hsdp": (StrategyConfig(name="hsdp", mesh=MeshConfig(replicate=2, shard=2)), FSDP),
     "tp": (StrategyConfig(name="tp"), TENSOR),
@@ -105,7 +102,7 @@ def cases(processes: list[int]) -> list[Case]:
     for number in processes:
         for name, (part, _) in LAYOUTS.items():
             if not part.mesh.sizes or number == 4:
-                found.append(Case(name, number, part, "fast" if name == "ddp fast" else "exact"))
+                found.append(Case(name, number, part, "exact" if name == "ddp exact" else "fast"))
     return found
 
 

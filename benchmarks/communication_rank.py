@@ -8,13 +8,16 @@ import socket
 import struct
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import cross_entropy
 
 import samestep
-from samestep.config import Reduction, StepConfig, StrategyConfig
+from samestep.config import Reduction, StrategyConfig
 from samestep.distributed.local_sockets import LocalSockets, Messages
+from samestep.distributed.world import all_gather
 from samestep.zoo.text.models import GPT
 
 CLASSES, CONTEXT, WIDTH, BATCH = 257, 64, 256, 8
@@ -30,7 +33,7 @@ class Case:
     name: str
     processes: int
     strategy: StrategyConfig
-    reduction: Reduction = "exact"
+    reduction: Reduction = "fast"
 
 
 @dataclass(frozen=True)
@@ -59,37 +62,32 @@ def measure(case: Case) -> tuple[Traffic, int]:
     # The logits of this model are a view; nothing writes to them.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     count = MessageCount()
-    with samestep.start(device="cpu", reduction=case.reduction, strategy=case.strategy) as world:
-        net = model()
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-        rules = StepConfig(reduction=case.reduction)
-        engine = samestep.Engine(net, optimizer, samestep.cross_entropy, world=world, config=rules)
+    options: dict[str, Any] = {"reduction": case.reduction, "strategy": case.strategy}
+    with samestep.init(device="cpu", **options) as world:
         microbatches = max(world.mesh_shape.data_size, world.mesh_shape.pipeline)
-        batches = iter(samestep.loader(Letters(), batch_size=BATCH, microbatches=microbatches, world=world))
+        net = samestep.parallel(model(), microbatches=microbatches, **options)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        draw = torch.Generator().manual_seed(0)
+        tokens = torch.randint(CLASSES, (BATCH, CONTEXT + 1), generator=draw)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            cross_entropy(net(tokens[:, :-1]), tokens[:, 1:]).backward()
+            optimizer.step()
+
         for _ in range(_WARMUP):
-            engine.step(next(batches))
+            step()
         before = (bytes_sent() + count.local_bytes, count.now())
         for _ in range(_STEPS):
-            engine.step(next(batches))
+            step()
         after = (bytes_sent() + count.local_bytes, count.now())
         state = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
-        parameters = list(engine.local_parameters.local.values())
+        parameters = [getattr(parameter, "_local_tensor", parameter) for parameter in net.parameters()]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         sent, messages = ((now - then) / _STEPS for now, then in zip(after, before, strict=True))
         held = sum(map(_size, [*parameters, *gradients, *state]))
-        most = [max(values) for values in zip(*samestep.all_gather([sent, messages, held], world), strict=True)]
+        most = [max(values) for values in zip(*all_gather([sent, messages, held], world), strict=True)]
         return Traffic(most[0], most[1], int(most[2])), microbatches
-
-
-class Letters:
-    """Tokens that follow each other at random, and for each the next one."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = torch.randint(CLASSES, (CONTEXT + 1,), generator=torch.Generator().manual_seed(index))
-        return tokens[:-1], tokens[1:]
 
 
 class MessageCount:

@@ -11,26 +11,27 @@ import time
 from collections.abc import Callable
 from itertools import chain, product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from machine import Spread, describe_machine, machine_line, markdown_table, save
-from step_contenders import READY
 from step_models import MODELS, build_dataset, build_model, build_optimizer
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 import samestep
+from samestep.config import StrategyConfig
+from samestep.distributed.world import World, all_gather
 from samestep.microbatches import microbatch_bounds
 from samestep.strategies.fsdp import shard_units
 
 HERE = Path(__file__).parent
 STOCK, AGAIN = "FSDP2", "FSDP2, again"
-REDUCTIONS: tuple[Literal["exact", "fast"], ...] = ("exact", "fast")
+OURS = "samestep.parallel"
+READY = 8  # batches in memory
 Step = Callable[[int], float]
 
 
-def stock(name: str, batch_size: int, world: samestep.World) -> Step:
+def stock(name: str, batch_size: int, world: World) -> Step:
     """Return a step of a hand-written loop."""
     assert world.mesh is not None
     model = build_model(name)
@@ -51,22 +52,28 @@ def stock(name: str, batch_size: int, world: samestep.World) -> Step:
     return step
 
 
-def ours(name: str, batch_size: int, reduction: Literal["exact", "fast"], world: samestep.World) -> Step:
-    """Return a step of Samestep, with one microbatch per rank."""
-    model = build_model(name)
-    config = samestep.StepConfig(reduction=reduction)
-    engine = samestep.Engine(model, build_optimizer(model), samestep.cross_entropy, world=world, config=config)
-    loader = samestep.loader(build_dataset(name), batch_size=batch_size, microbatches=world.size, world=world)
-    batches = [batch for batch, _ in zip(loader, range(READY), strict=False)]
-    return lambda number: engine.step(batches[number % READY]).loss
+def ours(name: str, batch_size: int) -> Step:
+    """Return a step of Samestep."""
+    model = samestep.parallel(build_model(name), strategy="fsdp")
+    optimizer, dataset = build_optimizer(model), build_dataset(name)
+
+    def step(number: int) -> float:
+        first = number % READY * batch_size
+        inputs, targets = dataset[first : first + batch_size]
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
 
 
 def measure(name: str, batch_size: int, rounds: int, steps: int) -> list[list[dict[str, tuple[float, float]]]]:
     """Return seconds of processor and of elapsed time per step of each contender, by rank and round."""
-    strategy = samestep.StrategyConfig(name="fsdp")
-    with samestep.start(device="cpu", strategy=strategy, reduction="exact") as world:
+    with samestep.init(device="cpu", strategy=StrategyConfig(name="fsdp"), threads=1) as world:
         contenders = {STOCK: stock(name, batch_size, world), AGAIN: stock(name, batch_size, world)}
-        contenders |= {reduction: ours(name, batch_size, reduction, world) for reduction in REDUCTIONS}
+        contenders[OURS] = ours(name, batch_size)
         for step in contenders.values():
             for number in range(READY):
                 step(number)
@@ -74,7 +81,6 @@ def measure(name: str, batch_size: int, rounds: int, steps: int) -> list[list[di
         for turn in range(rounds):
             times = {}
             for label in list(contenders)[:: -1 if turn % 2 else 1]:
-                torch.use_deterministic_algorithms(label == "exact")
                 world.barrier()
                 cpu, wall = time.process_time(), time.perf_counter()
                 for number in range(steps):
@@ -82,7 +88,7 @@ def measure(name: str, batch_size: int, rounds: int, steps: int) -> list[list[di
                 world.barrier()
                 times[label] = (time.process_time() - cpu) / steps, (time.perf_counter() - wall) / steps
             found.append(times)
-        ranks: list[list[dict[str, tuple[float, float]]]] = samestep.all_gather(found, world)
+        ranks: list[list[dict[str, tuple[float, float]]]] = all_gather(found, world)
         return ranks
 
 

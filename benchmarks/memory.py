@@ -66,17 +66,17 @@ def hand_written(name: str, *, views: bool) -> tuple[int, int]:
 
 def ours(name: str, reduction: Any) -> tuple[int, int]:
     """Train, and return the resident set before and the peak."""
-    with samestep.start(device="cpu", reduction=reduction) as world:
-        before = begin()
-        model = build_model(name)
-        config = samestep.StepConfig(reduction=reduction)
-        engine = samestep.Engine(model, build_optimizer(model), samestep.cross_entropy, world=world, config=config)
-        options = {"batch_size": BATCH, "microbatches": world.size, "shuffle": True, "world": world}
-        for step, batch in enumerate(samestep.loader(build_dataset(name), **options)):
-            engine.step(batch)
-            if step == STEPS:
-                break
-        return before, memory("VmHWM")
+    world = samestep.init(device="cpu", reduction=reduction, threads=1)
+    before = begin()
+    model = samestep.parallel(build_model(name), reduction=reduction, microbatches=world.size)
+    optimizer = build_optimizer(model)
+    for step, (inputs, targets) in enumerate(samestep.loader(build_dataset(name), batch_size=BATCH, shuffle=True)):
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        if step == STEPS:
+            break
+    return before, memory("VmHWM")
 
 
 def run(contender: str, model: str, processes: int) -> tuple[int, int]:

@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 from machine import Spread, describe_machine, machine_line, markdown_table, save
+from torch.nn.functional import cross_entropy
 
 import samestep
+from samestep.config import StrategyConfig
+from samestep.distributed.world import all_gather
 from samestep.zoo.text.models import GPT
 
 HERE = Path(__file__).parent
@@ -24,23 +27,22 @@ CASES = ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 4))  # ranks of the tensor 
 
 def measure(slices: int, width: int, rounds: int, steps: int) -> list[float]:
     """Return the milliseconds of a step in every round, summed over ranks."""
-    strategy = samestep.StrategyConfig(name="tp")
-    with samestep.start(device="cpu", strategy=strategy) as world:
+    with samestep.init(device="cpu", strategy=StrategyConfig(name="tp"), reduction="exact") as world:
         torch.manual_seed(0)
         model = GPT(VOCABULARY, width, 4, 4, TOKENS, dropout=0.1)
+        samestep.parallel(model, strategy="tp", reduction="exact", microbatches=MICROBATCHES, tensor_slices=slices)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        config = samestep.StepConfig(clip_norm=1.0, tensor_slices=slices)
-        engine = samestep.Engine(model, optimizer, samestep.cross_entropy, world=world, config=config)
         tokens = torch.randint(VOCABULARY, (SAMPLES, TOKENS + 1))
-        data = [(row[:-1], row[1:]) for row in tokens]
-        (batch,) = samestep.loader(data, batch_size=SAMPLES, microbatches=MICROBATCHES, world=world)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
         times = []
         for _ in range(rounds + 1):
             began = time.process_time()
             for _ in range(steps):
-                engine.step(batch)
+                optimizer.zero_grad()
+                cross_entropy(model(inputs), targets).backward()
+                optimizer.step()
             times.append(1000 * (time.process_time() - began) / steps)
-        return [sum(row) for row in zip(*samestep.all_gather(times, world), strict=True)][1:]
+        return [sum(row) for row in zip(*all_gather(times, world), strict=True)][1:]
 
 
 def main() -> None:

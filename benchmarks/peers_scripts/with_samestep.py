@@ -8,26 +8,31 @@ from torch import nn
 
 import samestep
 from samestep.config import Reduction
-from samestep.metrics.metrics import build_metrics
 
 
 def train(output: Path, dropout: float, reduction: Reduction) -> None:
     torch.manual_seed(task.SEED)
     training, held_out = task.build_datasets()
     model = task.build_model(dropout)
-    config = samestep.StepConfig(seed=task.SEED, reduction=reduction)
-    with samestep.start(reduction=reduction) as world:
-        engine = samestep.Engine(model, task.build_optimizer(model), nn.CrossEntropyLoss(), world=world, config=config)
-        batches = samestep.loader(training, batch_size=task.BATCH_SIZE, microbatches=8, shuffle=True, world=world)
-        for _ in range(task.EPOCHS):
-            for batch in batches:
-                result = engine.step(batch)
+    world = samestep.init(reduction=reduction)
+    samestep.parallel(model, reduction=reduction, microbatches=8)
+    optimizer = task.build_optimizer(model)
+    batches = samestep.loader(training, batch_size=task.BATCH_SIZE, shuffle=True)
+    for _ in range(task.EPOCHS):
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
 
-        held_out_batches = samestep.loader(held_out, batch_size=task.BATCH_SIZE, microbatches=8, world=world)
-        values = engine.evaluate(held_out_batches, build_metrics(("accuracy",), task.CLASSES))
-        if world.is_main:
-            samples, accuracy = int(values["samples"]), values["accuracy"]
-            task.report(output, model, processes=world.size, steps=result.step, samples=samples, accuracy=accuracy)
+    model.eval()
+    samples = correct = 0
+    with torch.no_grad():
+        for inputs, targets in samestep.loader(held_out, batch_size=task.BATCH_SIZE):
+            samples += len(targets)
+            correct += int((model(inputs).argmax(dim=1) == targets).sum())
+    if world.is_main:
+        steps, accuracy = task.EPOCHS * len(batches), correct / samples
+        task.report(output, model, processes=world.size, steps=steps, samples=samples, accuracy=accuracy)
 
 
 if __name__ == "__main__":
