@@ -106,14 +106,13 @@ def cases(processes: list[int]) -> list[Case]:
     return found
 
 
-def row(case: Case, traffic: Traffic, microbatches: int) -> dict[str, Any]:
+def row(case: Case, traffic: Traffic) -> dict[str, Any]:
     """Return one measurement and the values of its formulas."""
     formula, size = LAYOUTS[case.name][1], parameter_bytes()
     layout = resolve_mesh(case.strategy, case.processes)
     return {
         "layout": case.name,
         "processes": case.processes,
-        "microbatches": microbatches,
         **asdict(traffic),
         "formula": formula.words,
         "sent_by_formula": formula.sent(layout, size),
@@ -166,7 +165,7 @@ def main() -> None:
         for case in cases(options.processes):
             if case.name in options.layouts:
                 found = samestep.launch(measure, case, processes=case.processes, preload=("communication_rank",))
-                rows.append(row(case, *found))
+                rows.append(row(case, found))
                 print({name: value for name, value in rows[-1].items() if name != "formula"}, flush=True)
     except SamestepError as error:
         raise SystemExit(f"error: {error}") from None

@@ -56,16 +56,15 @@ def model() -> GPT:
     return GPT(num_classes=CLASSES, n_embd=WIDTH, n_head=4, n_layer=4, block_size=CONTEXT)
 
 
-def measure(case: Case) -> tuple[Traffic, int]:
-    """Return the traffic of the rank that sends most, and the number of microbatches; called in each rank."""
+def measure(case: Case) -> Traffic:
+    """Return the traffic of the rank that sends most; called in each rank."""
     torch.manual_seed(0)
     # The logits of this model are a view; nothing writes to them.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     count = MessageCount()
     options: dict[str, Any] = {"reduction": case.reduction, "strategy": case.strategy}
     with samestep.init(device="cpu", **options) as world:
-        microbatches = max(world.mesh_shape.data_size, world.mesh_shape.pipeline)
-        net = samestep.parallel(model(), microbatches=microbatches, **options)
+        net = samestep.parallel(model(), microbatches=world.size, **options)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
         draw = torch.Generator().manual_seed(0)
         tokens = torch.randint(CLASSES, (BATCH, CONTEXT + 1), generator=draw)
@@ -82,12 +81,12 @@ def measure(case: Case) -> tuple[Traffic, int]:
             step()
         after = (bytes_sent() + count.local_bytes, count.now())
         state = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
-        parameters = [getattr(parameter, "_local_tensor", parameter) for parameter in net.parameters()]
+        parameters = [parameter for parameter in net.parameters() if not parameter.is_meta]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         sent, messages = ((now - then) / _STEPS for now, then in zip(after, before, strict=True))
         held = sum(map(_size, [*parameters, *gradients, *state]))
         most = [max(values) for values in zip(*all_gather([sent, messages, held], world), strict=True)]
-        return Traffic(most[0], most[1], int(most[2])), microbatches
+        return Traffic(most[0], most[1], int(most[2]))
 
 
 class MessageCount:
@@ -147,7 +146,9 @@ def _sent_by(number: int) -> int:
 
 
 def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    """Return the bytes that this rank holds of a tensor."""
+    own = getattr(tensor, "_local_tensor", tensor)
+    return own.numel() * own.element_size()
 
 
 def parameter_bytes() -> int:

@@ -13,20 +13,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from gpu_training import CLASSES, Outcome, Plan, Trained, distance, train
+from gpu_training import CLASSES, Outcome, Plan, Trained, distance, joined, train
+from torch.nn.functional import cross_entropy
 
 import samestep
-from samestep.config import MeshConfig, StepConfig, StrategyConfig
+from samestep.config import MeshConfig, StrategyConfig
+from samestep.distributed.world import World
 from samestep.launcher.failure import RankError
 
 PRELOAD = ("gpu_training", "gpu_ranks")
-CLIPPED = StepConfig(clip_norm=1.0)
 Fault = Literal["kill", "label", "memory"]
 
 
 def trainings(plans: list[Plan], device: Any, strategy: StrategyConfig | None = None) -> list[Trained]:
     """Train all plans; a function for `samestep.launch`."""
-    with samestep.start(device=device, strategy=strategy) as world:
+    reduction = plans[0].reduction
+    with joined(device, strategy, reduction) as world:
         return [train(plan, world) for plan in plans]
 
 
@@ -40,22 +42,20 @@ def shared(device: str) -> Outcome:
     """Bits of `exact`, and divided models, on ranks that share the GPU."""
     outcome = Outcome()
     models = ("resnet18", "tokens", "gpt", "small") if device != "cpu" else ("tokens", "small")
-    plans = [Plan(model, 8, config=CLIPPED) for model in models]
-    plans.append(Plan("small", 8, config=StepConfig(batch_norm="sync", clip_norm=1.0)))
+    plans = [Plan(model, 8) for model in models]
     results = {}
     for ranks in (1, 2, 3, 4) if device != "cpu" else (1, 3, 4):
         with outcome.attempt(f"{ranks} ranks"):
             results[ranks] = _launch(trainings, plans, device, device=device, processes=ranks)
     for index, plan in enumerate(plans):
-        name = f"{plan.model}, {plan.config.batch_norm}"
-        outcome.require_one(name, {f"{ranks} ranks": found[index].digest for ranks, found in results.items()})
+        outcome.require_one(plan.model, {f"{ranks} ranks": found[index].digest for ranks, found in results.items()})
     _divided(outcome, device)
     return outcome
 
 
 def _divided(outcome: Outcome, device: str) -> None:
-    """Compare divided models with one rank in float64."""
-    plan = [Plan("gpt", 4, is_double=True, config=CLIPPED)]
+    """Compare divided models with one rank in float64, under `fast`."""
+    plan = [Plan("gpt", 4, is_double=True, reduction="fast")]
     (expected,) = _launch(trainings, plan, device, device=device, processes=1)
     strategies = {
         "fsdp": (StrategyConfig(name="fsdp"), 2),
@@ -72,19 +72,19 @@ def _divided(outcome: Outcome, device: str) -> None:
 
 def failing(plan: Plan, fault: Fault, device: Any) -> None:
     """Train, with a fault in rank 1 after two steps; a function for `samestep.launch`."""
-    with samestep.start(device=device) as world:
+    with joined(device) as world:
         train(replace(plan, steps=2), world)
         if world.rank == 1:
             _fail(fault, world)
         train(replace(plan, steps=4, folder=None), world)
 
 
-def _fail(fault: Fault, world: samestep.World) -> None:
+def _fail(fault: Fault, world: World) -> None:
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "label":
         logits, labels = torch.zeros(4, CLASSES, device=world.device), torch.full((4,), CLASSES, device=world.device)
-        samestep.cross_entropy(logits, labels).sum.item()
+        cross_entropy(logits, labels).item()
     free, total = torch.get_device_module(world.device).mem_get_info(world.device)
     torch.empty(total + free, dtype=torch.uint8, device=world.device)
 
@@ -94,7 +94,7 @@ def faults(device: str) -> Outcome:
     outcome = Outcome()
     expected: dict[Fault, str] = {"kill": "SIGKILL", "label": "assert|bounds|range|targets", "memory": "out of memory"}
     with tempfile.TemporaryDirectory() as folder:
-        plan = Plan("small", 4, steps=4, config=CLIPPED)
+        plan = Plan("small", 4, steps=4)
         saved = replace(plan, folder=Path(folder), save_after=2)
         for fault, pattern in expected.items():
             if fault == "memory" and device == "cpu":
@@ -127,8 +127,7 @@ def tests(device: str) -> Outcome:
     options += ["-W", "default"]  # other versions of torch have other warnings
     # Not all tests: modules of others need packages that the machine may lack.
     files = ["tests/gpu", "tests/unit/data/test_batch.py", "tests/unit/checkpoint/test_snapshot.py"]
-    files += ["tests/strategies/test_dp.py"]
-    files += ["tests/strategies/test_device_map.py", "tests/strategies/test_tensor_parallel.py"]
+    files += ["tests/strategies"]
     command, lines = [sys.executable, "-m", "pytest", *options, *files], []
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as done:
         assert done.stdout is not None

@@ -13,15 +13,16 @@ from threading import Event, Thread
 from typing import Any
 
 import torch
-from samestep.engine.engine import Engine
-from samestep.strategies.ddp import DdpStrategy
-from samestep.strategies.fast_reduction import build_reduction
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import samestep
-from samestep.data.batch import GlobalBatch
+from samestep.config import Reduction, StrategyConfig
+from samestep.distributed.rng import seed_generators
+from samestep.distributed.world import World
+from samestep.global_view import world_of_process
+from samestep.session import start
 
 CLASSES, VOCABULARY, LENGTH = 10, 29, 24
 
@@ -62,17 +63,6 @@ class Outcome:
         self.require(not different, f"{name}: {', '.join(different)} differ from {next(iter(digests))}")
 
 
-class Residual(nn.Module):
-    """A block of two linear layers whose elementwise operations a compiler fuses."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
-
-
 def _resnet18() -> nn.Module:
     from torchvision.models import resnet18
 
@@ -92,22 +82,13 @@ def _tokens() -> nn.Module:
     return TokensNet(VOCABULARY, width=32, heads=4, blocks=2, dropout=0.1, longest=LENGTH)
 
 
-def _wide() -> nn.Module:
-    """About 1 MB of parameters: several buckets of a quarter of a megabyte."""
-    width = 128
-    return nn.Sequential(nn.Linear(32, width), *(Residual(width) for _ in range(6)), nn.Linear(width, CLASSES))
-
-
 def _small() -> nn.Module:
     layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(*layers, nn.Dropout(0.2), nn.Linear(8, CLASSES))
 
 
 def _normed() -> nn.Module:
-    """The small model without dropout, whose masks differ between devices, and without a bias before batch norm.
-
-    The gradients of such a bias are rounding errors, which AdamW scales up.
-    """
+    """The small model without dropout, and without a bias before batch norm, whose gradients are rounding errors."""
     layers = [nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, CLASSES))
 
@@ -116,7 +97,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet18": _resnet18,
     "gpt": _gpt,
     "tokens": _tokens,
-    "wide": _wide,
     "small": _small,
     "normed": _normed,
 }
@@ -124,7 +104,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def build_model(name: str) -> nn.Module:
     """Return a model with the same initial weights at every call."""
-    torch.manual_seed(0)
+    seed_generators(0)
     return MODELS[name]()
 
 
@@ -134,8 +114,7 @@ def build_dataset(name: str, samples: int, dtype: torch.dtype = torch.float32) -
     if name in ("gpt", "tokens"):
         tokens = torch.randint(VOCABULARY, (samples, LENGTH + 1), generator=generator)
         return TensorDataset(tokens[:, :-1], tokens[:, 1:])
-    shape = (32,) if name == "wide" else (3, 32, 32)
-    inputs = torch.randn(samples, *shape, generator=generator, dtype=dtype)
+    inputs = torch.randn(samples, 3, 32, 32, generator=generator, dtype=dtype)
     return TensorDataset(inputs, torch.randint(CLASSES, (samples,), generator=generator))
 
 
@@ -144,7 +123,6 @@ class Plan:
     """One training.
 
     Attributes:
-        is_wrapped: compute under DistributedDataParallel, in a world of one rank too.
         folder: checkpoints, for `resume` and `save_after`.
         resume: continue from the newest checkpoint.
         save_after: write a checkpoint after this number of steps.
@@ -155,9 +133,9 @@ class Plan:
     steps: int = 3
     batch_size: int = 16
     num_workers: int = 0
-    is_wrapped: bool = False
     is_double: bool = False
-    config: samestep.StepConfig = field(default_factory=lambda: samestep.StepConfig(clip_norm=1.0))
+    is_bf16: bool = False
+    reduction: Reduction = "exact"
     folder: Path | None = None
     resume: bool = False
     save_after: int | None = None
@@ -172,51 +150,71 @@ class Trained:
     weights: dict[str, torch.Tensor]
 
 
-def build_engine(plan: Plan, world: samestep.World) -> Engine:
+@contextmanager
+def joined(device: Any, strategy: StrategyConfig | None = None, reduction: Reduction = "exact") -> Iterator[World]:
+    """Join the other ranks, and divide the calls of models between them during the block."""
+    with start(device=device, strategy=strategy, reduction=reduction) as world, world_of_process(world, reduction):
+        yield world
+
+
+def train_alone(plan: Plan, device: Any) -> Trained:
+    """Train in a world of its own: calls of a later training of the same world would be known, and divided at once."""
+    with joined(device, reduction=plan.reduction) as world:
+        return train(plan, world)
+
+
+def build_training(plan: Plan, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model with divided calls, and its optimizer."""
     model = build_model(plan.model)
     model = model.double() if plan.is_double else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine = Engine(model, optimizer, samestep.cross_entropy, world=world, config=plan.config)
-    if plan.is_wrapped and world.size == 1:
-        wrap(engine)
-    return engine
+    model = samestep.parallel(
+        model.to(world.device),
+        strategy=world.strategy,
+        reduction=plan.reduction,
+        microbatches=max(plan.microbatches, world.size),
+    )
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def wrap(engine: Engine) -> None:
-    """Compute under DistributedDataParallel in a world of one rank, with the hook, the buckets and their stream."""
-    parameters = list(engine.local_parameters.names)
-    reduction = build_reduction(engine.config.reduction, engine.world, parameters)
-    engine._components.runner.strategy = DdpStrategy(engine.model, parameters, reduction, engine.world)
-
-
-def train(plan: Plan, world: samestep.World) -> Trained:
+def train(plan: Plan, world: World) -> Trained:
     """Train some steps."""
     dtype = torch.float64 if plan.is_double else torch.float32
     batches = samestep.loader(
         build_dataset(plan.model, plan.batch_size * 8, dtype),
         batch_size=plan.batch_size,
-        microbatches=plan.microbatches,
         shuffle=True,
         num_workers=plan.num_workers,
-        world=world,
     )
-    engine, losses = build_engine(plan, world), []
+    model, optimizer = build_training(plan, world)
+    seed_generators(0, world.device)
+    losses, steps = [], 0
     with ExitStack() as stack:
         if plan.folder is not None:
-            checkpoints = stack.enter_context(samestep.CheckpointManager(plan.folder, engine, batches))
+            manager = samestep.CheckpointManager(plan.folder, model, batches, optimizer=optimizer)
+            checkpoints = stack.enter_context(manager)
             if plan.resume:
-                checkpoints.resume()
-        for batch in islice(batches, plan.steps - engine.steps):
-            losses.append(engine.step(batch).loss)
-            if engine.steps == plan.save_after:
+                assert checkpoints.resume()
+                steps = batches.cursor.samples // plan.batch_size
+        for inputs, targets in islice(batches, plan.steps - steps):
+            losses.append(step(model, optimizer, inputs.to(world.device), targets.to(world.device), plan))
+            steps += 1
+            if steps == plan.save_after:
                 checkpoints.save()
-    weights = full_weights(engine)
-    return Trained(digest_of([*weights.values(), *engine.model.buffers()]), tuple(losses), weights)
+    weights = {name: tensor.cpu().clone() for name, tensor in samestep.full_state_dict(model).items()}
+    return Trained(digest_of([*weights.values()]), tuple(losses), weights)
 
 
-def full_weights(engine: Engine) -> dict[str, torch.Tensor]:
-    local = engine.local_parameters
-    return {name: local.full_tensor(name, p.detach()).cpu().clone() for name, p in local.local.items()}
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, targets: torch.Tensor, plan: Plan
+) -> float:
+    """Compute one step, and return the loss."""
+    optimizer.zero_grad()
+    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=plan.is_bf16):
+        loss = functional.cross_entropy(model(inputs), targets)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return float(loss.detach())
 
 
 def digest_of(tensors: list[torch.Tensor]) -> str:
@@ -233,14 +231,6 @@ def distance(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         float((tensors[name].double() - value.double()).abs().max() / value.double().abs().max().clamp(min=1e-3))
         for name, value in expected.items()
     )
-
-
-def ready_batches(
-    dataset: TensorDataset, batch_size: int, microbatches: int, count: int, world: samestep.World
-) -> list[GlobalBatch]:
-    """Return batches in memory of the device, for measurements without a loader."""
-    batches = samestep.loader(dataset, batch_size=batch_size, microbatches=microbatches, world=world)
-    return list(islice(batches, count))
 
 
 def synchronize(device: torch.device) -> None:

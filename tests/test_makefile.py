@@ -12,8 +12,8 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 IN_VENV = Path(sys.executable).parent == ROOT / ".venv" / "bin"
-QUICK_CHECKS = ("waits", "sync", "memory", "checkpoint", "sanitizer")
-CHECKS = ("waits", "sync", "zoo", "speed", "attention", "memory", "checkpoint", "sanitizer")
+QUICK_CHECKS = ("batch_norm", "checkpoint", "sanitizer")
+CHECKS = ("batch_norm", "zoo", "speed", "attention", "checkpoint", "sanitizer")
 
 
 @pytest.mark.long
