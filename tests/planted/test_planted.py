@@ -21,7 +21,7 @@ MISTAKES = {
     "batch_size_by_world_size": (Cause.DATA_ORDER, "16 samples and 32 samples"),
     "break_on_main": (Cause.DIVERGED, "rank 0"),
     "clipping_by_world_size": (Cause.SETTINGS, "clip_grad_norm_ [0.1] and [0.2]"),
-    "data_order_by_hand": (Cause.DATA_ORDER, "targets differ together with inputs"),
+    "data_order_by_hand": (Cause.DATA_ORDER, "position 1 of the batch"),
     "data_order_contents_by_rank": (Cause.DATA_ORDER, "targets differ together with inputs"),
     "data_order_length_by_rank": (Cause.DATA_ORDER, "position 0 of the batch"),
     "data_order_permuted": (Cause.DATA_ORDER, "other samples of the dataset"),
