@@ -33,14 +33,16 @@ from samestep.session import start
 dataset = TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 2)
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
-with start(device="cpu") as world:
+with start(device="cpu"):
+    model = samestep.parallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = samestep.Engine(model, optimizer, torch.nn.CrossEntropyLoss(), world=world, metrics=["accuracy"])
-    loader = samestep.loader(dataset, batch_size=16, microbatches=4, world=world)
-    for batch in loader:
-        engine.step(batch)
-    assert engine.evaluate(loader)["samples"] == 64
-    samestep.CheckpointManager("saved", engine, loader).save()
+    loader = samestep.loader(dataset, batch_size=16)
+    manager = samestep.CheckpointManager("saved", model, loader, optimizer=optimizer)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    manager.save()
 """
 
 

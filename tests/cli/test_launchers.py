@@ -22,8 +22,8 @@ import samestep, torch
 from samestep.session import start
 
 data = torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64))
-with start() as world:
-    left = iter(samestep.loader(data, batch_size=16, microbatches=4, num_workers=1, world=world))
+with start():
+    left = iter(samestep.loader(data, batch_size=16, num_workers=1))
     next(left)
 print("done")
 """

@@ -26,11 +26,13 @@ with start() as world:
     assert {name: int(os.environ[name]) for name in expected} == expected, dict(os.environ)
     assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
     assert sys.argv[1:] == ["--epochs", "100"] and __name__ == "__main__", sys.argv
-    engine = samestep.Engine(model, optimizer, torch.nn.functional.cross_entropy, world=world)
-    batches = samestep.loader(data, batch_size=16, microbatches=4, world=world)
+    model = samestep.parallel(model)
+    batches = samestep.loader(data, batch_size=16)
     for _ in range(int(sys.argv[2])):
-        for batch in batches:
-            engine.step(batch)
+        for rows, targets in batches:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(rows), targets).backward()
+            optimizer.step()
 """
 
 

@@ -240,8 +240,9 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
     def _completed(self, pending: _Pending, reading: Reading) -> Any:
         """Return the whole batch of a reading, after an exchange between the ranks."""
         state = self.state
-        state.skipped += reading.skipped
         ranks = state.ranks
+        if pending.request.how == "own" or ranks is None or ranks.rank == 0:
+            state.skipped += reading.skipped  # others have left out the same samples of a batch that is read whole
         if ranks is None or not ranks.can_send():
             return self._completed_alone(pending, reading)
         leaves: list[tuple[Leaf, Any]] = []

@@ -35,7 +35,7 @@ class WholeBatches:
     Attributes:
         dataset: source of the samples.
         batch_size: samples of a batch; the last one of an epoch can have fewer.
-        skipped: error lines of the samples that this rank has left out; the caller clears the list.
+        skipped: error lines of the samples that were left out, once among all ranks; the caller clears the list.
 
     Args:
         loader: torch's loader of the batches.
@@ -80,7 +80,7 @@ class WholeBatches:
 
     @property
     def skipped(self) -> list[str]:
-        """Error lines of the samples that this rank has left out; the caller clears the list."""
+        """Error lines of the samples that were left out, once among all ranks; the caller clears the list."""
         return self._state.skipped
 
     @property

@@ -118,6 +118,7 @@ class View:
         self._is_suspended = False
         self._process = os.getpid()
         self._words = 0
+        self._backward = -1  # task of autograd that has sent a word
         self._cleanup = ExitStack()
         if world.size > 1:
             self._cleanup.enter_context(torch_gathers())
@@ -238,7 +239,11 @@ class View:
         return [any(column) for column in list(zip(*words, strict=True))[2 : 2 + len(flags)]]
 
     def begin_backward(self) -> None:
-        """Compare the ranks before the first sum of gradients of a backward."""
+        """Compare the ranks before the first sum of a backward."""
+        task = torch._C._current_graph_task_id()  # private
+        if task == self._backward:
+            return
+        self._backward = task
         self.require_same_action(self.word(BACKWARD))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
