@@ -11,7 +11,7 @@ _ENDED_EARLY = "a rank could not compute its rows alone"
 # Status of a rank at the end of a divided call.
 _OK = 1
 _FAILED = 2
-_UNKNOWN = 3  # operations that were not tried
+_UNKNOWN = 3  # operations that were not tried, or changes of state that were not watched
 _OTHER_SHAPES = 4  # outputs of its slices differ
 _OTHER_NUMBERS = 5
 
@@ -53,7 +53,7 @@ def _facts(kind: Kind, divided: DividedCall, results: list[OwnResult] | None) ->
     ]
     operations, shapes, numbers = every[0]
     status = _OK
-    if not kind.divides(operations) or any(other[0] != operations for other in every):
+    if divided.has_other_changes or not kind.divides(operations) or any(other[0] != operations for other in every):
         status = _UNKNOWN
     elif any(other[1] != shapes for other in every):
         status = _OTHER_SHAPES

@@ -24,7 +24,7 @@ from samestep.view.order import nodes_of, order_nodes
 from samestep.view.ranks import Ranks, Slices
 from samestep.view.region import Region, inside
 from samestep.view.rows import Rows, gathered, is_large, own_rows
-from samestep.view.snapshot import BuffersOfSlice, Snapshot, generators
+from samestep.view.snapshot import Snapshot, StateOfSlice
 from samestep.view.strategy import CallParameters
 from samestep.view.thread_modes import ThreadModes
 
@@ -93,8 +93,13 @@ class DividedCall:
         regions: own slices.
         exchange: exchange of the regions.
         before: state before the call.
+        unwritten: state that calls of the kind have not changed so far.
+        notes_state: whether to note the state after each slice: a rank with fewer slices would change it less often.
         known: operations of a forward that is compiled, in which no rule applies; None if they must be observed.
         output_rows: bounds of outputs that stay where they are, and the bytes of the smallest one.
+
+    Attributes:
+        has_other_changes: whether an own slice has changed state that calls of the kind have not changed so far.
     """
 
     def __init__(
@@ -106,6 +111,9 @@ class DividedCall:
         regions: Sequence[Region],
         exchange: CallExchange,
         before: Snapshot,
+        unwritten: Snapshot,
+        *,
+        notes_state: bool,
         known: Sequence[Operation] | None = None,
         output_rows: tuple[RowBounds, int] | None = None,
     ) -> None:
@@ -115,7 +123,10 @@ class DividedCall:
         self.regions = regions
         self.exchange = exchange
         self._reduction = reduction
+        self.has_other_changes = False
         self._before = before
+        self._unwritten: Snapshot | None = unwritten
+        self._notes_state = notes_state
         self._known = known
         self._output_rows = output_rows
 
@@ -129,6 +140,7 @@ class DividedCall:
             if position:  # each slice sees the state before the call
                 self._before.restore()
             results.append(self._compute_slice(forward, parameters, position, own))
+            self._note_state(results[-1])
         if parameters is not None:
             for result in results:
                 result.finish(parameters)
@@ -158,29 +170,24 @@ class DividedCall:
             with modes.installed():
                 return self._run(region, own_forward, arguments[position])
 
-        resumed: dict[int, Callable[[], None]] = {}
-        begin = generators(self.ranks.world.device)
-
         @contextmanager
-        def turn(position: int, buffers: BuffersOfSlice) -> Iterator[None]:
-            if self.regions[position].seed is None:  # draws come from the script's stream, in each slice alike
-                resumed.get(position, begin)()
+        def turn(position: int, state: StateOfSlice) -> Iterator[None]:
             aliases: AbstractContextManager[None] = nullcontext()
             if parameters is not None:
                 aliases = parameters.aliases_in_place(position)
-            with buffers.installed(), aliases:
+            with state.installed(), aliases:
                 yield
-            if self.regions[position].seed is None:
-                resumed[position] = generators(self.ranks.world.device)
 
         count = len(arguments)
-        buffers = [self._before.buffers_of_slice(copied=position > 0) for position in range(count)]
+        states = [self._before.state_of_slice(copied=position > 0) for position in range(count)]
         parts = [
-            Part(partial(compute, position), partial(turn, position, buffers[position])) for position in range(count)
+            Part(partial(compute, position), partial(turn, position, states[position])) for position in range(count)
         ]
         run_in_lockstep(parts, self.exchange)
-        buffers[0].install()
         results: list[OwnResult] = [part.result for part in parts]
+        for state, result in zip(reversed(states), reversed(results), strict=True):  # that of the first one stays
+            state.install()
+            self._note_state(result)
         if parameters is not None:
             for result in results:
                 result.finish(parameters)
@@ -191,6 +198,19 @@ class DividedCall:
                 inputs += parameters.placed
             order_nodes(parts, [result.leaves for result in results], nodes_of(inputs))
         return results
+
+    def _note_state(self, result: OwnResult) -> None:
+        """Note the state after an own slice, without its aliases of parameters."""
+        if self._notes_state:
+            assert self._unwritten is not None
+            self.has_other_changes |= self._unwritten.has_changed()
+            result.operations.numbers += self._before.values()
+
+    def undo(self) -> None:
+        """Put the state before the call back."""
+        assert self._unwritten is not None
+        self._before.restore()
+        self._unwritten.restore()
 
     def _run(self, region: Region, forward: Callable[..., Any], own: Sequence[Any]) -> OwnResult:
         operations = Operations(region)
@@ -276,6 +296,7 @@ class DividedCall:
             parameters: parameters of the call.
             before_backward: called in each backward with the gradients of the whole outputs.
         """
+        self._unwritten = None  # a graph may keep this call
         first = results[0]
         numbers: dict[int, int] = {}
         places: list[int] = []

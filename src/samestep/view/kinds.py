@@ -95,12 +95,23 @@ class Written:
         attributes: indices of submodules with changed attributes.
         uses_python: whether Python's generator is used.
         uses_numpy: whether NumPy's generator is used.
+        is_guess: whether these are changes that a call could make.
     """
 
     buffers: tuple[tuple[int, str], ...] = ()
     attributes: tuple[int, ...] = ()
     uses_python: bool = False
     uses_numpy: bool = False
+    is_guess: bool = False
+
+    def __or__(self, other: Written) -> Written:
+        """Return the changes of both."""
+        return Written(
+            tuple(dict.fromkeys((*self.buffers, *other.buffers))),
+            tuple(sorted({*self.attributes, *other.attributes})),
+            self.uses_python or other.uses_python,
+            self.uses_numpy or other.uses_numpy,
+        )
 
 
 def submodules(module: nn.Module) -> list[nn.Module]:

@@ -28,6 +28,7 @@ from samestep.view.division import ComputedWhole, Division, failure, shortened
 from samestep.view.exchange import CallExchange
 from samestep.view.kinds import (
     Kind,
+    Written,
     arguments_key,
     has_compiled_parts,
     mode_key,
@@ -42,7 +43,7 @@ from samestep.view.ranks import MOST_MICROBATCHES, Slices, rank_bounds, require_
 from samestep.view.region import Region
 from samestep.view.rows import with_all_rows
 from samestep.view.size import is_worth_dividing
-from samestep.view.snapshot import Snapshot, everything
+from samestep.view.snapshot import Snapshot, everything, unwritten
 from samestep.view.strategy import Strategy
 from samestep.view.switches import Outside
 from samestep.view.trial import try_division
@@ -308,7 +309,7 @@ class ParallelModule:
         kind.outputs = structure
         kind.is_watched = True
         kind.last = watched.operations
-        kind.written = before.changes()
+        kind.written = before.changes() | (kind.written or Written())
         kind.uses_checkpointing = watched.uses_checkpointing
         kind.backward_code = watched.backward_code
         kind.gradient_bytes = sum(parameter.nbytes for parameter in call.parameters())
@@ -392,6 +393,7 @@ class ParallelModule:
         view.calls += 1
         view.in_step.facts_of_call(call.module, call.leaves)
         snapshot = Snapshot(call.parts, kind.written, view.device)
+        others = unwritten(call.parts, kind.written, view.device)
         exchanges = kind.exchanges
         if self.is_exact and not division.has_sums:
             exchanges = ()
@@ -406,7 +408,10 @@ class ParallelModule:
         ranks = self.strategy.ranks
         output_rows = (RowBounds(view.row_messages(ranks), call.slices), view.output_limit)
         divided = DividedCall(
-            ranks, self.strategy.reduction, division, call, regions, exchange, snapshot, known, output_rows
+            *(ranks, self.strategy.reduction, division, call, regions, exchange, snapshot, others),
+            notes_state=self.is_exact,
+            known=known,
+            output_rows=output_rows,
         )
         if not self.strategy.has_stages and (exchanges is None or exchanges):
             view.require_same_action(view.word(ENTER_CALL))
@@ -437,7 +442,7 @@ class ParallelModule:
             return divided.whole_outputs(
                 results, parameters, partial(self._before_backward, has_sums=bool(exchange.sizes))
             )
-        snapshot.restore()
+        divided.undo()
         if parameters is not None:
             parameters.abandon()
         return self._computed_again(kind, call, str(difference), is_unknown=difference == OTHER_OPERATIONS)

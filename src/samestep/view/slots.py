@@ -78,6 +78,16 @@ class ModuleState:
         """Whether an attribute or item has been added, removed or replaced."""
         return any(_differ(container, content) for container, content in self._contents)
 
+    def changed_items(self) -> Iterator[Any]:
+        """Yield the number of each container that has changed, and its present items that are not those of before."""
+        for number, (container, content) in enumerate(self._contents):
+            if not _differ(container, content):
+                continue
+            yield number
+            yield len(container)
+            before = {id(item) for item in _items(content)}
+            yield from (item for item in _items(container) if id(item) not in before)
+
     def restore(self) -> None:
         """Put the attributes and items back; containers keep their identity."""
         for container, content in self._contents:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.view.kinds import Written, submodules
-from samestep.view.snapshot import Snapshot, everything
+from samestep.view.snapshot import Snapshot, everything, unwritten
 
 CPU = torch.device("cpu")
 
@@ -228,3 +228,100 @@ def test_items_of_nested_containers_that_are_written() -> None:
     snapshot.restore()
     assert module.part.hidden == {"calls": {"number": 1}, "sizes": ([1],)}
     assert module.part.hidden["calls"] is nested
+
+
+def test_slices_that_take_turns_do_not_see_the_state_of_each_other() -> None:
+    module = Counting()
+    module.part.hidden = torch.zeros(())
+    written = Written(((PART, "table"),), (PART,), uses_python=True, uses_numpy=True)
+    snapshot = Snapshot(submodules(module), written, CPU)
+    slices = [snapshot.state_of_slice(copied=position > 0) for position in range(3)]
+    seen: list[list[Any]] = []
+    for turn in range(2):
+        for state in slices:
+            with state.installed():
+                part = module.part
+                part.number += 1
+                part.items.append(turn)
+                part.hidden.add_(1)
+                part.table.add_(1)
+                part.new = turn
+                draws = [random.random(), numpy.random.normal(), torch.rand(1).item()]
+                seen.append([part.number, [*part.items], part.hidden.item(), part.table.tolist(), *draws])
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[3] == seen[4] == seen[5]
+    assert seen[3][:4] == [3, [1, 2, 0, 1], 2, [2, 3, 4]]
+    slices[1].install()
+    assert module.part.number == 3
+    assert module.part.new == 1
+    snapshot.restore()
+    assert (module.part.number, module.part.items, module.part.hidden.item()) == (1, [1, 2], 0)
+    assert not hasattr(module.part, "new")
+
+
+def test_a_tensor_that_a_graph_needs_may_be_written_by_the_next_slice() -> None:
+    module = Counting()
+    module.part.hidden = torch.zeros(())
+    snapshot = Snapshot(submodules(module), Written((), (PART,)), CPU)
+    weight = torch.ones((), requires_grad=True)
+    outputs = []
+    for _ in range(2):
+        snapshot.restore()
+        module.part.hidden.add_(3)
+        outputs.append(weight * module.part.hidden)
+    sum(outputs, torch.zeros(())).backward()  # refused if the number of writes differed
+    assert weight.grad is not None
+    assert weight.grad.item() == 6
+
+
+@pytest.mark.parametrize("name", [*ATTRIBUTES, "in place", "replaced", "removed"])
+def test_a_later_change_of_other_state_is_noticed_and_put_back(name: str) -> None:
+    write = BUFFERS[name][0] if name in BUFFERS else ATTRIBUTES[name]
+    module = Counting()
+    module.part.__class__ = type("Part", (nn.Module,), {})  # of the script
+    before = state(module)
+    other = unwritten(submodules(module), Written(), CPU)
+    assert not other.has_changed()
+    write(module)
+    assert other.has_changed()
+    other.restore()
+    assert state(module) == before
+
+
+def test_a_known_change_is_no_other_change() -> None:
+    module = Counting()
+    known = Written(((PART, "table"),), (PART,), uses_python=True)
+    other = unwritten(submodules(module), known, CPU)
+    module.part.table.add_(1)
+    _append(module)
+    random.random()
+    assert not other.has_changed()
+    numpy.random.rand()
+    assert other.has_changed()
+
+
+def test_values_of_written_state_differ_if_the_state_does() -> None:
+    def values(write: Callable[[Any], Any]) -> list[Any]:
+        module = Counting()
+        module.part.__class__ = type("Part", (nn.Module,), {})
+        module.part.hidden = torch.zeros(())
+        random.seed(4)
+        known = Written(((PART, "table"),), (PART,), uses_python=True)
+        snapshot = Snapshot(submodules(module), known, CPU)
+        write(module)
+        return snapshot.values()
+
+    writes: list[Callable[[Any], Any]] = [
+        lambda module: None,
+        lambda module: module.part.items.append(0.5),
+        lambda module: module.part.items.append(0.25),
+        lambda module: module.part.items.append(torch.ones(2)),
+        lambda module: module.part.items.append(torch.zeros(2)),
+        lambda module: setattr(module.part, "number", 7),
+        lambda module: module.part.table.add_(1),
+        lambda module: module.part.hidden.add_(1),
+        lambda module: random.random(),
+    ]
+    texts = [repr(values(write)) for write in writes]
+    assert texts == [repr(values(write)) for write in writes]
+    assert len(set(texts)) == len(writes)
