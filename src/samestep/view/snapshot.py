@@ -91,7 +91,9 @@ class _Others:
         ]
         self._written = written
         self._device = device
-        self._restore_generators = generators(device, python=written.uses_python, numpy_too=written.uses_numpy)
+        self._python = random.getstate() if written.uses_python else None
+        self._numpy = numpy.random.get_state() if written.uses_numpy else None
+        self._restore_generators = generators(device, python=False, numpy_too=False)
 
     def again(self) -> _Others:
         """Return the present state."""
@@ -104,7 +106,19 @@ class _Others:
                 saved.restore()
         for _, state in self.states:
             state.restore()
+        if self._python is not None:
+            random.setstate(self._python)
+        if self._numpy is not None:
+            numpy.random.set_state(self._numpy)
         self._restore_generators()
+
+    def uses_python(self) -> bool:
+        """Whether Python's generator has another state now."""
+        return self._python is not None and self._python != random.getstate()
+
+    def uses_numpy(self) -> bool:
+        """Whether NumPy's generator has another state now."""
+        return self._numpy is not None and _comparable(self._numpy) != _comparable(numpy.random.get_state())
 
 
 class Snapshot:
@@ -130,8 +144,6 @@ class Snapshot:
         self.others = _Others(
             [(index, ModuleState(parts[index], alone=True)) for index in written.attributes], written, device
         )
-        self._python = random.getstate() if written.uses_python else None
-        self._numpy = _numpy_state() if written.uses_numpy else None
 
     @property
     def has_buffers(self) -> bool:
@@ -177,8 +189,8 @@ class Snapshot:
         return Written(
             tuple(buffers),
             tuple(sorted(attributes)),
-            uses_python=self._python is not None and self._python != random.getstate(),
-            uses_numpy=self._numpy is not None and self._numpy != _numpy_state(),
+            uses_python=self.others.uses_python(),
+            uses_numpy=self.others.uses_numpy(),
         )
 
     def has_changed(self) -> bool:
@@ -198,10 +210,10 @@ class Snapshot:
         for saved in tensors:
             if saved.has_changed(by_value=False) and not is_accelerator(saved.tensor.device):
                 values.append(_value(saved.tensor))
-        if self._python is not None:
+        if self._written.uses_python:
             values.append(python_generator())
-        if self._numpy is not None:
-            values.append(zlib.crc32(repr(_numpy_state()).encode()))
+        if self._written.uses_numpy:
+            values.append(zlib.crc32(repr(_comparable(numpy.random.get_state())).encode()))
         return values
 
 
@@ -252,9 +264,9 @@ def _is_small(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.nbytes <= _LARGEST
 
 
-def _numpy_state() -> tuple[Any, ...]:
-    kind, key, *others = numpy.random.get_state(legacy=True)
-    return kind, key.tobytes(), *others  # type: ignore[union-attr]
+def _comparable(state: Any) -> tuple[Any, ...]:
+    kind, key, *others = state
+    return kind, key.tobytes(), *others
 
 
 def _value(item: Any) -> Any:
