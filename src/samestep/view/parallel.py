@@ -405,10 +405,9 @@ class ParallelModule:
         stays_compiled = kind.is_compiled and not self.is_exact and not has_rules(kind.last)
         if stays_compiled:
             known = kind.last
-        ranks = self.strategy.ranks
-        output_rows = (RowBounds(view.row_messages(ranks), call.slices), view.output_limit)
+        output_rows = (RowBounds(view.row_messages(self.strategy.ranks), call.slices), view.output_limit)
         divided = DividedCall(
-            *(ranks, self.strategy.reduction, division, call, regions, exchange, snapshot, others),
+            *(self.strategy.ranks, self.strategy.reduction, division, call, regions, exchange, snapshot, others),
             notes_state=self.is_exact,
             known=known,
             output_rows=output_rows,
