@@ -217,6 +217,8 @@ def joined_view(strategy: StrategyConfig | None, reduction: Literal["fast", "exa
     view: View | None = process_state.view
     if view is None:
         view = View(world)
+        options = process_state.options
+        view.keeps_rows = options is None or options.reduction == "fast"
         process_state.view = view
         process_state.session.push(_forget_view)  # before the world ends
     return view

@@ -21,9 +21,11 @@ from torch.utils.data import (
 
 import samestep
 from helpers.view_checks import run_checks
+from samestep.data.batch import map_tensors
 from samestep.data.batch_plan import content_of, equal
 from samestep.errors import DataError
 from samestep.launcher.job import process_state
+from samestep.view.rows import gathered
 
 SAMPLES, BATCH = 44, 8
 Point = namedtuple("Point", ["image", "label"])  # of a script
@@ -150,7 +152,7 @@ def popping(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _epochs(batches: Iterable[Any], number: int = 2) -> list[Any]:
-    return [batch for _ in range(number) for batch in batches]
+    return [map_tensors(batch, gathered) for _ in range(number) for batch in batches]
 
 
 def _decision(batches: Any) -> list[Any]:

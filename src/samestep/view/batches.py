@@ -9,7 +9,9 @@ import torch
 
 from samestep.data.own_rows import Bounds
 from samestep.data.sample_reader import Decision
-from samestep.view.ranks import MOST_MICROBATCHES, rank_bounds
+from samestep.view.crossings import RowBounds
+from samestep.view.ranks import MOST_MICROBATCHES, Slices, rank_bounds
+from samestep.view.rows import rows_of
 from samestep.view.view import BATCH, View
 
 
@@ -58,7 +60,10 @@ class ViewOfBatches:
 
     def rows(self, own: torch.Tensor, bounds: Bounds, factor: int) -> torch.Tensor:
         """Return a tensor with the whole shape, of the own rows."""
-        return self.gather(own, bounds, factor)
+        if not self._view.keeps_rows:
+            return self.gather(own, bounds, factor)
+        slices = Slices(bounds, self.size, self.rank)
+        return rows_of(own, RowBounds(self._view.row_messages(), slices, factor), self._view.batch_limit)
 
     def decisions_of(
         self, dataset: Any, collate: Any, line: Hashable

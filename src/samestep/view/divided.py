@@ -345,7 +345,7 @@ class OutputCrossing:
         slices: slices of the batch.
         outputs: the outputs that are tensors.
         stays: for each whether its rows stay where they are.
-        before_backward: called in each backward with the gradients of the whole outputs, None for those that stay.
+        before_backward: called in each backward with the gradients of the whole outputs.
     """
 
     def __init__(
@@ -383,7 +383,7 @@ class OutputCrossing:
             if self.stays[number]:
                 whole.append(parts[0].detach())
             elif output.kind == "rows":
-                whole.append(RowBounds(self._ranks, self._slices, output.factor).gather(parts))
+                whole.append(self._rows(output).gather(parts))
             elif output.kind == "constant":
                 whole.append(parts[0].detach())
             else:
@@ -394,6 +394,15 @@ class OutputCrossing:
                 whole.append(self._reduction.sum(weighted).to(parts[0].dtype))
         return whole
 
+    def _rows(self, output: Output) -> RowBounds:
+        return RowBounds(self._ranks, self._slices, output.factor)
+
+    def shown(self, gradient: torch.Tensor | None, number: int) -> torch.Tensor | None:
+        """Return the gradient of an output as one of all rows."""
+        if gradient is None or not self.stays[number]:
+            return gradient
+        return Rows(gradient, self._rows(self.outputs[number]))
+
     def _weights(self, output: Output) -> list[float]:
         """Return the factors of the parts of an output that has no rows."""
         if output.kind == "sum":
@@ -403,7 +412,7 @@ class OutputCrossing:
     def own_gradients(self, gradient: torch.Tensor, output: Output) -> list[torch.Tensor]:
         """Return the gradients of an output of each own slice from that of the whole output. Differentiable."""
         if output.kind == "rows":
-            return cut(gradient, RowBounds(self._ranks, self._slices, output.factor))
+            return cut(gradient, self._rows(output))
         entered = [gradient] * len(self._shares)
         if gradient.requires_grad and torch.is_grad_enabled():
             entered = enter(gradient, self._reduction, len(self._shares))
@@ -431,7 +440,7 @@ class GatherOutputs(torch.autograd.Function):
         """Return the gradients of the own outputs, and zeros for the anchors."""
         crossing = ctx.crossing
         gradients = tuple(None if one is None else replicated(one) for one in gradients)
-        crossing.before_backward([None if stays else one for one, stays in zip(gradients, crossing.stays, strict=True)])
+        crossing.before_backward([crossing.shown(one, number) for number, one in enumerate(gradients)])
         count = len(crossing.outputs)
         own: list[torch.Tensor | None] = [None] * crossing.tensors
         for number, (gradient, output) in enumerate(zip(gradients, crossing.outputs, strict=True)):

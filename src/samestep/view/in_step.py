@@ -177,9 +177,14 @@ class InStep:
         self._facts.append(_Fact(name, value, line, detail))
 
     def _add_values(self, name: str, tensor: Tensor, line: Line) -> None:
-        """Add some values of a tensor; those of accelerators at the next event, so that the host does not wait."""
+        """Add some values of a tensor, or its shape if other rows of it are elsewhere or it has no plain memory.
+
+        Values of accelerators are added at the next event, so that the host does not wait.
+        """
         sample = sample_of(tensor)
         if sample is None:
+            shape = str(_description(tensor))
+            self._add(name, zlib.crc32(shape.encode()), line, lambda: shape)
             return
         if sample.device.type == "cpu":
             self._add(name, hash_of(sample), line, sample.tolist)

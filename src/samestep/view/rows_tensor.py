@@ -382,7 +382,7 @@ def is_large(own: torch.Tensor, bounds: RowBounds, limit: int) -> bool:
     """Whether the own rows of a tensor can stay where they are: a plain tensor of at least `limit` bytes in all."""
     if type(own) is not torch.Tensor or own.layout is not torch.strided:
         return False
-    if bounds.slices.copies or in_function.get():
+    if bounds.slices.copies or len(bounds.slices.own) > 1 or in_function.get():
         return False
     return own.nbytes // max(1, own.shape[0]) * bounds.rows >= limit
 

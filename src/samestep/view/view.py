@@ -114,6 +114,7 @@ class View:
         self._owners: weakref.WeakSet[ParallelModule] = weakref.WeakSet()
         # How loaders read their batches, by data set.
         self.batch_decisions: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+        self.keeps_rows = True  # large tensors of batches are not gathered
         self.calls = 0  # divided calls, which number random streams
         self._is_suspended = False
         self._process = os.getpid()
@@ -136,6 +137,7 @@ class View:
         """Add a module with divided calls."""
         self.modules.append(owner.summary)
         self._owners.add(owner)
+        self.keeps_rows &= owner.strategy.ranks.size == self.ranks.size and not owner.strategy.has_stages
 
     def row_messages(self, ranks: Ranks | None = None) -> RowMessages:
         """Return the messages for `Rows` that some ranks share; those of all ranks without an argument."""

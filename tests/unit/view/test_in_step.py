@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 from helpers.forked_ranks import Job, run_jobs
 from samestep.errors import RankMismatchError
+from samestep.view.crossings import RowBounds
 from samestep.view.in_step import InStep
+from samestep.view.ranks import Slices
+from samestep.view.rows import Rows
 
 Facts = Callable[[int, InStep], None]
 
@@ -304,3 +307,32 @@ def test_real_ranks_end_with_the_same_error() -> None:
     assert len(set(errors)) == 1
     assert "ranks 0 and 2 differ in: the gradient of the loss (1.0 and 2.0)" in errors[0]
     assert errors[0].count("divided_parts.py:") == 2
+
+
+class _Rank(NamedTuple):
+    rank: int
+    size: int = 2
+
+
+@pytest.mark.parametrize("is_argument", [True, False])
+@pytest.mark.parametrize("columns", [4, 5])
+def test_of_rows_that_ranks_hold_the_whole_shape_is_compared(is_argument: bool, columns: int) -> None:
+    def facts(rank: int, ranks: InStep) -> None:
+        bounds = RowBounds(_Rank(rank), Slices([(0, 3), (3, 5)], 2, rank))  # type: ignore[arg-type]
+        own = torch.full((bounds.stop - bounds.start, columns if rank else 4), float(rank))
+        if is_argument:
+            ranks.facts_of_call(nn.Linear(4, 4), [Rows(own, bounds)])
+        else:
+            ranks.facts_of_backward([Rows(own, bounds)])
+
+    errors = errors_of(facts, 2)
+    if columns == 4:
+        assert errors == [None, None]
+        return
+    code, name = ("E_RANK_BATCH", "arguments") if is_argument else ("E_RANK_MISMATCH", "gradient of the loss")
+    for error in errors:
+        assert error is not None
+        assert error.code == code
+        assert name in str(error)
+        assert "(5, 4, torch.float32)" in str(error)
+        assert "(5, 5, torch.float32)" in str(error)
