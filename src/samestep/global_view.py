@@ -82,6 +82,7 @@ def parallel(
         "strict": strict,
     }
     _observe(module, {"strategy": config and config.name, **options})
+    _place(module)
     size = view.ranks.size
     require_microbatches(microbatches, size)
     if size > 1 or reduction == "exact" or tensor_slices > 1:  # otherwise calls of one process are the script's own
@@ -253,6 +254,15 @@ def _strategy(
 
         kind = partial(Split, slices=slices, plan=plan)
     return kind(world, view.ranks, view.reduction, view.begin_backward)
+
+
+def _place(module: nn.Module) -> None:
+    """Move the parts of a module to the devices of this rank, under the strategy `device_map`."""
+    world = process_state.world
+    if world is not None and world.strategy.name == "device_map":
+        from samestep.strategies.device_map import apply_device_map  # slow to import
+
+        apply_device_map(module, world)
 
 
 def _forget_view(error: type[BaseException] | None, *_: Any) -> None:

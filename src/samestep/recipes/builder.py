@@ -227,6 +227,8 @@ def _parallel_model(model: torch.nn.Module, recipe: Recipe, world: World) -> tor
         reduction=config.reduction,
         batch_norm=config.batch_norm,
         microbatches=recipe.microbatch_count,
+        tensor_slices=config.tensor_slices,
+        tensor_plan=config.tensor_plan,
     )
 
 
