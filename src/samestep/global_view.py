@@ -237,7 +237,7 @@ def _strategy(
     assert world is not None
     name = (config or world.strategy).name
     shape = world.mesh_shape
-    if reduction == "exact" and (name not in ("auto", "ddp", "tp") or shape.pipeline > 1):
+    if reduction == "exact" and (name not in ("auto", "ddp", "dp", "device_map", "tp") or shape.pipeline > 1):
         raise InputError(
             f"samestep.parallel: reduction='exact' with strategy={name!r}",
             expected="strategy='ddp' or 'tp', without a pipeline axis, with this reduction",

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.hooks import RemovableHandle
 
 from samestep.config import StrategyConfig
 from samestep.distributed.devices import accelerator_module, is_accelerator, rank_devices
@@ -32,18 +31,13 @@ class DeviceMap:
 
     def __post_init__(self) -> None:
         self._generator_device = self.devices[0]
-        self._hooks: list[RemovableHandle] = []
 
-    def place(self, model: nn.Module, numbers: dict[str, int]) -> None:
-        """Set the devices of modules of `model`, and hooks in place of earlier ones."""
-        for hook in self._hooks:
-            hook.remove()
-        self.numbers, modules = numbers, dict(model.named_modules(remove_duplicate=False))
-        self._hooks = [model.register_forward_pre_hook(self.begin_forward)]
-        self._hooks += [
+    def place(self, model: nn.Module) -> None:
+        """Register the hooks on `model` and its modules."""
+        modules = dict(model.named_modules(remove_duplicate=False))
+        model.register_forward_pre_hook(self.begin_forward)
+        for name in self.numbers:
             modules[name].register_forward_pre_hook(partial(self.move_inputs, name), with_kwargs=True)
-            for name in numbers
-        ]
 
     def begin_forward(self, module: nn.Module, args: Any) -> None:
         """Hook of the model: draw the first random numbers from the generator of the first device."""
@@ -64,11 +58,8 @@ class DeviceMap:
         return moved
 
 
-def apply_device_map(model: nn.Module, world: World, previous: DeviceMap | None = None) -> DeviceMap:
+def apply_device_map(model: nn.Module, world: World) -> None:
     """Move the modules of `model` to the devices of this rank; inputs follow them in forward.
-
-    `previous` is the device map of the model before its parameters changed, and is changed in place: forwards of
-    activation checkpointing refer to it.
 
     Raises:
         InputError: the strategy does not fit the model, or a device is missing.
@@ -81,9 +72,7 @@ def apply_device_map(model: nn.Module, world: World, previous: DeviceMap | None 
     for name, module in modules.items():
         if _own_tensors(module):
             module._apply(partial(torch.Tensor.to, device=devices[assigned[name]]), recurse=False)
-    device_map = previous or DeviceMap(devices, {})
-    device_map.place(model, _single_device_modules(modules, assigned))
-    return device_map
+    DeviceMap(devices, _single_device_modules(modules, assigned)).place(model)
 
 
 def _by_pattern(modules: dict[str, nn.Module], config: StrategyConfig, devices: int) -> dict[str, int]:
