@@ -11,7 +11,7 @@ FAULT = ("loss.name=helpers.recorded:infinite_for_sample", "loss.options={sample
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_stop_reports_step_microbatch_and_samples_once(
+def test_stop_reports_step_and_samples_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: int
 ) -> None:
     assert here("train", RECIPE, "--name", "a", "--processes", processes, "--set", *FAULT, cwd=tmp_path) == 1
@@ -20,7 +20,6 @@ def test_stop_reports_step_microbatch_and_samples_once(
     title = output.err.splitlines()[0]
     assert title.startswith("error: step ")
     assert title.endswith("[E_NONFINITE]")
-    assert "microbatch" in title
     assert " 17" in title
     assert output.err.count("error: ") == output.err.count("  expected: ") == output.err.count("  fix:      ") == 1
     assert "Traceback" not in output.err
