@@ -11,9 +11,7 @@ FAULT = ("loss.name=helpers.recorded:infinite_for_sample", "loss.options={sample
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_stop_reports_step_and_samples_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: int
-) -> None:
+def test_stop_reports_step_and_samples_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: int) -> None:
     assert here("train", RECIPE, "--name", "a", "--processes", processes, "--set", *FAULT, cwd=tmp_path) == 1
     output = capsys.readouterr()
     assert output.out == ""
