@@ -84,7 +84,7 @@ def parallel(
     _observe(module, {"strategy": config and config.name, **options})
     _place(module)
     require_microbatches(microbatches, view.ranks.size)
-    if view.ranks.size > 1 or reduction == "exact" or tensor_slices > 1:  # otherwise calls of one process are the script's own
+    if view.ranks.size > 1 or reduction == "exact" or tensor_slices > 1:  # otherwise its own calls
         view.require_equal(module)
         chosen = _strategy(view, config, reduction, tensor_slices, tensor_plan)
         chosen.prepare(module)

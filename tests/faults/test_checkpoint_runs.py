@@ -165,7 +165,7 @@ def test_stop_request_ends_an_evaluation_and_resume_repeats_it(
 @pytest.mark.parametrize("processes", [1, 3])
 def test_weights_do_not_depend_on_a_bound_on_lost_work(tmp_path: Path, undisturbed: Path, processes: int) -> None:
     run = tmp_path / "runs" / "a"
-    arguments = ("--max-lost-work", "0.001s", "--check-every", 1, "--processes", processes)
+    arguments = ("--max-lost-work", "0.001s", "--processes", processes)
     assert here("train", RECIPE, "--name", "a", *BLOCKING, *arguments, cwd=tmp_path) == 0
     assert weights(run) == weights(undisturbed)
     assert final_events(run) == final_events(undisturbed)
