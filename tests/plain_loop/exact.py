@@ -169,9 +169,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--keep", type=Path, help="new folder for output and files of the runs")
     parser.add_argument("--slots", type=int, help="processes at a time")
+    parser.add_argument("--threads", type=int, default=1, help="threads of an operation in each process")
     options = parser.parse_args(arguments)
     scripts = find_scripts(options.names)
-    preload(scripts)
+    preload(scripts, threads=options.threads)
     processes = [int(number) for number in options.processes.split(",")]
     verdicts = run_exact(scripts, processes, slots=options.slots, report=_print, keep=options.keep)
     if options.json is not None:

@@ -43,9 +43,14 @@ GRACE_SECONDS = 10.0  # after the first failure of a rank, for the other ranks
 STACK_SECONDS = 0.5
 
 
-def preload(scripts: Sequence[Script]) -> None:
-    """Import the modules for the runs of some scripts. No thread may be started here, since the runs are forks."""
-    os.environ["OMP_NUM_THREADS"] = "1"
+def preload(scripts: Sequence[Script], *, threads: int = 1) -> None:
+    """Import the modules for the runs of some scripts. No thread may be started here, since the runs are forks.
+
+    Args:
+        scripts: the scripts.
+        threads: threads of an operation of torch in each process.
+    """
+    os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     names = dict.fromkeys(name for script in scripts if not script.missing for name in script.imports)
     for name in [*PRELOAD, *names]:
@@ -53,7 +58,7 @@ def preload(scripts: Sequence[Script]) -> None:
             importlib.import_module(name)
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     gc.collect()
     gc.freeze()
 

@@ -20,9 +20,10 @@ QUICK_PROCESSES = "1,2,3"
 PARTS = 12  # one of which belongs to the slow part
 
 
-def run(names: list[str], processes: str, folder: Path) -> list[ExactVerdict]:
+def run(names: list[str], processes: str, folder: Path, threads: int = 1) -> list[ExactVerdict]:
     output = folder / "verdicts.json"
     command = [sys.executable, "-m", "plain_loop.exact", *names, "--processes", processes, "--json", str(output)]
+    command += ["--threads", str(threads)]
     done = subprocess.run(
         command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False
     )
@@ -49,6 +50,14 @@ def test_more_scripts_have_the_same_bits_on_more_processes(tmp_path: Path) -> No
     assert [f"{verdict.script}: {verdict.problem}" for verdict in verdicts if verdict.problem] == []
     assert sum(verdict.calls == "divided" for verdict in verdicts) >= len(names) // 3
     assert all(verdict.equal + verdict.refused == [1, 2, 3, 5, 8] for verdict in verdicts)
+
+
+@pytest.mark.slow
+def test_operations_with_several_threads_have_the_same_bits(tmp_path: Path) -> None:
+    """Slices of a call with sums inside run in threads of their own, where a rank has several."""
+    names = ["port_cifar", "layer_batch_norm_1d_3d", "layer_transformer_encoder_dropout", "loss_classification_inside"]
+    for verdict in run(names, "1,3,8", tmp_path, threads=2):
+        assert (verdict.equal, verdict.problem, verdict.calls) == ([1, 3, 8], "", "divided"), verdict.script
 
 
 @pytest.mark.slow
