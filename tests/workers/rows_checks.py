@@ -57,7 +57,9 @@ def consumers() -> list[str]:
         "flip": lambda x: torchvision.transforms.v2.RandomHorizontalFlip(1.0)(x)[0].tolist(),
         "matplotlib": curve,
         "histogram": lambda x: plt.hist(x.flatten().numpy())[0].tolist(),
-        "numpy": lambda x: (numpy.mean(x.numpy()), numpy.asarray(x)[2, 1].tolist(), numpy.stack([x, x]).shape),
+        "numpy": lambda x: numpy.mean(x.numpy()),
+        "asarray": lambda x: numpy.asarray(x)[2, 1].tolist(),
+        "stack": lambda x: numpy.stack([x, x]).shape,
     }
     scores = {
         "accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=3),

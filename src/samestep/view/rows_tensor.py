@@ -345,8 +345,11 @@ def on_all_rows(function: Callable[..., Any], arguments: Sequence[Any], options:
     arguments = tree_map_only(Rows, whole_of, arguments)
     result = function(*arguments, **tree_map_only(Rows, whole_of, options))
     for rows, whole, node in wholes:
-        if whole.grad_fn is not node and rows._rows_own.is_leaf and rows._rows_own.requires_grad:
+        own = rows._rows_own
+        base = own if own._base is None else own._base
+        if whole.grad_fn is not node and base.is_leaf and base.requires_grad:
             leaf = whole.detach().clone().requires_grad_()
+            leaf = leaf if base is own else leaf.view_as(leaf)
             function(*[leaf if one is whole else one for one in arguments], **options)  # raises torch's own error
         if result is whole:  # in place
             return rows
