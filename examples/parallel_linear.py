@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
 
 import samestep
-from samestep import StrategyConfig
+from samestep.config import StrategyConfig
 
 PLAN = {"up": "column", "down": "row"}
 TP = StrategyConfig(name="tp")
 SAMPLES, INPUTS, WIDTH, CLASSES = 24, 12, 64, 4
+Result = tuple[float, torch.Tensor]
 
 
 class Net(nn.Module):
@@ -50,45 +50,41 @@ class ByHand(nn.Module):
         return outputs + self.down_bias
 
 
-def net_and_data() -> tuple[Net, TensorDataset]:
+def net_and_data() -> tuple[Net, torch.Tensor, torch.Tensor]:
     """Return the same model and data on every rank."""
     torch.manual_seed(0)
     inputs = torch.randn(SAMPLES, INPUTS, dtype=torch.float64)
-    return Net().double(), TensorDataset(inputs, inputs[:, :CLASSES].argmax(dim=1))
+    return Net().double(), inputs, inputs[:, :CLASSES].argmax(dim=1)
 
 
-def by_hand() -> tuple[float, torch.Tensor]:
+def result_of(net: nn.Module, first: nn.Linear, inputs: torch.Tensor, targets: torch.Tensor) -> Result:
     """Return the loss and the gradient of the first layer."""
-    with samestep.start(device="cpu"):
-        whole, data = net_and_data()
-        inputs, targets = data.tensors
-        net = ByHand(whole)
-        torch.manual_seed(0)
-        loss = functional.cross_entropy(net(inputs), targets)
-        loss.backward()
-        return loss.item(), net.first.weight.grad
+    torch.manual_seed(0)
+    loss = functional.cross_entropy(net(inputs), targets)
+    loss.backward()
+    assert first.weight.grad is not None
+    return loss.item(), first.weight.grad
 
 
-def by_engine(strategy: StrategyConfig | None) -> tuple[float, torch.Tensor]:
-    """Return loss and gradient of one engine step."""
-    with samestep.start(device="cpu", strategy=strategy) as world:
-        net, data = net_and_data()
-        before = net.first.weight.detach().clone()
-        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)  # the step is the gradient
-        config = samestep.StepConfig(tensor_plan=PLAN)
-        engine = samestep.Engine(net, optimizer, samestep.cross_entropy, world=world, config=config)
-        (batch,) = samestep.loader(data, batch_size=SAMPLES, microbatches=2, world=world)
-        loss = engine.step(batch).loss
-        return loss, before - net.first.weight.detach()
+def by_hand() -> Result:
+    samestep.init(device="cpu", strategy=TP)
+    net, inputs, targets = net_and_data()
+    return result_of(ByHand(net), net.first, inputs, targets)
+
+
+def by_plan() -> Result:
+    samestep.init(device="cpu", strategy=TP)
+    net, inputs, targets = net_and_data()
+    samestep.parallel(net, strategy=TP, tensor_plan=PLAN)
+    net(inputs)  # the first call is computed whole
+    return result_of(net, net.first, inputs, targets)
 
 
 def main() -> None:
-    loss, gradient = samestep.launch(by_engine, None, processes=1)
+    loss, gradient = samestep.launch(by_plan, processes=1)
     print(f"one process:          loss {loss:.4f}, gradient of the first layer {gradient.norm():.4f}")
-    for name, (other, other_gradient) in {
-        "by hand on two ranks:": samestep.launch(by_hand, processes=2),
-        "by a plan on two:    ": samestep.launch(by_engine, TP, processes=2),
-    }.items():
+    for name, function in {"by hand on two ranks:": by_hand, "by a plan on two:    ": by_plan}.items():
+        other, other_gradient = samestep.launch(function, processes=2)
         equal = abs(other - loss) < 1e-12 and bool((other_gradient - gradient).abs().max() < 1e-12)
         verdict = "equal" if equal else "wrong"
         print(f"{name} loss {other:.4f}, gradient of the first layer {other_gradient.norm():.4f}, {verdict}")

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import samestep
+from samestep.distributed.world import World
 
 
 class Result(NamedTuple):
@@ -47,7 +48,7 @@ def one_process() -> Result:
     return result_of(model)
 
 
-def usual_way(world: samestep.World) -> Result:
+def usual_way(world: World) -> Result:
     """DDP with a quarter of the batch per rank; a checkpoint would contain the statistics of rank 0."""
     model, data = model_and_data()
     inputs, targets = (tensor.chunk(world.size)[world.rank] for tensor in data.tensors)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import samestep
+from samestep.distributed.world import World
 
 SAMPLES, WIDTH = 16, 32
 Rows = list[list[float]]
@@ -39,7 +40,7 @@ def dropout() -> nn.Module:
     return nn.Sequential(nn.Dropout(0.5), nn.PReLU(init=1.0))
 
 
-def usual_way(world: samestep.World, seed: int) -> Rows:
+def usual_way(world: World, seed: int) -> Rows:
     """One batch of DistributedSampler and DataLoader after `torch.manual_seed`."""
     torch.manual_seed(seed)
     model, data, rows = dropout(), Noisy(), torch.zeros(SAMPLES, WIDTH)

@@ -62,8 +62,8 @@ def loader(dataset: SizedDataset | DataLoader[Any], *arguments: Any, **options: 
         InputError: an argument is invalid, or arguments do not fit together.
         DataError: the data set is empty.
     """
-    given = {**dict(zip(_LOADER_DEFAULTS, arguments, strict=False)), **options}
-    unknown = [name for name in given if name not in _LOADER_DEFAULTS]
+    named = {**dict(zip(_LOADER_DEFAULTS, arguments, strict=False)), **options}
+    unknown = [name for name in named if name not in _LOADER_DEFAULTS]
     if unknown or len(arguments) > len(_LOADER_DEFAULTS):
         raise InputError(
             f"samestep.loader has no argument {next(iter(unknown), 'number ' + str(len(arguments)))}",
@@ -71,14 +71,14 @@ def loader(dataset: SizedDataset | DataLoader[Any], *arguments: Any, **options: 
             fix="leave it out",
             code="E_LOADER",
         )
-    if given and isinstance(dataset, DataLoader):
+    if named and isinstance(dataset, DataLoader):
         raise InputError(
-            f"samestep.loader received a DataLoader and {next(iter(given))}",
+            f"samestep.loader received a DataLoader and {next(iter(named))}",
             expected="a DataLoader alone, or a data set with arguments",
             fix="give the argument to the DataLoader",
             code="E_LOADER",
         )
-    every = {**_LOADER_DEFAULTS, **given}
+    every = {**_LOADER_DEFAULTS, **named}
     if every["batch_sampler"] is not None and every["batch_size"] == 1:  # as torch
         every["batch_size"] = None
     return whole_batches(dataset, every, _batch_ranks, script_line(sys._getframe(1)))

@@ -106,15 +106,15 @@ def sample_number(index: Any) -> int:
 def objects_of(*roots: Any) -> Iterator[Any]:
     """Yield objects that are reachable by attributes, containers, closures and bound arguments."""
     seen: set[int] = set()
-    found = [(root, _DEPTH) for root in roots]
-    while found and len(seen) < _OBJECTS:
-        value, depth = found.pop()
+    pending = [(root, _DEPTH) for root in roots]
+    while pending and len(seen) < _OBJECTS:
+        value, depth = pending.pop()
         if isinstance(value, _LEAVES) or id(value) in seen:
             continue
         seen.add(id(value))
         yield value
         if depth and not isinstance(value, _OWN):
-            found.extend((part, depth - 1) for part in _parts_of(value))
+            pending.extend((part, depth - 1) for part in _parts_of(value))
 
 
 def _parts_of(value: Any) -> list[Any]:

@@ -94,7 +94,7 @@ class Conditions:
         self._keeps_sources = keeps_sources
         self._numbers = 0
         # Scalars by identity, with the elements of their source.
-        self._found: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]] = {}
+        self._counts: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]] = {}
 
     def attribute(self, tensor: torch.Tensor, value: Any) -> None:
         """Do nothing with attributes."""
@@ -106,9 +106,9 @@ class Conditions:
         result = compute()
         self.note(function, arguments, result)
         if is_number(function, result):
-            found = self.of(arguments[0]) if arguments else None
-            if found is not None and found[2] is not None:
-                self.sources[self._numbers] = found[2]
+            count = self.of(arguments[0]) if arguments else None
+            if count is not None and count[2] is not None:
+                self.sources[self._numbers] = count[2]
             self._numbers += 1
         return result
 
@@ -117,19 +117,19 @@ class Conditions:
         if not isinstance(result, torch.Tensor) or result.dim() or not arguments:
             return
         first = arguments[0]
-        found = self.of(first)
+        count = self.of(first)
         if function in _ANY_OR_ALL or (function in _SUMS and first.dtype is torch.bool):
             source = first if self._keeps_sources else None
-            self._found[id(result)] = (weakref.ref(result), first.numel(), source)
-        elif function in _EQUALS and found is not None and arguments[1] == found[1]:
-            self._found[id(result)] = (weakref.ref(result), *found[1:])  # `mask.sum() == mask.numel()` is `mask.all()`
+            self._counts[id(result)] = (weakref.ref(result), first.numel(), source)
+        elif function in _EQUALS and count is not None and arguments[1] == count[1]:
+            self._counts[id(result)] = (weakref.ref(result), *count[1:])  # `mask.sum() == mask.numel()` is `mask.all()`
 
     def of(self, scalar: Any) -> tuple[Any, int, torch.Tensor | None] | None:
         """Return (reference, elements of the source, source) for a noted scalar, None for others."""
-        found = self._found.get(id(scalar))
-        if found is None or found[0]() is not scalar:
+        count = self._counts.get(id(scalar))
+        if count is None or count[0]() is not scalar:
             return None
-        return found
+        return count
 
 
 def is_number(function: Callable[..., Any], result: Any) -> bool:

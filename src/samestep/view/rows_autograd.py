@@ -90,21 +90,21 @@ def _listed(value: Any) -> list[Any]:
 def _grad(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """`torch.autograd.grad`."""
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
-    given = {**dict(zip(names, arguments, strict=False)), **options}
-    if given.get("is_grads_batched"):
+    values = {**dict(zip(names, arguments, strict=False)), **options}
+    if values.get("is_grads_batched"):
         return NotImplemented
-    outputs, inputs = _listed(given.pop("outputs")), _listed(given.pop("inputs"))
-    seeds = _listed(given.pop("grad_outputs", None))
+    outputs, inputs = _listed(values.pop("outputs")), _listed(values.pop("inputs"))
+    seeds = _listed(values.pop("grad_outputs", None))
     if len(seeds) != len(outputs):
         seeds = [None] * len(outputs)
     own_seeds = [
         own_part(seed, output) if type(output) is Rows and seed is not None else tree_map_only(Rows, gathered, seed)
         for seed, output in zip(seeds, outputs, strict=True)
     ]
-    found = function(_own_list(outputs), _own_list(inputs), own_seeds, **given)
+    gradients = function(_own_list(outputs), _own_list(inputs), own_seeds, **values)
     return tuple(
         Rows(gradient, one._rows_bounds) if type(one) is Rows and gradient is not None else gradient
-        for gradient, one in zip(found, inputs, strict=True)
+        for gradient, one in zip(gradients, inputs, strict=True)
     )
 
 
