@@ -28,21 +28,20 @@ import torch
 from torch.utils.data import TensorDataset
 
 import samestep
-from samestep.session import start
 
 dataset = TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 2)
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
-with start(device="cpu"):
-    model = samestep.parallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = samestep.loader(dataset, batch_size=16)
-    manager = samestep.CheckpointManager("saved", model, loader, optimizer=optimizer)
-    for inputs, targets in loader:
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-    manager.save()
+samestep.init(device="cpu")
+model = samestep.parallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = samestep.loader(dataset, batch_size=16)
+manager = samestep.CheckpointManager("saved", model, loader, optimizer=optimizer)
+for inputs, targets in loader:
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+manager.save()
 """
 
 

@@ -19,12 +19,11 @@ TORCHRUN = python("-m", "torch.distributed.run")
 
 LEAVES_WORKERS = """
 import samestep, torch
-from samestep.session import start
 
 data = torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64))
-with start():
-    left = iter(samestep.loader(data, batch_size=16, num_workers=1))
-    next(left)
+samestep.init()
+left = iter(samestep.loader(data, batch_size=16, num_workers=1))
+next(left)
 print("done")
 """
 

@@ -14,25 +14,24 @@ SCRIPT = """
 import os, sys
 import torch
 import samestep
-from samestep.session import start
 
 torch.manual_seed(0)
 inputs = torch.randn(64, 6)
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(dim=1).gt(0).long())
 model = torch.nn.Linear(6, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with start() as world:
-    expected = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
-    assert {name: int(os.environ[name]) for name in expected} == expected, dict(os.environ)
-    assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
-    assert sys.argv[1:] == ["--epochs", "100"] and __name__ == "__main__", sys.argv
-    model = samestep.parallel(model)
-    batches = samestep.loader(data, batch_size=16)
-    for _ in range(int(sys.argv[2])):
-        for rows, targets in batches:
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(rows), targets).backward()
-            optimizer.step()
+world = samestep.init()
+expected = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
+assert {name: int(os.environ[name]) for name in expected} == expected, dict(os.environ)
+assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
+assert sys.argv[1:] == ["--epochs", "100"] and __name__ == "__main__", sys.argv
+model = samestep.parallel(model)
+batches = samestep.loader(data, batch_size=16)
+for _ in range(int(sys.argv[2])):
+    for rows, targets in batches:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(rows), targets).backward()
+        optimizer.step()
 """
 
 
