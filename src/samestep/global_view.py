@@ -74,6 +74,7 @@ def parallel(
         return module
     config = StrategyConfig(name=strategy) if isinstance(strategy, str) else strategy
     view = joined_view(config, reduction)
+    _require_processes(view.strategy if config is None else config)
     options: dict[str, Any] = {
         "microbatches": microbatches,
         "batch_norm": batch_norm,
@@ -269,6 +270,17 @@ def _forget_view(error: type[BaseException] | None, *_: Any) -> None:
     process_state.view = None
     if view is not None:
         view.close(error)
+
+
+def _require_processes(config: StrategyConfig) -> None:
+    """Require a strategy with one device for each process."""
+    if config.name == "dp":
+        raise InputError(
+            f"samestep.parallel with strategy={config.name!r}",
+            expected="one device for each process: divided calls have no form for several devices of one process yet",
+            fix="--strategy ddp, or fsdp for a large model, with a process for each device",
+            code="E_INCOMPATIBLE",
+        )
 
 
 def _require_arguments(module: Any, reduction: str, batch_norm: str) -> None:

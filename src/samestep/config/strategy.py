@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge
 
 from samestep.config.validation import Constrained
 from samestep.errors import InputError
@@ -34,11 +34,9 @@ _AXIS_OF_OPTION = {
     "gather": "shard",
     "meta": "shard",
     "stages": "pipeline",
-    "schedule": "pipeline",
 }
 _STRATEGIES_OF_OPTION = {
     "hook": ("auto", "ddp"),
-    "bucket_mb": ("auto", "ddp"),
     "devices": ("dp", "device_map"),
     "place": ("device_map",),
 }
@@ -80,14 +78,12 @@ class StrategyConfig(Constrained):
             ranks; `pp`, consecutive layers on different ranks.
         mesh: sizes of the axes, for combinations such as `ddp` with `tensor: 2`.
         hook: for `ddp`: gradient compression; any value except `none` rounds gradients.
-        bucket_mb: for `ddp`: bucket size in megabytes; None for torch's default of 25.
         offload: for a shard axis: keep parameters and optimizer state in host memory.
         gather: for a shard axis: precision of gathered parameters and of computation.
         meta: for a shard axis: build the model with values on rank 0 only and broadcast one part after another, which
             keeps the complete model off every device and every other rank.
         stages: for a pipeline axis: names of the first modules of the second and later stages; empty for stages of
             similar cost.
-        schedule: for a pipeline axis: order of forwards and backwards.
         devices: for `dp` and `device_map`: devices of each rank; None for all devices.
         place: for `device_map`: shell patterns of module names, with a device number; empty for parts of similar size.
         shares: shares of the microbatches for the ranks that share the data, for devices of different speeds; empty for
@@ -99,12 +95,10 @@ class StrategyConfig(Constrained):
     name: StrategyName = "auto"
     mesh: MeshConfig = field(default_factory=MeshConfig)
     hook: Hook = "none"
-    bucket_mb: Annotated[float, Gt(0)] | None = None
     offload: bool = False
     gather: Literal["fp32", "bf16"] = "fp32"
     meta: bool = False
     stages: tuple[str, ...] = ()
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     devices: Annotated[int, Ge(1)] | None = None
     place: dict[str, int] = field(default_factory=dict)
     shares: tuple[int, ...] = ()
@@ -249,10 +243,6 @@ def _require_effect(strategy: StrategyConfig, shape: MeshShape) -> None:
         if key in changed and strategy.name not in names:
             expected = f"strategy.{key} belongs to {' and '.join(name for name in names if name != 'auto')}"
             raise error(key, f"with strategy.name {strategy.name}", expected, f", or --strategy {names[-1]}")
-    if strategy.bucket_mb is not None and shape.splits_model:
-        raise error(
-            "bucket_mb", f"with the mesh {shape.name}", "buckets need a complete copy of the model on each rank"
-        )
     if strategy.meta and shape.tensor > 1:
         raise error("meta", f"with the mesh {shape.name}", "a tensor axis divides values, which only rank 0 would have")
     for key, axis in _AXIS_OF_OPTION.items():

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.checkpoint.state import Training
+from samestep.checkpoint.state import SavedParameters, Training
 from samestep.config import Recipe
 from samestep.data.batch import channels_last, move
 from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
@@ -29,7 +29,7 @@ from samestep.recipes.forward import autocast, call_model
 from samestep.recipes.loss import RecipeLoss
 from samestep.recipes.non_finite import non_finite_error
 from samestep.recipes.samples import RecipeBatch, pair_of, parts_of
-from samestep.strategies.divided_parameters import DividedParameters, full_tensor
+from samestep.strategies.divided_parameters import full_tensor
 from samestep.strategies.local_parameters import LocalParameters
 
 
@@ -82,7 +82,7 @@ class Driver:
         world: World,
         recipe: Recipe,
         scheduler: LRScheduler,
-        parameters: LocalParameters | DividedParameters,
+        parameters: LocalParameters | SavedParameters,
         prepare: Callable[[Any], Any] | None = None,
     ) -> None:
         self.model = model

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from samestep.checkpoint.state import SavedParameters
+from samestep.errors import InputError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -41,11 +42,62 @@ class DividedParameters(SavedParameters):
         return divided_like(parameter, full)
 
 
-def divided_parameters(module: nn.Module) -> DividedParameters | None:
-    """Return the parameters of a module for a checkpoint; None if each rank has all of them."""
+class SplitParameters(SavedParameters):
+    """Parameters of a module whose matrix products are divided between ranks, for checkpoints.
+
+    Args:
+        module: the module.
+        split: its strategy.
+    """
+
+    def __init__(self, module: nn.Module, split: Any) -> None:
+        self.local = dict(module.named_parameters())
+        self.is_divided = True
+        self._split = split
+
+    def full_tensor(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """Return the full value of a parameter, or of state of its shape. A collective."""
+        parameter = self.local[name]
+        if local.shape != parameter.shape:
+            return local
+        full: torch.Tensor = self._split.full_tensor(parameter, local)
+        return full
+
+    def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a full tensor; a tensor of another number of dimensions is unchanged."""
+        parameter = self.local[name]
+        if full.dim() != parameter.dim():
+            return full
+        part: torch.Tensor = self._split.local_part(parameter, full)
+        return part
+
+
+def divided_parameters(module: nn.Module) -> SavedParameters | None:
+    """Return the parameters of a module for a checkpoint; None if each rank has all of them.
+
+    Raises:
+        InputError: ranks have different layers, whose state no checkpoint can hold yet.
+    """
+    split = _split_of(module)
+    if split is not None:
+        if split.has_stages:
+            raise InputError(
+                "a checkpoint of a model with a pipeline axis",
+                expected="a strategy whose ranks have state of all layers",
+                fix="--strategy fsdp or tp; or save samestep.full_state_dict(model) in a loop without a resumption",
+                code="E_INCOMPATIBLE",
+            )
+        return SplitParameters(module, split)
     if any(is_divided(parameter) for parameter in module.parameters()):
         return DividedParameters(module)
     return None
+
+
+def _split_of(module: nn.Module) -> Any:
+    """Return the strategy that splits a module between ranks, if one does."""
+    owner = getattr(type(module), "_samestep_owner", None)  # of the class that `samestep.parallel` gives a module
+    strategy = getattr(owner, "strategy", None)
+    return strategy if getattr(strategy, "splits_module", False) else None
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,9 +129,8 @@ def divided_like(parameter: torch.Tensor, full: torch.Tensor) -> DTensor:
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict of a module with full tensors under the names of the plain module.
 
-    Under `fsdp` and `hsdp`, `module.state_dict()` has the parts of this rank, and the result copies of all parts; under
-    other strategies the result is `module.state_dict()`. Call it on every rank. `module.load_state_dict` takes full
-    tensors under every strategy.
+    Under `fsdp`, `hsdp`, `tp` and `pp`, `module.state_dict()` has the parts of this rank, and the result copies of all
+    parts; under `ddp` the result is `module.state_dict()`. Call it on every rank.
 
     Args:
         module: a module, given to `samestep.parallel` or not.
@@ -88,4 +139,8 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             state[name] = full_tensor(value.detach())
+    split = _split_of(module)
+    if split is not None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            state[name] = split.full_tensor(parameter, parameter)
     return state

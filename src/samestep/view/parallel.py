@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from samestep.distributed.devices import is_accelerator
-from samestep.distributed.rng import derive_seed
 from samestep.errors import InputError
 from samestep.microbatches import microbatch_bounds, owned_microbatches
 from samestep.view.agreement import OTHER_OPERATIONS, difference_between_ranks
@@ -257,11 +256,10 @@ class ParallelModule:
             )
 
     def _decide_whole(self, kind: Kind, reason: str) -> None:
-        reason = shortened(reason)
-        kind.reason = reason
+        kind.reason = shortened(reason)
         kind.division = None
-        self.summary.add_reason(reason)
-        self.view.report(self.summary, _WHOLE.format(reason))
+        self.summary.add_reason(kind.reason)
+        self.view.report(self.summary, _WHOLE.format(kind.reason))
 
     def _watched(self, kind: Kind, call: Call) -> Any:
         """Compute a call whole, as the script's own, and note its effects."""
@@ -281,9 +279,11 @@ class ParallelModule:
             before.restore()
             return self._first_divided(kind, call, before)
         self.summary.watched += 1
-        reason = kind.watched_reason
-        if reason is not None:
-            self._decide_whole(kind, reason)
+        if kind.watched_reason is not None:
+            self._decide_whole(kind, kind.watched_reason)
+        elif self.is_exact:  # a whole call has other bits, and a resumed run has another first call
+            before.restore()
+            return self._call_of_kind(kind, call)
         return watched.result
 
     def _watch(
@@ -315,6 +315,8 @@ class ParallelModule:
         kind.gradient_bytes = sum(parameter.nbytes for parameter in call.parameters())
         kind.output_bytes_per_row = sum(leaf.nbytes for leaf in outputs if isinstance(leaf, torch.Tensor)) / rows
         kind.watched_reason = watched.reason or shared
+        if self.is_exact and not watched.backward_code.has_run:  # its first run would belong to a whole call
+            kind.watched_reason = kind.watched_reason or "has a backward that is written in Python"
         return watched
 
     def _first_divided(self, kind: Kind, call: Call, before: Snapshot) -> Any:
@@ -390,8 +392,9 @@ class ParallelModule:
         """Compute the own rows and gather the outputs; compute the call whole if ranks do not agree."""
         assert kind.written is not None
         view = self.view
-        view.calls += 1
         view.in_step.facts_of_call(call.module, call.leaves)
+        has_streams = self.is_exact or is_accelerator(view.device)
+        seed = view.draw_seed(has_draws=has_streams and bool(division.draw_factors))  # slices begin after it
         snapshot = Snapshot(call.parts, kind.written, view.device)
         others = unwritten(call.parts, kind.written, view.device)
         exchanges = kind.exchanges
@@ -399,7 +402,7 @@ class ParallelModule:
             exchanges = ()
         all_here = partial(self.strategy.all_in_sum, view.all_ranks_in_sum)
         exchange = CallExchange(self.strategy.reduction, exchanges, all_here)
-        regions = self._regions(division, call, exchange)
+        regions = self._regions(division, call, exchange, seed)
         known = None
         # Under `exact` not: code that is compiled for one number of rows has other bits than that for several.
         stays_compiled = kind.is_compiled and not self.is_exact and not has_rules(kind.last)
@@ -463,7 +466,7 @@ class ParallelModule:
         self._count_whole(reason)
         return self._whole(call.forward, call.arguments, call.options)
 
-    def _regions(self, division: Division, call: Call, exchange: CallExchange) -> list[Region]:
+    def _regions(self, division: Division, call: Call, exchange: CallExchange, seed: int) -> list[Region]:
         """Return the regions of the own slices."""
         view = self.view
         regions = []
@@ -480,7 +483,7 @@ class ParallelModule:
             if region.microbatches:
                 if division.form == "inner":
                     region.positions = {}
-                region.seed = derive_seed("model", torch.initial_seed() % 2**63, view.calls)
+                region.seed = seed
             regions.append(region)
         return regions
 

@@ -17,7 +17,9 @@ from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._device import DeviceContext  # private
 
+from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.logging import logger
+from samestep.distributed.rng import derive_seed
 from samestep.distributed.world import World, all_gather
 from samestep.errors import RankDesyncError, RankMismatchError
 from samestep.reduce.fast import FastReduction
@@ -115,7 +117,6 @@ class View:
         # How loaders read their batches, by data set.
         self.batch_decisions: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
         self.keeps_rows = True  # large tensors of batches are not gathered
-        self.calls = 0  # divided calls, which number random streams
         self._is_suspended = False
         self._process = os.getpid()
         self._words = 0
@@ -191,6 +192,24 @@ class View:
             yield
         finally:
             self._is_suspended = before
+
+    def draw_seed(self, *, has_draws: bool) -> int:
+        """Return a seed of the random draws of a divided call.
+
+        It comes from the script's generator, which checkpoints contain, and which advances alike on all ranks.
+
+        Args:
+            has_draws: otherwise the generator does not advance.
+        """
+        if not has_draws:
+            return 0
+        if not is_accelerator(self.device):
+            return derive_seed("model", int(torch.randint(2**63 - 1, ())), 0)
+        # Its state is on the host, so this does not wait.
+        generator = accelerator_module().default_generators[self.device.index or 0]
+        offset = generator.get_offset()
+        generator.set_offset(offset + 4)
+        return derive_seed("model", generator.initial_seed() % 2**63, offset)
 
     def word(self, action: int, *fields: int) -> list[list[int]]:
         """Send a word to all ranks and return the words of all: action, number of the word, and `fields`.

@@ -100,19 +100,12 @@ def test_more_data_ranks_than_microbatches_is_an_error() -> None:
         (StrategyConfig(name="ddp", offload=True), 2, "strategy.offload without a shard axis"),
         (StrategyConfig(name="ddp", gather="bf16"), 2, "strategy.gather without a shard axis"),
         (
-            StrategyConfig(name="ddp", bucket_mb=1, mesh=MeshConfig(tensor=2)),
-            2,
-            "strategy.bucket_mb with the mesh tp",
-        ),
-        (
             StrategyConfig(name="fsdp", meta=True, mesh=MeshConfig(tensor=2)),
             4,
             "strategy.meta with the mesh fsdp x tp",
         ),
         (StrategyConfig(name="tp", stages=("b",)), 2, "strategy.stages without a pipeline axis"),
-        (StrategyConfig(name="tp", schedule="gpipe"), 2, "strategy.schedule without a pipeline axis"),
         (StrategyConfig(name="fsdp", hook="fp16"), 2, "strategy.hook with strategy.name fsdp"),
-        (StrategyConfig(name="pp", bucket_mb=1.0), 2, "strategy.bucket_mb with strategy.name pp"),
         (StrategyConfig(name="ddp", devices=2), 2, "strategy.devices with strategy.name ddp"),
         (StrategyConfig(name="dp", place={"a": 0}), 1, "strategy.place with strategy.name dp"),
     ],
@@ -129,8 +122,6 @@ def test_option_without_an_effect_is_an_error(strategy: StrategyConfig, processe
         {"name": "zero"},
         {"gather": "fp8"},
         {"hook": "int8"},
-        {"schedule": "2f2b"},
-        {"bucket_mb": 0.0},
         {"devices": 0},
     ],
 )
