@@ -74,7 +74,6 @@ def parallel(
         return module
     config = StrategyConfig(name=strategy) if isinstance(strategy, str) else strategy
     view = joined_view(config, reduction)
-    _require_processes(view.strategy if config is None else config)
     options: dict[str, Any] = {
         "microbatches": microbatches,
         "batch_norm": batch_norm,
@@ -257,8 +256,19 @@ def _strategy(
 
 
 def _place(module: nn.Module) -> None:
-    """Move the parts of a module to the devices of this rank, under the strategy `device_map`."""
+    """Move the parts of a module to the devices of this rank, under the strategy `device_map`.
+
+    Raises:
+        InputError: the strategy is `dp`.
+    """
     world = process_state.world
+    if world is not None and world.strategy.name == "dp":
+        raise InputError(
+            "samestep.parallel with the strategy 'dp'",
+            expected="one process for each device: calls cannot be divided between devices of one process yet",
+            fix="--strategy ddp --processes N; or device_map, for layers on several devices",
+            code="E_INCOMPATIBLE",
+        )
     if world is not None and world.strategy.name == "device_map":
         from samestep.strategies.device_map import apply_device_map  # slow to import
 
@@ -270,17 +280,6 @@ def _forget_view(error: type[BaseException] | None, *_: Any) -> None:
     process_state.view = None
     if view is not None:
         view.close(error)
-
-
-def _require_processes(config: StrategyConfig) -> None:
-    """Require a strategy with one device for each process."""
-    if config.name == "dp":
-        raise InputError(
-            f"samestep.parallel with strategy={config.name!r}",
-            expected="one device for each process: divided calls have no form for several devices of one process yet",
-            fix="--strategy ddp, or fsdp for a large model, with a process for each device",
-            code="E_INCOMPATIBLE",
-        )
 
 
 def _require_arguments(module: Any, reduction: str, batch_norm: str) -> None:

@@ -393,8 +393,7 @@ class ParallelModule:
         assert kind.written is not None
         view = self.view
         view.in_step.facts_of_call(call.module, call.leaves)
-        has_streams = self.is_exact or is_accelerator(view.device)
-        seed = view.draw_seed(has_draws=has_streams and bool(division.draw_factors))  # slices begin after it
+        seed = view.draw_seed(division.draw_factors, is_exact=self.is_exact)  # slices begin after it
         snapshot = Snapshot(call.parts, kind.written, view.device)
         others = unwritten(call.parts, kind.written, view.device)
         exchanges = kind.exchanges

@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -193,15 +193,16 @@ class View:
         finally:
             self._is_suspended = before
 
-    def draw_seed(self, *, has_draws: bool) -> int:
+    def draw_seed(self, draws: Sequence[Any], *, is_exact: bool) -> int:
         """Return a seed of the random draws of a divided call.
 
         It comes from the script's generator, which checkpoints contain, and which advances alike on all ranks.
 
         Args:
-            has_draws: otherwise the generator does not advance.
+            draws: the draws of the call; the generator does not advance without any.
+            is_exact: draws on CPUs have streams of their own, too.
         """
-        if not has_draws:
+        if not draws or not (is_exact or is_accelerator(self.device)):
             return 0
         if not is_accelerator(self.device):
             return derive_seed("model", int(torch.randint(2**63 - 1, ())), 0)
