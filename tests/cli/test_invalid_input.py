@@ -206,7 +206,6 @@ NAMES = {
     "optimizer.options.lr=-1": "learning rate: -1",
     "optimizer.options.betas=[0.9]": "list index out of range [E_VALUE]",
     "loss.name=cross_entropy": "the model has 5 outputs per target",
-    "loss={name: 'torch.nn:MSELoss', options: {reduction: average}}": "MSELoss(reduction='average') [E_LOSS]",
     "loss={name: cross_entropy, options: {label_smoothing: -0.1}}": "label_smoothing is -0.1 [E_VALUE]",
     "model.freeze=[layer9.*]": "layer9.*",
     "model.freeze=['*']": "every parameter",

@@ -180,5 +180,5 @@ def simulated_accelerator() -> Iterator[SimulatedAccelerator]:
         patch.setattr(devices, "ACCELERATOR", "cpu")
         patch.setattr(torch, "get_device_module", lambda kind=None: accelerator)
         # `to` copies nothing from the CPU to the CPU.
-        patch.setattr(batch, "_move_tensors", lambda data, device: batch.map_tensors(data, accelerator.copy))
+        patch.setattr(batch, "_to", lambda value, device: accelerator.copy(value))
         yield accelerator

@@ -110,14 +110,14 @@ with samestep.no_sync(model):
 
 
 def test_exact_divides_on_one_process() -> None:
-    """Into 8 microbatches; smaller batches are whole. Only whole calls use the script's stream."""
+    """Into 8 microbatches; smaller batches are whole. Divided calls take one number of the script's stream."""
     done = subprocess.run([sys.executable, "-c", EXACT], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.splitlines() == [
         "1 True",
         "1 0 0 1 False",
-        "9 1 0 1 False",
-        "9 1 1 1 True",
-        "9 1 2 1 True",
-        "5 1 2 2 False",
+        "9 1 1 1 False",
+        "9 1 2 1 False",
+        "9 1 3 1 False",
+        "5 1 3 2 False",
         "True",
     ]

@@ -102,11 +102,14 @@ def test_other_options_than_those_of_the_first_call_are_an_error() -> None:
 
 def test_exact_requests_deterministic_kernels() -> None:
     before = torch.are_deterministic_algorithms_enabled()
+    threads = torch.get_num_threads()
     try:
         with samestep.init(device="cpu", reduction="exact"):
             assert torch.are_deterministic_algorithms_enabled()
+            assert torch.get_num_threads() == 1
     finally:
         torch.use_deterministic_algorithms(before)
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.slow

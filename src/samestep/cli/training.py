@@ -17,7 +17,6 @@ from samestep.cli.recipe_options import StrategyOptions, with_microbatches
 from samestep.cli.run_plans import RunPlan
 from samestep.config import DEFAULT_CHECKSUM_EVERY, DEFAULT_KEEP, LOGGERS, Recipe, RunOptions
 from samestep.distributed.disk_operations import HeldFolder
-from samestep.distributed.logging import logger
 from samestep.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, NonFiniteError
 from samestep.launcher.failure import E_DISK_HANG, RankError
 from samestep.launcher.launch import LaunchConfig, LaunchResult
@@ -76,11 +75,8 @@ class TrainingOptions(JsonOption, FaultOptions, CheckOptions, CheckpointOptions,
         return plan.recipe, self.run, plan.folder, plan.checkpoint, plan.step, plan.accept_changes
 
     def with_microbatches(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with a number of microbatches, and print the choice of `auto`."""
-        resolved, text = with_microbatches(recipe)
-        if text is not None and not self.json:
-            logger.info(text)
-        return resolved
+        """Return the recipe with a number of microbatches in place of `auto`."""
+        return with_microbatches(recipe)[0]
 
 
 def run_training(options: TrainingOptions, make_plan: Callable[[int], RunPlan]) -> int:

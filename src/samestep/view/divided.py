@@ -37,7 +37,7 @@ class OwnResult:
         leaves: leaves of the outputs.
         spec: their structure.
         operations: operations of the forward.
-        returned: what the forward has returned; None after `finish`, so that it keeps no graph alive.
+        returned: result of the forward; None after `finish`, so that it keeps no graph alive.
     """
 
     leaves: list[Any]

@@ -39,7 +39,7 @@ class CallExchange:
         self.is_known_to_all = False  # all ranks know that the call is abandoned
 
     def join(self, compute: Joined, value: Any) -> Any:
-        """Return what `compute` returns for the only own slice."""
+        """Return the result of `compute` for the only own slice."""
         return compute(self, [value])[0]
 
     def total(self, values: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from samestep.view.fingerprints import (
 )
 
 _MOST_FACTS = 1000
-_MODULES = 16  # whose lists are kept
+_MODULES = 16  # with lists
 _CALLS_OF_LISTS = 256  # calls after which lists of submodules and attributes are made again
 _NUMBERS = (bool, int, float)
 

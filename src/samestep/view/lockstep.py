@@ -32,11 +32,11 @@ class Part:
     Attributes:
         result: result of the slice.
         error: exception that ended it.
-        value: what it gives to the others, while it waits for them.
+        value: its value for the others, while it waits for them.
         is_waiting: whether it waits for them.
         marks: numbers of the nodes of a graph that its thread would have made next, at each join.
-        joined: what it got at each join.
-        roots: what it has given at each join.
+        joined: its result of each join.
+        roots: its value at each join.
     """
 
     def __init__(self, compute: Callable[[Part], Any], turn: Callable[[], AbstractContextManager[None]]) -> None:

@@ -56,7 +56,7 @@ def _is_beside(rows: Rows, other: Rows) -> bool:
 
 
 def own_part(operand: Any, lead: Rows) -> Any:
-    """Return what this rank needs of an operand of a function with Rows."""
+    """Return the part that this rank needs of an operand of a function with Rows."""
     if type(operand) is Rows:
         return own_rows(operand)
     if not isinstance(operand, Tensor):

@@ -388,7 +388,7 @@ def test_an_invalid_manifest_is_detected(checkpoint: Path, text: str) -> None:
         lambda manifest: manifest["files"].pop("state.json"),
         lambda manifest: manifest["files"]["state.json"].update(bytes=12),
         lambda manifest: manifest["files"].update(other=manifest["files"]["state.json"]),
-        lambda manifest: manifest.update(format=2),
+        lambda manifest: manifest.update(format=3),
         lambda manifest: manifest.update(note="x"),
         lambda manifest: manifest.pop("sha256"),
     ],
