@@ -236,7 +236,7 @@ def _strategy(
     assert world is not None
     name = (config or world.strategy).name
     shape = world.mesh_shape
-    if reduction == "exact" and (name not in ("auto", "ddp", "dp", "device_map", "tp") or shape.pipeline > 1):
+    if reduction == "exact" and (name not in ("auto", "ddp", "device_map", "tp") or shape.pipeline > 1):
         raise InputError(
             f"samestep.parallel: reduction='exact' with strategy={name!r}",
             expected="strategy='ddp' or 'tp', without a pipeline axis, with this reduction",
@@ -256,19 +256,8 @@ def _strategy(
 
 
 def _place(module: nn.Module) -> None:
-    """Move the parts of a module to the devices of this rank, under the strategy `device_map`.
-
-    Raises:
-        InputError: the strategy is `dp`.
-    """
+    """Move the parts of a module to the devices of this rank, under the strategy `device_map`."""
     world = process_state.world
-    if world is not None and world.strategy.name == "dp":
-        raise InputError(
-            "samestep.parallel with the strategy 'dp'",
-            expected="one process for each device: calls cannot be divided between devices of one process yet",
-            fix="--strategy ddp --processes N; or device_map, for layers on several devices",
-            code="E_INCOMPATIBLE",
-        )
     if world is not None and world.strategy.name == "device_map":
         from samestep.strategies.device_map import apply_device_map  # slow to import
 

@@ -21,7 +21,7 @@ def run_bench(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: obje
 
 @pytest.mark.slow
 def test_variants_are_timed_in_turn_and_trained_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--devices", "2", "--ways", "ddp,recipe,dp", "--layout", "fsdp", "--epochs", 1)
+    options = ("--devices", "2", "--ways", "ddp,exact", "--layout", "fsdp", "--epochs", 1)
     arguments = ("digits", *options, "--out", "output", *SMALL)
     result = run_bench(capsys, tmp_path, *arguments)
     variants = {(way["name"], way["devices"]): way for way in result["ways"]}
@@ -29,13 +29,8 @@ def test_variants_are_timed_in_turn_and_trained_alike(tmp_path: Path, capsys: py
     assert all(len(way["rounds"]) == 2 and way["samples_per_second"]["median"] > 0 for way in variants.values())
     assert all(way["memory_peak_bytes"] is None for way in variants.values())
     # Neither the number of devices nor the way of adding copies changes the evaluation.
-    microbatches = result["recipe"]["microbatches"]
-    alone, several = (
-        variants[f"{microbatches} microbatches as in the recipe", 1],
-        variants[f"ddp, {microbatches} microbatches as in the recipe", 2],
-    )
+    alone, several = variants["exact", 1], variants["ddp, exact", 2]
     assert alone["evaluation"] == several["evaluation"]
-    assert variants["dp", 2]["evaluation"] == variants["ddp", 2]["evaluation"]
     assert variants["fsdp", 2]["memory_held_bytes"] < 0.6 * variants["ddp", 2]["memory_held_bytes"]
     assert json.loads((tmp_path / "output/bench.json").read_text())["ways"] == result["ways"]
 
@@ -48,9 +43,9 @@ def test_variants_that_cannot_run_are_listed_and_the_rest_is_compared(
     options = ("digits", "--devices", "2", "--layout", "tp", "--epochs", 0, "--rounds", 1, "--steps", 1)
     result = run_bench(capsys, tmp_path, *options, "--set", "batch_size=4", "microbatches=4")
     reasons = {absent["name"]: absent["reason"] for absent in result["not_run"]}
-    assert "batch_size is 4" in reasons["ddp, 4 microbatches a rank"]
+    assert "batch_size is 4" in reasons["ddp, 4 parts"]
     assert "no built-in plan" in reasons["tp"]
-    assert {way["name"] for way in result["ways"]} >= {"one device", "ddp", "dp", "ddp, bf16"}
+    assert {way["name"] for way in result["ways"]} >= {"one device", "ddp", "ddp, bf16"}
     assert all(not way["evaluation"] for way in result["ways"])
 
 
@@ -100,7 +95,7 @@ def test_workers_are_compared_and_slow_data_needs_some(tmp_path: Path, capsys: p
         ("--ways ddp,sync-bn", "E_VALUE"),
         ("--accumulate 0,2", "E_VALUE"),
         ("--workers 0,-1", "E_VALUE"),
-        ("--workers 0,1 --ways dp", "E_OPTION_CONFLICT"),
+        ("--workers 0,1 --ways exact", "E_OPTION_CONFLICT"),
     ],
 )
 def test_invalid_input_creates_no_files(

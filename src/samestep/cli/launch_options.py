@@ -107,8 +107,6 @@ class LaunchOptions(DeviceOption):
         if recipe is None:
             return available
         strategy = recipe.strategy
-        if strategy.name == "dp":
-            return 1
         if strategy.name == "device_map":
             available = max(1, available // (strategy.devices or available))
         return min(recipe.microbatch_count * strategy.ranks_per_model, available)

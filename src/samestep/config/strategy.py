@@ -13,7 +13,7 @@ from samestep.errors import InputError
 from samestep.microbatches import require_enough_microbatches, require_shares
 from samestep.units import plural
 
-StrategyName = Literal["auto", "ddp", "dp", "fsdp", "hsdp", "device_map", "tp", "pp"]
+StrategyName = Literal["auto", "ddp", "fsdp", "hsdp", "device_map", "tp", "pp"]
 Hook = Literal["none", "fp16", "bf16"]
 
 # From slow links to fast ones: the axis with the most communication is innermost, between neighbouring ranks.
@@ -21,7 +21,6 @@ AXES = ("pipeline", "replicate", "shard", "tensor")
 # The axes of each strategy. The first axis without a size takes the remaining factor of the number of ranks.
 _AXES_OF_STRATEGY = {
     "ddp": ("replicate", "tensor", "pipeline"),
-    "dp": (),
     "fsdp": ("shard", "tensor"),
     "hsdp": ("shard", "replicate", "tensor"),
     "device_map": ("replicate",),
@@ -37,7 +36,7 @@ _AXIS_OF_OPTION = {
 }
 _STRATEGIES_OF_OPTION = {
     "hook": ("auto", "ddp"),
-    "devices": ("dp", "device_map"),
+    "devices": ("device_map",),
     "place": ("device_map",),
 }
 _ROUNDING_NOTE = "gradients are sent in 16 bits ({}): equal to the rounding of this format, for either reduction"
@@ -72,8 +71,8 @@ class StrategyConfig(Constrained):
     """Parallel strategy. Every strategy computes the same result, to the bit or to rounding.
 
     Attributes:
-        name: `auto` (same as `ddp`); `ddp`, one copy of the model per rank; `dp`, several copies in one process;
-            `fsdp`, one shard of every parameter per rank; `hsdp`, `fsdp` within groups of ranks, the groups being
+        name: `auto` (same as `ddp`); `ddp`, one copy of the model per rank; `fsdp`, one
+            shard of every parameter per rank; `hsdp`, `fsdp` within groups of ranks, the groups being
             copies; `device_map`, model parts on several devices of each rank; `tp`, matrix products divided among
             ranks; `pp`, consecutive layers on different ranks.
         mesh: sizes of the axes, for combinations such as `ddp` with `tensor: 2`.
@@ -84,7 +83,7 @@ class StrategyConfig(Constrained):
             keeps the complete model off every device and every other rank.
         stages: for a pipeline axis: names of the first modules of the second and later stages; empty for stages of
             similar cost.
-        devices: for `dp` and `device_map`: devices of each rank; None for all devices.
+        devices: for `device_map`: devices of each rank; None for all devices.
         place: for `device_map`: shell patterns of module names, with a device number; empty for parts of similar size.
         shares: shares of the microbatches for the ranks that share the data, for devices of different speeds; empty for
             equal shares. Shares that add up to the number of microbatches are numbers of microbatches.
@@ -209,13 +208,6 @@ def resolve_mesh(strategy: StrategyConfig, processes: int, microbatches: int | N
     if microbatches is not None:
         ranks_per_model = shape.size // shape.data_size
         require_enough_microbatches(microbatches, shape.data_size, ranks_per_model=ranks_per_model)
-        if name == "dp" and (strategy.devices or 1) > microbatches:
-            raise InputError(
-                f"strategy dp has {strategy.devices} devices but the recipe has {microbatches} microbatches",
-                expected="devices <= microbatches: a device computes one microbatch at a time",
-                fix=f"set strategy.devices: {microbatches}",
-                code="E_TOO_MANY_RANKS",
-            )
     if strategy.shares and processes > 1:
         require_shares(strategy.shares, shape.data_size, microbatches)
     _require_effect(strategy, shape)
@@ -223,7 +215,7 @@ def resolve_mesh(strategy: StrategyConfig, processes: int, microbatches: int | N
 
 
 def _combined_name(name: str, sizes: dict[str, int]) -> str:
-    if name in ("dp", "device_map"):
+    if name == "device_map":
         return "ddp x device_map" if sizes["replicate"] > 1 else name
     data = {(True, True): "hsdp", (False, True): "fsdp", (True, False): "ddp"}
     parts = [data.get((sizes["replicate"] > 1, sizes["shard"] > 1))]

@@ -19,7 +19,7 @@ from samestep.units import plural
 
 SINGLE = "one device"
 # Variants that `--ways` selects. The baseline, one device, and the layouts of `--layout` always belong to a comparison.
-WAYS = ("ddp", "accumulate", "bf16", "exact", "local_bn", "compression", "dp")
+WAYS = ("ddp", "accumulate", "bf16", "exact", "local_bn", "compression")
 DEVICES = (1, 2, 4)
 ACCUMULATE = (4,)  # parts of a batch, by default
 WORKERS = (0, 1, 2, 4, 8)  # loader processes of `--workers`
@@ -82,12 +82,11 @@ def contenders(
             try:
                 step = replace(recipe.step, **changes.pop("step", {}))
                 changed = replace(recipe, step=step, **changes)
-                processes = 1 if changed.strategy.name == "dp" else number
-                resolve_mesh(changed.strategy, processes, changed.microbatch_count)
+                resolve_mesh(changed.strategy, number, changed.microbatch_count)
             except InputError as error:
                 absent.append(Absent(name, number, error.value))
             else:
-                result.append(Contender(name, processes, number, changed))
+                result.append(Contender(name, number, number, changed))
     return result, absent
 
 
@@ -114,7 +113,6 @@ def _variants(
         yield "local_bn", "ddp, local BN", {**plain, "step": {"batch_norm": "local"}}
         compressed = StrategyConfig(name="ddp", hook="bf16")
         yield "compression", "ddp, bf16 compression", {**plain, "strategy": compressed}
-        yield "dp", "dp", {**plain, "strategy": StrategyConfig(name="dp", devices=number)}
         for strategy in strategies:
             sizes = ", ".join(f"{axis} {size}" for axis, size in strategy.mesh.sizes.items())
             yield None, f"{strategy.name} ({sizes})" if sizes else strategy.name, {**plain, "strategy": strategy}

@@ -11,7 +11,7 @@ from samestep.config import MeshConfig, MeshShape, StrategyConfig, resolve_mesh
 from samestep.config.strategy import AXES, StrategyName
 from samestep.errors import InputError, RecipeError
 
-NAMES = ("auto", "ddp", "dp", "fsdp", "hsdp", "device_map", "tp", "pp")
+NAMES = ("auto", "ddp", "fsdp", "hsdp", "device_map", "tp", "pp")
 sizes = st.none() | st.integers(1, 4)
 meshes = st.builds(MeshConfig, pipeline=sizes, replicate=sizes, shard=sizes, tensor=sizes)
 
@@ -38,7 +38,6 @@ def resolved(name: StrategyName, processes: int, **mesh: int) -> MeshShape:
         ("ddp", 8, {"pipeline": 2, "tensor": 2}, ("ddp x pp x tp", 2, 2, 1, 2)),
         ("pp", 4, {"pipeline": 2, "replicate": 1, "tensor": 2}, ("pp x tp", 2, 1, 1, 2)),
         ("device_map", 2, {}, ("ddp x device_map", 1, 2, 1, 1)),
-        ("dp", 1, {}, ("dp", 1, 1, 1, 1)),
     ],
 )
 def test_mesh_shape_of_a_strategy(
@@ -107,7 +106,6 @@ def test_more_data_ranks_than_microbatches_is_an_error() -> None:
         (StrategyConfig(name="tp", stages=("b",)), 2, "strategy.stages without a pipeline axis"),
         (StrategyConfig(name="fsdp", hook="fp16"), 2, "strategy.hook with strategy.name fsdp"),
         (StrategyConfig(name="ddp", devices=2), 2, "strategy.devices with strategy.name ddp"),
-        (StrategyConfig(name="dp", place={"a": 0}), 1, "strategy.place with strategy.name dp"),
     ],
 )
 def test_option_without_an_effect_is_an_error(strategy: StrategyConfig, processes: int, error: str) -> None:

@@ -51,7 +51,6 @@ def test_variant_changes_nothing_else(recipe: Recipe) -> None:
     assert by_name["ddp, bf16"].recipe == replace(plain, step=replace(plain.step, precision="bf16"))
     assert by_name["ddp, local BN"].recipe.step.batch_norm == "local"
     assert by_name["ddp, bf16 compression"].recipe.strategy.hook == "bf16"
-    assert (by_name["dp"].processes, by_name["dp"].recipe.strategy.devices) == (1, 4)
     assert by_name["hsdp (shard 2)"].recipe.strategy.mesh == MeshConfig(shard=2)
 
 
@@ -86,7 +85,7 @@ def row(name: str, devices: int, speeds: list[float], accuracy: float) -> Row:
 def comparison() -> dict[str, Any]:
     rows = [row(SINGLE, 1, [100.0, 50.0, 200.0], 0.99), row("ddp", 2, [180.0, 100.0, 340.0], 0.98)]
     plan = Plan(rounds=3, steps=5, epochs=2, options=RunOptions(), preload=())
-    return comparison_data(plan, rows, [Absent("dp", 2, "no reason")])
+    return comparison_data(plan, rows, [Absent("tp", 2, "no reason")])
 
 
 def test_speed_up_is_computed_within_each_round() -> None:
@@ -110,7 +109,7 @@ def test_interrupted_round_is_left_out() -> None:
 
 def test_comparison_is_printed_and_plain_data() -> None:
     data = comparison()
-    assert data["not_run"] == [{"name": "dp", "devices": 2, "reason": "no reason"}]
+    assert data["not_run"] == [{"name": "tp", "devices": 2, "reason": "no reason"}]
     assert first_metric(data["ways"]) == "accuracy"
     headers = [str(column.header) for column in table(data["ways"]).columns]
     assert headers[:3] == ["devices", "variant", "samples/s"]

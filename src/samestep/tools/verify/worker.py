@@ -58,7 +58,7 @@ def _run_recipe(recipe: Recipe, trial: Trial) -> None:
 
     assert trial.steps is not None
     # A reference on one process has nothing to divide; other runs on one process may use several devices.
-    uses_devices = recipe.strategy.name in ("dp", "device_map") and trial.reference is not None
+    uses_devices = recipe.strategy.name == "device_map" and trial.reference is not None
     if trial.processes == 1 and not uses_devices:
         recipe = replace(recipe, strategy=StrategyConfig())
     options = RunOptions(device=trial.device, workers=0)
