@@ -18,7 +18,6 @@ import torch
 from samestep.checkpoint.compatibility import Tensors, encode, encode_objects
 from samestep.checkpoint.state import Training
 from samestep.distributed.devices import is_accelerator
-from samestep.distributed.world import all_gather
 from samestep.microbatches import Cursor
 
 if TYPE_CHECKING:
@@ -199,7 +198,6 @@ class Trained(Protocol):
 
     steps: int
     world: World
-    local_parameters: Any  # with the position of each part
 
     @property
     def training(self) -> Training:
@@ -208,10 +206,10 @@ class Trained(Protocol):
 
 @dataclass
 class StateParts:
-    """Contribution of one rank to the checksum of a state.
+    """Parts of a state from which its checksum is computed.
 
     Attributes:
-        tensors: parts of tensors by name.
+        tensors: tensors by name.
         values: other values as text, by name.
     """
 
@@ -220,62 +218,53 @@ class StateParts:
 
 
 def state_checksum(engine: Trained, cursor: Cursor) -> int | None:
-    """Return 64 bits that depend on every bit of the state of `engine`; None on ranks other than 0 unless divided.
+    """Return 64 bits that depend on every bit of the state of `engine`; None on ranks other than 0.
 
     The state consists of parameters, persistent buffers, state and groups of the optimizer, moving average, state
     of scaler, schedule and modules, number of steps, and the position `cursor`. Tensors enter as in `checksum`, other
     values by their BLAKE2 hash.
 
-    A collective of 8 bytes if parameters are divided; otherwise only rank 0 computes. Waits for a GPU once.
+    The parameters must be complete on each rank. Waits for a GPU once.
 
     Raises:
         InputError: the state has a value that a checkpoint cannot hold.
     """
-    is_divided, world = engine.local_parameters.is_divided, engine.world
-    if not (world.is_main or is_divided):
+    if not engine.world.is_main:
         return None
     parts = state_parts(engine, cursor)
-    total = sum_of_parts(parts.tensors, world.device) + sum_of_values(parts.values)
-    if is_divided:
-        world.all_reduce(total)  # integers: the sum has no rounding, and wraps around
+    total = sum_of_parts(parts.tensors, engine.world.device) + sum_of_values(parts.values)
     return int(total) % MODULUS
 
 
 def checksum_event(engine: Trained, cursor: Cursor) -> dict[str, Any]:
-    """Return the fields of an event with the checksum of the state, in hexadecimal digits; collective as the checksum.
+    """Return the fields of an event with the checksum of the state, in hexadecimal digits.
 
-    On ranks other than 0, which log nothing, the checksum may be missing.
+    There are none on ranks other than 0, which log nothing.
     """
     value = state_checksum(engine, cursor)
     return {"step": engine.steps, "checksum": f"{value:016x}"} if value is not None else {}
 
 
 def checksums_by_name(engine: Trained, cursor: Cursor) -> dict[str, str]:
-    """Return the contribution of each tensor and value to the checksum, in hexadecimal digits; a collective."""
-    parts, world = state_parts(engine, cursor), engine.world
-    local = {name: int(sum_of_parts({name: part}, torch.device("cpu"))) for name, part in parts.tensors.items()}
-    local |= {name: sum_of_values({name: value}) for name, value in parts.values.items()}
-    total: dict[str, int] = {}
-    for row in all_gather({name: str(value) for name, value in local.items()}, world):
-        for name, value in row.items():
-            total[name] = (total.get(name, 0) + int(value)) % MODULUS
-    return {name: f"{value:016x}" for name, value in total.items()}
+    """Return the share of each tensor and value of the checksum, in hexadecimal digits; empty on ranks other than 0."""
+    if not engine.world.is_main:
+        return {}
+    parts = state_parts(engine, cursor)
+    sums = {name: int(sum_of_parts({name: part}, torch.device("cpu"))) for name, part in parts.tensors.items()}
+    sums |= {name: sum_of_values({name: value}) for name, value in parts.values.items()}
+    return {name: f"{value % MODULUS:016x}" for name, value in sums.items()}
 
 
 def state_parts(engine: Trained, cursor: Cursor) -> StateParts:
-    """Return the contribution of this rank to the checksum: each element of the state is on one rank."""
-    result, training, world = StateParts(), engine.training, engine.world
+    """Return the parts of the state, with complete tensors."""
+    training = engine.training
+    assert not training.parameters.is_divided
+    result = _other_parts(training, engine.steps, cursor)
     for name, kind, value in _values_of_parameters(training):
-        is_tensor = isinstance(value, torch.Tensor)
-        position = engine.local_parameters.position(name, value if is_tensor else torch.empty(()), world)
-        if position is not None and is_tensor:
-            result.tensors[f"{kind} of {name}"] = Part(value, *position)
-        elif position is not None:
+        if isinstance(value, torch.Tensor):
+            result.tensors[f"{kind} of {name}"] = Part.whole(value)
+        else:
             result.values[f"{kind} of {name}"] = json.dumps(encode(value, {}, kind))
-    replicated = _replicated_parts(training, engine.steps, cursor)  # on each rank, so that all raise the same errors
-    if world.is_main:
-        result.tensors |= replicated.tensors
-        result.values |= replicated.values
     return result
 
 
@@ -283,14 +272,11 @@ def _values_of_parameters(training: Training) -> Iterator[tuple[str, str, Any]]:
     """Yield name, kind and value of the parameters, their state in the optimizer, and their average."""
     local, state = training.parameters.local, training.optimizer.state
     for name, parameter in local.items():
-        if parameter.is_meta:  # of another rank
-            continue
         yield name, "value", parameter.detach()
         for key, value in state.get(parameter, {}).items():
             yield name, f"optimizer {key}", value
     for name, value in (training.average or {}).items():
-        if not value.is_meta:
-            yield name, "average", value
+        yield name, "average", value
 
 
 def _buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -303,8 +289,8 @@ def _buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _replicated_parts(training: Training, step: int, cursor: Cursor) -> StateParts:
-    """Return the state that every rank has."""
+def _other_parts(training: Training, step: int, cursor: Cursor) -> StateParts:
+    """Return the state besides parameters."""
     result, model, encoded = StateParts(), training.model, Tensors()
     result.tensors |= {f"buffer {name}": Part.whole(buffer) for name, buffer in _buffers_of(model).items()}
     optimizer = training.optimizer

@@ -60,17 +60,17 @@ class SavedParameters(Protocol):
         """Return this rank's part of a full tensor; a tensor of another shape than the parameter's is unchanged."""
         return full
 
-    def merge_metadata(self, values: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
-        """Return the values of all parameters on all ranks in the same order. A collective.
 
-        Numbers of other ranks are included; tensors of other ranks have no values until `full_tensor`.
-        """
-        return values
+class CompleteModel(SavedParameters):
+    """Parameters of a model that this rank has completely.
 
+    Args:
+        model: the model.
+    """
 
-class _CompleteModel(SavedParameters):
     def __init__(self, model: torch.nn.Module) -> None:
-        self.local, self.is_divided = dict(model.named_parameters()), False
+        self.local = dict(model.named_parameters())
+        self.is_divided = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Training:
     @cached_property
     def parameters(self) -> SavedParameters:
         """Parameters on this rank."""
-        return self.local_parameters or _CompleteModel(self.model)
+        return self.local_parameters or CompleteModel(self.model)
 
 
 def snapshot(training: Training, progress: Progress, buffers: HostBuffers | None) -> dict[str, Contents]:
@@ -216,7 +216,7 @@ def load_model(
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model.
     """
-    averages, parameters = (AVERAGE,) if averaged else (), parameters or _CompleteModel(model)
+    averages, parameters = (AVERAGE,) if averaged else (), parameters or CompleteModel(model)
     with _load_errors(checkpoint):
         state = read_state(checkpoint, MODEL, *averages)
         extra = _decoder(checkpoint, "", parameters)(state.extra)
@@ -337,7 +337,7 @@ def _pack_optimizer(
     slots: dict[str, torch.Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
     by_name = {names[index]: values for index, values in state.items() if index in names}
-    for name, values in training.parameters.merge_metadata(by_name).items():
+    for name, values in by_name.items():
         for slot, value in values.items():
             if isinstance(value, torch.Tensor):
                 full = training.parameters.full_tensor(name, value.detach())

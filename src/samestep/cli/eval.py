@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from samestep.cli.external_launcher import run_as_rank
 from samestep.cli.launch_options import LoaderOptions
 from samestep.cli.options import JsonOption, SetOption, argument, option, option_conflict, options_of, output_errors
-from samestep.cli.recipe_options import StrategyOptions, with_microbatches
+from samestep.cli.recipe_options import StrategyOptions
 from samestep.cli.run_plans import RunPlan, plan_from_checkpoint
 from samestep.config import RunOptions
 from samestep.errors import EXIT_DONE
@@ -52,8 +52,7 @@ def run(options: Options) -> int:
 
     def make_plan(restarts: int = 0) -> RunPlan:
         plan = _plan(options)
-        recipe, _ = with_microbatches(plan.recipe)
-        return replace(plan, recipe=recipe)
+        return replace(plan, recipe=plan.recipe.with_microbatches())
 
     if options.rendezvous is not None:
         plan, values = run_as_rank(options, options.rendezvous, "evaluate", make_plan, rank_arguments)

@@ -124,19 +124,13 @@ def _parse_mesh(text: str, option: str) -> dict[str, int]:
     return sizes
 
 
-def with_microbatches(recipe: Recipe) -> tuple[Recipe, str | None]:
-    """Return the recipe with a number in place of `microbatches: auto`, and a line of text about the number."""
+def load_resolved(name: str, overrides: Sequence[str], report: Callable[[str], None]) -> Recipe:
+    """Return a recipe with a number of microbatches, and report the choice of `auto`."""
+    recipe = load_recipe(name, overrides)
     if recipe.microbatches != "auto":
-        return recipe, None
+        return recipe
     resolved = recipe.with_microbatches()
     count = resolved.microbatch_count
     processes = plural(count * recipe.strategy.ranks_per_model, "process")
-    return resolved, f"microbatches: {count} (auto); at most {processes}"
-
-
-def load_resolved(name: str, overrides: Sequence[str], report: Callable[[str], None]) -> Recipe:
-    """Return a recipe with a number of microbatches, and report the choice of `auto`."""
-    recipe, text = with_microbatches(load_recipe(name, overrides))
-    if text is not None:
-        report(text)
-    return recipe
+    report(f"microbatches: {count} (auto); at most {processes}")
+    return resolved

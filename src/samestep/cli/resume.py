@@ -32,6 +32,6 @@ def run(options: Options) -> int:
         else:
             plan = plan_from_checkpoint(options.folder, options.checkpoint, overrides, trust=options.trust)
         accepts = options.accept_changes and not restarts
-        return replace(plan, recipe=options.with_microbatches(plan.recipe), accept_changes=accepts)
+        return replace(plan, recipe=plan.recipe.with_microbatches(), accept_changes=accepts)
 
     return run_training(options, make_plan)

@@ -75,7 +75,7 @@ class NewRun:
                 require_same_recipe(plan, trusted)
             return plan
         overrides = options.batch_overrides(options.all_overrides, options.size)
-        recipe = options.with_microbatches(load_recipe(options.recipe, overrides))
+        recipe = load_recipe(options.recipe, overrides).with_microbatches()
         if options.per_device_batch_size is not None:
             require_enough_microbatches(recipe.microbatch_count, int(options.size))
         folder = options.runs / (options.name or timed_name(options.runs, Path(options.recipe).stem))

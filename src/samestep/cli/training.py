@@ -13,9 +13,9 @@ from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.cli.external_launcher import run_as_rank
 from samestep.cli.launch_options import FaultOptions, LoaderOptions, requeue_after, slurm_restarts
 from samestep.cli.options import JsonOption, count, names, option, options_of
-from samestep.cli.recipe_options import StrategyOptions, with_microbatches
+from samestep.cli.recipe_options import StrategyOptions
 from samestep.cli.run_plans import RunPlan
-from samestep.config import DEFAULT_CHECKSUM_EVERY, DEFAULT_KEEP, LOGGERS, Recipe, RunOptions
+from samestep.config import DEFAULT_CHECKSUM_EVERY, DEFAULT_KEEP, LOGGERS, RunOptions
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, NonFiniteError
 from samestep.launcher.failure import E_DISK_HANG, RankError
@@ -73,10 +73,6 @@ class TrainingOptions(JsonOption, FaultOptions, CheckOptions, CheckpointOptions,
     def rank_arguments(self, plan: RunPlan) -> tuple[Any, ...]:
         """Return the arguments of the function `train` of the ranks."""
         return plan.recipe, self.run, plan.folder, plan.checkpoint, plan.step, plan.accept_changes
-
-    def with_microbatches(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with a number of microbatches in place of `auto`."""
-        return with_microbatches(recipe)[0]
 
 
 def run_training(options: TrainingOptions, make_plan: Callable[[int], RunPlan]) -> int:

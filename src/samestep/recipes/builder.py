@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from samestep.checkpoint.state import CompleteModel
 from samestep.config import (
     DataConfig,
     NamedConfig,
@@ -51,7 +52,6 @@ from samestep.recipes.training import EpochData
 from samestep.recipes.weights import check_same_weights, load_matching
 from samestep.session import start
 from samestep.strategies.divided_parameters import divided_parameters
-from samestep.strategies.local_parameters import LocalParameters
 from samestep.zoo.model_libraries import find_in_library, torchvision_model, torchvision_names
 from samestep.zoo.options import call, takes, unknown_option
 from samestep.zoo.sample_cache import SampleCache
@@ -208,7 +208,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         world=world,
         recipe=recipe,
         scheduler=scheduler,
-        parameters=divided_parameters(model) or LocalParameters(model),
+        parameters=divided_parameters(model) or CompleteModel(model),
         prepare=splits.prepare,
     )
     info = DatasetInfo(splits.classes, splits.model_options)

@@ -30,7 +30,6 @@ from samestep.recipes.loss import RecipeLoss
 from samestep.recipes.non_finite import non_finite_error
 from samestep.recipes.samples import RecipeBatch, pair_of, parts_of
 from samestep.strategies.divided_parameters import full_tensor
-from samestep.strategies.local_parameters import LocalParameters
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Driver:
         world: World,
         recipe: Recipe,
         scheduler: LRScheduler,
-        parameters: LocalParameters | SavedParameters,
+        parameters: SavedParameters,
         prepare: Callable[[Any], Any] | None = None,
     ) -> None:
         self.model = model

@@ -34,7 +34,6 @@ from samestep.microbatches import Cursor, require_position
 from samestep.recipes.driver import Driver, StepResult
 from samestep.recipes.learning_rate import apply_schedule
 from samestep.recipes.samples import RecipeBatch
-from samestep.strategies.local_parameters import LocalParameters
 from samestep.units import plural
 
 _MAX_SKIPPED_IN_TEXT = 5  # skipped samples in one line of text; the event has all of them
@@ -205,7 +204,7 @@ class Trainer:
         self._timer = StepTimer(WaitClock())
         self._interval = CheckpointInterval(options.max_lost_work)
         self._checkpoint_every = options.checkpoint_every
-        is_whole = isinstance(driver.local_parameters, LocalParameters)  # no checksums of divided parameters
+        is_whole = not driver.local_parameters.is_divided  # no checksums of divided parameters
         self._checksum_every = options.checksum_every if is_whole and "jsonl" in options.loggers else 0
         self._stop = False  # a rank received a stop request, in a step or in an evaluation
         self._evaluation_seconds = 0.0
@@ -371,11 +370,7 @@ class Trainer:
             samples_per_second=round(self._timer.last_speed, 1),
             data_seconds=round(self._timer.last_wait, 6),
         )
-        if (
-            self._checksum_every
-            and isinstance(self._driver.local_parameters, LocalParameters)
-            and result.step % self._checksum_every == 0
-        ):
+        if self._checksum_every and result.step % self._checksum_every == 0:
             self.logger.log_event("checksum", **checksum_event(self._driver, end))
 
     def _end_epoch(self) -> None:

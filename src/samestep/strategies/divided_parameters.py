@@ -104,7 +104,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full value of a tensor without a graph; the tensor itself if it is not divided. A collective."""
     if not is_divided(tensor):
         return tensor
-    from samestep.strategies.local_parameters import Division  # slow to import
+    from samestep.strategies.tensor_division import Division  # slow to import
 
     divided: Any = tensor
     local: torch.Tensor = divided._local_tensor  # private; `to_local` would belong to the graph
@@ -115,7 +115,7 @@ def divided_like(parameter: torch.Tensor, full: torch.Tensor) -> DTensor:
     """Return a full tensor, which every rank has, divided as a parameter; without a graph."""
     from torch.distributed.tensor import DTensor
 
-    from samestep.strategies.local_parameters import Division
+    from samestep.strategies.tensor_division import Division
 
     assert isinstance(parameter, DTensor)
     division = Division.of(parameter)

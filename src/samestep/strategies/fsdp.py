@@ -20,7 +20,7 @@ from samestep.config import StrategyConfig
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.world import World
 from samestep.errors import InputError
-from samestep.strategies.local_parameters import Division
+from samestep.strategies.tensor_division import Division
 
 _MAX_UNITS = 200  # each unit is one message in forward and one in backward
 

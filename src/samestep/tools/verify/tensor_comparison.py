@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from samestep.strategies.local_parameters import Division
+from samestep.strategies.tensor_division import Division
 
 # Smallest scale of a distance, relative to the largest tensor of the same kind. The gradient of a bias before batch
 # norm, for example, is zero except for rounding.

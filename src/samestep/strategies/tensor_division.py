@@ -1,15 +1,9 @@
-"""Parameters of this rank: complete, or the local parts of parameters that are divided among ranks.
-
-In the model, a divided parameter is a DTensor. Everywhere else (optimizer, gradients, averages, checksums) the local
-part is a plain tensor that shares memory with the DTensor.
-"""
+"""Division of one tensor among ranks: its full value, and the local part of a full value."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +12,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from samestep.distributed.devices import is_accelerator
-from samestep.distributed.world import World
 
 
 @dataclass(frozen=True)
@@ -78,61 +71,3 @@ class Division:
         """Return this rank's part of a full tensor, as a view."""
         sizes, offsets = self.bounds()
         return full[tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))]
-
-
-class LocalParameters:
-    """Parameters of a model on this rank.
-
-    Attributes:
-        local: local part of each parameter, by the model's names.
-        is_divided: some parameter is not complete on this rank.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        parameters = dict(model.named_parameters())
-        self._divisions = {name: Division.of(p) for name, p in parameters.items() if isinstance(p, DTensor)}
-        self.local = {name: _local_parameter(parameter) for name, parameter in parameters.items()}
-        self.is_divided = bool(self._divisions)
-
-    def full_tensor(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor of a parameter, or of state with the same shape, on every rank. A collective.
-
-        A tensor with another number of dimensions, such as a step count, is returned unchanged.
-        """
-        division = self._divisions.get(name)
-        if division is None or local.dim() != len(division.shape):
-            return local
-        return division.full_tensor(local)
-
-    def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a full tensor; a tensor of another shape than the parameter is unchanged."""
-        division = self._divisions.get(name)
-        if division is None or full.shape != division.shape:
-            return full
-        return division.local_part(full)
-
-    def position(self, name: str, local: torch.Tensor, world: World) -> tuple[torch.Size, tuple[int, ...]] | None:
-        """Return the shape of the full tensor of a parameter or of its state, and the offsets of this rank's part.
-
-        None if the part counts on another rank. A tensor with another number of dimensions is complete on each rank.
-        """
-        division = self._divisions.get(name)
-        is_divided = division is not None and local.dim() == len(division.shape)
-        axes = division.axes if division is not None and is_divided else ()
-        if any(coordinate for axis, coordinate in world.coordinates.items() if axis not in axes):
-            return None
-        if division is None or not is_divided:
-            return local.shape, (0,) * local.dim()
-        return division.shape, division.bounds()[1]
-
-    def merge_metadata(self, values: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
-        """Return per-parameter values of all ranks; every rank has values of every parameter already."""
-        return values
-
-
-def _local_parameter(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    if not isinstance(parameter, DTensor):
-        return parameter
-    tensor = parameter.detach()
-    assert isinstance(tensor, DTensor)
-    return torch.nn.Parameter(tensor.to_local(), parameter.requires_grad)
