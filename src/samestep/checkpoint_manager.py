@@ -54,7 +54,8 @@ class _PlainLoop:
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, others: tuple[Any, Any]) -> None:
-        self.world, self.steps = init(), 0
+        self.world = init()
+        self.steps = 0
         self.model, self.optimizer = model, optimizer
         self.scheduler, self._scaler = others
         own = set(model.parameters())
@@ -362,7 +363,8 @@ class CheckpointManager:
     def _restore(self, saved: Mapping[str, SavedState]) -> None:
         for name, state in saved.items():
             progress = state.progress
-            self._loops[name].steps, self._best = progress.step, progress.best
+            self._loops[name].steps = progress.step
+            self._best = progress.best
             positions = {key: loader.cursor for key, loader in progress.loaders.items()}
             for key, cursor in (positions or {next(iter(self._loaders)): progress.cursor}).items():
                 loader = self._loaders[key]

@@ -216,7 +216,8 @@ def load_model(
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model.
     """
-    averages, parameters = (AVERAGE,) if averaged else (), parameters or CompleteModel(model)
+    averages = (AVERAGE,) if averaged else ()
+    parameters = parameters or CompleteModel(model)
     with _load_errors(checkpoint):
         state = read_state(checkpoint, MODEL, *averages)
         extra = _decoder(checkpoint, "", parameters)(state.extra)

@@ -94,7 +94,9 @@ def _check(options: Options, recipe: Recipe | None) -> None:
 
 
 def _conditions(options: Options, recipe: Recipe | None) -> Conditions:
-    steps, requires_bits, accuracy = options.steps, None, 0.0
+    steps = options.steps
+    requires_bits = None
+    accuracy = 0.0
     if recipe is not None:
         steps = options.steps or _STEPS
         requires_bits = recipe.step.reduction == "exact" and recipe.strategy.is_exact(recipe.step.tensor_slices)

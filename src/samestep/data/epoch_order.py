@@ -158,7 +158,8 @@ def require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
     Raises:
         InputError: the dataset is iterable only, there is no such order, or two arguments exclude each other.
     """
-    order, orders = arguments["order"], get_args(SampleOrder)
+    order = arguments["order"]
+    orders = get_args(SampleOrder)
     if order not in orders:
         problem = f"order of a loader is {order!r}"
         raise InputError(problem, f"one of {', '.join(orders)}", "leave out order, or order='auto'", code="E_VALUE")

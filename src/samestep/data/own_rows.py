@@ -45,7 +45,9 @@ from samestep.microbatches import microbatch_bounds
 SMALL_BYTES = 64 * 2**10  # of a whole tensor that is gathered at once
 _SLICES = 8  # in which the first batch is collated
 # In place of the hash of shapes in the word of a rank.
-_FAILED, _DREW, _OTHER = -1, -2, -3
+_FAILED = -1
+_DREW = -2
+_OTHER = -3
 _MODES = ("own", "whole", "plain")
 _READ_ALONE = "a batch was not made of its rows"
 
@@ -151,7 +153,8 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
     def __init__(self, loader: DataLoader[Any]) -> None:
         super().__init__(loader)
         # torch would divide the samples of data pipes among the processes of a group.
-        self._world_size, self._rank = 1, 0
+        self._world_size = 1
+        self._rank = 0
         self._dataset: Any
         is_map = self._dataset_kind == _DatasetKind.Map and not isinstance(self._dataset, MapDataPipe)
         self._reads_samples = is_map and self._auto_collation and getattr(loader, "in_order", True)
@@ -192,7 +195,8 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
             repeats = index.repeats
         elif self._counts_repeats:
             repeats = self._counted(indices)
-        ranks, decision = self.state.ranks, self.state.decision
+        ranks = self.state.ranks
+        decision = self.state.decision
         bounds = [(0, len(indices))] if ranks is None else ranks.bounds(len(indices))
         how = "whole" if decision is None else decision.how
         if (

@@ -94,7 +94,8 @@ class WholeBatches:
 
     @cursor.setter
     def cursor(self, cursor: Cursor) -> None:
-        self._cursor, self._begins_at_cursor = cursor, True
+        self._cursor = cursor
+        self._begins_at_cursor = True
 
     def settings_of(self, epoch: int) -> dict[str, int | str]:
         """Return the settings on which the batches of an epoch depend; checkpoints contain them."""
@@ -185,7 +186,8 @@ class WholeBatches:
         generators = self._generators()
         now = [generator.state() for generator in generators]
         if state.leaves_out and self._resumed is not None:
-            self._begin, self._resumed = self._resumed, None
+            self._begin = self._resumed
+            self._resumed = None
             for generator, saved in zip(generators, self._begin, strict=True):
                 generator.set_state(saved)
             iterator = iter(self._loader)

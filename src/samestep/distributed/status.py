@@ -77,7 +77,8 @@ class RankStatus:
         self._lock = threading.Lock()  # communication has a thread of its own
         self._version = 0
         self._is_inside = False
-        self._step_began, self._waited_before = time.monotonic(), 0.0
+        self._step_began = time.monotonic()
+        self._waited_before = 0.0
         self._values: dict[str, Any] = asdict(StatusSnapshot())  # a dataclass costs more per change
         self._waits: list[str] = []
         self._disk_operation = ""
@@ -144,9 +145,11 @@ class RankStatus:
 
     def end_step(self) -> None:
         """Count a step of an optimizer, and the time of this rank's own work since the one before."""
-        now, waited = time.monotonic(), self.waited_seconds
+        now = time.monotonic()
+        waited = self.waited_seconds
         own = now - self._step_began - (waited - self._waited_before)
-        self._step_began, self._waited_before = now, waited
+        self._step_began = now
+        self._waited_before = waited
         self._update(steps=self._values["steps"] + 1, compute_seconds=self._values["compute_seconds"] + own)
 
     def heartbeat(self) -> None:

@@ -241,7 +241,8 @@ def evaluate(
     with start_world(recipe, options) as world:
         built = build(replace(without_pretrained(recipe), ema=None), options, world)
         _require_classes(built.dataset_info.classes, classes)
-        model, is_averaged = built.driver.model, recipe.ema is not None
+        model = built.driver.model
+        is_averaged = recipe.ema is not None
         if checkpoint.is_dir():
             checkpoints.load_model(checkpoint, model, built.driver.local_parameters, averaged=is_averaged)
         else:

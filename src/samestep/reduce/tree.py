@@ -94,8 +94,10 @@ class MicrobatchTree(NamedTuple):  # hashed several times per microbatch
         if not inner:
             return (), ()
         left, right = children(node)
-        (left_nodes, first), (right_nodes, second) = self._plan(left, inner), self._plan(right, inner)
-        nodes, additions = left_nodes + right_nodes, first + second
+        left_nodes, first = self._plan(left, inner)
+        right_nodes, second = self._plan(right, inner)
+        nodes = left_nodes + right_nodes
+        additions = first + second
         operands = tuple(child for child in (left, right) if self.has_samples(child))
         if operands and all(child in nodes for child in operands):
             return (node,), (*additions, (node, operands))
@@ -152,8 +154,10 @@ def _reduce_by_halving(world: World, total: torch.Tensor) -> None:
     current = total
     history: list[tuple[int, torch.Tensor, torch.Tensor]] = []
     for distance in _distances(world):
-        peer, middle = world.rank ^ distance, current.numel() // 2
-        low, high = current[:middle], current[middle:]
+        peer = world.rank ^ distance
+        middle = current.numel() // 2
+        low = current[:middle]
+        high = current[middle:]
         own, other = (high, low) if world.rank & distance else (low, high)
         received = torch.empty_like(own)
         communicate(world, [(other, peer)], [(received, peer)])
@@ -171,7 +175,8 @@ def _distances(world: World) -> list[int]:
 def _reduce_by_slices(
     world: World, tree: MicrobatchTree, subtree_sums: list[torch.Tensor], total: torch.Tensor
 ) -> None:
-    length, size = total.numel(), world.size
+    length = total.numel()
+    size = world.size
     slices = [slice(length * rank // size, length * (rank + 1) // size) for rank in range(size)]
     covers = tree.covers(world.shares)
     own = total[slices[world.rank]]

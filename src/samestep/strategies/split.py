@@ -217,7 +217,8 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: nn.Parameter, split: Split) -> torch.Tensor:
-        ctx.split, ctx.parameter = split, parameter
+        ctx.split = split
+        ctx.parameter = parameter
         return split.full_tensor(parameter, parameter)
 
     @staticmethod

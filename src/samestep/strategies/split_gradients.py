@@ -79,7 +79,8 @@ class _Part:
 
     def _counted(self) -> dict[int, bool]:
         """Return, for each gradient of the module here, whether this rank is the one that counts it."""
-        split, module = self._split(), self._module()
+        split = self._split()
+        module = self._module()
         if split is None or module is None:
             return {}
         gradients = ((parameter, parameter.grad) for parameter in module.parameters())

@@ -63,7 +63,9 @@ class DividedWeight:
     """A divided parameter during a call: an operand of torch's functions in place of the parameter."""
 
     def __init__(self, local: torch.Tensor, place: Place, slicing: Slicing) -> None:
-        self.local, self.place, self.slicing = local, place, slicing
+        self.local = local
+        self.place = place
+        self.slicing = slicing
 
     def parts(self) -> Parts:
         """Return the slices of this rank."""
@@ -112,7 +114,8 @@ def _product(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         bias = None
         if func is functional.linear:
             bias = kwargs.get("bias", *others)
-            others, kwargs = [], {}
+            others = []
+            kwargs = {}
 
     def one(part: torch.Tensor, own: torch.Tensor, own_bias: torch.Tensor | None = None) -> torch.Tensor:
         result: torch.Tensor
@@ -159,7 +162,9 @@ class _Attention:
 
     def __init__(self, name: str, module: nn.Module, places: Sequence[Place], slicing: Slicing) -> None:
         self.module = module
-        self._name, self._places, self._slicing = name, places, slicing
+        self._name = name
+        self._places = places
+        self._slicing = slicing
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the module, with divided tensors in place of tensors."""
@@ -207,8 +212,12 @@ class _HeadDropout(TorchFunctionMode):
 
     def __init__(self, name: str, heads: int, slicing: Slicing, masks: list[Parts], number: int) -> None:
         super().__init__()
-        self._name, self._heads, self._slicing = name, heads, slicing
-        self._masks, self._number, self._calls = masks, number, 0
+        self._name = name
+        self._heads = heads
+        self._slicing = slicing
+        self._masks = masks
+        self._number = number
+        self._calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -40,7 +40,8 @@ class Division:
 
         The process would end: https://github.com/pytorch/pytorch/issues/152645.
         """
-        mesh, device = self.mesh, torch.device(self.mesh.device_type)
+        mesh = self.mesh
+        device = torch.device(self.mesh.device_type)
         groups = mesh.get_all_groups()
         if not is_accelerator(device) or groups[0]._get_backend(device).name() != "gloo":
             return mesh

@@ -275,7 +275,8 @@ class _Method:
     """A method of tensors for divided ones. Function modes see its calls, and take it for the method itself."""
 
     def __init__(self, method: Any) -> None:
-        self._method, self.__name__ = method, method.__name__
+        self._method = method
+        self.__name__ = method.__name__
 
     def __hash__(self) -> int:
         return hash(self._method)

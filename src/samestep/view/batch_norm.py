@@ -234,7 +234,8 @@ def _fast_gradients(ctx: Any, gradients: Sequence[Tensor]) -> list[tuple[Tensor 
     slices = []
     messages = []
     for (inputs, weight, _), gradient in zip(_by_slice(tensors), gradients, strict=True):
-        data, slope = inputs.to(kind), gradient.to(kind)
+        data = inputs.to(kind)
+        slope = gradient.to(kind)
         by_weight = by_bias = torch.zeros_like(mean)
         if data.numel():  # sums of dy * xhat and of dy: the affine gradients of torch's backward in evaluation
             _, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(

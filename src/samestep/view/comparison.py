@@ -74,7 +74,8 @@ def _same_leaf(whole: Any, divided: Any, tolerance: float) -> bool:
     if isinstance(whole, float | complex | numpy.ndarray | numpy.generic):
         if isinstance(whole, numpy.ndarray) and whole.dtype == object:
             return False
-        whole, divided = torch.tensor(whole), torch.tensor(divided)
+        whole = torch.tensor(whole)
+        divided = torch.tensor(divided)
     if isinstance(whole, torch.Tensor):
         return close(whole, divided, tolerance * largest([whole]))
     return bool(whole == divided)

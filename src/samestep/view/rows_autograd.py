@@ -93,7 +93,8 @@ def _grad(function: Function, arguments: Sequence[Any], options: Mapping[str, An
     values = {**dict(zip(names, arguments, strict=False)), **options}
     if values.get("is_grads_batched"):
         return NotImplemented
-    outputs, inputs = _listed(values.pop("outputs")), _listed(values.pop("inputs"))
+    outputs = _listed(values.pop("outputs"))
+    inputs = _listed(values.pop("inputs"))
     seeds = _listed(values.pop("grad_outputs", None))
     if len(seeds) != len(outputs):
         seeds = [None] * len(outputs)

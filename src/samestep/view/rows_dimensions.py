@@ -98,7 +98,8 @@ def index_select(function: Function, arguments: Sequence[Any], options: Mapping[
 
 def reshaped(rows: Rows, function: Function, shape: Sequence[int]) -> Any:
     """Return Rows in another shape, of which each row of the batch keeps equally many rows."""
-    own, bounds = own_rows(rows), rows._rows_bounds
+    own = own_rows(rows)
+    bounds = rows._rows_bounds
     sizes = [int(size) for size in shape]
     batch = bounds.slices.bounds[-1][1]
     elements = bounds.rows * math.prod(own.shape[1:])
@@ -126,7 +127,8 @@ def reshape(function: Function, arguments: Sequence[Any], options: Mapping[str, 
     """`view` and `reshape`."""
     if options or len(arguments) < 2 or isinstance(arguments[1], torch.dtype):
         return NotImplemented
-    rows, shape = arguments[0], arguments[1:]
+    rows = arguments[0]
+    shape = arguments[1:]
     if isinstance(shape[0], tuple | list):
         shape = shape[0]
     return reshaped(rows, Tensor.view if function is Tensor.view else Tensor.reshape, shape)
@@ -144,7 +146,8 @@ def flatten(function: Function, arguments: Sequence[Any], options: Mapping[str, 
     shape = list(arguments[0].shape)
     start = argument_of(arguments, options, 1, "start_dim") or 0
     end = argument_of(arguments, options, 2, "end_dim")
-    first, last = start % len(shape), (-1 if end is None else end) % len(shape)
+    first = start % len(shape)
+    last = (-1 if end is None else end) % len(shape)
     return reshaped(
         arguments[0], Tensor.reshape, [*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :]]
     )
@@ -211,7 +214,8 @@ def expand(function: Function, arguments: Sequence[Any], options: Mapping[str, A
     """Expand inner dimensions."""
     if options or type(arguments[0]) is not Rows or len(arguments) < 2:
         return NotImplemented
-    rows, sizes = arguments[0], arguments[1:]
+    rows = arguments[0]
+    sizes = arguments[1:]
     if function is Tensor.expand_as:
         sizes = (tuple(arguments[1].shape),)
     if isinstance(sizes[0], tuple | list):

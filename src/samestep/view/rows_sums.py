@@ -218,7 +218,8 @@ def _reduced_loss(
     options["reduction"] = "none" if is_half else "sum"  # a sum of halves may overflow where their mean does not
     part = function(*own, **options)
     if is_half:
-        dtype, part = part.dtype, part.sum(dtype=torch.float32)
+        dtype = part.dtype
+        part = part.sum(dtype=torch.float32)
     if isinstance(number, Tensor):
         summed, number = total(part, bounds, number)
     else:

@@ -233,13 +233,15 @@ class Memory:
     def _view(self, rows: Rows) -> torch.Tensor:
         """Return the memory of all rows in the form of a tensor that is a view of it."""
         assert self._all is not None
-        own, bounds = rows._rows_own, rows._rows_bounds
+        own = rows._rows_own
+        bounds = rows._rows_bounds
         stride = self._stride * self.bounds.factor // bounds.factor
         first = self._offset
         if _is_inside(own, self._all):
             first = bounds.start * stride
         offset = own.storage_offset() - first
-        shape, strides = (bounds.rows, *own.shape[1:]), (stride, *own.stride()[1:])
+        shape = (bounds.rows, *own.shape[1:])
+        strides = (stride, *own.stride()[1:])
         if offset == 0 and shape == self._all.shape and strides == self._all.stride():
             return self._all
         return self._all.as_strided(shape, strides, offset)

@@ -156,7 +156,8 @@ class Received(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, links: Links, peer: int, message: Message, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the tensors; `anchor` requires a gradient, so that they do."""
-        ctx.links, ctx.peer = links, peer
+        ctx.links = links
+        ctx.peer = peer
         ctx.set_materialize_grads(False)
         tensors = zip(message.tensors, message.have_gradients, strict=True)
         ctx.mark_non_differentiable(*[tensor for tensor, needs in tensors if not needs])
@@ -179,7 +180,8 @@ class Sent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, links: Links, peer: int, *tensors: torch.Tensor) -> torch.Tensor:
         """Return a scalar that stands for what other ranks compute from the tensors."""
-        ctx.links, ctx.peer = links, peer
+        ctx.links = links
+        ctx.peer = peer
         return torch.zeros((), device=links.world.device)
 
     @staticmethod
@@ -204,7 +206,9 @@ class Outputs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         """Return the outputs, of which the first `own` have a graph here; tokens follow the outputs."""
         count = len(needs)
-        ctx.begin, ctx.own, ctx.outputs = begin, own, count
+        ctx.begin = begin
+        ctx.own = own
+        ctx.outputs = count
         ctx.tokens = [tensor.device for tensor in tensors[count:]]
         ctx.set_materialize_grads(False)
         outputs = tuple(tensor.view_as(tensor) for tensor in tensors[:count])
@@ -228,8 +232,11 @@ class Shared(torch.autograd.Function):
         ctx: Any, links: Links, ranks: Sequence[int], weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weight, and a token that has a gradient in each backward of the call."""
-        ctx.links, ctx.ranks = links, ranks
-        ctx.shape, ctx.dtype, ctx.device = weight.shape, weight.dtype, weight.device
+        ctx.links = links
+        ctx.ranks = ranks
+        ctx.shape = weight.shape
+        ctx.dtype = weight.dtype
+        ctx.device = weight.device
         ctx.set_materialize_grads(False)
         return weight.detach(), torch.zeros((), device=weight.device)
 

@@ -47,7 +47,8 @@ class GraphExecutor(fx.Interpreter):
     def __call__(self, *args: Any) -> Any:
         """Return the output of the graph for the values of its placeholders, in order."""
         run = copy.copy(self)  # slices of a call take turns in threads
-        run.env, run.args_iter = {}, iter(args)
+        run.env = {}
+        run.args_iter = iter(args)
         # Not `run`, which starts a thread of tqdm, changes the messages of errors and keeps inputs and outputs alive.
         for node in self.graph.nodes:
             output = run.env[node] = run.run_node(node)
@@ -112,7 +113,8 @@ class Stage:
     """
 
     def __init__(self, module: nn.Module, config: StrategyConfig, world: World, begin: Callable[[], None]) -> None:
-        self.number, self.count = world.rank, world.size
+        self.number = world.rank
+        self.count = world.size
         self.partition: Partition = partition_model(module, config.stages, world.size)
         if self.partition.count != world.size:
             raise stage_error(
@@ -121,7 +123,8 @@ class Stage:
                 fix=f"--mesh pipeline={self.partition.count}, or name {world.size - 1} modules in strategy.stages",
             )
         self.links = Links(world)
-        self._module, self._begin = module, begin
+        self._module = module
+        self._begin = begin
         self._executors = {
             (training, stage): GraphExecutor(module, graph)
             for training, graphs in self.partition.graphs.items()
@@ -210,7 +213,8 @@ class Stage:
             try:
                 later.values = self._compute(received, args, kwargs)
             except Exception as error:  # boundary: raised in `outputs`; other stages wait for a message
-                later.has_failed, later.error = True, error
+                later.has_failed = True
+                later.error = error
         if later.operations is not None:
             later.numbers += map(repr, later.operations.numbers)
         if self.number < self.count - 1:
@@ -293,7 +297,8 @@ class Stage:
         Raises:
             Exception: a stage failed.
         """
-        world, last = self.links.world, self.count - 1
+        world = self.links.world
+        last = self.count - 1
         if self.number == last:
             message = _of_result(later)
             self.links.send(message, [rank for rank in range(world.size) if rank != last])

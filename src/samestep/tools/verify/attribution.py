@@ -60,7 +60,9 @@ class Attribution:
 
     def __init__(self, runner: TrialRunner, reference: Record, other: Record, tolerance: Tolerance | None) -> None:
         self._runner, self._reference, self._other = runner, reference, other
-        self._one, self._many, self._tolerance = reference.processes, other.processes, tolerance
+        self._one = reference.processes
+        self._many = other.processes
+        self._tolerance = tolerance
 
     def find(self, first: Difference | None) -> Finding:
         """Return the cause of the first difference; None stands for a failure before one."""

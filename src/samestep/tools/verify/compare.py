@@ -201,9 +201,11 @@ def compare(
     for number in sorted({*reference.steps, *other.steps}):
         comparer = _Comparer(result, weights, tolerance, number)
         if number in reference.steps and number in other.steps:
-            one, actual = reference.steps[number][0], other.steps[number][0]
+            one = reference.steps[number][0]
+            actual = other.steps[number][0]
             if number == other.resumed_at:  # it may have evaluated before the kill
-                one, actual = _without_evaluation(one), _without_evaluation(actual)
+                one = _without_evaluation(one)
+                actual = _without_evaluation(actual)
             comparer.compare_steps(one, actual)
         elif other.failure is None or number not in reference.steps:
             comparer.add("steps", detail="missing" if number in reference.steps else "absent from the reference")
@@ -265,7 +267,9 @@ class _Comparer:
 
     def __init__(self, result: Comparison, weights: Collection[str], tolerance: Tolerance | None, step: int) -> None:
         self._result, self._compared = result, result.compared
-        self._weights, self._tolerance, self._step = weights, tolerance, step
+        self._weights = weights
+        self._tolerance = tolerance
+        self._step = step
 
     def add(self, stage: str, distance: float | None = None, **fields: Any) -> None:
         """Add a difference, which fails unless its distance is measured and within the tolerance."""
@@ -370,7 +374,8 @@ class _Comparer:
         self, stage: str, one: Note, other: Note, distances: Mapping[str, float], ranks: tuple[int, int] | None = None
     ) -> None:
         """Compare tensors by hashes; `distances` has the distances of those that differ, if they were measured."""
-        digests, other_digests = one[stage] or {}, other[stage] or {}
+        digests = one[stage] or {}
+        other_digests = other[stage] or {}
         if stage == "before" and not (digests and other_digests):
             return
         for name in sorted({*digests, *other_digests}):

@@ -50,7 +50,8 @@ class ModelInterventions:
     """
 
     def __init__(self, interventions: Interventions, accuracy: float) -> None:
-        self._interventions, self._accuracy = interventions, accuracy
+        self._interventions = interventions
+        self._accuracy = accuracy
         self._generator = torch.Generator().manual_seed(_PERTURBATION_SEED)  # the script's streams stay as they are
         self._unperturbed: dict[torch.Tensor, torch.Tensor] = {}  # values of parameters until the step
 

@@ -47,7 +47,10 @@ class Observer:
     """
 
     def __init__(self, trial: Trial, rank: int, size: int, file: TextIO, *, ends_script: bool) -> None:
-        self._trial, self._rank, self._size, self._file = trial, rank, size, file
+        self._trial = trial
+        self._rank = rank
+        self._size = size
+        self._file = file
         self._most_steps = trial.steps if ends_script else None
         self._interventions = ModelInterventions(trial.interventions, trial.accuracy)
         self._tensors = StepTensors(trial.folder, trial.reference, keeps=rank == 0)

@@ -76,7 +76,9 @@ def _distance(text: str, repeated: str, other: str, *, is_exact: bool) -> float:
     """Return the relative distance of two printed numbers, without what two equal runs differ by; 0 if equal."""
     if text == other:
         return 0.0
-    value, again, actual = float(text), float(repeated), float(other)
+    value = float(text)
+    again = float(repeated)
+    actual = float(other)
     varies = abs(value - again)
     if is_exact:
         return 0.0 if varies else 1.0

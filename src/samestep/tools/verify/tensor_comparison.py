@@ -114,7 +114,9 @@ class StepTensors:
     """
 
     def __init__(self, folder: Path, reference: Path | None, *, keeps: bool = True) -> None:
-        self._folder, self._reference, self._keeps = folder / "tensors", reference, keeps
+        self._folder = folder / "tensors"
+        self._reference = reference
+        self._keeps = keeps
         self._tensors: dict[str, torch.Tensor] = {}
         self._rounded: dict[str, torch.Tensor] = {}  # elements whose gradient was accurate to rounding only, by name
 
@@ -154,7 +156,8 @@ class StepTensors:
         for key, expected in gradients.items():
             gradient = tensors.get(key)
             if gradient is not None and expected.shape == gradient.shape:
-                size, difference = expected.double().abs(), (gradient.double() - expected.double()).abs()
+                size = expected.double().abs()
+                difference = (gradient.double() - expected.double()).abs()
                 accuracy = torch.finfo(gradient.dtype).eps ** 0.5
                 rounded = (size < small) & (difference > accuracy * size)
                 name = key.partition("/")[2]

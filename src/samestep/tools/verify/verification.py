@@ -90,7 +90,8 @@ def verify(
 
 def _run_reference(runner: TrialRunner, processes: int) -> Record:
     reference = runner.run(processes)
-    failure, name = reference.failure, runner.subject.name
+    failure = reference.failure
+    name = runner.subject.name
     has_own_group = failure is not None and failure.code == "E_LAUNCH"
     if failure is not None and not has_own_group:
         raise RankError(failure)

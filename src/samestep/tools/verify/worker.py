@@ -64,7 +64,8 @@ def _run_recipe(recipe: Recipe, trial: Trial) -> None:
     options = RunOptions(device=trial.device, workers=0)
     with start_world(recipe, options) as world:
         built = build(recipe, options, world)
-        driver, train = built.driver, built.train.batches
+        driver = built.driver
+        train = built.train.batches
         checkpoints = CheckpointFolder(trial.scratch)
         if trial.killed is not None and checkpoints.steps():
             checkpoint = checkpoints.find("last")
