@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import samestep
-from helpers.forked_ranks import Job, run_jobs
+from helpers.compared_calls import results_of_ranks
 from samestep.errors import InputError
 from samestep.global_view import _require_arguments, no_sync, parallel_module
 from samestep.view.ranks import require_microbatches
@@ -29,8 +29,7 @@ NAMES = [
 
 @pytest.fixture(scope="module", params=[pytest.param(3, marks=pytest.mark.slow), 4])
 def results(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
-    (found,) = run_jobs("workers.view_calls", Job("run", request.param, {"names": NAMES}), timeout=400)
-    return found
+    return results_of_ranks(request.param, NAMES)
 
 
 EXPECTED: dict[str, list[Any]] = {

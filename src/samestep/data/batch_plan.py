@@ -137,14 +137,14 @@ def leaves_of(data: Any, plan: Plan) -> list[tuple[Leaf, Any]]:
     Raises:
         OtherStructure: the batch is not of the structure of the plan.
     """
-    found: list[tuple[Leaf, Any]] = []
+    leaves: list[tuple[Leaf, Any]] = []
 
     def add(value: Any, leaf: Leaf) -> Any:
-        found.append((leaf, value))
+        leaves.append((leaf, value))
         return value
 
     rebuilt(data, plan, add)
-    return found
+    return leaves
 
 
 def rebuilt(data: Any, plan: Plan, replace: Callable[[Any, Leaf], Any]) -> Any:
@@ -181,7 +181,7 @@ def shapes_of(leaves: Sequence[tuple[Leaf, Any]], samples: int) -> int:
         samples: number of own samples.
 
     Raises:
-        OtherStructure: a leaf is not what the plan expects.
+        OtherStructure: a leaf differs from that of the plan.
     """
     facts: list[Any] = []
     for leaf, value in leaves:

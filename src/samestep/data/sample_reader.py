@@ -101,7 +101,7 @@ class _Samples(NamedTuple):
 
 
 class SampleReader(Dataset[Any]):
-    """Data set of torch's fetcher in place of the script's: it reads and collates what a request asks for.
+    """Data set of torch's fetcher in place of the script's: it reads and collates the samples of a request.
 
     Args:
         dataset: the script's data set.

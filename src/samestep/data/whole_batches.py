@@ -121,7 +121,7 @@ class WholeBatches:
         return {} if self._begin is None else {"begin": self._begin}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; assign the cursor too."""
+        """Restore a state of `state_dict`; assign the cursor too."""
         self._resumed = state.get("begin")
 
     @property

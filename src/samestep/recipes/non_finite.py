@@ -39,9 +39,9 @@ def non_finite_error(
         is_loss_finite: whether the loss is finite, and a gradient is not.
     """
     bad = [name for name, p in parameters.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
-    found = _bad_samples(driver, data, samples, list(parameters.values()), checks_gradients=is_loss_finite)
-    source = _listed("sample", found)
-    if not found:
+    bad_samples = _bad_samples(driver, data, samples, list(parameters.values()), checks_gradients=is_loss_finite)
+    source = _listed("sample", bad_samples)
+    if not bad_samples:
         source = f"none of the {len(samples)} samples alone"
     subject = "the loss"
     if is_loss_finite:

@@ -36,7 +36,7 @@ class Reduction(Protocol):
         ...
 
     def start(self, sums: Mapping[Node, torch.Tensor]) -> Any:
-        """Start to sum over ranks what `merge` returned, and return the work. All ranks start in one order."""
+        """Start to sum the result of `merge` over ranks, and return the work. All ranks start in one order."""
         ...
 
     def wait(self, work: Any) -> torch.Tensor:

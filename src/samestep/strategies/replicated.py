@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
+from torch import nn
 
 from samestep.view.call import Call
 from samestep.view.hub import Hub
 from samestep.view.strategy import Strategy
 
 
-class Replicated(Strategy):
-    """Complete parameters on every rank."""
+class HubStrategy(Strategy):
+    """Strategy with one hub, which sums the gradients of the parameters of this rank."""
 
     _hub: Hub | None = None
     _is_deferred = False
@@ -26,14 +29,11 @@ class Replicated(Strategy):
         if self._hub is not None:
             self._hub.is_deferred = value
 
-    def parameters(self, call: Call) -> Hub | None:
-        """Return the hub of the present parameters, or None without gradients."""
-        if not torch.is_grad_enabled():
-            return None
-        own = call.parameters()
+    def hub(self, call: Call, own: Sequence[nn.Parameter], before_reduction: Callable[[], None]) -> Hub:
+        """Return the hub of the present parameters of this rank."""
         if self._hub is None or not self._hub.is_current(own):
             self.require_no_pending()
-            self._hub = Hub(call.module, own, self.reduction, self._before_reduction)
+            self._hub = Hub(call.module, own, self.reduction, before_reduction)
             self._hub.is_deferred = self._is_deferred
         return self._hub
 
@@ -41,3 +41,13 @@ class Replicated(Strategy):
         """Require that the gradients of all backwards were summed."""
         if self._hub is not None:
             self._hub.require_no_pending()
+
+
+class Replicated(HubStrategy):
+    """Complete parameters on every rank."""
+
+    def parameters(self, call: Call) -> Hub | None:
+        """Return the hub of the present parameters, or None without gradients."""
+        if not torch.is_grad_enabled():
+            return None
+        return self.hub(call, call.parameters(), self._before_reduction)

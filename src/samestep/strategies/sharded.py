@@ -382,8 +382,8 @@ class _ShardedParameters(CallParameters):
         root = self._units[0]
 
         def computed(*arguments: Any, **options: Any) -> Any:
-            given, named = root.before(self._module, arguments, options)
-            return root.after(self._module, given, forward(*given, **named))
+            positional, named = root.before(self._module, arguments, options)
+            return root.after(self._module, positional, forward(*positional, **named))
 
         return computed
 

@@ -21,6 +21,7 @@ from samestep.errors import InputError
 from samestep.reduce.fast import FastReduction
 from samestep.reduce.reduction import Reduction
 from samestep.strategies.pipeline.stage import Later, Stage
+from samestep.strategies.replicated import HubStrategy
 from samestep.strategies.split_gradients import combined, share_norms
 from samestep.strategies.tensor import Place, TensorParallel
 from samestep.strategies.tensor_slices import Slicing, checked_forward
@@ -28,10 +29,10 @@ from samestep.view.call import Call
 from samestep.view.hub import Hub
 from samestep.view.ranks import Ranks
 from samestep.view.slots import Entry, ParameterSlots, replaced
-from samestep.view.strategy import CallParameters, Strategy
+from samestep.view.strategy import CallParameters
 
 
-class Split(Strategy):
+class Split(HubStrategy):
     """A tensor axis, a pipeline axis, or both, and replicas of these groups of ranks (`tp`, `pp`, `ddp` with a mesh).
 
     Args:
@@ -44,8 +45,6 @@ class Split(Strategy):
     """
 
     splits_module = True
-    _hub: Hub | None = None
-    _is_deferred = False
 
     def __init__(
         self,
@@ -67,17 +66,6 @@ class Split(Strategy):
         self._stage: Stage | None = None
         self._tensor: TensorParallel | None = None
         self._places: dict[nn.Parameter, Place] = {}
-
-    @property
-    def is_deferred(self) -> bool:
-        """Whether gradients are kept for a later backward."""
-        return self._is_deferred
-
-    @is_deferred.setter
-    def is_deferred(self, value: bool) -> None:
-        self._is_deferred = value
-        if self._hub is not None:
-            self._hub.is_deferred = value
 
     def of_copy(self) -> Split:
         """Return a strategy for a copy of the module, which is not prepared yet."""
@@ -143,23 +131,14 @@ class Split(Strategy):
         hub: Hub | None = None
         if torch.is_grad_enabled():
             own = [parameter for parameter in call.parameters() if self._is_own(parameter)]
-            if self._hub is None or not self._hub.is_current(own):
-                self.require_no_pending()
-                before = self._before_reduction
-                if self._stage is not None:
-                    before = _nothing  # stages reach their sums one after another: the word is sent at the beginning
-                self._hub = Hub(call.module, own, self.reduction, before)
-                self._hub.is_deferred = self._is_deferred
-            hub = self._hub
+            before = self._before_reduction
+            if self._stage is not None:
+                before = _nothing  # stages reach their sums one after another: the word is sent at the beginning
+            hub = self.hub(call, own, before)
         return _SplitParameters(hub, self._stage, self._tensor)
 
     def _is_own(self, parameter: nn.Parameter) -> bool:
         return self._stage is None or self._stage.number in self._stage.users[parameter]
-
-    def require_no_pending(self) -> None:
-        """Require that the gradients of all backwards were summed."""
-        if self._hub is not None:
-            self._hub.require_no_pending()
 
     def forward_of_trial(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function that a trial computes: the stages one after another, if there is a pipeline."""

@@ -300,7 +300,7 @@ class TensorParallel:
 
     @contextmanager
     def divided_weights(self) -> Iterator[None]:
-        """Let the module compute with the local parameters, or what stands in their places, during the block."""
+        """Let the module compute with the local parameters, or the tensors in their places, during the block."""
         replaced = []
         for place in self.places:
             value = place.module._parameters[place.key]

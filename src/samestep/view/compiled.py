@@ -58,7 +58,7 @@ def with_compiler(compiler: Any, function: Callable[..., Any]) -> Callable[..., 
         return function
 
     def traced(*arguments: Any, **options: Any) -> Any:
-        # The compiler skips frames of torch.nn, such as the forward of `Sequential`, but not what they inline.
+        # The compiler skips frames of torch.nn, such as the forward of `Sequential`, but not inlined frames.
         return function(*arguments, **options)
 
     def compiled(*arguments: Any, **options: Any) -> Any:

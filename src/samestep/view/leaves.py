@@ -96,8 +96,8 @@ def is_held_elsewhere(value: Any) -> bool:
 
 def below(value: Any) -> list[torch.Tensor]:
     """Return the tensors in a value, in containers and attributes of objects, without those of modules and code."""
-    found = [held for item in _containers_below(value) for held in (item, *_held_by(item))]
-    return list({id(tensor): tensor for tensor in found if isinstance(tensor, torch.Tensor)}.values())
+    items = [held for item in _containers_below(value) for held in (item, *_held_by(item))]
+    return list({id(tensor): tensor for tensor in items if isinstance(tensor, torch.Tensor)}.values())
 
 
 def _containers_below(value: Any) -> list[Any]:

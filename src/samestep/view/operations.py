@@ -199,7 +199,7 @@ class Operations(TorchFunctionMode):
             if kind is bool or (kind is str and ":" not in value):  # "cuda:1" is the device of one rank
                 self.functions.append(value)
             elif kind is float:
-                self.functions.append(value == 0)  # hides what it multiplies
+                self.functions.append(value == 0)  # hides its factor
             elif has_dimensions:  # integers of other functions can be numbers of rows
                 if kind is int:
                     self.functions.append(value)

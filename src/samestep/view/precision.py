@@ -1,4 +1,4 @@
-"""One floating-point precision for all operations of a call, whatever precision its code asks for."""
+"""One floating-point precision for all operations of a call, independent of the conversions in its code."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ class ModuleState:
     def tensors(self) -> list[torch.Tensor]:
         """Return the plain tensors without a graph among the attributes and items, each once."""
         items = (item for _, content in self._contents for item in _items(content))
-        found = {id(item): item for item in items if type(item) is torch.Tensor and not item.requires_grad}
-        return list(found.values())
+        tensors = {id(item): item for item in items if type(item) is torch.Tensor and not item.requires_grad}
+        return list(tensors.values())
 
     def has_changed(self) -> bool:
         """Whether an attribute or item has been added, removed or replaced."""
@@ -100,8 +100,8 @@ class ModuleState:
                 container.extend(content)
 
 
-def _with_copies(found: Sequence[Container]) -> list[tuple[Any, Any]]:
-    return [(one, dict(one) if isinstance(one, dict) else list(one)) for one in found]
+def _with_copies(containers: Sequence[Container]) -> list[tuple[Any, Any]]:
+    return [(one, dict(one) if isinstance(one, dict) else list(one)) for one in containers]
 
 
 def _items(container: Any) -> Iterable[Any]:

@@ -198,7 +198,7 @@ class Snapshot:
         return self.changes(by_value=False) != Written()
 
     def values(self) -> list[Any]:
-        """Return what the call has written and the state of the generators it uses, as values with a text.
+        """Return the values written by the call and the states of its generators, as values with a text.
 
         They are equal in all slices if the state after the call is that of a whole call.
         """

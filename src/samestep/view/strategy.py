@@ -88,7 +88,7 @@ class CallParameters(ABC):
         return gradients
 
     def leave(self, exchange: CallExchange, device: torch.device) -> None:
-        """Leave the call after a failure of the own rows: take part in what the other ranks wait for.
+        """Leave the call after a failure of the own rows: take part in the messages that the other ranks wait for.
 
         Args:
             exchange: exchange of the call.

@@ -1,6 +1,6 @@
 """Switches of a forward: plain values on which a verdict depends, in attributes, closures, globals and classes.
 
-A factor of zero hides what it multiplies, and the same operations join samples or not along other dimensions. So bools,
+A factor of zero hides the other factor, and the same operations join samples or not along other dimensions. So bools,
 strings and whether numbers are zero belong to the kind of a call; `exact` values are facts that modules share.
 """
 

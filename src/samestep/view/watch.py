@@ -204,7 +204,7 @@ class _Recorder:
     def observe(
         self, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any], compute: Compute
     ) -> Any:
-        """Compute an operation and note what it does with values of rows."""
+        """Compute an operation and note its use of values of rows."""
         self._note_function(function, options)
         tensors = list(_tensors((arguments, options)))
         taints = {id(tensor): self._taint_of(tensor) for tensor in tensors}

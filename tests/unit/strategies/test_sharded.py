@@ -6,29 +6,10 @@ from typing import Any
 import pytest
 
 import samestep
+from helpers.compared_calls import COMPARED, SEVERAL, TOLERANCE, require_forms, require_gradients, results_of_ranks
 from helpers.forked_ranks import Job, run_jobs
 from workers import sharded_state
 
-TOLERANCE = 1e-12
-# Divided calls at least, and calls after the trial that are whole.
-COMPARED = {
-    "several_calls": (11, 0),
-    "parameters_used_outside": (3, 0),
-    "frozen_parts": (3, 0),
-    "absent_gradients": (3, 0),
-    "graph_kept": (3, 0),
-    "gradients_of_some_parameters": (19, 0),
-    "gradient_penalty": (3, 0),
-    "squares_of_gradients": (3, 0),
-    "hooks_of_parameters": (7, 0),
-    "layouts_and_dtypes": (3, 0),
-    "tied_and_recurrent": (3, 0),
-    "random_layers": (3, 0),
-}
-SEVERAL = {
-    "checkpointing": 2,
-    "accumulation": 4,
-}
 LAYOUTS = [
     pytest.param((2, "fsdp", 1)),
     pytest.param((3, "fsdp", 1), marks=pytest.mark.slow),
@@ -40,29 +21,17 @@ LAYOUTS = [
 def results(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     ranks, strategy, replicate = request.param
     names = [*COMPARED, *SEVERAL, "a_row_that_fails"]
-    job = Job("run", ranks, {"names": names, "strategy": strategy, "replicate": replicate})
-    (found,) = run_jobs("workers.view_calls", job, timeout=400)
-    return found
+    return results_of_ranks(ranks, names, strategy=strategy, replicate=replicate)
 
 
 @pytest.mark.parametrize("name", COMPARED)
 def test_gradients_are_those_of_the_plain_loop(results: dict[str, list[Any]], name: str) -> None:
-    least, whole = COMPARED[name]
-    for found in results[name]:
-        assert isinstance(found, list), found
-        assert found[0] <= TOLERANCE
-        assert found[1] >= least
-        assert found[2] == whole
+    require_gradients(results[name], *COMPARED[name])
 
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_variants_have_the_gradients_of_the_plain_loop(results: dict[str, list[Any]], name: str) -> None:
-    for found in results[name]:
-        assert isinstance(found, list), found
-        assert len(found) == SEVERAL[name]
-        for deviation, divided, whole in found:
-            assert deviation <= TOLERANCE
-            assert (divided > 2, whole) == (True, 0)
+    require_forms(results[name], SEVERAL[name], divided=3)
 
 
 def test_a_row_that_fails_ends_no_rank(results: dict[str, list[Any]]) -> None:

@@ -4,33 +4,16 @@ from typing import Any
 
 import pytest
 
-from helpers.forked_ranks import Job, run_jobs
+from helpers.compared_calls import COMPARED, SEVERAL, TOLERANCE, require_forms, require_gradients, results_of_ranks
 
-TOLERANCE = 1e-12
-# Divided calls at least, and calls after the trial that are whole.
-COMPARED = {
-    "several_calls": (11, 0),
-    "parameters_used_outside": (3, 0),
-    "frozen_parts": (3, 0),
-    "absent_gradients": (3, 0),
-    "graph_kept": (3, 0),
-    "gradients_of_some_parameters": (19, 0),
-    "gradient_penalty": (3, 0),
-    "squares_of_gradients": (3, 0),
-    "hooks_of_parameters": (7, 0),
-    "layouts_and_dtypes": (3, 0),
-    "tied_and_recurrent": (3, 0),
-    "random_layers": (3, 0),
+# Of replicas, besides the checks of all strategies.
+REPLICATED = COMPARED | {
     "unused_parameters_with_no_sync": (11, 0),
     "gradients_zeroed_in_place_before_no_sync": (11, 0),
     "changed_module": (9, 0),
     "renamed_parameter": (3, 3),
 }
-SEVERAL = {
-    "checkpointing": 2,
-    "accumulation": 4,
-    "zeroed_inside_of_no_sync": 2,
-}
+FORMS = SEVERAL | {"zeroed_inside_of_no_sync": 2}
 OTHERS = [
     "gradients_of_inputs_start_no_sum",
     "gradients_are_buckets",
@@ -44,30 +27,17 @@ OTHERS = [
 
 @pytest.fixture(scope="module", params=[pytest.param(3, marks=pytest.mark.slow), 4])
 def results(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
-    job = Job("run", request.param, {"names": [*COMPARED, *SEVERAL, *OTHERS]})
-    (found,) = run_jobs("workers.view_calls", job, timeout=400)
-    return found
+    return results_of_ranks(request.param, [*REPLICATED, *FORMS, *OTHERS])
 
 
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", REPLICATED)
 def test_gradients_are_those_of_the_plain_loop(results: dict[str, list[Any]], name: str) -> None:
-    least, whole = COMPARED[name]
-    for found in results[name]:
-        assert isinstance(found, list), found
-        assert found[0] <= TOLERANCE
-        assert found[1] >= least
-        assert found[2] == whole
+    require_gradients(results[name], *REPLICATED[name])
 
 
-@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("name", FORMS)
 def test_gradients_of_each_form_are_those_of_the_plain_loop(results: dict[str, list[Any]], name: str) -> None:
-    for found in results[name]:
-        assert isinstance(found, list), found
-        assert len(found) == SEVERAL[name]
-        for difference, divided, whole in found:
-            assert difference <= TOLERANCE
-            assert divided >= 6
-            assert whole == 0
+    require_forms(results[name], FORMS[name], divided=6)
 
 
 def test_gradients_of_inputs_start_no_sum(results: dict[str, list[Any]]) -> None:

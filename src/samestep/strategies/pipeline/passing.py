@@ -179,7 +179,7 @@ class Sent(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, links: Links, peer: int, *tensors: torch.Tensor) -> torch.Tensor:
-        """Return a scalar that stands for what other ranks compute from the tensors."""
+        """Return a scalar that stands for the results of other ranks from the tensors."""
         ctx.links = links
         ctx.peer = peer
         return torch.zeros((), device=links.world.device)

@@ -71,7 +71,7 @@ class Later:
     """Result of the forward of a slice, which is sent after the forwards of all own slices.
 
     Attributes:
-        tokens: scalars of the graph that stand for what other ranks compute.
+        tokens: scalars of the graph that stand for the results of other ranks.
         values: result, on the rank of the last stage.
         numbers: Python numbers that stages up to this one took out of tensors, as texts.
         operations: operations of this stage.

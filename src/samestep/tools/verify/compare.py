@@ -244,7 +244,7 @@ def _compare_modules(result: Comparison, reference: Record, other: Record) -> No
 def _compare_ends(
     result: Comparison, reference: Record, other: Record, tolerance: Tolerance | None, weights: Collection[str]
 ) -> None:
-    """Compare what happened after the last step, or before a failure."""
+    """Compare the events after the last step, or before a failure."""
     ends = [
         next(iter([*other.notes("end", rank), *other.notes("unfinished", rank)]), None)
         for rank in range(other.processes)
@@ -299,7 +299,7 @@ class _Comparer:
         self._compare(one, other, ranks, is_partial)
 
     def _compare(self, one: Note, other: Note, ranks: tuple[int, int] | None, is_partial: bool) -> None:
-        """Compare what both notes have, in the order of cause and effect."""
+        """Compare the entries of both notes, in the order of cause and effect."""
         self._batches(one["batches"], other["batches"], ranks, is_partial)
         for stage in ("settings", "rates"):
             if stage in one and stage in other and one[stage] != other[stage]:

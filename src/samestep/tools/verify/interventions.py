@@ -63,7 +63,7 @@ class ModelInterventions:
             self._perturb([*module.parameters()])
 
     @contextmanager
-    def call(self, module: nn.Module, given: tuple[Any, Any], step: int, number: int) -> Iterator[tuple[Any, Any]]:
+    def call(self, module: nn.Module, inputs: tuple[Any, Any], step: int, number: int) -> Iterator[tuple[Any, Any]]:
         """Yield the arguments of a call; modes of the module are restored after the block."""
         modes = [(part, part.training) for part in module.modules()]
         self._perturb_until_step(module)
@@ -76,7 +76,7 @@ class ModelInterventions:
                     if isinstance(generator, _Generator):
                         _seed(generator, microbatch_seed("shard", 0, step, number))
         try:
-            yield tree_map(_to_double, given) if self._interventions.double else given
+            yield tree_map(_to_double, inputs) if self._interventions.double else inputs
         finally:
             for part, mode in modes:
                 part.training = mode

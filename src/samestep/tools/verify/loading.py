@@ -1,4 +1,4 @@
-"""Observation of the loaders of a script: each batch as the script gets it."""
+"""Observation of the loaders of a script: each batch as the script receives it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from samestep.data.own_rows import _OwnRowsIterator
 def observe_loaders(add_batch: Callable[..., None]) -> None:
     """Call `add_batch(indices, data, is_last=...)` for each batch of a loader of torch or Samestep; permanent.
 
-    Iterators of torch ask for indices in the order of their batches, also ahead for workers. Those of Samestep complete
-    what they read to batches.
+    Iterators of torch ask for indices in the order of their batches, also ahead for workers. Those of Samestep read
+    own rows and complete them to batches.
     """
     next_index: Callable[..., Any] = _BaseDataLoaderIter._next_index
     next_batch: Callable[..., Any] = _BaseDataLoaderIter.__next__

@@ -32,7 +32,7 @@ _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 class Observer:
     """Writes one line of JSON for each step of an optimizer, and applies interventions.
 
-    A note of a step has what happened since the step before: batches of loaders, outermost calls of the modules that
+    A note of a step has the events since the step before: batches of loaders, outermost calls of the modules that
     the script gives to `samestep.parallel`, losses of backwards, then the gradients and the state of the optimizer.
 
     Args:
@@ -117,7 +117,7 @@ class Observer:
         self._unused.append(batch)
 
     def end(self, kind: str, **facts: Any) -> None:
-        """Note the end of the script, regular or not, with what happened since the last step and the divided calls."""
+        """Note the end of the script, regular or not, with the events since the last step and the divided calls."""
         view = process_state.view
         summaries = [] if view is None else view.modules
         device = torch.device("cpu") if process_state.world is None else process_state.world.device
@@ -166,14 +166,14 @@ class Observer:
         self._unused.clear()
         number = sum(call["evaluation"] == is_evaluation for call in self._calls)
         key = f"{'evaluation' if is_evaluation else 'call'} {number}"
-        with self._interventions.call(module, (arguments, options), self._steps or 0, number) as given:
+        with self._interventions.call(module, (arguments, options), self._steps or 0, number) as inputs:
             note = {"module": self._labels[module], "key": key, "evaluation": is_evaluation}
-            note["arguments"] = digest_any(given)
+            note["arguments"] = digest_any(inputs)
             self._calls.append(note)
-            self._tensors.add("arguments", {key: given})
+            self._tensors.add("arguments", {key: inputs})
             self._is_inside = True
             try:
-                outputs = call(module, *given[0], **given[1])
+                outputs = call(module, *inputs[0], **inputs[1])
             finally:
                 self._is_inside = False
         note["outputs"] = digest_any(outputs)
@@ -243,7 +243,7 @@ class Observer:
         self._interventions.after_step(optimizer)
 
     def _write_step(self, kind: str, *, step: int, **facts: Any) -> None:
-        """Write what happened since the last step."""
+        """Write the events since the last step."""
         note = {
             "step": step,
             "before": self._before,
