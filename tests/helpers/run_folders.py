@@ -78,7 +78,7 @@ def make_run(folder: Path, events: list[dict[str, Any]], **recipe: Any) -> Path:
 
 
 CERTIFICATE: dict[str, Any] = {
-    "format": 3,
+    "format": 4,
     "holds": True,
     "subject": "digits",
     "arguments": [],
@@ -86,13 +86,11 @@ CERTIFICATE: dict[str, Any] = {
     "sources": {},
     "reference": "1 process",
     "level": "bits",
+    "tolerances": {},
     "double": False,
-    "reduction": "exact",
-    "batch_norm": "microbatch",
-    "precision": "fp32",
+    "modules": [{"name": "DigitsNet", "reduction": "exact"}],
     "steps": [1, 2, 3],
     "samples": 96,
-    "microbatches": 8,
     "comparisons": [
         {
             "processes": "2 processes",
@@ -103,7 +101,7 @@ CERTIFICATE: dict[str, Any] = {
             "compared": {},
         }
     ],
-    "evaluation": [],
+    "calls": {},
     "findings": [],
     "notes": [],
     "environment": {"device": "cpu", "torch": "2.13.0"},

@@ -69,7 +69,7 @@ def test_bits_depend_on_the_number_of_slices_only() -> None:
     )
     for name, ranks in one.items():
         digest, divided, whole, reasons = ranks[0]
-        assert (divided, whole, reasons) == (4, 0, [])
+        assert (divided, whole, reasons) == (6, 0, [])
         for results in others:
-            assert all(other == [digest, 4, 0, []] for other in results[name]), name
+            assert all(other == [digest, 6, 0, []] for other in results[name]), name
         assert without[name][0][0] != digest

@@ -52,6 +52,10 @@ class SavedParameters(Protocol):
     local: dict[str, torch.nn.Parameter]
     is_divided: bool
 
+    def require_complete(self) -> None:
+        """Require that the ranks together can save all state; otherwise raise `InputError`."""
+        return
+
     def full_tensor(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """Return a full parameter, or an element-wise state of the parameter, from all local parts. A collective."""
         return local
@@ -94,7 +98,9 @@ class Training:
     @cached_property
     def parameters(self) -> SavedParameters:
         """Parameters on this rank."""
-        return self.local_parameters or CompleteModel(self.model)
+        parameters = self.local_parameters or CompleteModel(self.model)
+        parameters.require_complete()
+        return parameters
 
 
 def snapshot(training: Training, progress: Progress, buffers: HostBuffers | None) -> dict[str, Contents]:
@@ -218,6 +224,7 @@ def load_model(
     """
     averages = (AVERAGE,) if averaged else ()
     parameters = parameters or CompleteModel(model)
+    parameters.require_complete()
     with _load_errors(checkpoint):
         state = read_state(checkpoint, MODEL, *averages)
         extra = _decoder(checkpoint, "", parameters)(state.extra)

@@ -55,6 +55,20 @@ class SplitParameters(SavedParameters):
         self.is_divided = True
         self._split = split
 
+    def require_complete(self) -> None:
+        """Require that ranks have state of all layers.
+
+        Raises:
+            InputError: ranks have different layers, whose state no checkpoint can hold yet.
+        """
+        if self._split.has_stages:
+            raise InputError(
+                "a checkpoint of a model with a pipeline axis",
+                expected="a strategy whose ranks have state of all layers",
+                fix="--strategy fsdp or tp; or save samestep.full_state_dict(model) in a loop without a resumption",
+                code="E_INCOMPATIBLE",
+            )
+
     def full_tensor(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """Return the full value of a parameter, or of state of its shape. A collective."""
         parameter = self.local[name]
@@ -73,27 +87,16 @@ class SplitParameters(SavedParameters):
 
 
 def divided_parameters(module: nn.Module) -> SavedParameters | None:
-    """Return the parameters of a module for a checkpoint; None if each rank has all of them.
-
-    Raises:
-        InputError: ranks have different layers, whose state no checkpoint can hold yet.
-    """
-    split = _split_of(module)
+    """Return the parameters of a module for a checkpoint; None if each rank has all of them."""
+    split = split_of(module)
     if split is not None:
-        if split.has_stages:
-            raise InputError(
-                "a checkpoint of a model with a pipeline axis",
-                expected="a strategy whose ranks have state of all layers",
-                fix="--strategy fsdp or tp; or save samestep.full_state_dict(model) in a loop without a resumption",
-                code="E_INCOMPATIBLE",
-            )
         return SplitParameters(module, split)
     if any(is_divided(parameter) for parameter in module.parameters()):
         return DividedParameters(module)
     return None
 
 
-def _split_of(module: nn.Module) -> Any:
+def split_of(module: nn.Module) -> Any:
     """Return the strategy that splits a module between ranks, if one does."""
     owner = getattr(type(module), "_samestep_owner", None)  # of the class that `samestep.parallel` gives a module
     strategy = getattr(owner, "strategy", None)
@@ -139,7 +142,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             state[name] = full_tensor(value.detach())
-    split = _split_of(module)
+    split = split_of(module)
     if split is not None:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             state[name] = split.full_tensor(parameter, parameter)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from samestep.distributed.world import World
+from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError
 from samestep.reduce.fast import FastReduction
 from samestep.reduce.reduction import Reduction
@@ -99,7 +99,7 @@ class Split(HubStrategy):
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts its gradient of a parameter in a norm over all ranks of the model."""
-        if self._stage is not None and self._stage.users[parameter][0] != self._stage.number:
+        if not self._is_source(parameter):
             return False
         mesh = self._world.mesh
         if parameter in self._places or mesh is None or self._world.mesh_shape.tensor == 1:
@@ -169,6 +169,39 @@ class Split(HubStrategy):
         if self._tensor is not None and parameter in self._places:
             full = self._tensor.full_tensor(self._places[parameter], full)
         return full
+
+    def full_values(
+        self, parameters: Mapping[str, nn.Parameter], values: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return full tensors of parameters, of their gradients, or of their optimizer state. A collective.
+
+        Args:
+            parameters: parameters by name.
+            values: values that this rank has, by `NAME` or `NAME/SLOT`.
+        """
+        own = {key: value for key, value in values.items() if self._is_source(parameters[key.partition("/")[0]])}
+        dtypes: dict[str, str | None] = {}  # None: of the parameter's shape and dtype
+        for key, value in own.items():
+            parameter = parameters[key.partition("/")[0]]
+            is_like = value.shape == parameter.shape and value.dtype == parameter.dtype
+            dtypes[key] = None if is_like else str(value.dtype).removeprefix("torch.")
+        if self._stage is not None:  # ranks of other stages have no values of these parameters
+            dtypes = {key: dtype for rank in all_gather(dtypes, self._world) for key, dtype in rank.items()}
+        result = {}
+        for key, dtype in dtypes.items():
+            parameter = parameters[key.partition("/")[0]]
+            if dtype is None:
+                local = own[key] if key in own else torch.empty_like(parameter)
+                result[key] = self.full_tensor(parameter, local)
+                continue
+            local = own[key] if key in own else parameter.new_empty((), dtype=getattr(torch, dtype))
+            if self._stage is not None:
+                local = self._stage.full_tensor(local, self._stage.users[parameter][0])
+            result[key] = local.detach()
+        return result
+
+    def _is_source(self, parameter: nn.Parameter) -> bool:
+        return self._stage is None or self._stage.users[parameter][0] == self._stage.number
 
     def local_part(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a full tensor of a parameter, as a view."""

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.launcher.job import process_state
 from samestep.launcher.worker import EndOfScript
+from samestep.strategies.divided_parameters import split_of
 from samestep.tools.verify.interventions import ModelInterventions
 from samestep.tools.verify.tensor_comparison import StepTensors, digest_any, digest_rows, full, leaves
 from samestep.tools.verify.trials import Trial, steps_before
@@ -210,7 +211,7 @@ class Observer:
             os.kill(os.getpid(), signal.SIGKILL)
         self._interventions.before_step(optimizer, self._steps)
         named = self._parameters(optimizer)
-        gradients = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+        gradients = self._complete({name: one.grad for name, one in named.items() if one.grad is not None})
         self._of_optimizer = {
             "rates": [float(group["lr"]) for group in optimizer.param_groups],
             "settings": [*self._clippings, *map(_settings, optimizer.param_groups)],
@@ -223,13 +224,14 @@ class Observer:
         assert self._steps is not None
         self._steps += 1
         named = self._parameters(optimizer)
-        state = {**self._state(), **named}
+        state = {**named, **self._state()}
         slots = {
             f"{name}/{slot}": value
             for name, parameter in named.items()
             for slot, value in optimizer.state.get(parameter, {}).items()
             if isinstance(value, torch.Tensor)
         }
+        slots = self._complete(slots)
         after = _digests(state)
         self._tensors.add("state", state)
         self._tensors.add("optimizer", slots)
@@ -281,8 +283,24 @@ class Observer:
         return result
 
     def _state(self) -> dict[str, torch.Tensor]:
-        """Return the parameters and the persistent buffers of all observed modules, by name."""
-        return dict(self._named(nn.Module.named_parameters)) | dict(self._named(_persistent_buffers))
+        """Return the parameters and the persistent buffers of all observed modules, by name; a collective."""
+        state = dict(self._named(nn.Module.named_parameters)) | dict(self._named(_persistent_buffers))
+        return self._complete(state)
+
+    def _complete(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return values of parameters by `NAME` or `NAME/SLOT`, complete if ranks have parts of a module.
+
+        A collective for such modules.
+        """
+        result = dict(values)
+        for module, label in list(self._labels.items()):
+            split = split_of(module)
+            if split is not None:
+                prefix = f"{label}: " if " " in label else ""
+                parameters = {prefix + name: parameter for name, parameter in module.named_parameters()}
+                own = {key: value for key, value in values.items() if key.partition("/")[0] in parameters}
+                result |= split.full_values(parameters, own)
+        return result
 
     def _observed_clipping(self, name: str, clip: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(clip)
