@@ -35,6 +35,7 @@ PUBLIC = {
     "__version__",
     "all_gather",
     "epochs",
+    "errors",
     "full_state_dict",
     "init",
     "is_main",
@@ -44,6 +45,8 @@ PUBLIC = {
     "no_sync",
     "parallel",
     "reduce_dict",
+    "request_stop",
+    "train",
 }
 
 

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import UnionType
+from types import ModuleType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import samestep
@@ -104,6 +104,9 @@ def api_page() -> str:
     lines = ["# Python API", "", NOTE]
     for name in sorted(set(samestep.__all__) - {"__version__"}):
         target = getattr(samestep, name)
+        if isinstance(target, ModuleType):
+            lines += [f"## {target.__name__}", "", f"::: {target.__name__}", ""]
+            continue
         lines += [f"## samestep.{name}", "", f"::: {target.__module__}.{target.__qualname__}", ""]
     return "\n".join(lines)
 

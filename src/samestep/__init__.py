@@ -18,7 +18,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from typing import Any
 
+    from samestep import errors as errors
     from samestep.checkpoint_manager import CheckpointManager as CheckpointManager
+    from samestep.cli.train import train as train
     from samestep.data.whole_batches import epochs as epochs
     from samestep.global_view import no_sync as no_sync
     from samestep.global_view import parallel as parallel
@@ -28,6 +30,7 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.ranks import is_main as is_main
     from samestep.ranks import main_first as main_first
     from samestep.ranks import reduce_dict as reduce_dict
+    from samestep.ranks import request_stop as request_stop
     from samestep.session import init as init
     from samestep.strategies.divided_parameters import full_state_dict as full_state_dict
 
@@ -46,13 +49,17 @@ _HOMES = {
     "no_sync": "global_view",
     "parallel": "global_view",
     "reduce_dict": "ranks",
+    "request_stop": "ranks",
+    "train": "cli.train",
 }
 
 __all__ = list(_HOMES)
-__all__ += ["__version__"]
+__all__ += ["__version__", "errors"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("samestep.errors")
     if name not in _HOMES:
         raise AttributeError(f"module 'samestep' has no attribute {name!r}")
     return getattr(import_module(f"samestep.{_HOMES[name]}"), name)

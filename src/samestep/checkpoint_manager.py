@@ -31,16 +31,17 @@ from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.snapshot import AsyncCheckpointWriter, HostBuffers, SavedCheckpoint
 from samestep.checkpoint.state import Training, load, read_verified, snapshot
 from samestep.checkpoint.store import STATE, CheckpointFolder
-from samestep.data.whole_batches import WholeBatches, epochs
+from samestep.data.whole_batches import WholeBatches, is_stopping, stoppable_epochs
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import passed_generators
+from samestep.distributed.signals import StoppedLoop
 from samestep.distributed.world import RunContext, all_gather
 from samestep.errors import InputError, RankMismatchError
 from samestep.launcher.job import process_state
 from samestep.metrics.metrics import BestRule, Mode
 from samestep.microbatches import require_position
-from samestep.session import init
+from samestep.session import init, stopped_by_signals
 from samestep.strategies.divided_parameters import divided_parameters, is_divided
 
 Part = TypeVar("Part")
@@ -164,6 +165,7 @@ class CheckpointManager:
         self._best: float | None = None
         self._saved: int | None = None  # number of the last checkpoint
         self._saved_hashes: dict[str, str] = {}  # of its state that the loop can change between steps
+        self._last_step = 0  # before the last batch
         self._loaders: dict[str, WholeBatches] = _by_name(batches)
         self._loops = _parts(_by_name(model), optimizer, scheduler, scaler)
         self._world = world = next(iter(self._loops.values())).world
@@ -191,12 +193,33 @@ class CheckpointManager:
 
         If the body has called `save` after the last step, and the state has not changed since, the state is not saved
         again. Errors are those of `resume`, `samestep.epochs` and `save`.
+
+        A stop request (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C, `samestep.request_stop`) saves after the next step, with
+        several loaders after the epoch, and ends the script with exit code 130.
         """
         self.resume()
-        for epoch in epochs(next(iter(self._loaders.values())), number):
-            yield epoch
-            if self._saved != self._step or any(all_gather(self._hashes() != self._saved_hashes, self._world)):
-                self.save()
+        self._last_step = self._step
+        with stopped_by_signals(self._world):
+            for epoch in stoppable_epochs(next(iter(self._loaders.values())), number, self._end_on_request):
+                yield epoch
+                if self._saved != self._step or any(all_gather(self._hashes() != self._saved_hashes, self._world)):
+                    self.save()
+
+    def _end_on_request(self) -> None:
+        """End the script between two batches or epochs after a stop request, with a checkpoint of the state."""
+        step = self._step
+        has_gradients = step == self._last_step  # possibly, of an accumulation
+        self._last_step = step
+        if not is_stopping():
+            return
+        if next(iter(self._loaders.values())).cursor.samples:
+            if has_gradients or len(self._loaders) > 1:  # other loaders can be ahead
+                return
+            self.save()
+        self._writer.wait()
+        if self._world.is_main:
+            logger.info("stopped after step %d; start the script again to continue", step)
+        raise StoppedLoop
 
     def save(self, values: Mapping[str, float] | None = None) -> bool:
         """Save models, optimizers, schedules, objects and positions. Call on every rank; rank 0 writes.

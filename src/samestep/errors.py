@@ -33,7 +33,7 @@ CODES = {
     "E_HANG": "No rank made progress within `--hang-after`.",
     "E_DISK_HANG": "An operation of the disk did not return within `--hang-after`, or keeps a killed rank from ending.",
     "E_FORK_SERVER": "The process from which ranks are forked was killed.",
-    "E_STOPPED": "The run was stopped on request before the end of a step.",
+    "E_STOPPED": "The run was stopped on request, before the end of a step or after a checkpoint.",
     "E_RENDEZVOUS": "Ranks of a job cannot find each other: address, port, or time limit.",
     "E_DEVICES": "A selection of devices is invalid, too few GPUs are visible, or two ranks use one GPU.",
     "E_LAUNCH": "A launch is invalid, nested in another, or does not fit the launcher that started the process.",

@@ -23,6 +23,17 @@ def is_main() -> bool:
     return rendezvous is None or rendezvous.rank == 0
 
 
+def request_stop() -> None:
+    """Request the end of the training loop, on all ranks after the same step. One rank suffices.
+
+    Ranks agree on requests inside the messages of a step. Loops over `samestep.epochs` and `CheckpointManager.epochs`
+    end before the next batch; the latter write a checkpoint, unless no step followed the last one. The script then ends
+    with exit code 130. A loop that has its last batch ends as without a request. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C
+    are requests in a loop over `CheckpointManager.epochs`, unless the script has handlers of its own.
+    """
+    init().context.stop.is_made = True
+
+
 @contextmanager
 def main_first() -> Iterator[None]:
     """Run the block on rank 0 before the other ranks, such as a download into a folder that all of them read.

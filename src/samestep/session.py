@@ -40,7 +40,7 @@ from samestep.distributed.private_group import destroy, hide_default_group
 from samestep.distributed.rendezvous import wait_for_ranks
 from samestep.distributed.resources import keep_freed_memory, usable_processors
 from samestep.distributed.rng import passed_generators
-from samestep.distributed.signals import STOP_SIGNALS, StopRequest
+from samestep.distributed.signals import STOP_SIGNALS, StoppedLoop, StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
 from samestep.distributed.world import RunContext, World, build_world
 from samestep.errors import EXIT_FAILED, InputError
@@ -213,6 +213,9 @@ def _session(options: SessionOptions) -> Iterator[World]:
                 observer(world)
             with check.until_end(), _handlers_installed(context.stop) if handles_signals else nullcontext():
                 yield world
+    except StoppedLoop:  # on all ranks after the same step
+        _leave(world, own, is_launched=worker is not None)
+        raise
     except BaseException:
         _leave_after_failure(own)
         raise
@@ -357,6 +360,29 @@ def _handlers_installed(stop: StopRequest) -> Iterator[None]:
     signal.signal(signal.SIGINT, on_interrupt)
     atexit.unregister(end_loader_workers)
     atexit.register(end_loader_workers)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def stopped_by_signals(world: World) -> Iterator[None]:
+    """Take stop signals and the first Ctrl-C inside the block as stop requests, unless the script handles them.
+
+    Does nothing outside the main thread, and in experiments, whose commands stop scripts at once.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    numbers = [number for number in (signal.SIGINT, *STOP_SIGNALS) if signal.getsignal(number) in defaults]
+    if not is_main or process_state.is_experiment or process_state.replayed is not None:
+        numbers = []
+    before = {number: signal.getsignal(number) for number in numbers}
+    world.context.stop.install(numbers)
+    if numbers:
+        atexit.unregister(end_loader_workers)
+        atexit.register(end_loader_workers)
     try:
         yield
     finally:

@@ -176,7 +176,9 @@ class FaultOptions(LaunchOptions):
                 if message is None:
                     raise
             else:
-                is_stopped = isinstance(result.value, dict) and bool(result.value.get("stopped"))
+                is_stopped = result.is_stopped
+                if isinstance(result.value, dict):
+                    is_stopped = bool(result.value.get("stopped"))
                 if result.stop_signal is not None or not config.stop_at_checkpoint or not is_stopped:
                     return result
                 message = restarts.grow()

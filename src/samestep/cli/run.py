@@ -56,4 +56,6 @@ def run(options: Options) -> int:
     # Rank 0 writes to the terminal.
     with output_folder(log_dir, stem, "--runs") if processes[1] > 1 else nullcontext():
         result = options.launch_with_restarts(processes, attempt, log_dir=log_dir)
-    return EXIT_STOPPED if result.stop_signal is not None else EXIT_DONE
+    if result.stop_signal is not None or result.is_stopped:
+        return EXIT_STOPPED
+    return EXIT_DONE

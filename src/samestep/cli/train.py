@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from shlex import quote
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from samestep.cli.external_launcher import ReportedError
 from samestep.cli.options import option, option_conflict, output_errors, timed_name
 from samestep.cli.recipe_options import BatchOptions, RecipeOptions
 from samestep.cli.run_plans import RunPlan, plan_to_resume, require_same_recipe
-from samestep.cli.training import TrainingOptions, run_training
+from samestep.cli.training import TrainingOptions, run_training, trained_run
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.errors import EXIT_STOPPED, InputError, SamestepError
 from samestep.microbatches import require_enough_microbatches
@@ -41,31 +45,71 @@ class Options(TrainingOptions, BatchOptions, RecipeOptions):
 
 def run(options: Options) -> int:
     """Train; return 0 after all epochs, 130 after a request to stop."""
-    if options.or_resume and not options.name:
-        raise option_conflict("--or-resume without --name", "--name NAME")
     new_run = NewRun(options)
-    try:
+    with new_run.removed_after_invalid_input():
         return run_training(options, new_run.plan)
-    except KeyboardInterrupt:
-        new_run.remove_without_checkpoint()
-        raise
-    except SamestepError as error:
-        if error.exit_code in (InputError.exit_code, EXIT_STOPPED) or error.code == "E_OUTPUT":
-            new_run.remove_without_checkpoint()
-        raise
+
+
+def train(recipe: str | Path, overrides: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """Train a recipe as `samestep train` does, and return the summary of the run.
+
+        samestep.train("images", {"data.options.path": "photos", "epochs": 5}, processes=2, name="first")
+
+    Ranks are new processes, so a script calls this below `if __name__ == "__main__":`. In a script that torchrun, srun
+    or mpirun has started, this process is a rank.
+
+    Args:
+        recipe: name of a shipped recipe, or path of a YAML file.
+        overrides: values of keys of the recipe, as of `--set`: numbers, text, booleans, None, lists and mappings.
+        options: options of `samestep train` by their names, such as `processes`, `name`, `exact`, `strategy`,
+            `or_resume`, `runs` and `max_restarts`. Times are seconds.
+
+    Returns:
+        `step`, `stopped` (after a stop request), `skipped_steps`, `evaluation` (the values of the last one), `best`,
+        `seconds`, `samples_per_second` and `run`, the directory.
+
+    Raises:
+        InputError: the recipe, a key or an option is invalid.
+        RankError: a rank failed; the run can be resumed if it has a checkpoint.
+        NonFiniteError: most steps were skipped.
+    """
+    known = {entry.name for entry in fields(Options) if entry.metadata} - {"recipe", "overrides", "json"}
+    for name in options:
+        if name not in known:
+            raise InputError(
+                f"samestep.train has no option {name}",
+                expected=f"options of samestep train: {', '.join(sorted(known))}",
+                fix="keys of the recipe belong into the second argument: samestep.train(recipe, {key: value})",
+                code="E_UNKNOWN_OPTION",
+            )
+    if "processes" in options:
+        options["processes"] = str(options["processes"])
+    if "runs" in options:
+        options["runs"] = Path(options["runs"])
+    texts = [f"{key}={json.dumps(value, default=str)}" for key, value in (overrides or {}).items()]
+    new_run = NewRun(Options(recipe=str(recipe), overrides=texts, **options))
+    try:
+        with new_run.removed_after_invalid_input():
+            run = trained_run(new_run.options, new_run.plan)
+    except ReportedError as error:
+        raise SystemExit(error.exit_code) from None
+    run.require_finite_steps()
+    return {**run.summary, "run": str(run.folder)}
 
 
 class NewRun:
     """Directory of a new run, removed if invalid input ends the run before the first checkpoint."""
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        if options.or_resume and not options.name:
+            raise option_conflict("--or-resume without --name", "--name NAME")
+        self.options = options
         self._folder: HeldFolder | None = None
         self._creates_runs = False
 
     def plan(self, restarts: int) -> RunPlan:
         """Create the run; with `--or-resume`, or after a restart by a launcher, resume the run of this name."""
-        options = self._options
+        options = self.options
         if options.name is not None:
             require_run_name(options.name, "--name first, or --runs DIR for another folder")
         if (restarts or options.or_resume) and options.name is not None and (options.runs / options.name).exists():
@@ -94,8 +138,20 @@ class NewRun:
                 raise InputError(f"the run {folder} exists", "the name of a new run", fix, code="E_OUTPUT") from error
         self._folder = HeldFolder(folder)
 
-    def remove_without_checkpoint(self) -> None:
-        """Remove the directory, so that the name is free, unless the run has a checkpoint."""
+    @contextmanager
+    def removed_after_invalid_input(self) -> Iterator[None]:
+        """Remove the directory, so that the name is free, if input or a stop ends the block before a checkpoint."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._remove_without_checkpoint()
+            raise
+        except SamestepError as error:
+            if error.exit_code in (InputError.exit_code, EXIT_STOPPED) or error.code == "E_OUTPUT":
+                self._remove_without_checkpoint()
+            raise
+
+    def _remove_without_checkpoint(self) -> None:
         if self._folder is None or not self._folder.is_in_place():  # another run can have the path by now
             return
         path = self._folder.path

@@ -75,21 +75,64 @@ class TrainingOptions(JsonOption, FaultOptions, CheckOptions, CheckpointOptions,
         return plan.recipe, self.run, plan.folder, plan.checkpoint, plan.step, plan.accept_changes
 
 
+@dataclass(frozen=True)
+class TrainedRun:
+    """Result of a training.
+
+    Attributes:
+        summary: fields of `recipes.training.Summary`.
+        folder: directory of the run.
+        stop_signal: signal that requested the end, if any.
+        has_failed: whether most steps were skipped.
+    """
+
+    summary: dict[str, Any]
+    folder: Path
+    stop_signal: int | None
+    has_failed: bool
+
+    def require_finite_steps(self) -> None:
+        """Raise a `NonFiniteError` if most steps were skipped."""
+        if self.has_failed and not self.summary["stopped"]:
+            fix = "lower the learning rate, or find the first such step with step.non_finite=stop, in a new run"
+            skipped = _skipped_steps(self.summary)
+            raise NonFiniteError(f"the run skipped {skipped}", "most steps update the weights", fix)
+
+
+def trained_run(options: TrainingOptions, make_plan: Callable[[int], RunPlan]) -> TrainedRun:
+    """Train with the plan for a number of restarts by a launcher or by Slurm; under a launcher, as one of its ranks."""
+    stop_signal: int | None = None
+    if options.rendezvous is None:
+        plan = make_plan(slurm_restarts(options.requeue))
+        result = _launch(options, plan)
+        summary = result.value
+        stop_signal = result.stop_signal
+    else:
+        plan, summary = run_as_rank(options, options.rendezvous, "train", make_plan, options.rank_arguments)
+    own_signal = summary.pop("stop_signal")
+    has_failed = summary.pop("has_failed")
+    return TrainedRun(summary, plan.folder, stop_signal or own_signal, has_failed)
+
+
 def run_training(options: TrainingOptions, make_plan: Callable[[int], RunPlan]) -> int:
-    """Train with the plan for a number of restarts by a launcher or by Slurm; return the exit code."""
-    rendezvous = options.rendezvous
-    if rendezvous is None:
-        return _launch(options, make_plan(slurm_restarts(options.requeue)))
-    plan, summary = run_as_rank(options, rendezvous, "train", make_plan, options.rank_arguments)
-    if rendezvous.rank == 0:
-        return _finish(options, summary, plan.folder)
-    if summary["stopped"]:
-        # srun --kill-on-bad-exit would end rank 0 before its request to requeue the job.
-        return EXIT_DONE if options.requeue else EXIT_STOPPED
-    return EXIT_FAILED if summary["has_failed"] else EXIT_DONE
+    """Train as `trained_run`, print the summary, requeue the Slurm job if requested, and return the exit code."""
+    run = trained_run(options, make_plan)
+    is_stopped = run.summary["stopped"]
+    if options.rendezvous is not None and options.rendezvous.rank > 0:
+        if is_stopped:
+            # srun --kill-on-bad-exit would end rank 0 before its request to requeue the job.
+            return EXIT_DONE if options.requeue else EXIT_STOPPED
+        return EXIT_FAILED if run.has_failed else EXIT_DONE
+    options.result({**run.summary, "run": str(run.folder)}, *_summary_lines(run.summary, run.folder))
+    if is_stopped:
+        if options.requeue:
+            requeue_after(run.stop_signal)
+        return EXIT_STOPPED
+    run.require_finite_steps()
+    return EXIT_DONE
 
 
-def _launch(options: TrainingOptions, plan: RunPlan) -> int:
+def _launch(options: TrainingOptions, plan: RunPlan) -> LaunchResult:
     folder, first_step = plan.folder, plan.step
     held = HeldFolder(folder)
     processes = options.process_range(plan.recipe)
@@ -108,7 +151,7 @@ def _launch(options: TrainingOptions, plan: RunPlan) -> int:
         return plan.step
 
     try:
-        result = options.launch_with_restarts(
+        return options.launch_with_restarts(
             processes, attempt, log_dir=folder / "logs", first_step=first_step, newest_step=newest_step
         )
     except RankError as error:
@@ -117,7 +160,6 @@ def _launch(options: TrainingOptions, plan: RunPlan) -> int:
         steps = CheckpointFolder(folder / "checkpoints").steps()
         hint = f"after the fix, resume with: {_command('resume', folder)}" if steps else ""
         raise error.with_next_step(hint) from None
-    return _finish(options, result.value, folder, stop_signal=result.stop_signal)
 
 
 def _command(name: str, folder: Path) -> str:
@@ -126,20 +168,6 @@ def _command(name: str, folder: Path) -> str:
 
 def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("step-")[2])  # also `.replaced-step-N`
-
-
-def _finish(options: TrainingOptions, summary: dict[str, Any], folder: Path, *, stop_signal: int | None = None) -> int:
-    """Print the summary, requeue the Slurm job if requested, and return the exit code."""
-    own_signal, has_failed = summary.pop("stop_signal"), summary.pop("has_failed")
-    options.result({**summary, "run": str(folder)}, *_summary_lines(summary, folder))
-    if summary["stopped"]:
-        if options.requeue:
-            requeue_after(stop_signal or own_signal)
-        return EXIT_STOPPED
-    if has_failed:
-        fix = "lower the learning rate, or find the first such step with step.non_finite=stop, in a new run"
-        raise NonFiniteError(f"the run skipped {_skipped_steps(summary)}", "most steps update the weights", fix)
-    return EXIT_DONE
 
 
 def _skipped_steps(summary: dict[str, Any]) -> str:

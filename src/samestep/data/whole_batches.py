@@ -16,6 +16,7 @@ from samestep.data.epoch_order import EpochOrder
 from samestep.data.own_rows import BatchRanks, OwnRows, own_iterator
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import PassedGenerator, passed_generators
+from samestep.distributed.signals import StoppedLoop
 from samestep.errors import InputError
 from samestep.launcher.job import process_state, rank_and_size
 from samestep.microbatches import Cursor
@@ -36,6 +37,7 @@ class WholeBatches:
         dataset: source of the samples.
         batch_size: samples of a batch; the last one of an epoch can have fewer.
         skipped: error lines of the samples that were left out, once among all ranks; the caller clears the list.
+        between_batches: called between two batches of an epoch, for a loop that can end there.
 
     Args:
         loader: torch's loader of the batches.
@@ -71,6 +73,7 @@ class WholeBatches:
         self._resumed: list[torch.Tensor] | None = None
         self._forked_size = -1  # of the data set in persistent workers
         self._running: weakref.ref[_BaseDataLoaderIter] | None = None
+        self.between_batches: Callable[[], None] | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of torch's loader, such as `sampler` or `num_workers`."""
@@ -163,6 +166,9 @@ class WholeBatches:
                 if self._order is not None and samples >= self._order.samples_of(begin.epoch):
                     self._cursor = Cursor(begin.epoch + 1)
             yield batch
+            is_last = samples >= self.samples_of(begin.epoch)
+            if self.between_batches is not None and iteration == self._iterations and not is_last:
+                self.between_batches()
         if iteration == self._iterations and self._cursor.epoch == begin.epoch and samples:
             self._cursor = Cursor(begin.epoch + 1)
 
@@ -269,16 +275,37 @@ def epochs(batches: WholeBatches, number: int) -> Iterator[int]:
     """Yield the numbers of the epochs from the position of a loader to `number`, without `number`.
 
     After a resumption, the first one is the epoch of the checkpoint; if no epoch remains, one line says so. An epoch is
-    complete when its batches were read, or the body has left it.
+    complete when its batches were read, or the body has left it. `samestep.request_stop` ends the loop and the script.
 
     Raises:
         InputError: the body used no batch of the loader.
+        SystemExit: the loop ended on request, with exit code 130.
     """
+    return stoppable_epochs(batches, number, _end_loop)
+
+
+def stoppable_epochs(batches: WholeBatches, number: int, end_loop: Callable[[], None]) -> Iterator[int]:
+    """Yield the numbers of epochs as `epochs`, and call a function between batches and before epochs.
+
+    Args:
+        batches: loader of the training data.
+        number: number of epochs.
+        end_loop: raises an exception if `is_stopping`, and the loop can end.
+    """
+    batches.between_batches = end_loop
+    try:
+        yield from _epochs(batches, number, end_loop)
+    finally:
+        batches.between_batches = None
+
+
+def _epochs(batches: WholeBatches, number: int, end_loop: Callable[[], None]) -> Iterator[int]:
     if batches.cursor.epoch >= number > 0 and _is_main():
         logger.info(
             "this run is complete: %d of %d epochs were trained by earlier starts", batches.cursor.epoch, number
         )
     while (begin := batches.cursor).epoch < number:
+        end_loop()
         yield begin.epoch
         if batches.cursor == begin:
             raise InputError(
@@ -289,6 +316,19 @@ def epochs(batches: WholeBatches, number: int) -> Iterator[int]:
             )
         if batches.cursor.epoch == begin.epoch:
             batches.end_epoch()
+
+
+def _end_loop() -> None:
+    if is_stopping():
+        raise StoppedLoop
+
+
+def is_stopping() -> bool:
+    """Whether a rank has requested the end of the loop; equal on all ranks, which send requests with other messages."""
+    world, view = process_state.world, process_state.view
+    if world is None or world.size == 1:
+        return world is not None and world.stop_requested
+    return view is not None and view.is_stopping
 
 
 def _is_main() -> bool:

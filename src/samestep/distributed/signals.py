@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from samestep.errors import EXIT_STOPPED
+
 # Terminals and batch systems send these to a whole process group to end it.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 GROUP_SIGNALS = frozenset({signal.SIGINT, *STOP_SIGNALS})
@@ -31,29 +33,38 @@ def die_with_parent(parent: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class StoppedLoop(SystemExit):
+    """Exit of a script whose training loop ended on request, after the same step on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_STOPPED)
+
+
 class StopRequest:
-    """Flag that SIGTERM, SIGUSR1 or SIGHUP sets, to end the run at the next step boundary.
+    """Flag that a stop signal or `samestep.request_stop` sets, to end the run at the next step boundary.
 
     The handler only sets the flag. Ranks agree on the flag inside the communication of a step, so all of them end after
     the same step.
 
     Attributes:
         number: the first signal received, or None.
+        is_made: whether the code of this rank has requested the end.
     """
 
     def __init__(self) -> None:
         self.number: int | None = None
+        self.is_made = False
         self._terminals: list[int] = []
 
     def __call__(self) -> bool:
-        return self.number is not None
+        return self.is_made or self.number is not None
 
-    def install(self) -> None:
+    def install(self, numbers: Iterable[int] = STOP_SIGNALS) -> None:
         """Install the handlers. Does nothing outside the main thread, where Python allows no handlers."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._terminals = open_terminals()
-        for number in STOP_SIGNALS:
+        for number in numbers:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, self._handle)
 
@@ -61,6 +72,8 @@ class StopRequest:
         self.number = self.number or number
         if number == signal.SIGHUP:
             redirect_to_null(self._terminals)
+        if number == signal.SIGINT:  # a second one interrupts at once
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

@@ -58,6 +58,7 @@ class LaunchResult:
 
     value: Any  # of rank 0
     stop_signal: int | None  # signal that requested the end of the run, if any
+    is_stopped: bool = False  # the loop of the function ended on request, and the value is None
 
 
 def launch(
@@ -93,12 +94,15 @@ def launch(
     Raises:
         InputError: `processes` or a number of seconds is not positive, or this process is itself a rank.
         RankError: a rank failed; the others were ended.
-        StoppedError: the run was stopped before the end of a step.
+        StoppedError: the run was stopped before the end of a step, or its loop ended on request.
     """
     config = LaunchConfig(hang_after, grace, log_dir=log_dir)
     call = portable(partial(function, *arguments))
     environment = {**(environment or {}), **({SHARE_GPU: "1"} if share_gpu else {})}
-    return run_workers(call, processes=processes, launch_config=config, preload=preload, environment=environment).value
+    result = run_workers(call, processes=processes, launch_config=config, preload=preload, environment=environment)
+    if result.is_stopped:
+        raise StoppedError("the training loop ended on request", fix="call samestep.launch again to continue")
+    return result.value
 
 
 def run_workers(
@@ -142,10 +146,11 @@ def run_workers(
                 variables = {HASH_SEED: str(rank)} if launch_config.has_own_hash_seeds else {}
                 with variables_of_subprocess(variables):
                     worker_group.start(context, worker_spec)
-            packed = worker_group.wait_for_all()
+            main = worker_group.wait_for_all()
         finally:
             worker_group.end()
-    return LaunchResult(unpack(packed) if packed else None, worker_group.stop_signal)
+    value = unpack(main.value) if main.value else None
+    return LaunchResult(value, worker_group.stop_signal, main.is_stopped)
 
 
 def start_early(preload: Sequence[str]) -> None:

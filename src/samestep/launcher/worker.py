@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from samestep.distributed.env import hide_ranks, prepare_torch_environment, set_environment
-from samestep.distributed.signals import GROUP_SIGNALS, StopRequest, die_with_parent
+from samestep.distributed.signals import GROUP_SIGNALS, StoppedLoop, StopRequest, die_with_parent
 from samestep.distributed.status import RankStatus, StatusBoard
 from samestep.distributed.streams import STALL_SECONDS, protect_output
 from samestep.errors import InputError
@@ -78,6 +78,7 @@ class RankResult:
 
     value: bytes  # pickled; empty for ranks other than 0
     running: tuple[str, ...]  # names of threads and child processes that keep the process from ending
+    is_stopped: bool = False  # the loop of the function ended on request
 
 
 def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
@@ -91,10 +92,15 @@ def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
     worker_spec.stacks.install()
     rank, status = worker_spec.rank, worker_spec.rank_status
     status.heartbeat()  # the rank has started
+    is_stopped = False
+    packed = b""
     try:
         _set_up(worker_spec)
         value = _call(worker_spec)
-        packed = pack(value) if rank == 0 else b""
+        if rank == 0:
+            packed = pack(value)
+    except StoppedLoop:
+        is_stopped = True
     except SystemExit as error:
         # By Python's rules None is 0, and text is 1 and part of the report.
         is_code = error.code is None or isinstance(error.code, int)
@@ -110,7 +116,7 @@ def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
     threads = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
     running = [thread.name for thread in threads if not thread.daemon]
     running += [child.name for child in multiprocessing.active_children() if not child.daemon]
-    channel.send(RankResult(packed, tuple(running)))
+    channel.send(RankResult(packed, tuple(running), is_stopped))
     # A forked rank joins its child processes first, which would wait without end for those of an open
     # ProcessPoolExecutor; the interpreter of a script ends the threads first.
     threading._shutdown()  # type: ignore[attr-defined]

@@ -151,7 +151,7 @@ class WorkerGroup:
             if worker.is_running:
                 worker.process.kill()
 
-    def wait_for_all(self) -> bytes:
+    def wait_for_all(self) -> RankResult:
         """Wait until every worker has ended, and return rank 0's result; raise `RankError` or `StoppedError`."""
         next_check = time.monotonic()
         while running := [worker for worker in self._workers if worker.is_running]:
@@ -173,7 +173,7 @@ class WorkerGroup:
             self._raise(cause, failures)
         main = self._workers[0].result
         assert isinstance(main, RankResult)
-        return main.value
+        return main
 
     def _settle_seconds(self) -> float:
         """Return the time for further failures: longer while none so far can be the cause of the others."""

@@ -25,6 +25,7 @@ from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.env import read_environment
 from samestep.distributed.logging import logger
+from samestep.distributed.signals import StoppedLoop
 from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError
 from samestep.launcher.job import process_state
@@ -80,8 +81,8 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World) -> 
             try:
                 yield replace(world, context=replace(world.context, loggers=tuple(destinations)))
             except SystemExit as end:
-                if is_exit(end):
-                    events.end()
+                if is_exit(end) or isinstance(end, StoppedLoop):
+                    events.end(stopped=isinstance(end, StoppedLoop))
                 raise
             finally:
                 events.close()

@@ -62,8 +62,8 @@ class LoopEvents:
         self._hook.remove()
         self._log_step()
 
-    def end(self) -> None:
-        """Log the end of the run."""
+    def end(self, *, stopped: bool = False) -> None:
+        """Log the end of the run, which a stop request can have caused."""
         self._log_step()
         seconds = round(time.perf_counter() - self._began, 3)
-        self._logger.log_event("end", stopped=False, step=self._steps, seconds=seconds)
+        self._logger.log_event("end", stopped=stopped, step=self._steps, seconds=seconds)

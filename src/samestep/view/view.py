@@ -63,7 +63,7 @@ _NAMES = {
     ROWS: "an operation that needs all rows of a batch or an output",
     ROWS_RAISED: "an exception of an operation on its rows of a batch or an output",
 }
-_WORD = 7  # integers
+_WORD = 8  # integers; the last one is a request to stop
 
 
 @dataclass
@@ -107,6 +107,8 @@ class View:
     def __init__(self, world: World) -> None:
         self.ranks = Ranks(world)
         self._status = world.context.status
+        self._stop = world.context.stop
+        self.is_stopping = False  # a rank has requested the end of the loop; equal on all ranks
         self.strategy = world.strategy
         self.reduction: Reduction = FastReduction(self.ranks, hook=world.strategy.hook)
         self.device = world.device
@@ -223,10 +225,11 @@ class View:
         """
         self._words += 1
         own = [self.in_step.digest(), action, self._words, *fields]
-        own += [0] * (_WORD - len(own))
-        words = self.ranks.words(own)
+        own += [0] * (_WORD - 1 - len(own))
+        words = self.ranks.words([*own, int(self._stop())])
+        self.is_stopping |= any(word[-1] for word in words)
         self.in_step.compare([word[0] for word in words])
-        return [word[1:] for word in words]
+        return [word[1:-1] for word in words]
 
     def require_same_action(self, words: Iterable[list[int]]) -> None:
         """Require that all ranks do the same.

@@ -185,3 +185,16 @@ def test_unusable_samples_are_counted() -> None:
     assert [len(batch["text"]) for batch in batches] == [2, 1, 2]
     assert len(batches.skipped) == 1
     assert "sample 3" in batches.skipped[0]
+
+
+def test_stop_request_ends_a_loop_over_epochs_before_its_next_batch() -> None:
+    seen = []
+    with pytest.raises(SystemExit) as raised, samestep.init(device="cpu"):
+        batches = samestep.loader(list(range(6)), 2)
+        for epoch in samestep.epochs(batches, 2):
+            for batch in batches:
+                seen.append((epoch, batch.tolist()))
+                if len(seen) == 2:
+                    samestep.request_stop()
+    assert raised.value.code == 130
+    assert seen == [(0, [0, 1]), (0, [2, 3])]
