@@ -133,7 +133,7 @@ class DividedCall:
     def compute(self, forward: Callable[..., Any], parameters: CallParameters | None) -> list[OwnResult]:
         """Run the forward on each own slice, with the parameters of its strategy."""
         arguments = own_arguments(self.ranks, self._reduction, self.division, self.call)
-        if self.division.has_sums and len(arguments) > 1:
+        if self.division.sums and len(arguments) > 1:
             return self._compute_in_lockstep(forward, parameters, arguments)
         results = []
         for position, own in enumerate(arguments):

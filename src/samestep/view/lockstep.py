@@ -92,11 +92,6 @@ class Part:
         for part, result in zip(self._parts, results, strict=True):
             part.joined.append(result)
 
-    @property
-    def has_joined(self) -> bool:
-        """Whether it has joined the others."""
-        return bool(self.marks)
-
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of `values` over all slices. Differentiable."""
         total: torch.Tensor = self.join(totals, values)

@@ -169,6 +169,7 @@ class ParallelModule:
             operations=division.operations_per_row * call.rows,
             gradient_bytes=kind.gradient_bytes,
             output_bytes=output_bytes,
+            sums=0 if self.is_exact else division.sums,  # one process sends none, and decides alike
             parts=len(call.slices.bounds),
             has_gradients=torch.is_grad_enabled() and kind.gradient_bytes > 0,
             is_cpu=not is_accelerator(self.view.device),
@@ -380,7 +381,7 @@ class ParallelModule:
             return
         if kind.uses_checkpointing:
             division = replace(division, form="inner")
-            if self.is_exact and division.has_sums:  # a recomputation is one of a slice alone
+            if self.is_exact and division.sums:  # a recomputation is one of a slice alone
                 self._decide_whole(kind, "computes activations again, with sums over all rows")
                 return
         kind.division = division
@@ -397,7 +398,7 @@ class ParallelModule:
         snapshot = Snapshot(call.parts, kind.written, view.device)
         others = unwritten(call.parts, kind.written, view.device)
         exchanges = kind.exchanges
-        if self.is_exact and not division.has_sums:
+        if self.is_exact and not division.sums:
             exchanges = ()
         all_here = partial(self.strategy.all_in_sum, view.all_ranks_in_sum)
         exchange = CallExchange(self.strategy.reduction, exchanges, all_here)

@@ -19,15 +19,16 @@ _OPERATIONS_PER_ELEMENT = 4.0  # of functions that are no products, which wait f
 
 @dataclass(frozen=True)
 class _Speeds:
-    """Orders of magnitude of a device: operations and bytes per second, seconds per divided call."""
+    """Orders of magnitude of a device: operations and bytes per second, seconds per divided call and sum inside."""
 
     operations: float
     bytes: float
     call: float
+    sum: float
 
 
-_CPU = _Speeds(5e10, 1e9, 5e-4)
-_GPU = _Speeds(2e13, 2e10, 3e-4)
+_CPU = _Speeds(5e10, 1e9, 5e-4, 7e-4)
+_GPU = _Speeds(2e13, 2e10, 3e-4, 1e-4)
 
 
 class WorkCounter(TorchDispatchMode):
@@ -52,7 +53,14 @@ class WorkCounter(TorchDispatchMode):
 
 
 def is_worth_dividing(
-    *, operations: float, gradient_bytes: int, output_bytes: int, parts: int, has_gradients: bool, is_cpu: bool
+    *,
+    operations: float,
+    gradient_bytes: int,
+    output_bytes: int,
+    sums: int,
+    parts: int,
+    has_gradients: bool,
+    is_cpu: bool,
 ) -> bool:
     """Whether dividing a call saves more than it costs.
 
@@ -60,6 +68,7 @@ def is_worth_dividing(
         operations: floating-point operations of the forward of the whole batch.
         gradient_bytes: size of the gradients that are summed.
         output_bytes: size of the outputs that are gathered.
+        sums: number of sums over ranks inside of the forward, as of batch norm; the backward has as many.
         parts: largest number of ranks.
         has_gradients: whether a backward follows, which has twice the operations of the forward.
         is_cpu: whether the call is computed on CPUs.
@@ -68,6 +77,7 @@ def is_worth_dividing(
     moved = output_bytes
     if has_gradients:
         operations *= 3
+        sums *= 2
         moved = 2 * output_bytes + gradient_bytes
     saved = operations * (1 - 1 / parts) / speeds.operations
-    return saved > speeds.call + moved / speeds.bytes
+    return saved > speeds.call + sums * speeds.sum + moved / speeds.bytes

@@ -184,7 +184,7 @@ def _compare(
         outputs,
         factors,
         minimum_rows=parts[0],
-        has_sums=slices[0].has_joined,
+        sums=len(slices[0].marks),
         operations_per_row=work.operations / fewer.own,
         operations=tuple(whole.operations.functions),
     )

@@ -41,6 +41,7 @@ BASE: dict[str, Any] = {
     "operations": 1e9,
     "gradient_bytes": 10**6,
     "output_bytes": 10**4,
+    "sums": 0,
     "parts": 2,
     "has_gradients": True,
     "is_cpu": True,
@@ -57,6 +58,7 @@ def test_a_call_of_a_gigaflop_is_worth_dividing() -> None:
         {"operations": 1e6},
         {"gradient_bytes": 10**9},
         {"output_bytes": 10**9},
+        {"sums": 30},
         {"parts": 1},
         {"is_cpu": False},
     ],
@@ -71,7 +73,33 @@ def test_gradients_that_are_not_computed_cost_nothing() -> None:
     assert is_worth_dividing(**values | {"has_gradients": False})
 
 
+def test_a_backward_has_as_many_sums_as_the_forward() -> None:
+    most = next(n for n in range(1, 40) if not is_worth_dividing(**BASE | {"sums": n}))
+    # 3e9 operations of forward and backward and 10**6 bytes, or a third of the operations and no gradients.
+    forward = next(n for n in range(1, 40) if not is_worth_dividing(**BASE | {"sums": n, "has_gradients": False}))
+    assert (most, forward) == (21, 14)
+
+
 def test_more_ranks_save_more() -> None:
     least = next(n for n in range(20, 40) if is_worth_dividing(**BASE | {"operations": 2.0**n, "parts": 2}))
     more = next(n for n in range(20, 40) if is_worth_dividing(**BASE | {"operations": 2.0**n, "parts": 8}))
     assert more <= least
+
+
+# Operations of the forward of a batch, bytes of gradients and outputs, and layers with batch norm, as counted in
+# benchmarks/plain_loop_cases.py.
+@pytest.mark.parametrize(
+    ("operations", "gradient_bytes", "output_bytes", "sums", "is_divided"),
+    [
+        pytest.param(1.4e6, 40_000, 2_560, 0, False, id="two linear layers, batch 64"),
+        pytest.param(2.3e8, 690_000, 2_560, 7, False, id="digits, batch 64"),
+        pytest.param(4.8e9, 44_730_000, 640, 20, True, id="ResNet-18, 64 px, batch 16"),
+        pytest.param(4.8e9, 1_930_000, 524_000, 14, True, id="U-Net, 64 px, batch 16"),
+        pytest.param(5.1e9, 19_550_000, 524_000, 0, True, id="GPT, 5 million parameters, batch 8"),
+    ],
+)
+def test_decisions_of_the_cases_of_the_benchmark(
+    operations: float, gradient_bytes: int, output_bytes: int, sums: int, is_divided: bool
+) -> None:
+    values = {"operations": operations, "gradient_bytes": gradient_bytes, "output_bytes": output_bytes, "sums": sums}
+    assert is_worth_dividing(**BASE | values) == is_divided
