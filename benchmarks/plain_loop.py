@@ -14,10 +14,12 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from math import comb
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from machine import describe_machine, machine_line, markdown_table, save
-from plain_loop_cases import ACCELERATE, CASES, DDP, EXACT, FABRIC, PARALLEL, PLAIN, UNWATCHED, Case
+from plain_loop_cases import ACCELERATE, CASES, DDP, DDP_SYNC, EXACT, FABRIC, PARALLEL, PLAIN, UNWATCHED, Case
+from plain_loop_data import image_folder, write_images
 from plain_loop_ranks import Ranks
 
 import samestep
@@ -27,6 +29,7 @@ CONTENDERS = {
     "parallel-1": (PARALLEL, 1),
     "parallel-2": (PARALLEL, 2),
     "ddp-2": (DDP, 2),
+    "ddp-sync-2": (DDP_SYNC, 2),
     "accelerate-1": (ACCELERATE, 1),
     "accelerate-2": (ACCELERATE, 2),
     "fabric-1": (FABRIC, 1),
@@ -35,14 +38,17 @@ CONTENDERS = {
 # Contenders of cases that have their own.
 OWN_CONTENDERS = {
     "watch": [(PARALLEL, 2), (UNWATCHED, 2)],
+    "digits-epoch": [(PLAIN, 1), (PARALLEL, 1), (PARALLEL, 2), (DDP_SYNC, 2)],
+    "jpeg-resnet": [(PLAIN, 1), (PARALLEL, 1), (PARALLEL, 2), (DDP_SYNC, 2), (DDP, 2)],
     "exact-gpt-8": [(EXACT, 2), (DDP, 2), (EXACT, 4), (DDP, 4)],
     "exact-resnet-16": [(EXACT, 2), (DDP, 2), (EXACT, 4), (DDP, 4)],
 }
 PACKAGES = {ACCELERATE: "accelerate", FABRIC: "lightning"}
-MEMORY_CASE, MEMORY_CONTENDERS = "gpt-32", ("plain", "ddp-2", "parallel-2")
+MEMORY_CASES, MEMORY_CONTENDERS = ("gpt-32", "segmentation"), ("plain", "ddp-2", "parallel-2")
 MEMORY_LIMIT = 1.05
 
 WARMUP_STEPS = 6  # a call is computed whole, tried, and then divided
+EPOCHS_OF_WARMUP = 1
 TURN_SECONDS = 0.25  # of a contender of middle speed; all take as many steps
 SAME_UPDATE = 0.05  # relative distance of the weights' changes; Adam amplifies rounding of gradients close to zero
 
@@ -82,11 +88,12 @@ def measure(name: str, keys: Sequence[Key], options: argparse.Namespace) -> dict
     """Return the times, ratios and verdicts of one case."""
     case = CASES[name]
     notes: list[str] = []
-    contenders = start_ranks(name, keys, options.warmup, notes)
+    warmup = min(options.warmup, EPOCHS_OF_WARMUP) if case.kind == "epoch" else options.warmup
+    contenders = start_ranks(name, keys, warmup, notes)
     try:
-        if case.kind != "evaluate":
+        if case.kind in ("train", "accumulate") and case.dataset is None:  # with equal batches
             notes += different_updates(case, contenders)
-        seconds = [ranks.take_turn(3)["wall"] for ranks in contenders]
+        seconds = [ranks.take_turn(1 if case.kind == "epoch" else 3)["wall"] for ranks in contenders]
         steps = max(1, round(options.turn / (min(seconds) * max(seconds)) ** 0.5))
         times: Times = {(ranks.contender, ranks.processes): [] for ranks in contenders}
         for order in orders(contenders, options.rounds):
@@ -115,7 +122,7 @@ def different_updates(case: Case, contenders: Sequence[Ranks]) -> list[str]:
             notes.append(f"{ranks.contender} on {ranks.processes}: weights of the ranks differ")
         if reference is None:
             reference = first
-        elif not (case.has_batch_norm and ranks.processes > 1 and ranks.contender not in (PARALLEL, EXACT)):
+        elif not (case.has_batch_norm and ranks.processes > 1 and ranks.contender not in (PARALLEL, EXACT, DDP_SYNC)):
             start = ranks.ask("start")[0]
             distance = float((first - reference).norm() / (reference - start).norm())
             if distance > SAME_UPDATE:
@@ -165,11 +172,11 @@ def interval(values: Sequence[float]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in measured.items()}
 
 
-def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
+def measure_memory(case: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the peak of a step of each contender, beyond what is there between steps."""
     notes: list[str] = []
     names = [name for name in MEMORY_CONTENDERS if name in options.contenders]
-    contenders = start_ranks(MEMORY_CASE, [CONTENDERS[name] for name in names], options.warmup, notes)
+    contenders = start_ranks(case, [CONTENDERS[name] for name in names], options.warmup, notes)
     try:
         peaks = {(ranks.contender, ranks.processes): max(ranks.ask("memory")) for ranks in contenders}
         gradients = 4 * contenders[0].ask("weights")[0].numel()
@@ -181,7 +188,7 @@ def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
         if (PLAIN, 1) in peaks and row["contender"] == PARALLEL:
             row["goal"] = round(MEMORY_LIMIT * (peaks[PLAIN, 1] / row["processes"] + gradients))
             row["holds"] = row["bytes"] <= row["goal"]
-    return {"case": MEMORY_CASE, "gradients": gradients, "notes": notes, "rows": rows}
+    return {"case": case, "gradients": gradients, "notes": notes, "rows": rows}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -225,19 +232,20 @@ def page(machine: dict[str, Any], options: argparse.Namespace, measured: dict[st
         "Global batch equal in all contenders, data in memory, one thread per process, "
         f"{options.rounds} rounds of turns of about {options.turn} s,\nby turns in processes that are started once. "
         "Ratio: median of the ratios of rounds with its 95 % interval; above 1 is slower.\n"
-        "Processor time is the sum over the ranks. DDP, Accelerate and Fabric have batch norm per rank.",
+        "Processor time is the sum over the ranks. DDP, Accelerate and Fabric have batch norm per rank; DDP with batch "
+        "norm over ranks is\nwritten by hand, since torch's SyncBatchNorm does not run on CPUs.",
         "## Goals",
         summary(measured["results"]),
     ]
     for result in measured["results"]:
         parts += [f"## {result['title']}", table(result), *(f"- {note}" for note in result["notes"])]
-    if measured["memory"]:
+    for memory in measured["memory"]:
         parts += [
-            f"## Memory of a step: {CASES[MEMORY_CASE].title}",
+            f"## Memory of a step: {CASES[memory['case']].title}",
             "Peak of the bytes of tensors in a step beyond those between steps, on the rank with most. Goal: the plain "
             "loop's divided by\nthe number of ranks, plus the gradients "
-            f"({measured['memory']['gradients'] / 1e6:.1f} MB), plus 5 %.",
-            memory_table(measured["memory"]),
+            f"({memory['gradients'] / 1e6:.1f} MB), plus 5 %.",
+            memory_table(memory),
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -253,7 +261,10 @@ def print_profiles(options: argparse.Namespace) -> None:
 def keys_of(name: str, options: argparse.Namespace) -> list[Key]:
     if name in OWN_CONTENDERS:
         return OWN_CONTENDERS[name]
-    return [CONTENDERS[contender] for contender in CONTENDERS if contender in options.contenders]
+    keys = [CONTENDERS[contender] for contender in CONTENDERS if contender in options.contenders]
+    case = CASES[name]
+    has_sync = case.has_batch_norm and case.kind == "train"
+    return [key for key in keys if has_sync or key[0] != DDP_SYNC]
 
 
 def parse() -> argparse.Namespace:
@@ -276,19 +287,27 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     os.environ["OMP_NUM_THREADS"] = "1"  # before the server of the processes starts
-    if options.profile:
-        print_profiles(options)
-        return
+    with TemporaryDirectory() as images:
+        if any(CASES[name].dataset is image_folder for name in options.cases):
+            write_images(Path(images))  # before the server starts, which passes the folder on
+        if options.profile:
+            print_profiles(options)
+        else:
+            measure_all(options)
+
+
+def measure_all(options: argparse.Namespace) -> None:
+    """Measure the cases and write the results."""
     machine = describe_machine()
     measured: dict[str, Any] = {"machine": machine, "settings": {"rounds": options.rounds, "turn": options.turn}}
-    measured |= {"results": [], "memory": None}
+    measured |= {"results": [], "memory": []}
     for name in options.cases:
         result = measure(name, keys_of(name, options), options)
         print(f"{result['title']}\n\n{table(result)}\n", flush=True)
         measured["results"].append(result)
-    if options.memory:
-        measured["memory"] = measure_memory(options)
-        print(memory_table(measured["memory"]), flush=True)
+    for name in MEMORY_CASES if options.memory else ():
+        measured["memory"].append(measure_memory(name, options))
+        print(memory_table(measured["memory"][-1]), flush=True)
     if options.output is not None:
         save(options.output, measured, page(machine, options, measured))
         print(f"written to {options.output} and {options.output.with_suffix('.md')}")

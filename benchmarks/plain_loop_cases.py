@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torchvision
+from plain_loop_data import DIGITS_BATCH, image_folder, vector_dataset
 from torch import nn
 from torch.nn import functional
 
+from samestep.zoo.digits import DigitsNet
 from samestep.zoo.segmentation.unet import UNet
 
 PLAIN, DDP, PARALLEL, UNWATCHED = "plain loop", "DDP", "parallel", "parallel, not watched"
 EXACT = "parallel, exact"  # with one microbatch for each rank
+DDP_SYNC = "DDP, batch norm over ranks"  # by hand: torch has no SyncBatchNorm for CPUs
 ACCELERATE, FABRIC = "Accelerate", "Fabric"
 
 BATCHES = 4  # global batches in memory that a loop repeats
@@ -49,8 +52,10 @@ class Case:
         data: returns inputs and targets for a number of samples.
         optimizer: returns the optimizer of parameters.
         batch_size: samples of a global batch.
-        kind: `train`, `evaluate`, or `accumulate` for several backwards per step.
+        kind: `train`, `evaluate`, `accumulate` for several backwards per step, or `epoch` for the recipe `digits`.
         has_batch_norm: results of DDP differ, since each rank has its own statistics.
+        dataset: returns a data set that is read with a loader; None for batches in memory.
+        workers: worker processes of the loader on each rank.
     """
 
     title: str
@@ -59,8 +64,10 @@ class Case:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     batch_size: int
     goals: tuple[Goal, ...]
-    kind: Literal["train", "evaluate", "accumulate"] = "train"
+    kind: Literal["train", "evaluate", "accumulate", "epoch"] = "train"
     has_batch_norm: bool = False
+    dataset: Callable[[], Any] | None = None
+    workers: int = 0
 
 
 class Block(nn.Module):
@@ -113,6 +120,10 @@ def images(size: int) -> Batch:
 
 def masks(size: int) -> Batch:
     return torch.randn(size, 3, 64, 64), torch.randint(2, (size, 64, 64))
+
+
+def digits(size: int) -> Batch:
+    return torch.rand(size, 1, 8, 8), torch.randint(CLASSES, (size,))
 
 
 def texts(size: int) -> Batch:
@@ -169,15 +180,46 @@ _SEGMENTED = _goals(1.02, 1.05)
 _ACCUMULATION = (Goal(2, (DDP, 2), 1.05),)
 _EXACT = tuple(Goal(processes, (DDP, processes), 1.03) for processes in (2, 4))
 _WATCH = (Goal(2, (UNWATCHED, 2), 1.02),)
+_LOADER = (Goal(1, (PLAIN, 1), 1.25),)
+_DIGITS = (Goal(1, (PLAIN, 1), 1.02), Goal(2, (DDP_SYNC, 2), 1.02))
+_EPOCH = (Goal(1, (PLAIN, 1), 1.1), Goal(2, (DDP_SYNC, 2), 1.02))
+_IMAGES = (Goal(2, (DDP_SYNC, 2), 1.02),)
 
 
 def _unet() -> nn.Module:
     return UNet(num_classes=2)
 
 
+def _digits_net() -> nn.Module:
+    return DigitsNet(dropout=0.0)  # which ranks of DDP would draw differently
+
+
 CASES = {
     "linear-32": Case("two linear layers, batch 32", linear_layers, vectors, sgd, 32, _LINEAR),
     "linear-64": Case("two linear layers, batch 64", linear_layers, vectors, sgd, 64, _LINEAR),
+    "loader-32": Case(
+        "two linear layers with loader, batch 32", linear_layers, vectors, sgd, 32, _LOADER, dataset=vector_dataset
+    ),
+    "loader-64": Case(
+        "two linear layers with loader, batch 64", linear_layers, vectors, sgd, 64, _LOADER, dataset=vector_dataset
+    ),
+    "digits": Case(
+        "digits without dropout, batch 64", _digits_net, digits, sgd, DIGITS_BATCH, _DIGITS, has_batch_norm=True
+    ),
+    "digits-epoch": Case(
+        "recipe digits: an epoch with evaluation", DigitsNet, digits, sgd, DIGITS_BATCH, _EPOCH, "epoch", True
+    ),
+    "jpeg-resnet": Case(
+        "JPEG folder, ResNet-18, 64 px, batch 32, 2 loader workers per process",
+        resnet,
+        images,
+        sgd,
+        32,
+        _IMAGES,
+        has_batch_norm=True,
+        dataset=image_folder,
+        workers=2,
+    ),
     "resnet-16": Case("ResNet-18, 64 px, batch 16", resnet, images, sgd, 16, _NORMED, has_batch_norm=True),
     "resnet-64": Case("ResNet-18, 64 px, batch 64", resnet, images, sgd, 64, _NORMED, has_batch_norm=True),
     "unet-16": Case("U-Net, 64 px, batch 16", _unet, masks, sgd, 16, _NORMED, has_batch_norm=True),

@@ -14,8 +14,9 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import cycle
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,6 +30,7 @@ from plain_loop_cases import (
     BATCHES,
     CASES,
     DDP,
+    DDP_SYNC,
     EXACT,
     FABRIC,
     PARALLEL,
@@ -37,6 +39,13 @@ from plain_loop_cases import (
     Case,
     loss_of,
     matches_of,
+)
+from plain_loop_data import (
+    endless,
+    hand_written_epochs,
+    recipe_epochs,
+    torch_loader,
+    use_statistics_of_all_ranks,
 )
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,7 +57,7 @@ PRELOAD = ("samestep.session", "accelerate", "lightning.fabric")  # where instal
 
 
 class Loop:
-    """A plain loop over batches in memory, with the lines that a contender adds.
+    """A plain loop over batches, with the lines that a contender adds.
 
     Attributes:
         module: the model, without a wrapper of the contender.
@@ -64,6 +73,7 @@ class Loop:
         self._backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward
         self._no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._gathers = False
+        self._setup_loader: Callable[[Any], Any] = lambda loader: loader
         batches = [case.data(case.batch_size) for _ in range(BATCHES)]
         if contender in (PARALLEL, UNWATCHED):
             self._be_parallel(samestep.parallel(self.module))
@@ -74,8 +84,18 @@ class Loop:
             self._gathers = size > 1
             self._be_peer(contender, size)
         self.start = self.weights()
-        self._batches = batches
-        self._next = 0
+        self._batches: Iterator[Batch] = cycle(batches)
+        if case.dataset is not None:
+            self._batches = endless(self._loader(contender, case.dataset(), rank, size))
+
+    def _loader(self, contender: str, dataset: Any, rank: int, size: int) -> Any:
+        case = self._case
+        if contender == PARALLEL:
+            options = {"num_workers": case.workers, "persistent_workers": case.workers > 0}
+            return samestep.loader(dataset, case.batch_size, shuffle=True, **options)
+        if contender in (ACCELERATE, FABRIC):  # divide the batches themselves
+            return self._setup_loader(torch_loader(dataset, case.batch_size // size, case.workers, 0, 1))
+        return torch_loader(dataset, case.batch_size, case.workers, rank, size)
 
     def _be_parallel(self, model: torch.nn.Module) -> None:
         torch.set_num_threads(1)  # ranks share the cores, one has all
@@ -83,7 +103,9 @@ class Loop:
         self._no_sync = lambda: samestep.no_sync(model)
 
     def _be_peer(self, contender: str, size: int) -> None:
-        if contender == DDP:
+        if contender in (DDP, DDP_SYNC):
+            if contender == DDP_SYNC:
+                use_statistics_of_all_ranks(self.module)
             self._model = DistributedDataParallel(self.module)
             self._no_sync = self._model.no_sync
         elif contender == ACCELERATE:
@@ -93,11 +115,13 @@ class Loop:
             self._model, self._optimizer = accelerator.prepare(self.module, self._optimizer)
             self._backward = accelerator.backward
             self._no_sync = lambda: accelerator.no_sync(self._model)
+            self._setup_loader = accelerator.prepare
         elif contender == FABRIC:
             fabric = _fabric(size)
             self._model, self._optimizer = fabric.setup(self.module, self._optimizer)
             self._backward = fabric.backward
             self._no_sync = lambda: fabric.no_backward_sync(self._model, enabled=size > 1)
+            self._setup_loader = fabric.setup_dataloaders
 
     def take_steps(self, count: int) -> None:
         """Train or evaluate for some steps."""
@@ -116,7 +140,7 @@ class Loop:
             self._optimizer.step()
 
     def _compute_gradients(self, scale: float) -> None:
-        inputs, targets = self._next_batch()
+        inputs, targets = next(self._batches)
         loss = loss_of(self._model(inputs), targets)
         self._backward(loss if scale == 1.0 else loss * scale)
 
@@ -125,20 +149,31 @@ class Loop:
         correct = torch.zeros(2)
         with torch.no_grad():
             for _ in range(count):
-                inputs, targets = self._next_batch()
+                inputs, targets = next(self._batches)
                 matches = matches_of(self._model(inputs), targets)
                 correct += torch.tensor([matches.sum(), matches.numel()])
         if self._gathers:
             dist.all_reduce(correct)
 
-    def _next_batch(self) -> Batch:
-        batch = self._batches[self._next]
-        self._next = (self._next + 1) % BATCHES
-        return batch
-
     def weights(self) -> torch.Tensor:
         """Return the trained parameters as one vector."""
         return torch.cat([parameter.detach().reshape(-1) for parameter in self.module.parameters()])
+
+
+class EpochLoop(Loop):
+    """Epochs of the recipe `digits`, or of the same training by hand; a step is an epoch with its evaluation."""
+
+    def __init__(self, contender: str, rank: int, size: int) -> None:
+        if contender == PARALLEL:
+            self.module, self._epoch = recipe_epochs()
+        else:
+            self.module, self._epoch = hand_written_epochs(rank, size)
+        self.start = self.weights()
+
+    def take_steps(self, count: int) -> None:
+        """Train and evaluate for some epochs."""
+        for _ in range(count):
+            self._epoch()
 
 
 def switch_off_checks() -> None:
@@ -261,9 +296,10 @@ def _run_rank(pipe: Connection, case: str, contender: str, rank: int, size: int,
     """Answer commands as one rank."""
     try:
         _prepare_process(rank, size, port)
-        if contender == DDP:
+        if contender in (DDP, DDP_SYNC):
             dist.init_process_group("gloo")
-        loop = Loop(contender, CASES[case], rank, size)
+        is_epoch = CASES[case].kind == "epoch"
+        loop = EpochLoop(contender, rank, size) if is_epoch else Loop(contender, CASES[case], rank, size)
         commands: dict[str, Callable[..., Any]] = {
             "turn": lambda steps: _turn(loop, steps),
             "start": lambda: loop.start,
