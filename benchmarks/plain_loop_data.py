@@ -27,6 +27,7 @@ IMAGES_VARIABLE = "PLAIN_LOOP_IMAGES"  # folder of the JPEG files, for all proce
 IMAGES = 512
 VECTORS = 8192
 DIGITS_BATCH = 64
+_WORLD = ExitStack()  # of a recipe, until the process ends
 
 
 def write_images(folder: Path) -> None:
@@ -149,7 +150,7 @@ def recipe_epochs() -> tuple[nn.Module, Callable[[], None]]:
     """
     recipe = load_recipe("digits", ["epochs=1000"])
     options = RunOptions()
-    world = ExitStack().enter_context(start_world(recipe, options))  # until the process ends
+    world = _WORLD.enter_context(start_world(recipe, options))
     built = build(recipe, options, world)
     torch.set_num_threads(1)
 

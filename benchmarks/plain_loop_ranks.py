@@ -243,7 +243,8 @@ class Ranks:
         for rank in range(processes):
             ours, theirs = context.Pipe()
             arguments = (theirs, case, contender, rank, processes, port)
-            child = context.Process(target=_run_rank, args=arguments, daemon=True)
+            # Daemons cannot start workers of a loader.
+            child = context.Process(target=_run_rank, args=arguments, daemon=CASES[case].workers == 0)
             child.start()
             theirs.close()
             self._pipes.append(ours)
