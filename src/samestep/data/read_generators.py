@@ -38,33 +38,31 @@ class WatchedGenerators:
         self._bits = numpy.random.MT19937(0)
         self._address = self._bits.ctypes.state_address
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Restore the generators at the end of the block."""
+    def __enter__(self) -> None:
+        """Note the states; they are restored at the end of the block."""
         self._python = _python_words()
         self._torch = torch.get_rng_state()
         self._numpy = ctypes.string_at(self._address, _STATE_BYTES)
-        script = get_bit_generator()
+        self._script = get_bit_generator()
         set_bit_generator(self._bits)
         self._has_drawn: bool | None = None
-        try:
-            yield
-        finally:
-            if self._has_drawn is None:
-                self.have_drawn()
-            if self._has_drawn:
-                index, *words = struct.unpack("i624I", self._python[0])
-                random.setstate((random.Random.VERSION, (*words, index), self._python[1]))
-                torch.set_rng_state(self._torch)
-                numpy.random.seed(0)  # a second Gaussian number is kept outside of the bits
-            set_bit_generator(script)
+
+    def __exit__(self, *error: object) -> None:
+        if self._has_drawn is None:
+            self.have_drawn()
+        if self._has_drawn:
+            index, *words = struct.unpack("i624I", self._python[0])
+            random.setstate((random.Random.VERSION, (*words, index), self._python[1]))
+            torch.set_rng_state(self._torch)
+            numpy.random.seed(0)  # a second Gaussian number is kept outside of the bits
+        set_bit_generator(self._script)
 
     def have_drawn(self) -> bool:
         """Whether a generator has been used in the block; called at its end."""
         self._has_drawn = (
             _python_words() != self._python
             or ctypes.string_at(self._address, _STATE_BYTES) != self._numpy
-            or bytes(memoryview(torch.get_rng_state().numpy())) != bytes(memoryview(self._torch.numpy()))  # type: ignore[arg-type]
+            or not torch.equal(torch.get_rng_state(), self._torch)
         )
         return self._has_drawn
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
+from operator import length_hint
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -157,7 +158,7 @@ class SampleReader(Dataset[Any]):
             return Reading(data, len(samples), skipped=skipped)
         if self._watched is None:
             self._watched = WatchedGenerators()
-        with self._watched.watched():
+        with self._watched:
             samples, _, skipped = self._unseeded(request.indices)
             data = self._collate(samples) if samples else None
             drew = self._watched.have_drawn()
@@ -208,17 +209,16 @@ class SampleReader(Dataset[Any]):
         return self._each([index])[0]
 
     def _each(self, indices: list[Any]) -> list[Any]:
-        samples = []
-        index = None
+        dataset = self.dataset
+        remaining = iter(indices)
         try:
-            for index in indices:  # used after an error
-                samples.append(self.dataset[index])
+            return [dataset[index] for index in remaining]
         except SamestepError:
             raise  # the message names the sample
         except Exception as error:
+            index = indices[len(indices) - length_hint(remaining) - 1]
             error.add_note(f"while loading sample {index} of the dataset")
             raise
-        return samples
 
     def _seed(self, purpose: Literal["sample", "collate"], request: Request, position: int) -> None:
         facts = [request.epoch, sample_number(request.indices[position])]

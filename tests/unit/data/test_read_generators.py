@@ -74,7 +74,7 @@ def test_draws_are_noticed_and_undone(draw: Callable[[], Any]) -> None:
         draw = functools.partial(random.gauss, 0, 1)
     watched = WatchedGenerators()
     before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
-    with watched.watched():
+    with watched:
         assert not watched.have_drawn()
         draw()
         assert watched.have_drawn()
