@@ -31,7 +31,7 @@ class Fault:
     inside: tuple[str, ...] = ()  # texts of the report
 
 
-RANK_1 = r"rank 1 failed in engine\.step \d+: "
+RANK_1 = r"rank 1 failed in step \d+: "
 CASES = (
     Fault("unprintable", RANK_1 + r"Unprintable: <no text: Unprintable\.__str__ raised RuntimeError>"),
     Fault("nameless", RANK_1 + r"\\n" + re.escape(FORGED) + ": a problem"),
@@ -41,15 +41,18 @@ CASES = (
     Fault("invalid UTF-8", RANK_1 + r"FileNotFoundError: .*caf\\udce9\.png'"),
     Fault("forged", RANK_1 + r"ValueError: \\x1b\[2J\\x1b\]0;title\\x07a problem"),
     Fault(
-        "exit with text", r"rank 1 ended with exit code 1 in engine\.step \d+, before .*: no file \\x1b\[31mdata\.csv"
+        "exit with text", r"rank 1 ended with exit code 1 in step \d+, before .*: no file \\x1b\[31mdata\.csv"
     ),
     Fault(
-        "unprintable in a worker", ".*RuntimeError: Caught RuntimeError in DataLoader", workers=1, inside=("sample",)
+        "unprintable in a worker",
+        ".*RuntimeError: Caught Unprintable in DataLoader",
+        workers=1,
+        inside=("sample",),
     ),
     Fault(
         "local class in a worker", ".*RuntimeError: Caught Local in DataLoader worker", workers=1, inside=("sample",)
     ),
-    Fault("unpicklable sample", "a loader worker cannot send a microbatch: .*generator", code=2, workers=1),
+    Fault("unpicklable sample", "a loader worker cannot send a batch: .*generator", code=2, workers=1),
     Fault("hang in a worker", r"ranks? .* hangs?: no progress", workers=1),
 )
 ROWS = {

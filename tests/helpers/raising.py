@@ -12,8 +12,8 @@ from helpers import faulty, recorded
 from samestep.zoo.losses import cross_entropy
 from samestep.zoo.splits import Splits
 
-_CALL = 3  # of the loss since the start of a process, which has the fault: in the second step of two ranks
-_SAMPLE = 12  # number of a sample since the start of a loader worker: in the third step of two ranks
+_CALL = 2  # of the loss in a process, one per step: the runs before it have saved one step more each
+_SAMPLE = 27  # number of a sample since the start of a loader worker: after the first batch, which is read three times
 _calls: list[int] = []
 FORGED = "error: rank 7 failed: all weights are lost [E_FORGED]"
 

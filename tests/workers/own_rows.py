@@ -226,15 +226,17 @@ def _resumed() -> list[Any]:
 
 
 class Broken(Points):
-    """One sample cannot be read, on one rank or on all."""
+    """One sample cannot be read, on one rank or on all; with `once`, it can be read the second time."""
 
-    def __init__(self, index: int, rank: int | None = None) -> None:
+    def __init__(self, index: int, rank: int | None = None, *, once: bool = False) -> None:
         super().__init__()
         self._index = index
+        self._once = once
         self._is_broken = rank is None or rank == process_state.world.rank  # type: ignore[union-attr]
 
     def __getitem__(self, index: int, /) -> Any:
         if index == self._index and self._is_broken:
+            self._is_broken = not self._once
             raise OSError("the file is damaged")
         return super().__getitem__(index)
 
@@ -331,6 +333,7 @@ def run(workers: int) -> dict[str, list[Any]]:
         ),
         "resumed": _resumed,
         "broken": lambda: _failing(workers, Broken(19)),
+        "broken once": lambda: _failing(workers, Broken(22, process_state.world.size - 1, once=True)),  # type: ignore[union-attr]
         "broken on the last rank": lambda: _failing(workers, Broken(22, process_state.world.size - 1)),  # type: ignore[union-attr]
         "skipping": lambda: _skipping(workers),
         "unequal": lambda: _error(lambda: _epochs(samestep.loader(Unequal(), BATCH), 1)),

@@ -39,7 +39,7 @@ from samestep.data.batch_plan import (
 from samestep.data.epoch_order import IndexBatch
 from samestep.data.sample_reader import Decision, Reading, Request, SampleReader, as_it_is, init_worker
 from samestep.distributed.logging import logger
-from samestep.errors import DataError, RankMismatchError
+from samestep.errors import PeerLostError, RankMismatchError
 from samestep.microbatches import microbatch_bounds
 
 SMALL_BYTES = 64 * 2**10  # of a whole tensor that is gathered at once
@@ -279,7 +279,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
             join = ranks.rows if is_complete else ranks.gather
             lengths = [word[2] for word in words]
             return self._joined(reading.data, leaves, small, packed, lengths, counts, join)
-        return self._read_again(pending, seconds, counts)
+        return self._read_again(pending, reading.failure, seconds, counts)
 
     def _completed_alone(self, pending: _Pending, reading: Reading) -> Any:
         """Return the batch of a reading without the other ranks."""
@@ -346,8 +346,11 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
 
         return rebuilt(data, _plan(self.state.decision), whole)
 
-    def _read_again(self, pending: _Pending, seconds: list[int], counts: list[int]) -> Any:
-        """Read a batch whole on all ranks, after a failure, a late draw or other shapes on one of them."""
+    def _read_again(self, pending: _Pending, first: Any, seconds: list[int], counts: list[int]) -> Any:
+        """Read a batch whole on all ranks, after a failure, a late draw or other shapes on one of them.
+
+        A failure of the first reading ends the iteration even if the second one succeeds, as on one process.
+        """
         ranks = self.state.ranks
         assert ranks is not None
         decision = self.state.decision
@@ -357,12 +360,15 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
             self.state.decision = Decision("whole", decision.draws, reason=_READ_ALONE)
             self._log(_READ_ALONE)
         reading = self._whole(pending, raises=False)
-        words = ranks.word(0, _FAILED if reading.failure is not None else 0)
+        failure = reading.failure
+        if failure is None and _DREW not in seconds:  # otherwise the first reading had other random numbers
+            failure = first
+        words = ranks.word(0, _FAILED if failure is not None else 0)
         failed = [rank for rank, word in enumerate(words) if word[1] == _FAILED]
-        if reading.failure is not None:
-            _raise(reading.failure)
+        if failure is not None:
+            _raise(failure)
         if failed:
-            raise DataError(
+            raise PeerLostError(
                 f"rank {failed[0]} cannot read a sample that this rank can read",
                 expected="data that are equal on all ranks",
                 fix="read the message of that rank; check its file system",

@@ -140,7 +140,10 @@ class SampleReader(Dataset[Any]):
             worker = get_worker_info()
             if worker is None or isinstance(error, SamestepError):
                 return Reading(None, 0, error)
-            return Reading(None, 0, ExceptionWrapper(where=f"in DataLoader worker process {worker.id}"))
+            wrapped = ExceptionWrapper(where=f"in DataLoader worker process {worker.id}")
+            if not _has_text(error):
+                return Reading(None, 0, _without_class(wrapped))
+            return Reading(None, 0, wrapped)
 
     @property
     def generators(self) -> OwnGenerators:
@@ -336,13 +339,26 @@ def init_worker(dataset: Any, init: Callable[[int], None] | None, number: int) -
         init(number)
 
 
+def _has_text(error: Exception) -> bool:
+    try:
+        str(error)
+    except Exception:  # boundary: the class is the script's
+        return False
+    return True
+
+
+def _without_class(wrapped: ExceptionWrapper) -> RuntimeError:
+    """Return an exception with the text that torch would give to the class of the script."""
+    return RuntimeError(f"Caught {wrapped.exc_type.__name__} {wrapped.where}.\nOriginal {wrapped.exc_msg}")
+
+
 def _send_failure(queue: Any, error: Exception, item: tuple[int, Any]) -> None:
     """In a worker: send an error in place of data that cannot be pickled; the rank would wait for the data."""
     number, data = item
     failure: Exception
     wrapped = data.failure if isinstance(data, Reading) else data
     if isinstance(wrapped, ExceptionWrapper):  # of an exception whose class only the worker has
-        failure = RuntimeError(f"Caught {wrapped.exc_type.__name__} {wrapped.where}.\nOriginal {wrapped.exc_msg}")
+        failure = _without_class(wrapped)
     else:
         failure = DataError(
             f"a loader worker cannot send a batch: {message_of(error)}",

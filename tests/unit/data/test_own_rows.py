@@ -128,6 +128,10 @@ def test_error_of_a_sample_is_raised_on_all_ranks(size: int, workers: int) -> No
     first, last = results["broken on the last rank"]
     assert last == [BATCH, BATCH, [*BROKEN[:2], [BROKEN[2][0].format(22)]]]
     assert first[2][1].startswith("rank 1 cannot read a sample that this rank can read [E_RANK_BATCH]")
+    first, last = results["broken once"]
+    assert (last[:2], last[2][0]) == ([BATCH, BATCH], "OSError")
+    assert "the file is damaged" in last[2][1]
+    assert first[2][:2] == results["broken on the last rank"][0][2][:2]
 
 
 def test_error_of_a_worker_names_the_sample() -> None:
