@@ -20,10 +20,8 @@ inputs = torch.randn(64, 6)
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(dim=1).gt(0).long())
 model = torch.nn.Linear(6, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-world = samestep.init()
-expected = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
-assert {name: int(os.environ[name]) for name in expected} == expected, dict(os.environ)
-assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
+samestep.init()
+assert "RANK" not in os.environ and "MASTER_ADDR" not in os.environ, dict(os.environ)
 assert sys.argv[1:] == ["--epochs", "100"] and __name__ == "__main__", sys.argv
 model = samestep.parallel(model)
 batches = samestep.loader(data, batch_size=16)

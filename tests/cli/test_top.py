@@ -92,9 +92,9 @@ def test_four_ranks_from_before_their_start(tmp_path: Path) -> None:
     ):
         terminal.wait_for(r"^waiting for runs/a$", "the wait for the run")
         with Running("train", RECIPE, "--processes", 4, "--name", "a", cwd=tmp_path) as train:
-            terminal.wait_for(r"^ +2 .* in engine\.step 12", "the activity of rank 2")
+            terminal.wait_for(r"^ +2 .* in step 12", "the activity of rank 2")
             for rank in (0, 1, 3):
-                terminal.wait_for(rf"^ +{rank} .* in engine\.step 12, waiting", "the ranks that wait for rank 2")
+                terminal.wait_for(rf"^ +{rank} .* in step 12, waiting", "the ranks that wait for rank 2")
             top.must_run()
             status = status_of("runs/a", tmp_path)
             assert (status["state"], status["epoch"], status["step"], status["steps"]) == ("running", 1, 11, 39)
@@ -119,7 +119,7 @@ def test_killed_run(tmp_path: Path) -> None:
     (tmp_path / "hold").write_text("0 8", encoding="utf-8")
     with Running("train", RECIPE, "--processes", 2, "--name", "a", cwd=tmp_path) as train:
         lines = tmp_path / "runs" / "a" / "ranks" / "rank-0.jsonl"
-        train.until(lambda: lines.exists() and "in engine.step" in lines.read_text("utf-8"), "the stopped step")
+        train.until(lambda: lines.exists() and "in step" in lines.read_text("utf-8"), "the stopped step")
         status = status_of("runs/a", tmp_path)
         assert status["state"] == "running"
         for process in train.processes():

@@ -40,9 +40,7 @@ CASES = (
     Fault("chain", RANK_1 + "ValueError: cause 1999", is_long=True, inside=("ValueError: cause 0", "cause 1999")),
     Fault("invalid UTF-8", RANK_1 + r"FileNotFoundError: .*caf\\udce9\.png'"),
     Fault("forged", RANK_1 + r"ValueError: \\x1b\[2J\\x1b\]0;title\\x07a problem"),
-    Fault(
-        "exit with text", r"rank 1 ended with exit code 1 in step \d+, before .*: no file \\x1b\[31mdata\.csv"
-    ),
+    Fault("exit with text", r"rank 1 ended with exit code 1 in step \d+, before .*: no file \\x1b\[31mdata\.csv"),
     Fault(
         "unprintable in a worker",
         ".*RuntimeError: Caught Unprintable in DataLoader",

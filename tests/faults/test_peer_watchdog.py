@@ -90,7 +90,7 @@ def test_hang_is_reported_once_and_all_ranks_end(tmp_path: Path, stopped: int | 
         assert re.fullmatch(r"error: rank 1 hangs: no progress for [3-5]\.\d s \[E_HANG\]", lines[0])
         assert lines[1:3] == [
             "    rank 1: in step 7",
-            "    ranks 0, 2 and 3: in step 7, waiting in a sum",
+            "    ranks 0, 2 and 3: in step 7, waiting in a word of each rank",
         ]
         assert re.search(r"recorded\.py:\d+ _wait_while_blocked\n  stack of ranks 0, 2 and 3", "\n".join(lines))
     elif stopped == 2:
