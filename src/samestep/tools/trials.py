@@ -20,7 +20,6 @@ from samestep.recipes.driver import Driver
 from samestep.recipes.run import evaluated
 from samestep.recipes.samples import RecipeBatch
 from samestep.recipes.training import EpochData
-from samestep.strategies.divided_parameters import is_divided
 from samestep.tools.bench import WARMUP_STEPS, Contender, Trained
 from samestep.tools.timing import Timing
 
@@ -157,5 +156,5 @@ def _held_bytes(driver: Driver) -> int:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     state = [value for values in driver.optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
     tensors = [*parameters, *gradients, *driver.model.buffers(), *state]
-    own = [tensor.to_local() if is_divided(tensor) else tensor for tensor in tensors]
+    own = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]  # of DTensors
     return sum(tensor.nbytes for tensor in own if not tensor.is_meta)
