@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from inspect import Signature, signature
+from inspect import signature
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -24,16 +24,18 @@ if TYPE_CHECKING:
 _HALVES = (torch.float16, torch.bfloat16)
 
 
+Total = Callable[[torch.Tensor], torch.Tensor]
+
+
 @cache
-def _signature(function: Callable[..., Any]) -> Signature:
-    return signature(function)
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    return {name: parameter.default for name, parameter in signature(function).parameters.items()}
 
 
-def _named(function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, with defaults, and with the old forms of `reduction` resolved."""
-    bound = _signature(function).bind(*arguments, **options)
-    bound.apply_defaults()
-    named = dict(bound.arguments)
+def arguments_of(function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a loss by name, with defaults, and with the old forms of `reduction` resolved."""
+    defaults = _defaults(function)
+    named = {**defaults, **dict(zip(defaults, arguments, strict=False)), **options}
     average, reduce = named.pop("size_average", None), named.pop("reduce", None)
     if average is not None or reduce is not None:
         named["reduction"] = "none"
@@ -41,70 +43,76 @@ def _named(function: Callable[..., Any], arguments: Sequence[Any], options: Mapp
             named["reduction"] = "sum"
             if average is None or average:
                 named["reduction"] = "mean"
+    if function is functional.l1_loss:
+        # It hands all but its weight over to function modes and subclasses of tensors (torch 2.13): its frame has it.
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code is not functional.l1_loss.__code__:
+            frame = frame.f_back
+        if frame is not None:
+            named["weight"] = frame.f_locals.get("weight", named.get("weight"))
     return named
 
 
-def _mean(operations: Operations, function: Callable[..., Any], named: dict[str, Any], count: torch.Tensor) -> Any:
-    """Return the mean over the whole batch from sums of the own rows, which are taken in single precision at least."""
+def divisor(function: Callable[..., Any], named: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the own part of the number by which a mean divides; None if it is the same for each row.
+
+    Args:
+        function: the loss.
+        named: its arguments.
+    """
+    target, weight = named["target"], named.get("weight")
+    if function in CLASS_LOSSES and not target.is_floating_point():  # with probabilities, every row counts once
+        ignored = named["ignore_index"]
+        counted = target != (-100 if ignored is None else ignored)
+        if weight is None:
+            return torch.sum(counted)
+        weight = weight.detach()[target.where(counted, 0)].where(counted, 0)
+    elif weight is None or function not in WEIGHTED_LOSSES:
+        return None
+    total: torch.Tensor = weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
+    return total
+
+
+def mean(function: Callable[..., Any], named: dict[str, Any], count: torch.Tensor, total: Total) -> torch.Tensor:
+    """Return the mean over the whole batch from sums of the own rows, which are taken in single precision at least.
+
+    Args:
+        function: the loss.
+        named: its arguments.
+        count: own part of the divisor.
+        total: returns the sum of all parts of a tensor.
+    """
     kind = named["input"].dtype
-    if kind in _HALVES:  # a sum of many rows does not fit into half precision
-        for name, value in named.items():
-            if isinstance(value, torch.Tensor) and value.dtype == kind:
-                named[name] = value.float()
-    value = function(**{**named, "reduction": "sum"})
-    assert operations.region is not None
-    total = operations.region.exchange.total(torch.stack([value, count.to(value.dtype)]))
-    mean = total[0] / total[1]
+    floating = {
+        name: value for name, value in named.items() if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
+    # A sum of many rows does not fit into half precision.
+    if kind in _HALVES and all(value.dtype == kind for value in floating.values()):
+        named |= {name: value.float() for name, value in floating.items()}
+    value: torch.Tensor = function(**{**named, "reduction": "sum"})
+    parts = total(torch.stack([value, count.to(value.dtype)]))
+    result = parts[0] / parts[1]
     if kind in _HALVES and value.dtype == torch.float32 and not torch.is_autocast_enabled(value.device.type):
-        return mean.to(kind)
-    return mean
+        return result.to(kind)
+    return result
 
 
-def _class_loss(operations: Operations, function: Callable[..., Any], arguments: Any, options: Any) -> Any:
-    """Rule of losses with classes as targets: divides by the weights of the classes of all targets not ignored."""
-    if operations.region is None:
-        return function(*arguments, **options)
-    named = _named(function, arguments, options)
-    target, weight = named["target"], named["weight"]
-    if named["reduction"] != "mean" or target.is_floating_point():  # probabilities: every row counts once
-        return function(*arguments, **options)
-    ignored = named["ignore_index"]
-    if ignored is None:
-        ignored = -100
-    counted = target != ignored
-    if weight is None:
-        return _mean(operations, function, named, counted.sum())
-    weights = weight.detach()[target.where(counted, 0)].where(counted, 0)
-    kind = torch.promote_types(weights.dtype, torch.float32)
-    return _mean(operations, function, named, weights.sum(dtype=kind))
+def _loss(operations: Operations, function: Callable[..., Any], arguments: Any, options: Any) -> Any:
+    """Rule of the losses inside of a divided call."""
+    named = arguments_of(function, arguments, options)
+    region = operations.region
+    count = None
+    if named["reduction"] == "mean":
+        count = divisor(function, named)
+    if region is None or count is None:
+        return function(**named)
+    return mean(function, named, count, region.exchange.total)
 
 
-def _weighted_loss(operations: Operations, function: Callable[..., Any], arguments: Any, options: Any) -> Any:
-    """Rule of losses that divide by the sum of the weights of all values."""
-    if operations.region is None:
-        return function(*arguments, **options)
-    named = _named(function, arguments, options)
-    weight = named.get("weight")
-    if named["reduction"] != "mean" or weight is None:
-        return function(*arguments, **options)
-    return _mean(operations, function, named, weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32)))
-
-
-def _l1_loss(operations: Operations, function: Callable[..., Any], arguments: Any, options: Any) -> Any:
-    """Rule of `l1_loss`, which hands all but its weight over to function modes (torch 2.13): the frame has it."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not functional.l1_loss.__code__:
-        frame = frame.f_back
-    if frame is not None and frame.f_locals.get("weight") is not None:
-        options = {**options, "weight": frame.f_locals["weight"]}
-    return _weighted_loss(operations, function, arguments, options)
-
-
-LOSS_RULES: dict[Callable[..., Any], Rule] = {
-    functional.cross_entropy: _class_loss,
-    functional.nll_loss: _class_loss,
-    functional.mse_loss: _weighted_loss,
-    functional.l1_loss: _l1_loss,
-}
+# Divide by the weights of the classes of all targets that are not ignored.
+CLASS_LOSSES: set[Callable[..., Any]] = {functional.cross_entropy, functional.nll_loss}
 if hasattr(functional, "linear_cross_entropy"):  # since torch 2.13
-    LOSS_RULES[functional.linear_cross_entropy] = _class_loss
+    CLASS_LOSSES.add(functional.linear_cross_entropy)
+# Divide by the sum of the weights of all values.
+WEIGHTED_LOSSES: set[Callable[..., Any]] = {functional.mse_loss, functional.l1_loss}
+LOSS_RULES: dict[Callable[..., Any], Rule] = dict.fromkeys(CLASS_LOSSES | WEIGHTED_LOSSES, _loss)

@@ -5,12 +5,10 @@ Constructor: `Rows(own, bounds)`, or `rows_of(own, bounds, limit)`, which gather
 
 from __future__ import annotations
 
-from samestep.view.rows_autograd import AUTOGRAD_RULES, METADATA_RULES, WRITERS, torch_gathers
-from samestep.view.rows_dimensions import DIMENSION_RULES
-from samestep.view.rows_elementwise import ELEMENTWISE_RULES
-from samestep.view.rows_sums import LOSS_RULES, SUM_RULES
+from samestep.view.rows_autograd import AUTOGRAD_RULES, METADATA_RULES, torch_gathers
+from samestep.view.rows_rules import RULES_BY_ROWS
+from samestep.view.rows_sums import SUM_RULES
 from samestep.view.rows_tensor import (
-    EXPORTS,
     METADATA,
     RULES,
     Rows,
@@ -25,14 +23,8 @@ from samestep.view.rows_tensor import (
 BATCH_LIMIT = 2**16  # bytes of a tensor of a batch that is Rows
 OUTPUT_LIMIT = 2**20  # bytes of an output that is Rows
 
-RULES.update(ELEMENTWISE_RULES)
-RULES.update(DIMENSION_RULES)
-RULES.update(SUM_RULES)
-RULES.update(LOSS_RULES)
-RULES.update(AUTOGRAD_RULES)
-RULES.update(METADATA_RULES)
+RULES.update({**RULES_BY_ROWS, **SUM_RULES, **AUTOGRAD_RULES})
 METADATA.update(METADATA_RULES)
-EXPORTS.update(WRITERS)
 
 __all__ = [
     "BATCH_LIMIT",

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from samestep.errors import RunError
-from samestep.view.rows_dimensions import views
-from samestep.view.rows_elementwise import named, own_part
+from samestep.view.rows_rules import named, own_part, views
 from samestep.view.rows_tensor import (
     REPLACED_MEMORY,
     Rows,
     Rule,
     gathered,
+    graph_of,
     in_function,
+    is_apart,
     memory_of,
     on_all_rows,
-    own_rows,
     set_operation,
     shows_traceback,
 )
@@ -34,53 +34,58 @@ def _metadata(function: Function, arguments: Sequence[Any], options: Mapping[str
         return function(*arguments, **options)
 
 
-def _of_own(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    return function(own_rows(arguments[0]), *arguments[1:], **options)
+def _of_graph(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    if type(arguments[0]) is not Rows:
+        return NotImplemented
+    return function(graph_of(arguments[0]), *arguments[1:], **options)
 
 
 def _gradient(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """Return `grad` as Rows, the same ones while it is the same tensor."""
     rows = arguments[0]
-    gradient = function(own_rows(rows))
+    gradient = function(rows._rows_own)
     if gradient is None:
         return None
     kept = rows._rows_gradient
     if kept is None or kept[0] is not gradient:
         rows._rows_gradient = kept = (gradient, Rows(gradient, rows._rows_bounds))
-        memory_of(kept[1]).has_graph = True  # autograd adds to it
+        memory_of(kept[1]).is_gradient = True
     return kept[1]
 
 
-def _set_gradient(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
+def _set_gradient(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
     rows, gradient = arguments
-    function(own_rows(rows), None if gradient is None else own_part(gradient, rows))
+    if type(rows) is not Rows:
+        return NotImplemented
+    function(rows._rows_own, None if gradient is None else own_part(gradient, rows))
 
 
-def _require_gradients(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+def _change_graph(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """`requires_grad_`, `requires_grad = ...`, `retain_grad` and `detach_`."""
     rows = arguments[0]
-    memory_of(rows)
-    result = function(own_rows(rows), *arguments[1:], **options)
-    if rows._rows_own.requires_grad:
-        memory_of(rows).has_graph = True
+    memory_of(rows).separate(rows)
+    result = function(rows._rows_own, *arguments[1:], **options)
     return rows if isinstance(result, Tensor) else result
 
 
 def _register_hook(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
     rows, hook = arguments
-    bounds = rows._rows_bounds
+    if not _has_own_graph(rows):
+        return NotImplemented
 
     def with_rows(gradient: Tensor) -> Tensor | None:
-        result = hook(Rows(gradient, bounds))
+        result = hook(Rows(gradient, rows._rows_bounds))
         return None if result is None else own_part(result, rows)
 
-    return function(own_rows(rows), with_rows)
+    return function(rows._rows_own, with_rows)
 
 
 def _backward(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
     rows = arguments[0]
+    if not is_apart(rows):
+        return NotImplemented
     others = [own_part(argument, rows) for argument in arguments[1:]]
-    return function(own_rows(rows), *others, **{name: own_part(value, rows) for name, value in options.items()})
+    return function(rows._rows_own, *others, **{name: own_part(value, rows) for name, value in options.items()})
 
 
 def _listed(value: Any) -> list[Any]:
@@ -99,29 +104,29 @@ def _grad(function: Function, arguments: Sequence[Any], options: Mapping[str, An
     if len(seeds) != len(outputs):
         seeds = [None] * len(outputs)
     own_seeds = [
-        own_part(seed, output) if type(output) is Rows and seed is not None else tree_map_only(Rows, gathered, seed)
+        own_part(seed, output) if _has_own_graph(output) else tree_map_only(Rows, gathered, seed)
         for seed, output in zip(seeds, outputs, strict=True)
     ]
-    gradients = function(_own_list(outputs), _own_list(inputs), own_seeds, **values)
+    own = [[graph_of(one) if type(one) is Rows else one for one in tensors] for tensors in (outputs, inputs)]
+    gradients = function(*own, own_seeds, **values)
     return tuple(
-        Rows(gradient, one._rows_bounds) if type(one) is Rows and gradient is not None else gradient
+        Rows(gradient, one._rows_bounds) if gradient is not None and _has_own_graph(one) else gradient
         for gradient, one in zip(gradients, inputs, strict=True)
     )
 
 
-def _own_list(tensors: Sequence[Any]) -> list[Any]:
-    return [own_rows(one) if type(one) is Rows else one for one in tensors]
+def _has_own_graph(tensor: Any) -> bool:
+    return type(tensor) is Rows and graph_of(tensor) is tensor._rows_own
 
 
 def _represent(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """Return the text of all rows; in a debugger and in tracebacks, which are on one rank, without their values."""
     rows = arguments[0]
-    memory = rows._rows_memory
-    if shows_traceback() and (memory is None or not memory.is_gathered):
+    own = rows._rows_own
+    if shows_traceback() and is_apart(rows):
         bounds = rows._rows_bounds
-        shape = [bounds.rows, *rows._rows_own.shape[1:]]
-        return f"tensor(shape={shape}, dtype={rows._rows_own.dtype}, rows {bounds.start} to {bounds.stop - 1} are here)"
-    own = own_rows(rows)
+        shape = [bounds.rows, *own.shape[1:]]
+        return f"tensor(shape={shape}, dtype={own.dtype}, rows {bounds.start} to {bounds.stop - 1} are here)"
     text = on_all_rows(function, arguments, options)
     if own.grad_fn is not None:
         text = text.replace("<_CrossingBackward>", f"<{type(own.grad_fn).__name__}>")
@@ -132,67 +137,50 @@ def _refuse(function: Function, arguments: Sequence[Any], options: Mapping[str, 
     """Refuse to give a tensor other memory.
 
     Raises:
-        RunError: always.
+        RunError: the tensor is Rows.
     """
+    if type(arguments[0]) is not Rows:
+        return NotImplemented
     raise RunError(*REPLACED_MEMORY, code="E_INCOMPATIBLE")
 
 
 def _data(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    return views(Tensor.detach, arguments, options)
-
-
-def _set_data(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    if type(arguments[0]) is not Rows:
+    """`data`, which is `detach` apart from the version."""
+    if not is_apart(arguments[0]):
         return NotImplemented
-    return _refuse(Tensor.set_, arguments, options)
-
-
-def _type(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """`type`: a name, or a conversion."""
-    if len(arguments) == 1 and not options:
-        return function(own_rows(arguments[0]))
-    result = function(own_rows(arguments[0]), *arguments[1:], **options)
-    return arguments[0] if result is arguments[0]._rows_own else Rows(result, arguments[0]._rows_bounds)
-
-
-def _new(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """`new_zeros` and others: plain tensors."""
-    return _of_own(function, arguments, options) if type(arguments[0]) is Rows else NotImplemented
+    return views(Tensor.detach, arguments, options)
 
 
 def _of_attributes(names: str, rule: Rule, method: str = "__get__") -> dict[Any, Rule]:
     return {getattr(getattr(Tensor, name), method): rule for name in names.split()}
 
 
-_METADATA = "size dim numel nelement ndimension __len__ is_floating_point is_complex is_signed element_size get_device"
-_METADATA_ATTRIBUTES = (
-    "shape dtype device ndim layout is_cuda is_sparse is_quantized is_meta itemsize nbytes is_mps is_xpu is_mkldnn"
-)
-_OWN_ATTRIBUTES = "requires_grad is_leaf grad_fn _version output_nr retains_grad"
+_METADATA = """
+    size dim numel nelement ndimension __len__ is_floating_point is_complex is_signed element_size get_device
+    is_contiguous stride is_same_size"""
+_ATTRIBUTES = "shape dtype device ndim layout is_cuda is_sparse is_quantized is_meta itemsize nbytes is_mps is_mkldnn"
 METADATA_RULES: dict[Any, Rule] = {
-    **named(f"{_METADATA} is_contiguous stride is_same_size", _metadata),
+    **named(_METADATA, _metadata),
     torch.is_tensor: _metadata,
     Tensor.__hash__: _metadata,
-    **_of_attributes(_METADATA_ATTRIBUTES, _metadata),
-    **_of_attributes(_OWN_ATTRIBUTES, _of_own),
-    **named("is_pinned is_inference is_conj is_neg", _of_own),
+    **_of_attributes(_ATTRIBUTES, _metadata),
+    **_of_attributes("requires_grad is_leaf grad_fn _version output_nr retains_grad", _of_graph),
+    **named("is_pinned is_inference is_conj is_neg", _of_graph),
 }
 AUTOGRAD_RULES: dict[Any, Rule] = {
     **_of_attributes("grad", _gradient),
     **_of_attributes("grad", _set_gradient, "__set__"),
     **_of_attributes("data", _data),
-    **_of_attributes("data", _set_data, "__set__"),
-    **_of_attributes("requires_grad", _require_gradients, "__set__"),
-    **named("requires_grad_ retain_grad detach_", _require_gradients),
+    **_of_attributes("data", _refuse, "__set__"),
+    **_of_attributes("requires_grad", _change_graph, "__set__"),
+    **named("requires_grad_ retain_grad detach_", _change_graph),
     **named("register_hook", _register_hook),
     **named("backward", _backward),
     torch.autograd.grad: _grad,
     Tensor.__repr__: _represent,
     **named("resize_ resize_as_ set_ as_strided_ t_ transpose_ unsqueeze_ squeeze_ swapaxes_", _refuse),
-    **named("new_zeros new_ones new_full new_empty new_tensor", _new),
-    Tensor.type: _type,
+    **named("new_zeros new_ones new_full new_empty new_tensor", _of_graph),
 }
-WRITERS = frozenset(named("numpy __array__ data_ptr untyped_storage storage __dlpack__ share_memory_", _metadata))
 
 _apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 _new_parameter = nn.Parameter.__new__
@@ -202,7 +190,7 @@ def _apply_to_all_rows(cls: Any, *arguments: Any, **options: Any) -> Any:
     if any(type(argument) is Rows for argument in arguments):
         for argument in arguments:
             if type(argument) is Rows:
-                set_operation(argument, cls.__name__)
+                set_operation(argument, cls)
         arguments = tree_map_only(Rows, gathered, arguments)
     token = in_function.set(True)
     try:

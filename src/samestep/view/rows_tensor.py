@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -28,8 +28,7 @@ from samestep.view.row_messages import RaisedElsewhere, RowMessages
 # Returns the result of a function on own rows, or NotImplemented if all rows are needed.
 Rule = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 RULES: dict[Any, Rule] = {}
-METADATA: set[Any] = set()  # functions with rules that may be called anywhere
-EXPORTS: set[Any] = set()  # functions whose results write into the memory of a tensor without its version counter
+METADATA: dict[Any, Rule] = {}  # rules of functions that may be called anywhere
 _SHOWS_TRACEBACKS = ("traceback", "rich.traceback", "pdb", "bdb", "reprlib", "_pytest._io.saferepr", "pydevd", "cgitb")
 
 _LEAF = "leaf Variable that requires grad"  # in-place errors of torch, which all ranks raise
@@ -79,11 +78,12 @@ class Rows(torch.Tensor):
     ) -> Any:
         """Compute a function of Rows by its rule, or on all rows."""
         options = options or {}
+        rule = METADATA.get(function)
+        if rule is not None:
+            return rule(function, arguments, options)
         rule = RULES.get(function)
         if rule is None or (len(types) > 1 and not _CLASSES.issuperset(types)):  # others have operations of their own
             return on_all_rows(function, arguments, options)
-        if function in METADATA:
-            return rule(function, arguments, options)
         if current_region() is not None or in_function.get():
             return on_all_rows(function, arguments, options)
         try:
@@ -114,7 +114,7 @@ class Rows(torch.Tensor):
         if function._overloadpacket in (torch.ops.aten.set_, torch.ops.aten.resize_):
             raise RunError(*REPLACED_MEMORY, code="E_INCOMPATIBLE")
         for leaf in tree_leaves((arguments, options)):
-            if isinstance(leaf, Rows) and own_rows(leaf).requires_grad:
+            if isinstance(leaf, Rows) and leaf.requires_grad:
                 raise RunError(
                     f"{function} received rows of a batch that require gradients, below the autograd of torch",
                     expected="operations of torch that dispatch on the class of a tensor",
@@ -130,7 +130,10 @@ class Rows(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the own rows."""
         if id(self) not in memo:
-            memo[id(self)] = Rows(copy.deepcopy(own_rows(self), memo), self._rows_bounds)
+            copied = copy.deepcopy(self._rows_own, memo)
+            if not is_apart(self):
+                copied.data.copy_(own_slice(gathered(self).detach(), self._rows_bounds))
+            memo[id(self)] = Rows(copied, self._rows_bounds)
         return memo[id(self)]
 
 
@@ -140,11 +143,14 @@ _CLASSES = {Rows, torch.Tensor, nn.Parameter}
 class Memory:
     """Memory of the own rows that several Rows share as views, and of all rows after a gather.
 
-    Without gradients, a gather moves the own rows into the memory of all rows. With gradients the graph may hold the
-    memory of the own rows, so it stays, and writes into the gathered rows are copied back.
+    After a gather all of them are whole: functions receive plain tensors that are views of the memory of all rows.
 
     Args:
         rows: the tensor whose memory it is; its own rows are made contiguous if other rows would lie between them.
+
+    Attributes:
+        whole: all rows after a gather.
+        is_gradient: whether autograd adds to the own rows.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -152,120 +158,74 @@ class Memory:
         span = 1 + sum((size - 1) * stride for size, stride in zip(own.shape[1:], own.stride()[1:], strict=True))
         if own.shape[0] > 1 and own.stride(0) < span:
             rows._rows_own = own = own.contiguous()
-        self.bounds = rows._rows_bounds
-        self.has_graph = own.requires_grad
-        self.is_exported = False
-        self._base = own.detach()
+        self.whole: torch.Tensor | None = None
+        self.is_gradient = False
+        self._own = own
+        self._version = 0  # of a gradient that was gathered
+        self._bounds = rows._rows_bounds
         self._offset = own.storage_offset()
         self._stride = max(own.stride(0), span)
-        self._all: torch.Tensor | None = None
-        self._versions = (0, 0)  # of all rows and of the own ones when they were equal
         self._joined: list[tuple[weakref.ref[Rows], torch.Tensor, Any]] = []  # all rows with a graph, and their node
 
-    @property
-    def is_gathered(self) -> bool:
-        """Whether all rows are here."""
-        return self._all is not None
-
-    def update(self, rows: Rows) -> None:
-        """Make the own rows of a tensor those that were written into the gathered rows."""
-        if self._all is None:
-            return
-        own = rows._rows_own
-        is_moved = _is_inside(own, self._all)
-        is_joined = any(reference() is rows for reference, *_ in self._joined)
-        if self._all.requires_grad and not is_joined and (is_moved or not own.requires_grad):
-            self.has_graph = True  # a value with a gradient was written into the gathered rows
-            whole = self._view(rows)
-            rows._rows_own = cut_own(whole, rows._rows_bounds)
-            self._joined.append((weakref.ref(rows), whole, whole.grad_fn))
-        elif self.has_graph:
-            self._copy_back()
-        elif not is_moved:
-            rows._rows_own = own_slice(self._view(rows), rows._rows_bounds)
-        self._update_graph(rows)
-
-    def _update_graph(self, rows: Rows) -> None:
-        for index, (reference, whole, node) in enumerate(self._joined):
-            if whole.grad_fn is node:
-                continue
-            if reference() is rows:
-                rows._rows_own = cut_own(whole, rows._rows_bounds)
-                self._joined[index] = (reference, whole, whole.grad_fn)
-            elif rows._rows_own.requires_grad:
-                raise RunError(
-                    "rows of an output were written after they were gathered, and a view of the output is used",
-                    expected="no view that was taken before the write, where gradients are needed",
-                    fix="take the view after the write, or write into a clone",
-                    code="E_INCOMPATIBLE",
-                )
-
-    def _copy_back(self) -> None:
-        assert self._all is not None
-        if _is_inside(self._base, self._all):
-            return
-        own = own_slice(self._all.detach(), self.bounds)
-        is_written = self._versions[0] != _version(self._all)
-        if is_written or (self.is_exported and not torch.equal(own, self._base)):
-            with torch.no_grad():
-                self._base.copy_(own)
-            self._versions = (_version(self._all), _version(self._base))
-
     def all_rows(self, rows: Rows) -> torch.Tensor:
-        """Return the rows of all ranks of a tensor, without a graph of the own rows."""
-        if self._all is None:
-            self._all = self._gather()
-            if not self.has_graph:
-                self._base = own_slice(self._all, self.bounds)
-        elif self._versions[1] != _version(self._base) and not _is_inside(self._base, self._all):
-            self._all.detach().copy_(self.bounds.gather([self._base]))  # the own rows were written since
-        self._versions = (_version(self._all), _version(self._base))
-        self.update(rows)
-        return self._view(rows)
+        """Return the rows of all ranks of a tensor, as a function of the own ones if they have a graph.
 
-    def _gather(self) -> torch.Tensor:
-        every = self.bounds.gather([self._base])
-        strides = (self._stride, *self._base.stride()[1:])
-        if every.stride() == strides:
-            return every
-        return every.new_empty_strided(every.shape, strides).copy_(every)
-
-    def _view(self, rows: Rows) -> torch.Tensor:
-        """Return the memory of all rows in the form of a tensor that is a view of it."""
-        assert self._all is not None
+        Raises:
+            RunError: a graph would be that of values before a write.
+        """
+        self._gather()
         own = rows._rows_own
-        bounds = rows._rows_bounds
-        stride = self._stride * self.bounds.factor // bounds.factor
-        first = self._offset
-        if _is_inside(own, self._all):
-            first = bounds.start * stride
-        offset = own.storage_offset() - first
-        shape = (bounds.rows, *own.shape[1:])
-        strides = (stride, *own.stride()[1:])
-        if offset == 0 and shape == self._all.shape and strides == self._all.stride():
-            return self._all
-        return self._all.as_strided(shape, strides, offset)
-
-    def whole_with_graph(self, rows: Rows) -> torch.Tensor:
-        """Return the rows of all ranks as a function of the own ones."""
         for reference, whole, _ in self._joined:
             if reference() is rows:
                 return whole
+        if not (own.requires_grad and torch.is_grad_enabled()):
+            return self._view(rows)
+        assert self.whole is not None
+        if self.whole.requires_grad or any(whole.grad_fn is not node for _, whole, node in self._joined):
+            raise RunError(
+                "rows of an output were written after they were gathered, and a view of the output is used",
+                expected="no view that was taken before the write, where gradients are needed",
+                fix="take the view after the write, or write into a clone",
+                code="E_INCOMPATIBLE",
+            )
         bounds = rows._rows_bounds
-        (whole,) = crossing(
-            [rows._rows_own], lambda _: [self.all_rows(rows).detach()], lambda gradient: cut(gradient, bounds)
-        )
-        self._joined = [entry for entry in self._joined if entry[0]() is not None]
+        (whole,) = crossing([own], lambda _: [self._view(rows).detach()], lambda gradient: cut(gradient, bounds))
         self._joined.append((weakref.ref(rows), whole, whole.grad_fn))
         return whole
 
+    def graph_of(self, rows: Rows) -> torch.Tensor:
+        """Return the tensor with the graph of a gathered tensor: the own rows, or all rows after a write."""
+        whole = self.all_rows(rows)
+        is_joined = any(one is whole and one.grad_fn is node for _, one, node in self._joined)
+        return rows._rows_own if is_joined else whole
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    def separate(self, rows: Rows) -> None:
+        """Let all rows of a tensor follow a change of the graph of its own rows."""
+        self._joined = [entry for entry in self._joined if entry[0]() is not rows]
 
+    def _gather(self) -> None:
+        if self.whole is None:
+            every = self._bounds.gather([self._own.detach()])
+            strides = (self._stride, *self._own.stride()[1:])
+            if every.stride() != strides:
+                every = every.new_empty_strided(every.shape, strides).copy_(every)
+            self.whole = every
+            if self.is_gradient and not self._own.requires_grad:
+                self._own.data = own_slice(every, self._bounds)
+                self._version = self._own._version
+        elif self.is_gradient and self._version != self._own._version:
+            self.whole.copy_(self._bounds.gather([self._own.detach()]))
+            self._version = self._own._version
 
-def _is_inside(own: torch.Tensor, whole: torch.Tensor) -> bool:
-    return bool(own.untyped_storage()._cdata == whole.untyped_storage()._cdata)
+    def _view(self, rows: Rows) -> torch.Tensor:
+        """Return the memory of all rows in the form of a tensor that is a view of it."""
+        assert self.whole is not None
+        own = rows._rows_own
+        if own is self._own:
+            return self.whole
+        bounds = rows._rows_bounds
+        strides = (self._stride * self._bounds.factor // bounds.factor, *own.stride()[1:])
+        return self.whole.as_strided((bounds.rows, *own.shape[1:]), strides, own.storage_offset() - self._offset)
 
 
 def memory_of(rows: Rows) -> Memory:
@@ -275,12 +235,19 @@ def memory_of(rows: Rows) -> Memory:
     return rows._rows_memory
 
 
+def is_apart(value: Any) -> TypeGuard[Rows]:
+    """Whether a value is Rows whose other rows are elsewhere, which ends with a gather."""
+    return type(value) is Rows and (value._rows_memory is None or value._rows_memory.whole is None)
+
+
 def own_rows(rows: Rows) -> torch.Tensor:
-    """Return the own rows, with writes into the gathered ones."""
-    memory = rows._rows_memory
-    if memory is not None:
-        memory.update(rows)
-    return rows._rows_own
+    """Return the own rows."""
+    return rows._rows_own if is_apart(rows) else cut_own(gathered(rows), rows._rows_bounds)
+
+
+def graph_of(rows: Rows) -> torch.Tensor:
+    """Return the tensor that has the graph of Rows."""
+    return rows._rows_own if is_apart(rows) else memory_of(rows).graph_of(rows)
 
 
 def own_slice(whole: torch.Tensor, bounds: RowBounds) -> torch.Tensor:
@@ -307,11 +274,7 @@ def is_rows(value: Any) -> bool:
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """Return all rows as a plain tensor; a plain tensor is returned as it is."""
-    if type(tensor) is not Rows:
-        return tensor
-    if own_rows(tensor).requires_grad and torch.is_grad_enabled():
-        return memory_of(tensor).whole_with_graph(tensor)
-    return memory_of(tensor).all_rows(tensor)
+    return memory_of(tensor).all_rows(tensor) if type(tensor) is Rows else tensor
 
 
 def with_all_rows(value: Any) -> Any:
@@ -333,15 +296,12 @@ def with_all_rows(value: Any) -> Any:
 
 def on_all_rows(function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """Compute a function on all rows; it may write into them."""
-    name = getattr(function, "__name__", "")
     wholes: list[tuple[Rows, torch.Tensor, Any]] = []
 
     def whole_of(rows: Rows) -> torch.Tensor:
-        set_operation(rows, name)
+        set_operation(rows, function)
         whole = gathered(rows)
         wholes.append((rows, whole, whole.grad_fn))
-        if function in EXPORTS:
-            memory_of(rows).is_exported = True
         return whole
 
     arguments = tree_map_only(Rows, whole_of, arguments)
@@ -358,11 +318,11 @@ def on_all_rows(function: Callable[..., Any], arguments: Sequence[Any], options:
     return result
 
 
-def set_operation(rows: Rows, name: str) -> None:
+def set_operation(rows: Rows, function: Any) -> None:
     """Name the operation that needs the next messages, for the comparison of ranks."""
     messages = rows._rows_bounds.ranks
     if isinstance(messages, RowMessages):
-        messages.operation = name
+        messages.operation = getattr(function, "__name__", "")
 
 
 def _require_raised_on_all(
@@ -374,7 +334,7 @@ def _require_raised_on_all(
         Exception: `error`, if other ranks have gone on.
     """
     rows = next(leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, Rows))
-    set_operation(rows, getattr(function, "__name__", ""))
+    set_operation(rows, function)
     messages = rows._rows_bounds.ranks
     if isinstance(messages, RowMessages):
         try:
