@@ -12,14 +12,12 @@ from torch import nn
 
 from samestep.errors import InputError
 
-# Built-in plans by class of block. If one layer computes queries, keys and values together, its divided result does
-# not hold complete heads: attention receives the gathered result.
+# Built-in plans by class of block. Attention receives gathered queries, keys and values.
 _GPT2 = {"attn.c_attn": "column_gathered", "attn.c_proj": "row", "mlp.c_fc": "column", "mlp.c_proj": "row"}
 _VIT = {"attn.qkv": "column_gathered", "attn.proj": "row", "mlp.fc1": "column", "mlp.fc2": "row"}
 _TOKENS = {"mixed": "column_gathered", "joined": "row", "layers.0": "column", "layers.2": "row"}
 _BERT = {
-    "attention.self": "heads",
-    **{f"attention.self.{layer}": "column" for layer in ("query", "key", "value")},
+    **{f"attention.self.{layer}": "column_gathered" for layer in ("query", "key", "value")},
     "attention.output.dense": "row",
     "intermediate.dense": "column",
     "output.dense": "row",
@@ -33,9 +31,7 @@ _PLANS = {
     "transformers.models.bert.modeling_bert.BertLayer": _BERT,
     "transformers.models.roberta.modeling_roberta.RobertaLayer": _BERT,
 }
-HEADS = "heads"
-_KINDS = ("column", "column_gathered", "row", HEADS)
-_HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
+_KINDS = ("column", "column_gathered", "row")
 _MAX_SUGGESTED = 64  # number of slices in a `fix` line
 plan_error = partial(InputError, code="E_TENSOR_PLAN")
 
@@ -84,8 +80,6 @@ def _match(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
 
 def _candidates(model: nn.Module, kind: str = "column") -> list[str]:
     """Return names of the modules that can be divided with a kind."""
-    if kind == HEADS:
-        return [name for name, module in model.named_modules() if name and head_count(module)]
     # nn.MultiheadAttention reads the weights of its children and does not call them.
     attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     uncalled = {child for module in attentions for child in module.modules()}
@@ -106,12 +100,6 @@ def _is_divisible(module: nn.Module, kind: str) -> bool:
     return is_known and has_weight and getattr(module, "max_norm", None) is None
 
 
-def head_count(module: nn.Module) -> int | None:
-    """Return the number of heads of an attention, from the attribute that has it; None without one."""
-    counts = (getattr(module, name, None) for name in _HEAD_COUNTS)
-    return next((count for count in counts if isinstance(count, int)), None)
-
-
 def divided_dims(module: nn.Module, kind: str) -> dict[str, int]:
     """Return the divided dimension of each parameter; parameters without one are replicated."""
     outputs = 0 if isinstance(module, nn.Linear) else 1
@@ -124,7 +112,7 @@ def _no_match(model: nn.Module, pattern: str, kind: str) -> InputError:
     return plan_error(
         f"step.tensor_plan: {pattern!r} matches no module that can be {kind!r}",
         expected="a shell pattern of module names, such as blocks.*.fc1: column and column_gathered divide "
-        "torch.nn.Linear and Embedding, row divides Linear, heads an attention with an attribute for their number",
+        "torch.nn.Linear and Embedding, row divides Linear",
         fix=f"name one of {', '.join(close) or 'another model'}, or remove the pattern",
     )
 
@@ -174,7 +162,5 @@ def _require_even_sizes(model: nn.Module, plan: Mapping[str, str], slices: int) 
 
 def _divided_size(module: nn.Module, kind: str) -> tuple[str, int]:
     """Return name and size of the divided dimension."""
-    if kind == HEADS:
-        return "heads", head_count(module) or 0
     size = module.get_parameter("weight").shape[divided_dims(module, kind)["weight"]]
     return ("inputs" if kind == "row" else "outputs"), size

@@ -12,26 +12,25 @@ Decisions: docs/decisions/layouts.md
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import handle_torch_function
-from torch.utils._pytree import register_pytree_node
+from torch.utils._pytree import register_pytree_node, tree_leaves
 
 from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.microbatches import owned_microbatches
 from samestep.reduce.tree import MicrobatchTree, communicate, tree_all_reduce
-from samestep.strategies.random_functions import dropout_mask
+from samestep.view.crossings import crossing
 
 _ALIGNMENT = 64  # bytes, as of new memory on CPUs; matrix products can depend on it
 
-Parts = tuple[torch.Tensor, ...]
+Parts = Sequence[torch.Tensor]
 
 
 class Slicing:
@@ -109,74 +108,26 @@ def spread(tensor: torch.Tensor, slicing: Slicing) -> Parts:
     """Return a full tensor once per slice of this rank; gradients of all slices are added."""
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return (tensor,) * len(slicing.owned)
-    parts: Parts = _Spread.apply(tensor, slicing)  # type: ignore[no-untyped-call]
-    return parts
+    return crossing(
+        [tensor],
+        lambda full: [full.view_as(full) for _ in slicing.owned],
+        lambda *gradients: [add(gradients, slicing)],
+    )
 
 
-def add(parts: Sequence[torch.Tensor], slicing: Slicing) -> torch.Tensor:
+def add(parts: Parts, slicing: Slicing) -> torch.Tensor:
     """Return the sum of the values of all slices, on every rank."""
-    total: torch.Tensor = _Add.apply(slicing, *parts)  # type: ignore[no-untyped-call]
-    return total
+    return crossing(parts, lambda *own: [slicing.add(own)], lambda gradient: spread(gradient, slicing))[0]
 
 
-def divide(tensor: torch.Tensor, slicing: Slicing, dim: int) -> Parts:
-    """Return this rank's slices of a full tensor; gradients of all slices are joined."""
-    parts: Parts = _Divide.apply(tensor, slicing, dim)  # type: ignore[no-untyped-call]
-    return parts
+def divide(tensor: torch.Tensor, slicing: Slicing) -> Parts:
+    """Return this rank's slices of a full tensor along its last dimension; gradients of all slices are joined."""
+    return crossing([tensor], lambda full: slicing.divide(full, -1), lambda *gradients: [join(gradients, slicing)])
 
 
-def join(parts: Sequence[torch.Tensor], slicing: Slicing, dim: int) -> torch.Tensor:
-    """Return the full tensor from the slices of all ranks, on every rank."""
-    full: torch.Tensor = _Join.apply(slicing, dim, *parts)  # type: ignore[no-untyped-call]
-    return full
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, slicing: Slicing) -> Parts:
-        ctx.slicing = slicing
-        return tuple(tensor.view_as(tensor) for _ in slicing.owned)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return ctx.slicing.add(gradients), None
-
-
-class _Add(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, slicing: Slicing, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.count = len(parts)
-        return slicing.add(parts)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return None, *(gradient,) * ctx.count
-
-
-class _Divide(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, slicing: Slicing, dim: int) -> Parts:
-        ctx.slicing, ctx.dim = slicing, dim
-        return slicing.divide(tensor, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return ctx.slicing.join(gradients, ctx.dim), None, None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, slicing: Slicing, dim: int, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.slicing, ctx.dim = slicing, dim
-        return slicing.join(parts, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return None, None, *ctx.slicing.divide(gradient, ctx.dim)
+def join(parts: Parts, slicing: Slicing) -> torch.Tensor:
+    """Return the full tensor from the slices of all ranks along its last dimension, on every rank."""
+    return crossing(parts, lambda *own: [slicing.join(own, -1)], lambda gradient: divide(gradient, slicing))[0]
 
 
 _EXPECTED = "the divided result of a `column` module passes through elementwise functions to a `row` module"
@@ -215,30 +166,27 @@ _ELEMENTWISE: set[Any] = {
 
 @dataclass(frozen=True, eq=False)
 class SlicedTensor:
-    """The slices of this rank of a tensor that is divided along one dimension.
+    """The slices of this rank of a tensor that is divided along its last dimension.
 
     An operand of torch's functions, but no `torch.Tensor`: libraries handle it as a container of its slices.
 
     Attributes:
         parts: slices of this rank, each on the graph of autograd.
         slicing: the slices of all ranks.
-        divided_dim: the dimension that is divided.
     """
 
-    parts: tuple[torch.Tensor, ...]
+    parts: Parts
     slicing: Slicing
-    divided_dim: int
 
     def join(self) -> torch.Tensor:
         """Return the full tensor on every rank. A collective."""
-        return join(self.parts, self.slicing, self.divided_dim)
+        return join(self.parts, self.slicing)
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the full tensor."""
-        sizes = list(self.parts[0].shape)
-        sizes[self.divided_dim] *= self.slicing.count
-        return torch.Size(sizes)
+        *sizes, last = self.parts[0].shape
+        return torch.Size([*sizes, last * self.slicing.count])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -302,8 +250,8 @@ for _name in (*_ARITHMETIC.split(), *_OTHER_OPERATORS.split()):
 
 register_pytree_node(
     SlicedTensor,
-    lambda tensor: (list(tensor.parts), (tensor.slicing, tensor.divided_dim)),
-    lambda parts, context: SlicedTensor(tuple(parts), *context),
+    lambda tensor: (list(tensor.parts), tensor.slicing),
+    lambda parts, slicing: SlicedTensor(tuple(parts), slicing),
     serialized_type_name="samestep.SlicedTensor",
 )
 
@@ -330,11 +278,10 @@ def _view(tensor: SlicedTensor, *sizes: Any) -> SlicedTensor:
     """Change the dimensions before the last one, which is the divided one and remains."""
     wanted = sizes if isinstance(sizes[0], int) else sizes[0]
     shape = torch.empty(tensor.shape, device="meta").reshape(*wanted).shape
-    last = len(tensor.shape) - 1
-    if tensor.divided_dim != last or shape[-1] != tensor.shape[last]:
+    if shape[-1] != tensor.shape[-1]:
         raise divided_error(f"a divided tensor {tuple(tensor.shape)} is viewed as {tuple(shape)}", _EXPECTED)
     parts = tuple(part.reshape(*shape[:-1], part.shape[-1]) for part in tensor.parts)
-    return SlicedTensor(parts, tensor.slicing, len(shape) - 1)
+    return SlicedTensor(parts, tensor.slicing)
 
 
 def _elementwise(func: Callable[..., torch.Tensor], name: str, args: Any, kwargs: Any) -> SlicedTensor:
@@ -349,23 +296,23 @@ def _elementwise(func: Callable[..., torch.Tensor], name: str, args: Any, kwargs
             raise divided_error(f"{name} mixes a divided tensor with a plain one", _EXPECTED)
         if isinstance(value, SlicedTensor):
             return value.parts
-        return divide(value, first.slicing, first.divided_dim)  # such as the numbers of a dropout
+        return divide(value, first.slicing)  # such as the numbers of a dropout
 
     positional = list(zip(*map(parts_of, args), strict=True))
     named = {key: parts_of(value) for key, value in kwargs.items()}
     results = tuple(
         func(*positional[i], **{key: parts[i] for key, parts in named.items()}) for i in range(len(first.parts))
     )
-    return SlicedTensor(results, first.slicing, first.divided_dim)
+    return SlicedTensor(results, first.slicing)
 
 
 def _dropout(input: SlicedTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> SlicedTensor:
     if not training or p == 0:
         return input
-    mask = dropout_mask(input.shape, p, dtype=input.dtype, device=input.device)
-    masks = input.slicing.divide(mask, input.divided_dim)
+    mask = functional.dropout(torch.ones(input.shape, dtype=input.dtype, device=input.device), p)
+    masks = input.slicing.divide(mask, -1)
     results = tuple(part * own for part, own in zip(input.parts, masks, strict=True))
-    return SlicedTensor(results, input.slicing, input.divided_dim)
+    return SlicedTensor(results, input.slicing)
 
 
 def checked_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -375,14 +322,7 @@ def checked_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         InputError: it returns a divided tensor.
     """
     outputs = forward(*args, **kwargs)
-    if any(isinstance(value, SlicedTensor) for value in _leaves(outputs)):
+    leaves = tree_leaves(outputs, is_leaf=lambda value: isinstance(value, SlicedTensor))
+    if any(isinstance(value, SlicedTensor) for value in leaves):
         raise divided_error("the model returns a divided tensor", _EXPECTED)
     return outputs
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _leaves(item)
-    else:
-        yield value
