@@ -89,6 +89,7 @@ def test_run_is_evaluated_and_resumed_with_another_strategy(two_runs: Path, caps
     ("strategy", "mesh", "processes"),
     [
         ("fsdp", "", "1,2"),
+        ("ddp", "", "1,2"),
         ("tp", "", "1,2"),
         ("pp", "", "1,2"),
         *(

@@ -112,10 +112,11 @@ def combined(parts: Sequence[torch.Tensor], order: float, ranks: Ranks, copies: 
         copies: ranks that count the same part.
     """
     norms = torch.stack([torch.linalg.vector_norm(part.double(), order).cpu() for part in parts] or [torch.zeros(())])
-    every = torch.tensor([word[0] for word in _float_words(torch.linalg.vector_norm(norms.double(), order), ranks)])
+    words = _float_words(torch.linalg.vector_norm(norms.double(), order), ranks)
+    every = torch.tensor([word[0] for word in words], dtype=torch.float64)
     if math.isinf(order):
         return every.max() if order > 0 else every.min()
-    return (every.double().pow(order).sum() / copies).pow(1 / order)
+    return (every.pow(order).sum() / copies).pow(1 / order)
 
 
 def _float_words(value: torch.Tensor, ranks: Ranks) -> list[list[float]]:

@@ -345,7 +345,7 @@ def _require_raised_on_all(
 
 def is_large(own: torch.Tensor, bounds: RowBounds, limit: int) -> bool:
     """Whether the own rows of a tensor can stay where they are: a plain tensor of at least `limit` bytes in all."""
-    if type(own) is not torch.Tensor or own.layout is not torch.strided:
+    if type(own) is not torch.Tensor or own.layout is not torch.strided or len(bounds.slices.by_rank) == 1:
         return False
     if bounds.slices.copies or len(bounds.slices.own) > 1 or in_function.get():
         return False

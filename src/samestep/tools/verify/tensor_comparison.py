@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from samestep.strategies.tensor_division import Division
+from samestep.view.rows import gathered
 
 # Smallest scale of a distance, relative to the largest tensor of the same kind. The gradient of a bias before batch
 # norm, for example, is zero except for rounding.
@@ -22,11 +23,11 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without its graph, complete if it is divided among ranks; then a collective."""
+    """Return a tensor without its graph, complete if ranks have parts or rows of it; then a collective."""
     if isinstance(tensor, DTensor):
         local: torch.Tensor = tensor.to_local()
         return Division.of(tensor).full_tensor(local.detach())
-    return tensor.detach()
+    return gathered(tensor.detach())
 
 
 def digest(tensor: torch.Tensor) -> str:
