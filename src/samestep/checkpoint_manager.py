@@ -42,7 +42,7 @@ from samestep.launcher.job import process_state
 from samestep.metrics.metrics import BestRule, Mode
 from samestep.microbatches import require_position
 from samestep.session import init, stopped_by_signals
-from samestep.strategies.divided_parameters import divided_parameters, is_divided
+from samestep.strategies.divided_parameters import divided_parameters, is_divided, split_of
 
 Part = TypeVar("Part")
 
@@ -81,14 +81,19 @@ class _PlainLoop:
         )
 
     def check(self) -> None:
-        """Require equal parameters, buffers and state of the optimizer on all ranks; a collective."""
-        values = dict(self.model.state_dict())
+        """Require equal parameters, buffers and state of the optimizer on ranks that have the same; a collective."""
+        parameters = self.training.parameters
+        values = {name: value for name, value in self.model.state_dict().items() if name not in parameters.local}
+        values |= {name: value for name, value in parameters.local.items() if parameters.has(name)}
         for number, state in self.optimizer.state_dict()["state"].items():
             values |= {f"{number}.{slot}": value for slot, value in state.items()}
         tensors = {
             name: value for name, value in values.items() if isinstance(value, torch.Tensor) and not is_divided(value)
         }
-        sums = all_gather(str(checksum(tensors)), self.world) if self.world.size > 1 else []
+        copies = self.world
+        if split_of(self.model) is not None:
+            copies = self.world.data  # others have other parts
+        sums = all_gather(str(checksum(tensors)), copies) if copies.size > 1 else []
         if len(set(sums)) > 1:
             ranks = [rank for rank, value in enumerate(sums) if value != sums[0]]
             raise RankMismatchError(

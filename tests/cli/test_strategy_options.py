@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from helpers.system import answer, events, here, tree, weights
@@ -111,7 +112,7 @@ def test_certificate_of_a_divided_model_holds_within_rounding(
     recipe: tuple[object, ...] = LANGUAGE
     if strategy in ("fsdp", "hsdp"):
         recipe = ("digits",)
-    if strategy == "fsdp":
+    if strategy in ("fsdp", "pp") and not mesh:
         options = (*options, "--kill-at", 2, "--resume-on", 2)
     certificate = verify(tmp_path, capsys, *recipe, *options, "--reduction", "fast", "--processes", processes)
     assert (certificate["level"], certificate["double"]) == ("rounding", True)
@@ -119,6 +120,28 @@ def test_certificate_of_a_divided_model_holds_within_rounding(
         assert run["quantities"]["order of samples"] == "bits"
         gradients = run["quantities"]["gradients"]
         assert gradients == "bits" or float(gradients) <= 1e-10
+
+
+@pytest.mark.slow
+def test_run_with_stages_is_resumed_on_one_process_and_back(tmp_path: Path) -> None:
+    options = (*LANGUAGE, "ema.decay=0.9", "step.threads=1", "step.clip_norm=0.5")
+    stages = ("--strategy", "pp", "--processes", 2)
+    for name, chosen in (("single", ()), ("stages", stages)):
+        assert here("train", *options, *chosen, "--name", name, "epochs=1", cwd=tmp_path) == EXIT_DONE
+    resumed = ("--set", "epochs=2")
+    assert here("resume", "runs/single", *stages, *resumed, cwd=tmp_path) == EXIT_DONE
+    assert here("resume", "runs/stages", "--strategy", "ddp", "--processes", 1, *resumed, cwd=tmp_path) == EXIT_DONE
+    single, divided = (tmp_path / "runs" / name / "checkpoints" for name in ("single", "stages"))
+    for checkpoint in ("epoch-1", "epoch-2"):
+        for file in ("model", "optimizer", "average"):
+            one, other = (load_file(folder / checkpoint / f"{file}.safetensors") for folder in (single, divided))
+            assert list(one) == list(other)
+            for name, tensor in one.items():
+                torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-6)
+    losses = [
+        [event["loss"] for event in events(tmp_path / "runs" / name, "evaluation")] for name in ("single", "stages")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.slow

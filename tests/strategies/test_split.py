@@ -1,8 +1,12 @@
 """Models split between ranks by a tensor axis, a pipeline axis and replicas, compared with the plain loop."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from helpers.forked_ranks import Job, run_jobs
 
@@ -50,6 +54,56 @@ def test_two_ranks_have_the_values_of_the_plain_loop() -> None:
 def test_layouts_have_the_values_of_the_plain_loop(mesh: Job) -> None:
     (results,) = run_jobs("workers.split", mesh, timeout=400)
     require_equal(results, mesh.arguments["models"])
+
+
+@pytest.mark.slow
+def test_checkpoints_belong_to_no_layout(tmp_path: Path) -> None:
+    def until(epochs: int, ranks: int, name: str, **mesh: int) -> Job:
+        arguments = {"name": name, "mesh": mesh, "models": ["text"], "folder": str(tmp_path / "changing")}
+        return Job("checkpoints", ranks, {**arguments, "epochs": epochs})
+
+    plain = until(5, 1, "auto")
+    plain.arguments["folder"] = str(tmp_path / "plain")
+    results = run_jobs(
+        "workers.split",
+        plain,
+        until(1, 2, "pp", pipeline=2),
+        until(2, 1, "auto"),
+        until(3, 3, "pp", pipeline=3),
+        until(4, 2, "tp", tensor=2),
+        until(5, 4, "pp", pipeline=2, tensor=2),
+        timeout=400,
+    )
+    assert [ranks for result in results for ranks in result.values()] == [[True] * n for n in (1, 2, 1, 3, 2, 4)]
+    require_equal_files(tmp_path / "plain" / "text", tmp_path / "changing" / "text")
+
+
+@pytest.mark.slow
+def test_checkpoints_of_copies_of_stages_with_batch_norm(tmp_path: Path) -> None:
+    def until(epochs: int, ranks: int, folder: str, name: str, **mesh: int) -> Job:
+        arguments = {"name": name, "mesh": mesh, "models": ["images"], "folder": str(tmp_path / folder)}
+        return Job("checkpoints", ranks, {**arguments, "epochs": epochs})
+
+    results = run_jobs(
+        "workers.split",
+        until(2, 1, "plain", "auto"),
+        until(1, 4, "changing", "pp", pipeline=2, replicate=2),
+        until(2, 2, "changing", "auto"),
+    )
+    assert [ranks for result in results for ranks in result.values()] == [[True] * n for n in (1, 4, 2)]
+    require_equal_files(tmp_path / "plain" / "images", tmp_path / "changing" / "images")
+
+
+def require_equal_files(plain: Path, changing: Path) -> None:
+    """Require that the last checkpoints have the same tensors to rounding, and the same other state of an optimizer."""
+    for file in ("model", "optimizer"):
+        one, other = (load_file(folder / "last" / f"{file}.safetensors") for folder in (plain, changing))
+        assert list(one) == list(other)
+        for name, tensor in one.items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-9, atol=1e-9)
+    one, other = (json.loads((folder / "last" / "state.json").read_text()) for folder in (plain, changing))
+    assert one["optimizer"] == other["optimizer"]
+    assert one["aliases"] == other["aliases"]
 
 
 @pytest.mark.slow

@@ -56,6 +56,33 @@ def run(name: str, mesh: dict[str, int], models: list[str]) -> dict[str, list[An
     return {model: samestep.all_gather(_compared(model, config), world) for model in models}
 
 
+def checkpoints(name: str, mesh: dict[str, int], models: list[str], folder: str, epochs: int) -> dict[str, list[Any]]:
+    """Resume each model from its last checkpoint, if there is one, and train to the end of some epoch.
+
+    Return on each rank, after the last epoch: whether each model takes a full state dict.
+    """
+    config, world = _joined(name, mesh, "fast")
+    results = {}
+    for model in models:
+        divided, inputs = _divided(model, config)
+        optimizer = torch.optim.Adam(divided.parameters(), lr=0.05)
+        dataset = torch.utils.data.TensorDataset(inputs(0, 3 * ROWS))
+        batches = samestep.loader(dataset, batch_size=ROWS, shuffle=True)
+        manager = samestep.CheckpointManager(f"{folder}/{model}", divided, batches, optimizer=optimizer)
+        for _ in manager.epochs(epochs):
+            for (batch,) in batches:
+                optimizer.zero_grad()
+                divided(batch).pow(2).mean().backward()
+                optimizer.step()
+        state = samestep.full_state_dict(divided)
+        doubled = {key: value * 2 for key, value in state.items()}
+        divided.load_state_dict(doubled)
+        loaded = samestep.full_state_dict(divided)
+        complete = all(torch.equal(loaded[key], value) for key, value in doubled.items())
+        results[model] = samestep.all_gather(complete and list(loaded) == list(MODELS[model][0]().state_dict()), world)
+    return results
+
+
 class Convolutions(nn.Module):
     """A network of images whose batch norms are in several stages."""
 

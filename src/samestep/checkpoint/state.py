@@ -41,6 +41,9 @@ MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "avera
 OTHERS = "others.safetensors"  # tensors that `state.json` refers to
 
 
+Values = Mapping[str, Mapping[str, Any]]
+
+
 class SavedParameters(Protocol):
     """Parameters of a model on this rank. The methods of this class are those of a rank with the complete model.
 
@@ -52,13 +55,19 @@ class SavedParameters(Protocol):
     local: dict[str, torch.nn.Parameter]
     is_divided: bool
 
-    def require_complete(self) -> None:
-        """Require that the ranks together can save all state; otherwise raise `InputError`."""
-        return
+    def has(self, name: str) -> bool:
+        """Whether this rank has a parameter, or a part of it."""
+        return True
 
-    def full_tensor(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """Return a full parameter, or an element-wise state of the parameter, from all local parts. A collective."""
-        return local
+    def full_values(self, values: Values) -> Iterator[tuple[str, str, Any]]:
+        """Yield name, slot and full value of parameters and their state, one after another. A collective.
+
+        Args:
+            values: values of this rank by name and slot: local parts of parameters, element-wise state, and others.
+        """
+        for name, slots in values.items():
+            for slot, value in slots.items():
+                yield name, slot, value
 
     def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a full tensor; a tensor of another shape than the parameter's is unchanged."""
@@ -98,9 +107,7 @@ class Training:
     @cached_property
     def parameters(self) -> SavedParameters:
         """Parameters on this rank."""
-        parameters = self.local_parameters or CompleteModel(self.model)
-        parameters.require_complete()
-        return parameters
+        return self.local_parameters or CompleteModel(self.model)
 
 
 def snapshot(training: Training, progress: Progress, buffers: HostBuffers | None) -> dict[str, Contents]:
@@ -224,14 +231,14 @@ def load_model(
     """
     averages = (AVERAGE,) if averaged else ()
     parameters = parameters or CompleteModel(model)
-    parameters.require_complete()
     with _load_errors(checkpoint):
         state = read_state(checkpoint, MODEL, *averages)
         extra = _decoder(checkpoint, "", parameters)(state.extra)
         _load_model(checkpoint, "", state.aliases, extra, model, parameters)
         if averaged:
             average = _mapped_tensors(checkpoint, AVERAGE)
-            _copy(average, {n: p.detach() for n, p in parameters.local.items() if n in average}, parameters)
+            current = {name: p.detach() for name, p in parameters.local.items() if name in average}
+            _copy(average, {name: p for name, p in current.items() if parameters.has(name)}, parameters)
 
 
 @contextmanager
@@ -266,13 +273,13 @@ def _gathered(
     tensors: Mapping[str, torch.Tensor], parameters: SavedParameters, buffers: HostBuffers | None
 ) -> dict[str, torch.Tensor]:
     """Gather full tensors of parameters one after another, in host memory; every rank takes part."""
-    gathered = ((name, parameters.full_tensor(name, local)) for name, local in tensors.items())
-    return {name: buffers.copy(full) for name, full in gathered if buffers is not None}
+    gathered = parameters.full_values({name: {"": local} for name, local in tensors.items()})
+    return {name: buffers.copy(full) for name, _, full in gathered if buffers is not None}
 
 
 def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], parameters: SavedParameters) -> None:
     """Copy this rank's parts of full tensors into `target`, in place; raise `ValueError` unless they fit."""
-    parts = {name: parameters.local_part(name, tensor) for name, tensor in source.items()}
+    parts = {name: parameters.local_part(name, tensor) for name, tensor in source.items() if parameters.has(name)}
     if {name: _kind(tensor) for name, tensor in target.items()} != {name: _kind(part) for name, part in parts.items()}:
         raise ValueError("the weights belong to other parameters")
     for name, tensor in target.items():
@@ -313,9 +320,11 @@ def _load_model(
 ) -> None:
     """Load weights, buffers and extra state."""
     tensors = _mapped_tensors(checkpoint, prefix + MODEL)
-    for name, original in aliases.items():
-        tensors[name] = tensors[original]
-    saved: dict[str, Any] = {**tensors, **extra}
+    parts = {
+        name: parameters.local_part(name, tensor) if name in parameters.local else tensor
+        for name, tensor in tensors.items()
+    }
+    saved: dict[str, Any] = {**parts, **{name: parts[original] for name, original in aliases.items()}, **extra}
     expected = model.state_dict()
     wrong = [name for name in expected if name not in saved or not _fits(name, saved[name], expected[name])]
     unknown = [name for name in saved if name not in expected]
@@ -327,13 +336,7 @@ def _load_model(
             fix="build the trained model, or load matching weights of another one with model.pretrained",
             code="E_RESUME_CHANGED",
         )
-    if not parameters.is_divided:
-        model.load_state_dict(saved)
-        return
-    in_model = dict(model.named_parameters(remove_duplicate=False))
-    model.load_state_dict({name: value for name, value in saved.items() if name not in in_model}, strict=False)
-    local = parameters.local
-    _copy({name: tensors[name] for name in local}, {name: p.detach() for name, p in local.items()}, parameters)
+    model.load_state_dict(saved)
 
 
 def _pack_optimizer(
@@ -344,15 +347,12 @@ def _pack_optimizer(
     shared = [[key, value] for key, value in state.items() if key not in names]
     slots: dict[str, torch.Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
-    by_name = {names[index]: values for index, values in state.items() if index in names}
-    for name, values in by_name.items():
-        for slot, value in values.items():
-            if isinstance(value, torch.Tensor):
-                full = training.parameters.full_tensor(name, value.detach())
-                if buffers is not None:
-                    slots[f"{slot}/{name}"] = buffers.copy(full)
-            else:
-                numbers.setdefault(name, {})[slot] = value
+    own = {name: state[index] for index, name in names.items() if index in state}
+    for name, slot, value in training.parameters.full_values(own):
+        if not isinstance(value, torch.Tensor):
+            numbers.setdefault(name, {})[slot] = value
+        elif buffers is not None:
+            slots[f"{slot}/{name}"] = buffers.copy(value)
     values = {"numbers": numbers, "groups": _groups(training, names), "shared": shared}
     return slots, {key: encode(value, others, f"optimizer.{key}") for key, value in values.items()}
 
@@ -372,9 +372,7 @@ def _load_optimizer(training: Training, slots: Mapping[str, torch.Tensor], saved
     for group in groups:
         for name in group["params"]:
             own, numbers = tensors.get(name, {}), saved.numbers.get(name, {})
-            if not (own or numbers):
-                continue
-            if not parameters.local[name].is_meta:  # not of another rank
+            if (own or numbers) and parameters.has(name):
                 local = {slot: parameters.local_part(name, tensor) for slot, tensor in own.items()}
                 state[index[name]] = {**local, **numbers}
         group["params"] = [index[name] for name in group["params"]]

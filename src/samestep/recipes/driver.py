@@ -96,7 +96,10 @@ class Driver:
         self._parts = recipe.accumulate
         self._prepare = prepare
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._average = None if recipe.ema is None else AveragedWeights(self._trained, recipe.ema.decay)
+        self._average: AveragedWeights | None = None
+        if recipe.ema is not None:
+            here = {name: p for name, p in self._trained.items() if parameters.has(name)}
+            self._average = AveragedWeights(here, recipe.ema.decay)
         self._buffers = list(model.buffers())
         self._saved_buffers = [buffer.clone() for buffer in self._buffers]  # before a step that can be refused
 

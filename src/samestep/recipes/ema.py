@@ -29,22 +29,22 @@ class AveragedWeights:
     def __init__(self, trained: Mapping[str, torch.nn.Parameter], decay: float) -> None:
         if not 0 < decay < 1:
             raise InputError(f"ema is {decay}", expected="a decay between 0 and 1, or None", fix="ema=0.9999")
-        self._trained = dict(trained)
-        self.tensors = {name: p.detach().clone() for name, p in self._trained.items()}
+        self._trained = list(trained.values())
+        self.tensors = {name: parameter.detach().clone() for name, parameter in trained.items()}
         self._decay = decay
 
     def update(self, step: int) -> None:
         """Update the average with the weights after step number `step`, from 1."""
         # The schedule of TensorFlow's ExponentialMovingAverage with `num_updates`.
         decay = min(self._decay, (1 + step) / (10 + step))
-        current, averages = self._local()
+        current, averages = self._values()
         if current:
             torch._foreach_lerp_(averages, current, 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Replace the model's weights by the average for the duration of the block."""
-        current, averages = self._local()
+        current, averages = self._values()
         own = [weights.clone() for weights in current]
         copy_tensors(current, averages)
         try:
@@ -52,10 +52,8 @@ class AveragedWeights:
         finally:
             copy_tensors(current, own)
 
-    def _local(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return weights and averages with values: parameters of other ranks are meta tensors."""
-        names = [name for name, parameter in self._trained.items() if not parameter.is_meta]
-        return [self._trained[name].detach() for name in names], [self.tensors[name] for name in names]
+    def _values(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return [parameter.detach() for parameter in self._trained], list(self.tensors.values())
 
 
 def copy_tensors(to: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from samestep.distributed.world import all_gather
 from samestep.errors import NonFiniteError
+from samestep.global_view import any_rank
 from samestep.recipes.samples import parts_of
 
 if TYPE_CHECKING:
@@ -38,7 +40,9 @@ def non_finite_error(
         parameters: trained parameters by name, with the gradients of the step.
         is_loss_finite: whether the loss is finite, and a gradient is not.
     """
-    bad = [name for name, p in parameters.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
+    own = [name for name, p in parameters.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
+    by_rank = all_gather(own, driver.world)  # a rank may have parts of the model
+    bad = [name for name in parameters if any(name in names for names in by_rank)]
     bad_samples = _bad_samples(driver, data, samples, list(parameters.values()), checks_gradients=is_loss_finite)
     source = _listed("sample", bad_samples)
     if not bad_samples:
@@ -71,7 +75,7 @@ def _bad_samples(
         if is_finite and checks_gradients:
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             is_finite = all(bool(g.isfinite().all()) for g in gradients if g is not None)
-        if not is_finite:
+        if any(any_rank(driver.world, not is_finite)):
             bad.append(sample)
     return bad
 

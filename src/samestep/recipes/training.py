@@ -204,7 +204,6 @@ class Trainer:
         self._timer = StepTimer(WaitClock())
         self._interval = CheckpointInterval(options.max_lost_work)
         self._checkpoint_every = options.checkpoint_every
-        driver.local_parameters.require_complete()
         is_whole = not driver.local_parameters.is_divided  # no checksums of divided parameters
         self._checksum_every = options.checksum_every if is_whole and "jsonl" in options.loggers else 0
         self._stop = False  # a rank received a stop request, in a step or in an evaluation

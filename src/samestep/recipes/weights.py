@@ -17,6 +17,7 @@ from samestep.checkpoint.checksum import checksum
 from samestep.distributed.status import odd_ranks, ranks_text
 from samestep.distributed.world import World, all_gather
 from samestep.errors import DataError
+from samestep.strategies.divided_parameters import full_state_dict
 from samestep.zoo.options import require_path
 from samestep.zoo.paddle import read_pdparams
 
@@ -68,7 +69,7 @@ def load_matching(model: torch.nn.Module, file: Path, prefix: str = "") -> Loade
 
 def load_all(model: torch.nn.Module, file: Path) -> None:
     """Load every tensor of the model from `file`."""
-    own = model.state_dict()
+    own = full_state_dict(model)
     tensors, _ = _unwrap(_read(file), own, file)
     problems = {
         "missing": [name for name in own if name not in tensors],

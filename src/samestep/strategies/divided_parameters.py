@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from samestep.checkpoint.state import SavedParameters
-from samestep.errors import InputError
+from samestep.checkpoint.state import SavedParameters, Values
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -30,9 +30,10 @@ class DividedParameters(SavedParameters):
         self.local = dict(module.named_parameters())
         self.is_divided = True
 
-    def full_tensor(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """Return the full value of a parameter, or of state of its shape. A collective."""
-        return full_tensor(local)
+    def full_values(self, values: Values) -> Iterator[tuple[str, str, Any]]:
+        """Yield name, slot and full value of parameters and their state. A collective."""
+        for name, slot, value in super().full_values(values):
+            yield name, slot, full_tensor(value) if isinstance(value, torch.Tensor) else value
 
     def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """Return a full tensor divided as the parameter; a tensor of another shape is unchanged."""
@@ -55,27 +56,14 @@ class SplitParameters(SavedParameters):
         self.is_divided = True
         self._split = split
 
-    def require_complete(self) -> None:
-        """Require that ranks have state of all layers.
+    def has(self, name: str) -> bool:
+        """Whether this rank has a parameter, or a part of it."""
+        is_here: bool = self._split.has(self.local[name])
+        return is_here
 
-        Raises:
-            InputError: ranks have different layers, whose state no checkpoint can hold yet.
-        """
-        if self._split.has_stages:
-            raise InputError(
-                "a checkpoint of a model with a pipeline axis",
-                expected="a strategy whose ranks have state of all layers",
-                fix="--strategy fsdp or tp; or save samestep.full_state_dict(model) in a loop without a resumption",
-                code="E_INCOMPATIBLE",
-            )
-
-    def full_tensor(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """Return the full value of a parameter, or of state of its shape. A collective."""
-        parameter = self.local[name]
-        if local.shape != parameter.shape:
-            return local
-        full: torch.Tensor = self._split.full_tensor(parameter, local)
-        return full
+    def full_values(self, values: Values) -> Iterator[tuple[str, str, Any]]:
+        """Yield name, slot and full value of parameters and their state. A collective."""
+        yield from self._split.full_values(self.local, values)
 
     def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a full tensor; a tensor of another number of dimensions is unchanged."""

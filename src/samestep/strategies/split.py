@@ -20,6 +20,7 @@ from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError
 from samestep.reduce.fast import FastReduction
 from samestep.reduce.reduction import Reduction
+from samestep.strategies.divided_parameters import split_of
 from samestep.strategies.pipeline.stage import Later, Stage
 from samestep.strategies.replicated import HubStrategy
 from samestep.strategies.split_gradients import combined, share_norms
@@ -66,6 +67,7 @@ class Split(HubStrategy):
         self._stage: Stage | None = None
         self._tensor: TensorParallel | None = None
         self._places: dict[nn.Parameter, Place] = {}
+        self._elsewhere: set[str] = set()  # keys of a state dict, during `load_state_dict`
 
     def of_copy(self) -> Split:
         """Return a strategy for a copy of the module, which is not prepared yet."""
@@ -94,6 +96,9 @@ class Split(HubStrategy):
             _ = world.sockets
             self.has_stages = True
             self._stage = Stage(module, self._world.strategy, world, self._before_reduction)
+        if _load_parts not in module._load_state_dict_pre_hooks.values():
+            module.register_load_state_dict_pre_hook(_load_parts)
+            module.register_load_state_dict_post_hook(_accept_parts)
         if self._world.size > 1:
             share_norms(self, module, Ranks(self._world))
 
@@ -130,14 +135,15 @@ class Split(HubStrategy):
         """Return the parameters of a divided call."""
         hub: Hub | None = None
         if torch.is_grad_enabled():
-            own = [parameter for parameter in call.parameters() if self._is_own(parameter)]
+            own = [parameter for parameter in call.parameters() if self.has(parameter)]
             before = self._before_reduction
             if self._stage is not None:
                 before = _nothing  # stages reach their sums one after another: the word is sent at the beginning
             hub = self.hub(call, own, before)
         return _SplitParameters(hub, self._stage, self._tensor)
 
-    def _is_own(self, parameter: nn.Parameter) -> bool:
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank has a parameter, or a part of it."""
         return self._stage is None or self._stage.number in self._stage.users[parameter]
 
     def forward_of_trial(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,6 +154,21 @@ class Split(HubStrategy):
         """Give buffers that a divided call has written to all ranks of a pipeline."""
         if self._stage is not None:
             self._stage.share_buffers(buffers)
+
+    def take_parts(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """Replace full tensors of a state dict by the parts of this rank, and remove those of other stages."""
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            key = prefix + name
+            if key in state and not self.has(parameter):
+                self._elsewhere.add(key)
+                del state[key]
+            elif key in state and parameter in self._places and state[key].shape != parameter.shape:
+                state[key] = self.local_part(parameter, state[key])
+
+    def accept_parts(self, missing: list[str]) -> None:
+        """Remove the keys of other stages from those that a state dict does not have."""
+        missing[:] = [key for key in missing if key not in self._elsewhere]
+        self._elsewhere.clear()
 
     # --- complete parameters ---------------------------------------------------------------------
 
@@ -163,42 +184,41 @@ class Split(HubStrategy):
 
     def full_tensor(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
         """Return the full tensor of a parameter, or of its optimizer state, from those of all ranks. A collective."""
-        full = local.detach()
-        if self._stage is not None:
-            full = self._stage.full_tensor(full, self._stage.users[parameter][0])
-        if self._tensor is not None and parameter in self._places:
-            full = self._tensor.full_tensor(self._places[parameter], full)
-        return full
+        return self._joined(parameter, local.detach(), is_like=True)
 
     def full_values(
-        self, parameters: Mapping[str, nn.Parameter], values: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Return full tensors of parameters, of their gradients, or of their optimizer state. A collective.
+        self, parameters: Mapping[str, nn.Parameter], values: Mapping[str, Mapping[str, Any]]
+    ) -> Iterator[tuple[str, str, Any]]:
+        """Yield name, slot and full value of parameters, their gradients and optimizer state. A collective.
 
         Args:
             parameters: parameters by name.
-            values: values that this rank has, by `NAME` or `NAME/SLOT`.
+            values: values that this rank has, by name and slot.
         """
-        own = {key: value for key, value in values.items() if self._is_source(parameters[key.partition("/")[0]])}
-        dtypes: dict[str, str | None] = {}  # None: of the parameter's shape and dtype
-        for key, value in own.items():
-            parameter = parameters[key.partition("/")[0]]
-            is_like = value.shape == parameter.shape and value.dtype == parameter.dtype
-            dtypes[key] = None if is_like else str(value.dtype).removeprefix("torch.")
+        own = {name: slots for name, slots in values.items() if self._is_source(parameters[name])}
+        facts = {
+            name: {slot: _fact(parameters[name], value) for slot, value in slots.items()} for name, slots in own.items()
+        }
         if self._stage is not None:  # ranks of other stages have no values of these parameters
-            dtypes = {key: dtype for rank in all_gather(dtypes, self._world) for key, dtype in rank.items()}
-        result = {}
-        for key, dtype in dtypes.items():
-            parameter = parameters[key.partition("/")[0]]
-            if dtype is None:
-                local = own[key] if key in own else torch.empty_like(parameter)
-                result[key] = self.full_tensor(parameter, local)
-                continue
-            local = own[key] if key in own else parameter.new_empty((), dtype=getattr(torch, dtype))
-            if self._stage is not None:
-                local = self._stage.full_tensor(local, self._stage.users[parameter][0])
-            result[key] = local.detach()
-        return result
+            facts = {name: slots for rank in all_gather(facts, self._world) for name, slots in rank.items()}
+        for name, parameter in parameters.items():
+            for slot, (dtype, fact) in facts.get(name, {}).items():
+                if dtype is None:
+                    yield name, slot, fact
+                    continue
+                if name in own:
+                    local = own[name][slot].detach().to(self._world.device)
+                else:
+                    shape = parameter.shape if fact is None else fact
+                    local = torch.empty(shape, dtype=getattr(torch, dtype), device=self._world.device)
+                yield name, slot, self._joined(parameter, local, is_like=fact is None)
+
+    def _joined(self, parameter: nn.Parameter, local: torch.Tensor, *, is_like: bool) -> torch.Tensor:
+        if self._stage is not None:
+            local = self._stage.full_tensor(local, self._stage.users[parameter][0])
+        if is_like and self._tensor is not None and parameter in self._places:
+            return self._tensor.full_tensor(self._places[parameter], local)
+        return local
 
     def _is_source(self, parameter: nn.Parameter) -> bool:
         return self._stage is None or self._stage.users[parameter][0] == self._stage.number
@@ -235,7 +255,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if not ctx.split._is_own(ctx.parameter):
+        if not ctx.split.has(ctx.parameter):
             return None, None
         return ctx.split.local_part(ctx.parameter, gradient), None
 
@@ -320,6 +340,30 @@ class _SplitParameters(CallParameters):
             self._finished += 1
             return self._stage.outputs(result)
         return result
+
+
+def _fact(parameter: nn.Parameter, value: Any) -> list[Any]:
+    """Return what other ranks need to know of a value of a parameter: dtype and shape, or no dtype and the value.
+
+    The shape is None for that of the parameter.
+    """
+    if not isinstance(value, torch.Tensor):
+        return [None, value]
+    shape = None if value.shape == parameter.shape else list(value.shape)
+    return [str(value.dtype).removeprefix("torch."), shape]
+
+
+def _load_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let `load_state_dict` take full tensors."""
+    split = split_of(module)
+    if split is not None:
+        split.take_parts(module, state_dict, prefix)
+
+
+def _accept_parts(module: nn.Module, incompatible: Any) -> None:
+    split = split_of(module)
+    if split is not None:
+        split.accept_parts(incompatible.missing_keys)
 
 
 def _nothing() -> None:

@@ -152,7 +152,8 @@ def _measure_memory(driver: Driver) -> tuple[int, int | None]:
 
 def _held_bytes(driver: Driver) -> int:
     """Return the bytes of parameters, gradients, buffers and optimizer state on this rank."""
-    parameters = list(driver.local_parameters.local.values())
+    saved = driver.local_parameters
+    parameters = [parameter for name, parameter in saved.local.items() if saved.has(name)]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     state = [value for values in driver.optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
     tensors = [*parameters, *gradients, *driver.model.buffers(), *state]

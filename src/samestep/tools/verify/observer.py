@@ -298,8 +298,13 @@ class Observer:
             if split is not None:
                 prefix = f"{label}: " if " " in label else ""
                 parameters = {prefix + name: parameter for name, parameter in module.named_parameters()}
-                own = {key: value for key, value in values.items() if key.partition("/")[0] in parameters}
-                result |= split.full_values(parameters, own)
+                own: dict[str, dict[str, torch.Tensor]] = {}
+                for key, value in values.items():
+                    name, _, slot = key.partition("/")
+                    if name in parameters:
+                        own.setdefault(name, {})[slot] = value
+                for name, slot, full in split.full_values(parameters, own):
+                    result[f"{name}/{slot}" if slot else name] = full
         return result
 
     def _observed_clipping(self, name: str, clip: Callable[..., Any]) -> Callable[..., Any]:
