@@ -124,10 +124,10 @@ def test_certificate_of_a_divided_model_holds_within_rounding(
 
 @pytest.mark.slow
 def test_run_with_stages_is_resumed_on_one_process_and_back(tmp_path: Path) -> None:
-    options = (*LANGUAGE, "ema.decay=0.9", "step.threads=1", "step.clip_norm=0.5")
+    options = (*LANGUAGE, "ema.decay=0.9", "step.threads=1", "step.clip_norm=0.5", "epochs=1")
     stages = ("--strategy", "pp", "--processes", 2)
     for name, chosen in (("single", ()), ("stages", stages)):
-        assert here("train", *options, *chosen, "--name", name, "epochs=1", cwd=tmp_path) == EXIT_DONE
+        assert here("train", *options, *chosen, "--name", name, cwd=tmp_path) == EXIT_DONE
     resumed = ("--set", "epochs=2")
     assert here("resume", "runs/single", *stages, *resumed, cwd=tmp_path) == EXIT_DONE
     assert here("resume", "runs/stages", "--strategy", "ddp", "--processes", 1, *resumed, cwd=tmp_path) == EXIT_DONE
