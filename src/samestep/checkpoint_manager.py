@@ -188,7 +188,7 @@ class CheckpointManager:
         if writes:
             self._folder.hold(HeldFolder(self._folder.path))
         process_state.source_files.note_imports()
-        # No reference to this object, whose lock ends with it.
+        # No reference to this object: its lock ends with it.
         self._writer = AsyncCheckpointWriter(
             self._folder, partial(_report, world.context), world.context.status.heartbeat
         )

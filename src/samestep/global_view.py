@@ -105,7 +105,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     each backward is summed, and the block changes nothing.
 
     Args:
-        module: a module that was given to `samestep.parallel`.
+        module: result of `samestep.parallel`.
     """
     owner = parallel_module(module)
     if owner is None or owner.is_exact:  # one process, or sums of microbatches, which cannot wait for later ones

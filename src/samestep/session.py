@@ -103,7 +103,7 @@ def init(
     Ranks are defined by `samestep.launch` or the `samestep` command, otherwise by the environment variables of
     torchrun, Slurm's srun or Open MPI's mpirun (docs/guides/launching.md), otherwise this process is the only rank.
 
-    The world ends when the interpreter exits, when the function given to `samestep.launch` returns, or at the end of a
+    The world ends when the interpreter exits, when the function of `samestep.launch` returns, or at the end of a
     block: `with samestep.init():`. A second call returns the same world. `samestep.parallel` calls this function.
 
     The process group is private: the script sees neither a default group of torch nor the launcher's variables, such as
@@ -233,7 +233,7 @@ def _share_generators(world: World) -> None:
 
 
 def _end_script(world: World, uncaught: UncaughtErrors, *, is_adopted: bool) -> None:
-    """End the session at the exit of the interpreter, whose exit code an error would not change by itself."""
+    """End the session at the exit of the interpreter: an error would not change the exit code by itself."""
     try:
         _end_session(world, is_adopted=is_adopted)
     except Exception as error:  # boundary: nothing is above
@@ -371,7 +371,7 @@ def _handlers_installed(stop: StopRequest) -> Iterator[None]:
 def stopped_by_signals(world: World) -> Iterator[None]:
     """Take stop signals and the first Ctrl-C inside the block as stop requests, unless the script handles them.
 
-    Does nothing outside the main thread, and in experiments, whose commands stop scripts at once.
+    Does nothing outside the main thread, and in experiments: their commands stop scripts at once.
     """
     is_main = threading.current_thread() is threading.main_thread()
     defaults = (signal.SIG_DFL, signal.default_int_handler)

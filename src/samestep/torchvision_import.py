@@ -5,7 +5,7 @@ load, and its import fails while it registers shapes for two of them. Declaring 
 transforms and datasets; the operators themselves (nms, image codecs) stay absent.
 
 In the development environment a `.pth` file calls `install_import_hook` at the start of Python, so that every program
-can import torchvision. Therefore functions import what the start of Python does not need.
+can import torchvision. Therefore functions import modules that the start of Python does not need.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""64-bit checksums of named tensors, whose parts ranks can hash separately, and of the state of a training run.
+"""64-bit checksums of named tensors, of which ranks can hash parts separately, and of the state of a training run.
 
 The checksum of a state is equal for every strategy and number of ranks that gives the same state.
 """
@@ -188,7 +188,7 @@ def _powers(begin: int, end: int) -> torch.Tensor:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(_SEED)  # not the default one, whose state must not change
+    generator = torch.Generator().manual_seed(_SEED)  # not the default one: its state must not change
     weights = torch.randint(-(2**63), 2**63 - 1, (_BLOCK,), generator=generator) | 1
     return weights.to(device)
 
@@ -217,8 +217,8 @@ class StateParts:
     values: dict[str, str] = field(default_factory=dict)
 
 
-def state_checksum(engine: Trained, cursor: Cursor) -> int | None:
-    """Return 64 bits that depend on every bit of the state of `engine`; None on ranks other than 0.
+def state_checksum(trained: Trained, cursor: Cursor) -> int | None:
+    """Return 64 bits that depend on every bit of the state of `trained`; None on ranks other than 0.
 
     The state consists of parameters, persistent buffers, state and groups of the optimizer, moving average, state
     of scaler, schedule and modules, number of steps, and the position `cursor`. Tensors enter as in `checksum`, other
@@ -229,37 +229,37 @@ def state_checksum(engine: Trained, cursor: Cursor) -> int | None:
     Raises:
         InputError: the state has a value that a checkpoint cannot hold.
     """
-    if not engine.world.is_main:
+    if not trained.world.is_main:
         return None
-    parts = state_parts(engine, cursor)
-    total = sum_of_parts(parts.tensors, engine.world.device) + sum_of_values(parts.values)
+    parts = state_parts(trained, cursor)
+    total = sum_of_parts(parts.tensors, trained.world.device) + sum_of_values(parts.values)
     return int(total) % MODULUS
 
 
-def checksum_event(engine: Trained, cursor: Cursor) -> dict[str, Any]:
+def checksum_event(trained: Trained, cursor: Cursor) -> dict[str, Any]:
     """Return the fields of an event with the checksum of the state, in hexadecimal digits.
 
     There are none on ranks other than 0, which log nothing.
     """
-    value = state_checksum(engine, cursor)
-    return {"step": engine.steps, "checksum": f"{value:016x}"} if value is not None else {}
+    value = state_checksum(trained, cursor)
+    return {"step": trained.steps, "checksum": f"{value:016x}"} if value is not None else {}
 
 
-def checksums_by_name(engine: Trained, cursor: Cursor) -> dict[str, str]:
+def checksums_by_name(trained: Trained, cursor: Cursor) -> dict[str, str]:
     """Return the share of each tensor and value of the checksum, in hexadecimal digits; empty on ranks other than 0."""
-    if not engine.world.is_main:
+    if not trained.world.is_main:
         return {}
-    parts = state_parts(engine, cursor)
+    parts = state_parts(trained, cursor)
     sums = {name: int(sum_of_parts({name: part}, torch.device("cpu"))) for name, part in parts.tensors.items()}
     sums |= {name: sum_of_values({name: value}) for name, value in parts.values.items()}
     return {name: f"{value % MODULUS:016x}" for name, value in sums.items()}
 
 
-def state_parts(engine: Trained, cursor: Cursor) -> StateParts:
+def state_parts(trained: Trained, cursor: Cursor) -> StateParts:
     """Return the parts of the state, with complete tensors."""
-    training = engine.training
+    training = trained.training
     assert not training.parameters.is_divided
-    result = _other_parts(training, engine.steps, cursor)
+    result = _other_parts(training, trained.steps, cursor)
     for name, kind, value in _values_of_parameters(training):
         if isinstance(value, torch.Tensor):
             result.tensors[f"{kind} of {name}"] = Part.whole(value)

@@ -44,7 +44,7 @@ class FolderLock:
         path = folder.resolve() / LOCK
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Only users who may write to the folder can open the file: who can open it can lock it.
+            # Only users with write access to the folder can open the file and lock it.
             writers = path.parent.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
             lock = FileLock(
                 path,

@@ -41,7 +41,7 @@ def _ways(text: str) -> tuple[str, ...]:
 class Options(JsonOption, DeviceOption, RecipeOptions):
     """Compare the ways to train a recipe on this machine, or numbers of loader processes.
 
-    The ways are one device and DDP on several devices, batches in parts, bf16, compressed gradients,
+    The ways are one device, DDP and nn.DataParallel on several devices, batches in parts, bf16, compressed gradients,
     the exact reduction, batch norm of each rank, and additional strategies. All are trained, then timed in turn. Ways
     that cannot run here are listed with the reason.
     """

@@ -31,7 +31,7 @@ class Options(JsonOption, StrategyOptions, LoaderOptions, SetOption):
     checkpoint: str | None = option("best, last, epoch-N, or a step (default best)", "WHICH")
     trust: bool = option("import the code that the recipe of the run names (docs/security.md)", default=False)
     pretrained: str | None = option(
-        "evaluate these weights (.safetensors, .pth, .pdparams) with the recipe given as RUN", "FILE"
+        "evaluate these weights (.safetensors, .pth, .pdparams) with the recipe RUN", "FILE"
     )
     report: Path | None = option(
         "write precision, recall and F1 per class: classes.json and confusion.png in DIR", "DIR"

@@ -28,7 +28,7 @@ from samestep.launcher.launch import start_early
 _OPTION = re.compile(r"--[\w-]+")
 # Modules of the extra `recipes`; those of other extras are named by their users.
 _RECIPE_MODULES = frozenset(("PIL", "jinja2", "tensorboard", "torchvision", "yaml"))
-# Commands whose results are files; the result of the others is their standard output.
+# Commands with files as results; the result of the others is their standard output.
 _WRITES_RUN = ("train", "resume", "run")
 # Codes of the messages of argparse; other messages are about values.
 _CODES = {"required": "E_MISSING_KEY", "could match": "E_UNKNOWN_OPTION"}

@@ -30,7 +30,7 @@ class RecipeOptions(SetOption):
 
 @dataclass(frozen=True, kw_only=True)
 class SubjectOptions(RecipeOptions):
-    """Recipe, or a script, whose arguments follow `--`."""
+    """Recipe, or a script with its arguments after `--`."""
 
     recipe: str = argument("SUBJECT", f"{_RECIPES}, a YAML file; or a Python script, with its arguments after --")
     script_arguments: Sequence[str] = ()

@@ -111,7 +111,7 @@ def plan_to_replay(folder: Path, begin: int, *, trust: bool) -> RunPlan:
 
 
 def refuse_script_run(folder: Path) -> None:
-    """Raise an `InputError` if a directory is the run of a script, whose model and data no recipe describes."""
+    """Raise an `InputError` if a directory is the run of a script: no recipe describes its model and data."""
     with run_errors(folder):
         is_script = (folder / LOOP).is_file()
     if is_script:

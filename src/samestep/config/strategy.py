@@ -110,7 +110,7 @@ class StrategyConfig(Constrained):
 
     @property
     def ranks_per_model(self) -> int:
-        """Number of ranks that share the data of one rank, as far as the mesh is given."""
+        """Number of ranks that share the data of one rank, as far as the mesh is set."""
         return math.prod(self.mesh.sizes.get(axis, 1) for axis in ("pipeline", "tensor"))
 
     @property

@@ -1,4 +1,4 @@
-"""How a batch is put together from its samples: found by collating them in parts, and used to join own rows."""
+"""How a batch is put together from its samples: learned by collating them in parts, and used to join own rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Leaf:
     """One value of a batch that is no container.
 
     Attributes:
-        kind: `rows`: a tensor whose rows are those of the samples in order; `list`: plain values of the samples in
+        kind: `rows`: a tensor with the rows of the samples in order; `list`: plain values of the samples in
             order; `same`: a value that does not depend on the samples.
         factor: rows of the tensor, or values, per sample.
     """
@@ -174,7 +174,7 @@ def rebuilt(data: Any, plan: Plan, replace: Callable[[Any, Leaf], Any]) -> Any:
 
 
 def shapes_of(leaves: Sequence[tuple[Leaf, Any]], samples: int) -> int:
-    """Return a hash of what is equal on all ranks if the rows of their batches can be joined.
+    """Return a hash of the facts that are equal on all ranks if the rows of their batches can be joined.
 
     Args:
         leaves: leaves of the own rows.

@@ -36,7 +36,7 @@ class IndexBatch(list[int]):
 
 
 class EpochOrder(torch.utils.data.Sampler[list[int]]):
-    """Batch sampler whose iteration yields the batches from a cursor to the end of its epoch.
+    """Batch sampler that yields the batches from a cursor to the end of its epoch.
 
     Attributes:
         batch_size: samples of a batch; the last one of an epoch can have fewer.

@@ -36,6 +36,6 @@ def _require_readable(error: OSError) -> None:
 
 
 def by_suffix(files: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
-    """Return the files whose names end in one of the suffixes, in upper or lower case."""
+    """Return the files with one of the suffixes, in upper or lower case."""
     endings = tuple(suffix.lower() for suffix in suffixes)
     return [file for file in files if file.name.lower().endswith(endings)]

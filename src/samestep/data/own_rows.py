@@ -299,7 +299,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         ranks = self.state.ranks
         assert ranks is not None
         if len(set(codes)) > 1:
-            reason = decision.reason or "ranks have found it read in other ways"
+            reason = decision.reason or "ranks have decided differently"
             decision = Decision("whole", any(code & 4 for code in codes), reason=reason)
         self.state.decision = decision
         if decision.how != "own":

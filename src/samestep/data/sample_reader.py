@@ -58,7 +58,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """How the batches of a loader are read, found by its first batch.
+    """How the batches of a loader are read, decided by its first batch.
 
     Attributes:
         how: `own`, `whole` or `plain`.
@@ -357,7 +357,7 @@ def _send_failure(queue: Any, error: Exception, item: tuple[int, Any]) -> None:
     number, data = item
     failure: Exception
     wrapped = data.failure if isinstance(data, Reading) else data
-    if isinstance(wrapped, ExceptionWrapper):  # of an exception whose class only the worker has
+    if isinstance(wrapped, ExceptionWrapper):  # of an exception of a class that only the worker has
         failure = _without_class(wrapped)
     else:
         failure = DataError(

@@ -100,7 +100,7 @@ def require_default_device() -> None:
     if (default := torch.get_default_device()).type != "cpu":
         raise _device_error(
             f"torch's default device is {default}",
-            expected="new tensors on the CPU by default; engine and loader move model and data to the device of a rank",
+            expected="new tensors on the CPU by default; driver and loader move model and data to the device of a rank",
             fix="leave out torch.set_default_device, and write torch.zeros(..., device=inputs.device) in a forward",
         )
 

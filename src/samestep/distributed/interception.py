@@ -20,13 +20,13 @@ _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
 # Internal folders of the package. A call site above them is more useful to a user.
-_INTERNAL = tuple(f"{_PACKAGE}{name}{os.sep}" for name in ("distributed", "launcher", "engine", "strategies"))
+_INTERNAL = tuple(f"{_PACKAGE}{name}{os.sep}" for name in ("distributed", "launcher", "reduce", "strategies", "view"))
 
 
 def call_site(innermost: FrameType | None = None) -> str:
     """Return the innermost caller outside of this package, torch and the standard library, as `train.py:40`.
 
-    Without such a caller, as in `samestep train`, return the package's innermost line above the engine. `innermost` is
+    Without such a caller, as in `samestep train`, return the innermost line outside of internal folders. `innermost` is
     a frame of another thread.
     """
     internal = ""

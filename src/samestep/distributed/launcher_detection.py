@@ -18,7 +18,7 @@ from samestep.errors import InputError
 Variables = Mapping[str, str]
 Launcher = Literal["torchrun", "Slurm", "Open MPI"]
 
-# Set by torchrun, and by users who start ranks by hand.
+# Set by torchrun, and by users that start ranks by hand.
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Set by torchrun alone.
 _AGENT = "TORCHELASTIC_RUN_ID"

@@ -22,9 +22,7 @@ from samestep.distributed.devices import accelerator_module, is_accelerator
 
 # 624 numbers and a position (Mersenne Twister), and the second of two Gaussian numbers if it was not drawn yet.
 _PYTHON_STATE, _NUMPY_STATE = "<625I?d", "<625Iid"
-Purpose = Literal[
-    "order", "keyed order", "sample", "collate", "shard", "evaluation", "model", "engine", "files", "window"
-]
+Purpose = Literal["order", "keyed order", "sample", "collate", "shard", "evaluation", "model", "files", "window"]
 
 
 def derive_seed(purpose: Purpose, *facts: int) -> int:
@@ -98,7 +96,7 @@ def _save_states(device: torch.device | None) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class PassedGenerator:
-    """A generator whose state one process passes to another, which continues its sequence.
+    """A generator with a state that one process passes to another, which continues the sequence.
 
     Attributes:
         state: returns the state as a uint8 tensor on the CPU, of one length.

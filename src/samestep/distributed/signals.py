@@ -34,7 +34,7 @@ def die_with_parent(parent: int) -> None:
 
 
 class StoppedLoop(SystemExit):
-    """Exit of a script whose training loop ended on request, after the same step on all ranks."""
+    """Exit of a script after its training loop ended on request, after the same step on all ranks."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_STOPPED)

@@ -1,4 +1,4 @@
-"""Standard output and standard error whose writes never fail: closed, full, or a pipe to a killed or stopped reader."""
+"""Standard output and error with writes that never fail: closed, full, or a pipe to a killed or stopped reader."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def open_standard_descriptors() -> None:
 
 
 def protect_output(*, stdout_seconds: float | None, stderr_seconds: float = STALL_SECONDS) -> None:
-    """Replace `sys.stdout` and `sys.stderr` by streams of the same descriptors whose writes do not fail.
+    """Replace `sys.stdout` and `sys.stderr` by streams of the same descriptors with writes that do not fail.
 
     Output is dropped after an error, or if the reader does not read for a number of seconds; None waits without limit.
     Characters that the encoding lacks are escaped.

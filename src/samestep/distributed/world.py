@@ -162,7 +162,7 @@ class World:
         self.run_collective(lambda: dist.all_reduce(tensor, group=self.group), "an all-reduce")
 
     def combine(self, values: torch.Tensor, operation: Literal["sum", "max"] = "sum") -> None:
-        """Reduce values in place whose result does not depend on the order: maxima, or sums without rounding.
+        """Reduce values in place if the result does not depend on the order: maxima, or sums without rounding.
 
         Ranks that compute on CPUs of one machine send a few values over `sockets`, in the thread that uses these.
         """

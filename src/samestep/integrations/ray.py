@@ -33,7 +33,7 @@ _START = (
 
 
 class SamestepConfig(BackendConfig):  # type: ignore[misc]  # Ray's classes have no types here
-    """Configuration of a trainer whose workers are ranks of Samestep; Ray creates no process group."""
+    """Configuration of a trainer with ranks of Samestep as workers; Ray creates no process group."""
 
     @property
     def backend_cls(self) -> type[Backend]:

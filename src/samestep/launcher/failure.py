@@ -136,7 +136,7 @@ class Failure:
 
     @classmethod
     def of_ended_process(cls, rank: int, activity: str) -> Failure:
-        """Return the failure of a rank whose process another rank has found ended."""
+        """Return the failure of a rank with an ended process, reported by another rank."""
         problem = f"the process of rank {rank} has ended{_spaced(activity)}"
         fix = f"read the output of rank {rank}; without any, look for an out-of-memory kill in the system log"
         return cls._of_report(rank, "E_RANK_EXITED", problem, fix, activity, is_consequence=True)

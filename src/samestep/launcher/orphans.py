@@ -1,4 +1,4 @@
-"""Orphans: processes of ranks that have ended, and ranks whose launcher has ended.
+"""Orphans: processes of ranks that have ended, and ranks without their launcher.
 
 The launcher of Samestep ends the processes that a rank has left running. A rank that another launcher started ends with
 that launcher.
@@ -24,7 +24,7 @@ from samestep.errors import EXIT_FAILED
 from samestep.launcher.fork_server import ForkServer
 from samestep.units import plural
 
-# Time that a process whose rank has ended has to end: by itself, after SIGTERM, and after SIGKILL.
+# Time that a process of an ended rank has to end: by itself, after SIGTERM, and after SIGKILL.
 _END_SECONDS = 1.0
 _END_POLL_SECONDS = 0.05
 _SHOWN_PROCESSES, _SHOWN_CHARACTERS = 5, 60

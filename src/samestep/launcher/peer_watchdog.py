@@ -2,9 +2,9 @@
 
 A thread of each rank writes the rank's status to the store every few seconds and reads the status of the others. When
 no rank makes progress, one rank reports the hang with the stacks of all, and every rank ends its own process: these
-threads run even if the main threads are stuck. A rank whose thread writes no status counts as silent.
+threads run even if the main threads are stuck. A rank without a new status counts as silent.
 
-A rank whose process has ended on this machine is noticed within seconds, also in a wait for a GPU: gloo breaks a
+The end of a rank's process on this machine is noticed within seconds, also in a wait for a GPU: gloo breaks a
 connection at once, but NCCL's kernels wait for a killed rank forever (https://github.com/NVIDIA/nccl/issues/585).
 """
 
@@ -204,7 +204,7 @@ class PeerWatchdog:
         exit_process(code)
 
     def _gone_rank(self, states: dict[int, RankState]) -> int | None:
-        """Return a rank whose process on this machine has ended some seconds ago, without leaving the world."""
+        """Return a rank with a process of this machine that has ended some seconds ago, without leaving the world."""
         machine, *_ = _process_identity()
         for rank in self._peers:
             if rank not in self._processes and self._store.check([f"process/{rank}"]):

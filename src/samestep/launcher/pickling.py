@@ -46,7 +46,7 @@ class ByValue:
         except Exception as error:  # boundary: pickling calls methods of user objects
             raise InputError(
                 f"the function cannot be sent to ranks: {message_of(error)}",
-                expected="a function whose variables can all be pickled; ranks are new processes",
+                expected="a function with variables that can all be pickled; ranks are new processes",
                 fix="create locks, generators and connections inside the function",
                 code="E_NOT_PICKLABLE",
             ) from error

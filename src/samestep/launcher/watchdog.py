@@ -119,7 +119,7 @@ def start_time(process: int) -> str:
 
 
 def is_running(process: int, started: str | None = None) -> bool:
-    """Return whether a process runs, with the start time if one is given: another process can have its number."""
+    """Return whether a process runs, with this start time unless it is None: another process can have its number."""
     fields = process_stat(process)
     return bool(fields) and fields[0] not in "ZX" and started in (None, fields[_START_TIME])
 

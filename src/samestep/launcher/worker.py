@@ -169,7 +169,7 @@ def _redirect_output(log: Path) -> None:
 def exit_process(code: int) -> NoReturn:
     """End this process at once.
 
-    `sys.exit` does not suffice: the main thread may be stuck, and the teardown of a process group whose peers are stuck
+    `sys.exit` does not suffice: the main thread may be stuck, and the teardown of a process group with stuck peers
     could block or abort. Loader workers end with this process through their own death signal.
     """
     with suppress(OSError, ValueError):  # the output of a user's script may be closed

@@ -39,7 +39,7 @@ _CHECK_SECONDS = 0.5
 KILL_SECONDS = 4.0
 # Time after which running threads and child processes of a rank whose function has returned are reported.
 _RUNNING_SECONDS = 3.0
-# Exit code that multiprocessing reports for a fork whose server is gone.
+# Exit code that multiprocessing reports for a fork after the end of its server.
 _SERVER_GONE = 255
 _SERVER_END_SECONDS, _SERVER_POLL_SECONDS = 1.0, 0.02
 
@@ -283,7 +283,7 @@ class WorkerGroup:
         return {worker.rank: worker.stacks.request(pid) for worker, pid in running}
 
     def _end_stuck_exits(self, states: Mapping[int, RankState]) -> None:
-        """End the wait for ranks that have returned and whose threads wait for a disk, such as those of monitors."""
+        """End the wait for ranks that have returned, with threads that wait for a disk, such as those of monitors."""
         running = [states[worker.rank] for worker in self._workers if worker.is_running]
         if not running or not all(state.has_ended and state.process_state in ("D", "Z") for state in running):
             self._exit_began = None
@@ -293,7 +293,7 @@ class WorkerGroup:
             self._deadline = time.monotonic()
 
     def _check_end(self, worker: _Worker) -> None:
-        """Report what a rank whose function has returned waits for; kill the rank after the time limit of hangs."""
+        """Report the threads that a rank waits for after its function; kill the rank after the time limit of hangs."""
         if not isinstance(worker.result, RankResult) or not worker.result.running or not worker.is_running:
             return
         seconds = time.monotonic() - worker.result_time

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def create_loggers(names: Sequence[str], run: Path, *, first_step: int = 0, quiet: bool = False) -> list[Logger]:
     """Return the loggers of a run, some of `samestep.config.LOGGERS`, in the order of their names.
 
-    Trackers continue the run whose id is in the run directory.
+    Trackers continue the run with the id of the run directory.
 
     Args:
         names: names of loggers.

@@ -170,7 +170,7 @@ class Built:
 
 @contextmanager
 def start_world(recipe: Recipe, options: RunOptions) -> Iterator[World]:
-    """Join the other ranks, which divide the calls of models given to `samestep.parallel`, and yield the world."""
+    """Join the other ranks, which divide the calls of results of `samestep.parallel`, and yield the world."""
     config = recipe.step
     session = start(device=options.device, reduction=config.reduction, threads=config.threads, strategy=recipe.strategy)
     with session as world, world_of_process(world, config.reduction):

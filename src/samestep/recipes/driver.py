@@ -105,7 +105,7 @@ class Driver:
 
     @property
     def training(self) -> Training:
-        """The objects whose state a checkpoint contains."""
+        """The objects with state in a checkpoint."""
         average = None if self._average is None else self._average.tensors
         return Training(self.model, self.optimizer, self.scheduler, self.scaler, average, self.local_parameters)
 

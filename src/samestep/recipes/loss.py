@@ -14,7 +14,7 @@ from samestep.errors import InputError
 from samestep.zoo.losses import IGNORED, bce_with_logits, cross_entropy
 
 LossFunction = Callable[[Any, Any], Any]
-# Losses whose mean is over targets that are not ignored.
+# Losses with a mean over targets that are not ignored.
 _BY_TARGET = (cross_entropy, bce_with_logits, functional.cross_entropy, functional.nll_loss)
 _MODULES_BY_TARGET = (nn.CrossEntropyLoss, nn.NLLLoss)
 
@@ -22,7 +22,7 @@ _MODULES_BY_TARGET = (nn.CrossEntropyLoss, nn.NLLLoss)
 class RecipeLoss:
     """A loss function with results of one form.
 
-    The mean of several batches is weighted by what each mean counts: targets that are not ignored, with their class
+    The mean of several batches is weighted by the count of each mean: targets that are not ignored, with their class
     weights, for the losses of which this is known, and samples for others.
 
     Attributes:

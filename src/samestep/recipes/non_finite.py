@@ -66,7 +66,7 @@ def _bad_samples(
     *,
     checks_gradients: bool,
 ) -> list[int]:
-    """Return the samples whose loss, or gradient, is not finite in evaluation mode, where samples are independent."""
+    """Return the samples with non-finite loss or gradient in evaluation mode, where samples are independent."""
     bad = []
     driver.model.eval()
     for sample, (inputs, targets) in zip(samples, parts_of(data, len(samples), len(samples)), strict=False):

@@ -47,7 +47,7 @@ def apply_layer_decay(optimizer: torch.optim.Optimizer, config: OptimizerConfig)
     if "lr" not in optimizer.param_groups[0]:
         raise RecipeError(
             f"optimizer.layer_decay is {config.layer_decay} and {config.name} has no learning rate",
-            expected="an optimizer whose parameter groups have an lr",
+            expected="an optimizer with an lr in each parameter group",
             fix="--set optimizer.layer_decay=null",
             code="E_INCOMPATIBLE",
         )

@@ -52,7 +52,7 @@ from samestep.zoo.splits import Answer, Task
 
 
 def without_pretrained(recipe: Recipe) -> Recipe:
-    """Return the recipe without its file of initial weights, for a model whose weights come from a checkpoint."""
+    """Return the recipe without its file of initial weights, for a model with the weights of a checkpoint."""
     return replace(recipe, model=replace(recipe.model, pretrained=None))
 
 

@@ -35,7 +35,7 @@ class RecipeBatch(NamedTuple):
 
 
 class IndexedSamples:
-    """Data set whose samples are pairs of index and sample.
+    """Data set of pairs of index and sample.
 
     Args:
         dataset: data set of a recipe; its `set_epoch` is that of this object.
@@ -61,7 +61,7 @@ class IndexedSamples:
 
 
 class _IndexedStream(StreamDataset):
-    """The same for a stream, whose order is that of its files."""
+    """The same for a stream, in the order of its files."""
 
     def __init__(self, stream: StreamDataset, *, skips: bool) -> None:
         vars(self).update(vars(stream))
@@ -72,7 +72,7 @@ class _IndexedStream(StreamDataset):
 
 
 def indexed(dataset: SizedDataset, *, skips: bool) -> SizedDataset:
-    """Return a data set whose samples are pairs of index and sample; see `IndexedSamples`."""
+    """Return a data set of pairs of index and sample; see `IndexedSamples`."""
     if isinstance(dataset, StreamDataset):
         return _IndexedStream(dataset, skips=skips)
     return IndexedSamples(dataset, skips=skips)

@@ -36,7 +36,7 @@ _CLASSES = {
     "optimizer": ("timm.optim", "torch.optim"),
 }
 _FUNCTIONS = {"loss": ("torch.nn.functional", "torchvision.ops")}
-_ZOO = re.compile(r"samestep\.(zoo(\.[a-z]\w*)+:(load_\w+|[A-Z]\w*)|engine\.loss:cross_entropy)")
+_ZOO = re.compile(r"samestep\.zoo((\.[a-z]\w*)+:(load_\w+|[A-Z]\w*)|\.losses:cross_entropy)")
 _CLASS, _FUNCTION = re.compile(r"[A-Z]\w*"), re.compile(r"[a-z]\w*")
 
 
@@ -79,7 +79,7 @@ def require_trusted(folder: Path, recipe: Recipe, *, trust: bool | Recipe) -> No
     Args:
         folder: directory of the run.
         recipe: recipe in the directory.
-        trust: trust the code; a recipe given on the command line trusts the code that it names too.
+        trust: trust the code; a recipe of the command line trusts its code too.
 
     Raises:
         InputError: the recipe names other code, and this account has not signed the run.

@@ -46,7 +46,7 @@ class LoadedWeights:
 
 
 def load_matching(model: torch.nn.Module, file: Path, prefix: str = "") -> LoadedWeights:
-    """Load the tensors of `file` whose name and shape match the model; a head of another task is left out.
+    """Load the tensors of `file` that match the model in name and shape; a head of another task is left out.
 
     The names in the model are those in the file after `prefix`, such as `encoder.`.
     """

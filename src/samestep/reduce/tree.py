@@ -1,4 +1,4 @@
-"""Sums over microbatches in one fixed order, a balanced binary tree, whose bits do not depend on the number of ranks.
+"""Sums over microbatches in one fixed order, a balanced binary tree: the number of ranks changes no bit.
 
 Floating-point addition is commutative but not associative: a sum has the same bits on any number of ranks only if the
 same pairs are added. The sum over `[lo, hi)` is the sum over the first half plus that over the second half,

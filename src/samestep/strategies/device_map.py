@@ -151,7 +151,7 @@ def _require_one_device_per_tensor(modules: dict[str, nn.Module], assigned: dict
 
 
 def _single_device_modules(modules: dict[str, nn.Module], assigned: dict[str, int]) -> dict[str, int]:
-    """Return the modules whose tensors, descendants included, are all on one device."""
+    """Return the modules with all tensors, descendants included, on one device."""
     numbers: dict[str, set[int]] = {name: set() for name in modules}
     for name, number in assigned.items():
         for outer in _with_ancestors(name):

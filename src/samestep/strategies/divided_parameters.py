@@ -44,7 +44,7 @@ class DividedParameters(SavedParameters):
 
 
 class SplitParameters(SavedParameters):
-    """Parameters of a module whose matrix products are divided between ranks, for checkpoints.
+    """Parameters of a module with matrix products divided between ranks, for checkpoints.
 
     Args:
         module: the module.
@@ -124,7 +124,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     parts; under `ddp` the result is `module.state_dict()`. Call it on every rank.
 
     Args:
-        module: a module, given to `samestep.parallel` or not.
+        module: a module, with divided calls or not.
     """
     state = dict(module.state_dict())
     for name, value in state.items():

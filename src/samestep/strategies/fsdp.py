@@ -99,7 +99,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def shard_units(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose parameters are gathered together and released after use.
+    """Return the modules with parameters that are gathered together and released after use.
 
     These are the elements of module lists (blocks of a transformer), or the children of a model without lists. Small
     modules, and parameters that several units use, belong to the root and are gathered once per forward.

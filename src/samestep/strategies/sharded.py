@@ -164,10 +164,10 @@ class _Gathers:
 
 
 class _Unit:
-    """Layers whose parameters are gathered together.
+    """Layers with parameters that are gathered together.
 
     Args:
-        module: module that was given to `fully_shard`.
+        module: argument of `fully_shard`.
         own_class: its class before.
     """
 
@@ -389,7 +389,7 @@ class _ShardedParameters(CallParameters):
 
 
 class _Differentiable(CallParameters):
-    """Gathered parameters whose gradients are summed over ranks and can be differentiated."""
+    """Gathered parameters; their gradients are summed over ranks and can be differentiated."""
 
     def __init__(self, module: nn.Module, divided: Sequence[DTensor], hub: Hub | None, strategy: Sharded) -> None:
         self._slots = ParameterSlots(module)

@@ -1,4 +1,4 @@
-"""Norms and overflows of gradients whose parts are on different ranks, for torch's clipping and gradient scaler.
+"""Norms and overflows of gradients with parts on different ranks, for torch's clipping and gradient scaler.
 
 Both read `.grad`, which is the part of one rank, and would decide differently on each. The functions of torch are
 replaced in this process once a module is split; gradients of other modules reach the functions that were there before.

@@ -1,1 +1,1 @@
-"""What proves and explains: each tool uses the trainer or the engine from outside."""
+"""Tools that verify and explain runs: each uses the driver of recipes from outside."""

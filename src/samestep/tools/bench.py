@@ -19,7 +19,7 @@ from samestep.units import plural
 
 SINGLE = "one device"
 # Variants that `--ways` selects. The baseline, one device, and the layouts of `--layout` always belong to a comparison.
-WAYS = ("ddp", "accumulate", "bf16", "exact", "local_bn", "compression")
+WAYS = ("ddp", "dp", "accumulate", "bf16", "exact", "local_bn", "compression")
 DEVICES = (1, 2, 4)
 ACCUMULATE = (4,)  # parts of a batch, by default
 WORKERS = (0, 1, 2, 4, 8)  # loader processes of `--workers`
@@ -31,7 +31,10 @@ _MAX_WIDTH = 200
 
 @dataclass(frozen=True)
 class Contender:
-    """Variant of a recipe, on a number of ranks and of devices of all ranks."""
+    """Variant of a recipe, on a number of ranks and of devices of all ranks.
+
+    With several devices of one rank, these are those of torch's `nn.DataParallel`.
+    """
 
     name: str
     processes: int
@@ -85,8 +88,12 @@ def contenders(
                 resolve_mesh(changed.strategy, number, changed.microbatch_count)
             except InputError as error:
                 absent.append(Absent(name, number, error.value))
+                continue
+            processes = 1 if way == "dp" else number
+            if way == "dp" and available is None:
+                absent.append(Absent(name, number, "torch's nn.DataParallel needs GPUs"))
             else:
-                result.append(Contender(name, number, number, changed))
+                result.append(Contender(name, processes, number, changed))
     return result, absent
 
 
@@ -110,6 +117,7 @@ def _variants(
     yield "bf16", f"{prefix}bf16", {**plain, "step": {"precision": "bf16"}}
     yield "exact", f"{prefix}exact", {**plain, "step": {"reduction": "exact"}}
     if number > 1:
+        yield "dp", "nn.DataParallel", {**plain}
         yield "local_bn", "ddp, local BN", {**plain, "step": {"batch_norm": "local"}}
         compressed = StrategyConfig(name="ddp", hook="bf16")
         yield "compression", "ddp, bf16 compression", {**plain, "strategy": compressed}

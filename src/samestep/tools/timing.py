@@ -43,7 +43,7 @@ class Spread:
         return cls(median, q1, q3)
 
     def format(self, number: str) -> str:
-        """Return the median ± half of the interquartile range, each in the given number format."""
+        """Return the median ± half of the interquartile range, each in a number format."""
         return f"{self.median:{number}} ± {(self.q3 - self.q1) / 2:{number}}"
 
 

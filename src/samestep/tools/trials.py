@@ -10,12 +10,13 @@ from dataclasses import replace
 from itertools import islice
 
 import torch
+from torch import nn
 
 from samestep.config import Recipe, RunOptions
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World, all_gather
 from samestep.global_view import any_rank
-from samestep.recipes.builder import build, start_world
+from samestep.recipes.builder import Built, build, start_world
 from samestep.recipes.driver import Driver
 from samestep.recipes.run import evaluated
 from samestep.recipes.samples import RecipeBatch
@@ -41,7 +42,7 @@ def train_contender(contender: Contender, epochs: int, options: RunOptions) -> T
     with start_world(contender.recipe, options) as world:
         if is_accelerator(world.device):
             accelerator_module().reset_peak_memory_stats(world.device)
-        built = build(contender.recipe, options, world)
+        built = _build(contender, options, world)
         steps = epochs * len(built.train.batches) or 1
         try:
             _train(built.driver, islice(_endless(built.train), steps))
@@ -60,12 +61,19 @@ def time_contenders(contenders: Sequence[Contender], steps: int, options: RunOpt
     timings = []
     for contender in contenders:
         with start_world(contender.recipe, options) as world:
-            built = build(contender.recipe, options, world)
+            built = _build(contender, options, world)
             try:
                 timings.append(_time_steps(built.driver, built.train, warmup=WARMUP_STEPS, steps=steps))
             except StopRequested:
                 return None
     return timings
+
+
+def _build(contender: Contender, options: RunOptions, world: World) -> Built:
+    built = build(contender.recipe, options, world)
+    if contender.devices > contender.processes:
+        built.driver.model = nn.DataParallel(built.driver.model, list(range(contender.devices)))
+    return built
 
 
 def time_workers(

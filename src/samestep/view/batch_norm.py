@@ -191,7 +191,7 @@ def _normalized(inputs: Tensor, moments: _Moments, eps: float) -> Tensor:
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalize slices by given moments of the whole batch; the backward differentiates the moments, too."""
+    """Normalize slices by moments of the whole batch; the backward differentiates the moments, too."""
 
     @staticmethod
     def forward(ctx: Any, moments: _Moments, eps: float, sums: Sums, *tensors: Tensor | None) -> tuple[Tensor, ...]:

@@ -259,7 +259,7 @@ class DividedCall:
         return OwnResult(leaves, result.spec, result.operations)
 
     def fits(self, position: int, result: OwnResult, spec: Spec | None) -> bool:
-        """Whether the outputs of an own slice have the structure and the rows that the trial found."""
+        """Whether the outputs of an own slice have the structure and the rows of the trial."""
         own = self.regions[position].own
         if result.spec != spec or len(result.leaves) != len(self.division.outputs):
             return False

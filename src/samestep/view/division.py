@@ -27,8 +27,8 @@ class Division:
     """Result of a trial for one list of operations: the call can be divided.
 
     Attributes:
-        inputs: for each leaf of (args, kwargs) in the order of `tree_flatten`: whether it is a tensor whose first
-            dimension is cut into own rows. Other leaves are given to each rank as they are.
+        inputs: for each leaf of (args, kwargs) in the order of `tree_flatten`: whether it is a tensor with a first
+            dimension that is cut into own rows. Each rank receives other leaves as they are.
         outputs: leaves of the outputs.
         draw_factors: for each random draw in order: numbers per row in its first dimension; None if shared.
         minimum_rows: smallest number of own rows for which whole and divided agree (1 or 2).

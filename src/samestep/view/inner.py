@@ -24,7 +24,7 @@ from samestep.view.strategy import CallParameters
 class RecomputedRegion(Region):
     """Region of a recomputation. The numbers of its draws in the call are not known.
 
-    Draws are found by the state of the script's stream, or, if they are from that stream, by their shapes.
+    Draws are identified by the state of the script's stream, or, if they are from that stream, by their shapes.
     """
 
     factors: dict[tuple[int, ...], int | None] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Kinds of calls: the facts behind a verdict, and the knowledge about each kind.
 
-A kind is found by the structure of a module and of the arguments, not by objects or sizes, so that a copy of a module,
-or a batch of another length, needs no new trial.
+A kind is identified by the structure of a module and of the arguments, not by objects or sizes, so that a copy of a
+module, or a batch of another length, needs no new trial.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def draw(
 ) -> torch.Tensor:
     """Return the numbers of the own rows, which have `shape`; `compute` is asked for those of other shapes as well.
 
-    It draws from the default generator, or if the script has `given` a generator, from that, for the whole batch.
+    It draws from the default generator, or from the generator of the script (`given`), for the whole batch.
     """
     region = operations.region
     assert region is not None

@@ -58,7 +58,7 @@ class ParallelModule:
 
     Args:
         view: the view of this process.
-        module: the module, whose class calls `call`.
+        module: the module; its class calls `call`.
         strategy: computes the inside of calls; it has prepared the module.
         microbatches: slices of a batch; None for the rows of the first call with a row for each rank, at most 8.
         batch_norm: statistics of the whole batch, or of the own rows.

@@ -29,7 +29,7 @@ from samestep.view.fingerprints import is_library_file, sample_of
 Digest = tuple[Hashable, str | None]  # and the type of a value in it that cannot be compared
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
-_READ = sys.stdlib_module_names | {"numpy"}  # libraries whose objects are read
+_READ = sys.stdlib_module_names | {"numpy"}  # libraries with objects that are read
 _GLOBAL_OPERATIONS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME"})
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _NUMBERS = frozenset({bool, int, float, complex, type(None)})
@@ -102,7 +102,7 @@ class Reachable:
 
     Args:
         module: the module. Its tensors and plain attributes are not digested, since a trial compares them.
-        arguments: values that the forward is given, for functions among them.
+        arguments: arguments of the forward, for functions among them.
         names: names of methods that are called.
         own: other modules that are not digested.
 
@@ -276,7 +276,7 @@ class _Digests:
         return parts
 
     def _parts_of_object(self, value: Any) -> Iterable[Any]:
-        """Return what an object would be made of if it was copied."""
+        """Return the parts of a copy of an object."""
         kind = type(value)
         library = is_library(kind)
         if library and not isinstance(value, nn.Module) and kind.__module__.partition(".")[0] not in _READ:

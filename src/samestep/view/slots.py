@@ -146,7 +146,7 @@ class ParameterSlots:
     """Slots of a module's parameters and buffers: entries of `_parameters`, `_buffers`, attributes and containers.
 
     A tensor that is used in several places (tied weights, `_flat_weights` of recurrent layers and the weak references
-    next to them) has several slots. Slots are found once; they hold until a parameter or buffer is assigned.
+    next to them) has several slots. Slots are collected once; they hold until a parameter or buffer is assigned.
 
     Attributes:
         tensors: the tensors, each once: parameters, buffers, and, with `attributes`, all others.

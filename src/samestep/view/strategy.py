@@ -1,6 +1,6 @@
 """Interface of strategies: ways to compute the inside of the divided calls of one module.
 
-What a divided call is (own rows, words, crossings, outputs) does not depend on the strategy. A strategy
+The parts of a divided call (own rows, words, crossings, outputs) do not depend on the strategy. A strategy
 
 1. prepares the module once, in `samestep.parallel`: it divides or places the parameters, in place;
 2. says which ranks share the rows of a batch (`ranks`); ranks with the same number there compute the same rows;
@@ -39,12 +39,12 @@ class CallParameters(ABC):
     With a flat graph, `aliases_in_place` surrounds the forward of an own slice, whose graph is part of the script's.
 
     With an inner graph, one node of the script's graph runs forward and backward of the slice: it receives `aliases`,
-    makes leaves of them, and returns their gradients. A strategy whose backward sums gradients itself returns the sums.
+    makes leaves of them, and returns their gradients. A strategy that sums gradients in its backward returns the sums.
 
     Attributes:
         needs_inner_graph: calls have inner graphs, whether or not they use checkpointing.
         anchors: scalars to which every backward of a call gives a gradient.
-        placed: tensors whose nodes have their own place in the order of a backward.
+        placed: tensors of nodes with their own place in the order of a backward.
     """
 
     needs_inner_graph = False
@@ -53,7 +53,7 @@ class CallParameters(ABC):
 
     @property
     def differentiable(self) -> CallParameters:
-        """Parameters whose gradients can be differentiated again (`create_graph`)."""
+        """Parameters with gradients that can be differentiated again (`create_graph`)."""
         return self
 
     @abstractmethod

@@ -34,7 +34,7 @@ class Setting:
     """Shared state of all runs of a trial: the module, its parameters in the trial's precision, and the rows.
 
     Args:
-        module: the module, in whose slots the copies stand during a run.
+        module: the module; its slots hold the copies during a run.
         forward: its own forward.
         call: leaves of the arguments, and their structure.
         has_rows: leaves of the arguments that are cut.

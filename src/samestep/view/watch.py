@@ -256,7 +256,7 @@ class _Recorder:
         self._taints[id(tensor)] = (weakref.ref(tensor), by_rows and has_rows)
 
     def _taint_of(self, tensor: torch.Tensor) -> bool | None:
-        """Return the taint of a tensor or of the one whose view it is, and None for another tensor."""
+        """Return the taint of a tensor or of the base of a view, and None for another tensor."""
         reference, by_rows = self._taints.get(id(tensor), (None, False))
         if reference is not None and reference() is tensor:
             return by_rows

@@ -27,7 +27,7 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: A
 
     Raises:
         RecipeError: an option is unknown or missing, or a function of Samestep, torch or torchvision refuses the
-            values. Errors of other functions are those of the user's code, whose traceback is needed.
+            values. Errors of other functions are those of the user's code, and need their traceback.
     """
     parameters = inspect.signature(function).parameters
     positional, names = list(parameters)[: len(arguments)], list(parameters)[len(arguments) :]
@@ -63,7 +63,7 @@ def validated(
         kind: the dataclass.
         options: its fields.
         where: recipe key of the options, for errors.
-        loader: function whose parameters are further options at the same key, for errors.
+        loader: function with further options as parameters at the same key, for errors.
 
     Raises:
         RecipeError: an option is unknown or has an invalid value.

@@ -42,7 +42,7 @@ _TYPE = numpy.dtype(
 )
 # Share of the disk that stays free: checkpoints of this run and other programs need space.
 _FREE_SHARE = 0.05
-# Entries are found after this time, and after the time in which reading them takes this share.
+# Entries are visible after this time, and after the time in which reading them takes this share.
 _REFRESH_SECONDS, _REFRESH_SHARE = 0.05, 0.05
 _MIN_SLOTS = 1 << 10
 _MAX_REPORT_BYTES = 1024  # below the limit of an atomic write to a pipe (POSIX: 512; Linux: 4096)

@@ -40,7 +40,7 @@ class Splits:
         collate: function from a list of samples to batched inputs and targets.
         train_collate: collate function for training, such as mixup. May use the same generators as augmentation; their
             state is a function of the first sample of the microbatch.
-        prepare: function from a collated microbatch on its device to the data of the engine, such as the normalization
+        prepare: function from a collated microbatch on its device to the data of the driver, such as the normalization
             of bytes; without random numbers.
         train_lengths: length of each training sample, to group samples of similar length in a global batch.
         evaluation_lengths: length of each validation sample; evaluation then runs from short to long.
@@ -49,7 +49,7 @@ class Splits:
         count_tokens: function from a collated microbatch to the number of tokens without and with padding.
         count_foreground: function from the index of a training sample to the numbers of background and foreground
             pixels of its mask, for losses that weight foreground.
-        open_cache: function of `samestep.zoo.images.source` with source and files already given, or None for data
+        open_cache: function of `samestep.zoo.images.source` with source and files already set, or None for data
             without a cache.
         fingerprint: hash of the names or contents of the training samples, which a resumption compares; empty for data
             that cannot change.
@@ -124,7 +124,7 @@ def train_validation_split(
 ) -> tuple[list[int], list[int]]:
     """Return the ascending indices of training and validation samples.
 
-    Samples whose key has a hash below `fraction` are validation samples, so adding samples later does not move others.
+    Samples with a hash of the key below `fraction` are validation samples, so later samples do not move others.
     Samples with equal keys stay on the same side. Both sides receive at least one key of every class.
 
     Args:

@@ -11,7 +11,7 @@ Convert = Callable[[Any, str], Any]  # from a sample and its place, for errors, 
 
 
 class ConvertedSource:
-    """Samples of files after a conversion, whose errors name the file and the position of a sample.
+    """Samples of files after a conversion; errors name the file and the position of a sample.
 
     Attributes:
         names: names of the files.

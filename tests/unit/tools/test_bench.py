@@ -4,6 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from samestep.config import MeshConfig, Recipe, RunOptions, StrategyConfig
 from samestep.recipes.recipe_files import load_recipe
@@ -21,6 +23,7 @@ from samestep.tools.bench import (
     table,
 )
 from samestep.tools.timing import Spread, Timing
+from samestep.tools.trials import train_contender
 
 
 @pytest.fixture
@@ -38,6 +41,15 @@ def test_one_device_is_first_and_every_number_has_the_same_variants(recipe: Reci
     assert {variant.devices for variant in variants} == {1, 2, 4}
     assert names(variants, 2)[0] == "ddp"
     assert names(variants, 2) == names(variants, 4)
+    assert {(variant.name, variant.devices) for variant in absent} == {("nn.DataParallel", 2), ("nn.DataParallel", 4)}
+    assert {variant.reason for variant in absent} == {"torch's nn.DataParallel needs GPUs"}
+
+
+def test_data_parallel_of_torch_is_one_process_on_several_gpus(recipe: Recipe) -> None:
+    variants, absent = contenders(recipe, [2], [], available=2, ways=["ddp", "dp"])
+    by_name = {variant.name: variant for variant in variants if variant.devices == 2}
+    assert (by_name["ddp"].processes, by_name["nn.DataParallel"].processes) == (2, 1)
+    assert by_name["nn.DataParallel"].recipe == by_name["ddp"].recipe
     assert not absent
 
 
@@ -55,10 +67,10 @@ def test_variant_changes_nothing_else(recipe: Recipe) -> None:
 
 
 def test_impossible_variants_have_a_reason(recipe: Recipe) -> None:
-    _, absent = contenders(recipe, [3], [StrategyConfig(name="hsdp", mesh=MeshConfig(shard=2))], None)
+    _, absent = contenders(recipe, [3], [StrategyConfig(name="hsdp", mesh=MeshConfig(shard=2))], 3)
     assert [variant.name for variant in absent] == ["hsdp (shard 2)"]
     assert "on 3 ranks" in absent[0].reason
-    _, absent = contenders(replace(recipe, batch_size=8), [3], [], None, accumulate=[9])
+    _, absent = contenders(replace(recipe, batch_size=8), [3], [], 3, accumulate=[9])
     assert [variant.name for variant in absent] == ["9 parts", "ddp, 9 parts"]
     variants, absent = contenders(recipe, [2, 8], [], available=2)
     assert {variant.devices for variant in absent} == {8}
@@ -124,3 +136,23 @@ def test_fewest_workers_of_the_fastest_are_chosen(monkeypatch: pytest.MonkeyPatc
     assert data["fastest"] == [{"devices": 1, "workers": 4}]
     speed_ups = [row["speed_up"]["median"] for row in data["workers"]]
     assert speed_ups == pytest.approx([1, 2.2, 3.95, 4])
+
+
+def test_data_parallel_trains_the_parameters_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    class WithoutGpus(nn.DataParallel):
+        def __init__(self, model: nn.Module, devices: list[int]) -> None:
+            seen.append(devices)
+            super().__init__(model)  # which calls the model itself
+
+    monkeypatch.setattr(nn, "DataParallel", WithoutGpus)
+    small = load_recipe("digits", ["batch_size=128", "model.options.width=8", "metrics=[]"])
+    options = RunOptions(device="cpu", workers=0, quiet=True)
+    threads = torch.get_num_threads()
+    one, replicated = (train_contender(Contender("variant", 1, devices, small), 1, options) for devices in (1, 2))
+    torch.set_num_threads(threads)
+    assert seen == [[0, 1]]
+    assert one is not None
+    assert replicated is not None
+    assert replicated.evaluation == one.evaluation

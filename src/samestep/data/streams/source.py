@@ -19,7 +19,7 @@ from samestep.errors import DataError, RunError, SamestepError
 
 _OPEN_FILES = 64
 _OPEN_BYTES = 1 << 28
-# What readers raise for contents that they cannot decode.
+# Exceptions of readers for contents that they cannot decode.
 _CONTENT_ERRORS = (OSError, ValueError, LookupError, TypeError, EOFError, struct.error, tarfile.TarError)
 
 
@@ -123,7 +123,7 @@ class SampleFiles(ABC):
 
     @abstractmethod
     def reader(self, file: IO[bytes], name: str) -> Reader:
-        """Return the reader of an open file; an error says what is wrong with its contents."""
+        """Return the reader of an open file; an error names the defect of its contents."""
 
     def place_of(self, name: str) -> str:
         """Return the address of a file, for errors."""

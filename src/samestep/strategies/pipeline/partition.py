@@ -19,7 +19,7 @@ from samestep.errors import InputError
 # Parts of names of functions that must run exactly once.
 _RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal")
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "setitem")
-# Functions and methods of tensors whose results have no gradient.
+# Functions and methods of tensors with results without a gradient.
 _PROPERTIES = ("getattr", "size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point")
 stage_error = partial(InputError, code="E_PIPELINE")
 

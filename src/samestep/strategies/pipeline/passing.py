@@ -28,7 +28,7 @@ Messages = Sequence[tuple[torch.Tensor, int]]  # with the rank of the peer
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank of a pipeline sends to another in a forward.
+    """Message of one rank of a pipeline to another in a forward.
 
     Attributes:
         tensors: sent tensors, without a graph.

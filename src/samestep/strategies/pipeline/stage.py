@@ -93,7 +93,7 @@ class Later:
 
 @dataclass
 class _Expected:
-    """Operations and random draws of each stage, as a trial has found them."""
+    """Operations and random draws of each stage, as observed by a trial."""
 
     operations: list[list[Operation]] = field(default_factory=list)
     draws: list[int] = field(default_factory=list)  # before each stage
@@ -243,7 +243,7 @@ class Stage:
 
     @contextmanager
     def _among_operations(self) -> Iterator[None]:
-        """Put the operations of this stage in the place of those that a trial has found, among those of the others."""
+        """Put the operations of this stage in the place of those of a trial, among those of the others."""
         mode = _operations()
         if mode is None or len(self._expected.operations) != self.count:
             yield

@@ -120,7 +120,7 @@ def _saved_within_epoch(world: World, keys: list[list[int]]) -> Iterator[tuple[s
 
 
 def print_report(analysis: Analysis) -> None:
-    """Print the findings of each world, and what was observed."""
+    """Print the findings of each world, and the observed facts."""
     console = Console(markup=False, highlight=False, soft_wrap=False)
     for world in analysis.worlds:
         for finding in world.findings:

@@ -215,7 +215,7 @@ def _schedules(world: World) -> Iterator[Finding]:
 
 
 def _losses(world: World) -> Iterator[Finding]:
-    """Find losses whose weights in the gradient are equal although they are means over different numbers."""
+    """Find losses with equal weights in the gradient although they are means over different numbers."""
     updates = _updates(world)
     if not updates or (world.size > 1 and not _is_replicated(updates[0])):
         return

@@ -1,4 +1,4 @@
-"""Run of a command whose Python processes are observed.
+"""Run of a command with observed Python processes.
 
 Launchers replace `PYTHONPATH`, so a `.pth` file in the folder of installed packages calls the hooks. The file has no
 effect unless the variable SAMESTEP_AUDIT is set. It stays after the audit, since audits can run at the same time.
@@ -50,7 +50,7 @@ def run_observed(command: Sequence[str], folder: Path, steps: int, *, quiet: boo
     install_hooks(Path(sysconfig.get_path("purelib")))
     (folder / "settings.json").write_text(json.dumps({"steps": steps, "without": list(without)}), encoding="utf-8")
     variables = environment_copy()
-    # As in an activated environment: `python` and `torchrun` are those whose packages have the hooks.
+    # As in an activated environment: `python` and `torchrun` are those with the hooks in their packages.
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables.get('PATH', os.defpath)}"
     variables[_VARIABLE] = str(folder)
     try:

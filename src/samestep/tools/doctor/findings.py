@@ -32,7 +32,7 @@ def judged(name: str, verdict: Verdict, value: str, expected: str, fix: str) -> 
 
 @dataclass(frozen=True)
 class Plan:
-    """Planned processes on this machine, and what a small model needs."""
+    """Planned processes on this machine, and the needs of a small model."""
 
     processes: int  # ranks on this machine
     workers: int  # loader workers per rank; training and evaluation have as many each

@@ -64,7 +64,7 @@ class Tolerance:
     """Largest difference that is rounding, by quantity and step.
 
     Attributes:
-        distances: distances of a run whose weights moved by a unit in the last place before each step.
+        distances: distances of a run with weights moved by a unit in the last place before each step.
         eps: unit in the last place of the weights. At most half of the digits can differ: a decision of the model, such
             as that of a ReLU, can turn any rounding into a large difference, which float64 tells from a mistake.
     """
@@ -172,7 +172,7 @@ class Comparison:
 
 
 def accepted(comparison: Comparison, exact: Comparison) -> Comparison:
-    """Return a comparison whose measured differences are rounding, since those in float64 (`exact`) are within it."""
+    """Return a comparison with rounding as measured differences, since those in float64 (`exact`) are within it."""
     if exact.failing or any(difference.distance is None for difference in comparison.failing):
         return comparison
     return replace(comparison, differences=[replace(one, fails=False) for one in comparison.differences])
@@ -230,7 +230,7 @@ def _weights(record: Record) -> Collection[str]:
 
 
 def _compare_modules(result: Comparison, reference: Record, other: Record) -> None:
-    """Compare the weights of the modules that are given to `samestep.parallel`."""
+    """Compare the weights of the modules with divided calls."""
     comparer = _Comparer(result, (), None, 0)
     ranks = [other.notes("module", rank) for rank in range(other.processes)]
     for number, note in enumerate(reference.modules):

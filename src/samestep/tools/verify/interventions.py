@@ -175,7 +175,7 @@ def _append(file: Path, index: Any) -> None:
 
 
 def _reorder_directories(rank: int) -> None:
-    """Patch listings of directories, whose order is arbitrary: sorted, reversed on odd ranks, rotated by rank."""
+    """Patch listings of directories, which have an arbitrary order: sorted, reversed on odd ranks, rotated by rank."""
     list_names, scan = os.listdir, os.scandir
 
     def reordered(entries: list[Any]) -> list[Any]:

@@ -137,7 +137,7 @@ class Observer:
     # --- modules and calls -------------------------------------------------------------------------
 
     def _add_module(self, module: nn.Module, options: Mapping[str, Any]) -> None:
-        """Note a module that is given to `samestep.parallel`."""
+        """Note an argument of `samestep.parallel`."""
         if module in self._labels:
             return
         self._interventions.prepare(module)

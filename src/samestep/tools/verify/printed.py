@@ -73,7 +73,7 @@ def _split(line: str) -> tuple[str, list[str]]:
 
 
 def _distance(text: str, repeated: str, other: str, *, is_exact: bool) -> float:
-    """Return the relative distance of two printed numbers, without what two equal runs differ by; 0 if equal."""
+    """Return the relative distance of two printed numbers, without the distance of two equal runs; 0 if equal."""
     if text == other:
         return 0.0
     value = float(text)

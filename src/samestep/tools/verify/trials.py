@@ -1,4 +1,4 @@
-"""Trials of a subject under given conditions, each combination once, and their records."""
+"""Trials of a subject under chosen conditions, each combination once, and their records."""
 
 from __future__ import annotations
 

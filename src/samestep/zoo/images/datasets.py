@@ -114,11 +114,11 @@ def load_image_list(
     transforms = image_transforms(options, load_image_list)
     read = partial(read_table, text_column=path_column, label_column=label_column, option="path_column")
     rows = read(path)
-    found = sorted({row.label for row in rows} - {""})
+    texts = sorted({row.label for row in rows} - {""})
     if Path(path).suffix.lower() == ".txt":
-        largest = max((int(label) for label in found if label.isdecimal()), default=-1)
-        found = [str(number) for number in range(largest + 1)]
-    names = class_names(found if classes is None else classes)
+        largest = max((int(label) for label in texts if label.isdecimal()), default=-1)
+        texts = [str(number) for number in range(largest + 1)]
+    names = class_names(texts if classes is None else classes)
     labels = ClassLabels(names)
 
     def samples(rows: list[Row], table: str) -> list[Sample]:

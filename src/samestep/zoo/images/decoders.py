@@ -25,7 +25,7 @@ SCALES = (8, 4, 2)  # divisors of height and width for which libjpeg-turbo has a
 
 
 class LazyImage(Protocol):
-    """Image whose pixels are read at a scale that depends on their use.
+    """Image with pixels that are read at a scale which depends on their use.
 
     Attributes:
         height: pixels of the upright image.

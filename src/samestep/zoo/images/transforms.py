@@ -46,7 +46,7 @@ class Augment:
     Attributes:
         scale: minimum and maximum area of a random crop, as fractions of the image (Szegedy et al., "Going deeper with
             convolutions", 2015), which is resized to `image_size`; None for a random crop of `image_size` pixels
-            without a resize, from images whose shorter side has a fixed length (Krizhevsky et al., "ImageNet
+            without a resize, from images with a shorter side of a fixed length (Krizhevsky et al., "ImageNet
             classification with deep convolutional neural networks", 2012).
         flip: probability of a horizontal flip.
         randaugment: magnitude of the two operations of RandAugment (Cubuk et al., 2020), or None.

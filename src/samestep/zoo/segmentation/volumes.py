@@ -41,7 +41,7 @@ def read_shape(path: Path) -> tuple[int, ...]:
 
 
 def _open(path: Path) -> Any:
-    """Return an array whose values are read on access; exceptions for damaged files are of many types."""
+    """Return an array with values that are read on access; exceptions for damaged files are of many types."""
     if path.name.lower().endswith(".npy"):
         array: Any = numpy.load(path, mmap_mode="r", allow_pickle=False)
     else:
@@ -202,7 +202,7 @@ def _tiles(pair: Pair, size: tuple[int, ...]) -> Iterator[tuple[Interval, ...]]:
     try:
         shape = read_shape(pair.image)
     except DataError:
-        shape = (1, 1, 1)  # one tile, whose access raises the error
+        shape = (1, 1, 1)  # one tile: its access raises the error
     return product(*(tile_axis(length, side) for length, side in zip(shape, size, strict=True)))
 
 

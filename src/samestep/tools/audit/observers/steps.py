@@ -105,7 +105,7 @@ class StepObserver:
         schedule.line = schedule.line or user_line()
 
     def replicates(self, model: DistributedDataParallel) -> None:
-        """Store the parameters whose gradients `DistributedDataParallel` reduces."""
+        """Store the parameters with gradients that `DistributedDataParallel` reduces."""
         size = torch.distributed.get_world_size()
         if model.process_group.size() != size:
             return
