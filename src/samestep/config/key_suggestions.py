@@ -44,7 +44,7 @@ _WORDS = {
     "--devices": "deviceids gpuids gpu gpuid visibledevices",
     "--device": "accelerator cuda usecuda",
     "--workers": "numworkers nw j dataloadernumworkers",
-    "--strategy": "dp ddp fsdp dataparallel",
+    "--strategy": "ddp fsdp dataparallel",
     "--name": "expname runname experimentname",
     "--runs": "output outputdir savedir outdir workdir logdir",
     "--checkpoint-every": "savesteps saveintervalsteps",
