@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -27,12 +26,6 @@ class Division:
     def of(cls, tensor: DTensor) -> Division:
         """Return the division of a DTensor."""
         return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
-
-    @cached_property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """One process group per axis along which local parts differ."""
-        axes = enumerate(self.placements)
-        return tuple(self.mesh.get_group(axis) for axis, placement in axes if not placement.is_replicate())
 
     @cached_property
     def _gathering_mesh(self) -> DeviceMesh:
@@ -58,17 +51,7 @@ class Division:
             full = full.redistribute(placements=placements)
         return full.to_local().to(self.mesh.device_type)
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """Names of the mesh axes along which local parts differ."""
-        names = self.mesh.mesh_dim_names or ()
-        return tuple(name for name, placed in zip(names, self.placements, strict=True) if not placed.is_replicate())
-
-    def bounds(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return sizes and offsets of this rank's part."""
-        return compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
-
     def local_part(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a full tensor, as a view."""
-        sizes, offsets = self.bounds()
+        sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
         return full[tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))]

@@ -64,13 +64,12 @@ def resolve_plan(model: nn.Module, patterns: Mapping[str, str], slices: int) -> 
 
 
 def _match(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
+    plan: dict[str, str] = {}
     for pattern, kind in patterns.items():
         if kind not in _KINDS:
             raise plan_error(
                 f"step.tensor_plan: {pattern!r} is {kind!r}", f"one of {', '.join(_KINDS)}", "use one of these kinds"
             )
-    plan: dict[str, str] = {}
-    for pattern, kind in patterns.items():
         matches = [name for name in _candidates(model, kind) if fnmatchcase(name, pattern)]
         if not matches:
             raise _no_match(model, pattern, kind)
@@ -144,23 +143,21 @@ def _require_unshared_weights(model: nn.Module, plan: Mapping[str, str]) -> None
 
 
 def _require_even_sizes(model: nn.Module, plan: Mapping[str, str], slices: int) -> None:
-    sizes = {name: _divided_size(model.get_submodule(name), kind) for name, kind in plan.items()}
-    common = math.gcd(*(size for _, size in sizes.values()))
-    for name, (dimension, size) in sizes.items():
+    sizes: dict[str, int] = {}
+    for name, kind in plan.items():
+        module = model.get_submodule(name)
+        sizes[name] = module.get_parameter("weight").shape[divided_dims(module, kind)["weight"]]
+    common = math.gcd(*sizes.values())
+    fits = [str(number) for number in range(2, min(common, _MAX_SUGGESTED) + 1) if common % number == 0]
+    fix = "no size divides all modules of the plan: remove some from step.tensor_plan"
+    if fits:
+        fix = f"--set step.tensor_slices={fits[-1]} (possible: {', '.join(fits)})"
+    for name, size in sizes.items():
         if size % slices:
-            fits = [str(number) for number in range(2, min(common, _MAX_SUGGESTED) + 1) if common % number == 0]
-            raise InputError(
+            dimension = "inputs" if plan[name] == "row" else "outputs"
+            raise plan_error(
                 f"{name} has {size} {dimension}, not divisible into {slices} slices",
                 expected="step.tensor_slices, by default the size of the tensor axis, divides the size of every module "
                 "of the plan",
-                fix=f"--set step.tensor_slices={fits[-1]} (possible: {', '.join(fits)})"
-                if fits
-                else f"no size divides all modules of the plan: remove {name} from step.tensor_plan",
-                code="E_TENSOR_PLAN",
+                fix=fix,
             )
-
-
-def _divided_size(module: nn.Module, kind: str) -> tuple[str, int]:
-    """Return name and size of the divided dimension."""
-    size = module.get_parameter("weight").shape[divided_dims(module, kind)["weight"]]
-    return ("inputs" if kind == "row" else "outputs"), size

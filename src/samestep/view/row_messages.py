@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import struct
 import threading
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -51,32 +50,21 @@ class RowMessages:
 
     def gather_rows(self, own: Sequence[torch.Tensor], bounds: Sequence[tuple[int, int]], factor: int) -> torch.Tensor:
         """Return the rows of all ranks in order, as a new tensor."""
-        self._word(ROWS, "gather", own[0].shape[1:], own[0].dtype)
+        self._word("gather", own[0][:0])
         return self._ranks.gather_rows(own, bounds, factor)
 
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of a part of each rank, as a new tensor."""
+        """Return the sum of a part of each rank, as a new tensor. A few numbers travel in the word."""
         (part,) = parts
         is_few = part.numel() <= _MOST_NUMBERS and part.device.type == "cpu" and not part.is_complex()
-        if is_few and self._ranks is self._view.ranks:
-            totals = [sum(column) for column in zip(*self._numbers(part.detach().reshape(-1)), strict=True)]
-            return torch.tensor(totals, dtype=part.dtype).view(part.shape)
-        self._word(ROWS, "sum", part.shape, part.dtype)
-        return self._ranks.sum(part)
-
-    def _numbers(self, values: torch.Tensor) -> list[list[Any]]:
-        """Return a few numbers of each rank, in order. They travel in the word.
-
-        Args:
-            values: at most two numbers in one dimension.
-        """
-        own: list[Any] = values.tolist()
-        if not values.is_floating_point():
-            return [word[4 : 4 + len(own)] for word in self._word(ROWS, "numbers", values.shape, values.dtype, own)]
-        bits = struct.unpack(f"<{len(own)}q", struct.pack(f"<{len(own)}d", *own))
-        words = self._word(ROWS, "numbers", values.shape, values.dtype, bits)
-        every = [struct.pack(f"<{len(own)}q", *word[4 : 4 + len(own)]) for word in words]
-        return [list(struct.unpack(f"<{len(own)}d", packed)) for packed in every]
+        if not is_few or self._ranks is not self._view.ranks:
+            self._word("sum", part)
+            return self._ranks.sum(part)
+        wide = part.detach().reshape(-1)
+        wide = wide.double() if part.is_floating_point() else wide.long()
+        words = self._word("numbers", part, wide.view(torch.int64).tolist())
+        every = torch.tensor([word[4 : 4 + len(wide)] for word in words]).view(wide.dtype)
+        return every.sum(0).to(part.dtype).view(part.shape)
 
     def require_raised_on_all(self) -> None:
         """Report an exception of an operation on the own rows.
@@ -84,14 +72,20 @@ class RowMessages:
         Raises:
             RankDesyncError: another rank does something else than this operation.
         """
-        self._word(ROWS_RAISED, "", (), None)
+        self._word("", None)
 
-    def _word(
-        self, action: int, kind: str, shape: Sequence[int], dtype: torch.dtype | None, numbers: Sequence[int] = ()
-    ) -> list[list[int]]:
+    def _word(self, kind: str, part: torch.Tensor | None, numbers: Sequence[int] = ()) -> list[list[int]]:
+        """Return the words of all ranks.
+
+        Args:
+            kind: kind of message.
+            part: tensor whose shape and dtype are equal on all ranks; None: an operation has raised an exception.
+            numbers: of this rank.
+        """
         self._require_here()
+        action = ROWS_RAISED if part is None else ROWS
         operation = zlib.crc32(self.operation.encode())
-        facts = zlib.crc32(f"{kind} {tuple(shape)} {dtype}".encode())
+        facts = 0 if part is None else zlib.crc32(f"{kind} {tuple(part.shape)} {part.dtype}".encode())
         words = self._view.word(action, operation, facts, *numbers)
         actions = {word[0] for word in words}
         is_same_operation = len({tuple(word[1:3]) for word in words}) == 1

@@ -40,21 +40,19 @@ def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -
     try:
         graph = _Tracer(model, opened).trace(model)
     except (fx.proxy.TraceError, TypeError, ValueError, AttributeError, RuntimeError, KeyError, IndexError) as error:
-        raise InputError(
+        raise stage_error(
             f"the forward of {type(model).__name__} cannot be partitioned: {type(error).__name__}: {error}",
             expected="the code between module calls takes the same path for all tensor values",
             fix="move such code into a module, or into a function passed to torch.fx.wrap; or --strategy fsdp",
-            code="E_PIPELINE",
         ) from error
     finally:
         for module, mode in modes:
             module.training = mode
     if generator_state() != generators:
-        raise InputError(
+        raise stage_error(
             f"the forward of {type(model).__name__} draws random numbers between the calls of its modules",
             expected="draws inside modules, in each forward",
             fix="move the draw into a module, or into a function passed to torch.fx.wrap; or --strategy fsdp",
-            code="E_PIPELINE",
         )
     return graph
 
@@ -75,21 +73,14 @@ def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     Raises:
         InputError: an argument is passed for a parameter with a default.
     """
-    # The pre-forward hooks of the model, which is never called as a whole.
-    for number, hook in model._forward_pre_hooks.items():
-        if number in model._forward_pre_hooks_with_kwargs:
-            args, kwargs = hook(model, args, kwargs) or (args, kwargs)
-        elif (changed := hook(model, args)) is not None:
-            args = changed if isinstance(changed, tuple) else (changed,)
     inputs = _signature(model).bind(*args, **kwargs).arguments
     names = input_names(model)
     extra = [name for name in inputs if name not in names]
     if extra:
-        raise InputError(
+        raise stage_error(
             f"the data contain the argument {extra[0]!r}, which has a default in the forward of {type(model).__name__}",
             expected="a pipeline is built with the defaults of the forward, before data are known",
             fix=f"define a forward with {extra[0]} as a required parameter, or --strategy fsdp",
-            code="E_PIPELINE",
         )
     return inputs
 
@@ -130,16 +121,11 @@ class Partition:
         graphs: of each stage, by training mode. The first placeholders are the outputs of the previous stage, the
             others, with the prefix `input_`, are inputs of the model.
         parameter_stages: stages that use a parameter, in order, by parameter name.
-        gradient_stages: stages in which a parameter can receive a gradient, in order, by parameter name.
-        cast_stages: stages that use a parameter not only as the table of an `nn.Embedding`, in order, by parameter
-            name. Autocast rounds the parameter there.
         module_stages: stage of each called module, by module name.
     """
 
     graphs: dict[bool, list[fx.Graph]]
     parameter_stages: dict[str, tuple[int, ...]]
-    gradient_stages: dict[str, tuple[int, ...]]
-    cast_stages: dict[str, tuple[int, ...]]
     module_stages: dict[str, int]
 
     @property
@@ -164,32 +150,17 @@ def partition_model(model: nn.Module, names: Sequence[str], count: int) -> Parti
         training: _stage_graphs(graph, _replicated_nodes(model, graph), _stage_of_nodes(graph, starts), len(starts) + 1)
         for training, graph in traces.items()
     }
-    users = {training: _users(model, stages) for training, stages in graphs.items()}
     module_stages: dict[str, int] = {}
-    for stages in graphs.values():
-        for stage, graph in enumerate(stages):
-            for node in graph.nodes:
-                if node.op == "call_module":
-                    first = module_stages.setdefault(str(node.target), stage)
-                    _require_one_stage(model, str(node.target), first, stage)
-    named = dict(model.named_parameters())
-    parameter_stages = {name: tuple(sorted(users[True][p] | users[False][p])) or (0,) for name, p in named.items()}
-    gradient_stages = {name: tuple(sorted(users[True][p])) or parameter_stages[name][:1] for name, p in named.items()}
-    casts = _users(model, graphs[True], except_tables=True)
-    cast_stages = {name: tuple(sorted(casts[p])) for name, p in named.items()}
-    return Partition(graphs, parameter_stages, gradient_stages, cast_stages, module_stages)
-
-
-def _users(
-    model: nn.Module, stages: Sequence[fx.Graph], *, except_tables: bool = False
-) -> dict[nn.Parameter, set[int]]:
-    """Return the stages that use each parameter; with `except_tables`, not only as the table of an embedding."""
     users: dict[nn.Parameter, set[int]] = {parameter: set() for parameter in model.parameters()}
-    for stage, graph in enumerate(stages):
+    for stage, graph in (pair for stages in graphs.values() for pair in enumerate(stages)):
         for node in graph.nodes:
-            for parameter in _parameters_of(model, node, except_tables=except_tables):
+            for parameter in _parameters_of(model, node):
                 users[parameter].add(stage)
-    return users
+            if node.op == "call_module":
+                first = module_stages.setdefault(str(node.target), stage)
+                _require_one_stage(model, str(node.target), first, stage)
+    parameter_stages = {name: tuple(sorted(users[p])) or (0,) for name, p in model.named_parameters()}
+    return Partition(graphs, parameter_stages, module_stages)
 
 
 def balance(weights: Sequence[int], count: int) -> list[int]:
@@ -271,12 +242,10 @@ def _can_open(model: nn.Module, opened: set[str]) -> bool:
     return all(node.target not in opened for graph in graphs for node in graph.nodes if node.op == "call_module")
 
 
-def _parameters_of(model: nn.Module, node: fx.Node, *, except_tables: bool = False) -> list[nn.Parameter]:
+def _parameters_of(model: nn.Module, node: fx.Node) -> list[nn.Parameter]:
     """Return the parameters that a node uses."""
     if node.op == "call_module":
-        modules = model.get_submodule(str(node.target)).modules()
-        used = [m for m in modules if not (except_tables and isinstance(m, nn.Embedding))]
-        return list(dict.fromkeys(p for module in used for p in module.parameters(recurse=False)))
+        return list(model.get_submodule(str(node.target)).parameters())
     value = attrgetter(str(node.target))(model) if node.op == "get_attr" else None
     return [value] if isinstance(value, nn.Parameter) else []
 
