@@ -155,6 +155,38 @@ def attacked(x: Tensor, y: Tensor) -> Any:
     return (x + 0.1 * gradient.sign()).detach()
 
 
+def accumulated(x: Tensor) -> list[Tensor]:
+    """Return a gradient that was gathered before another one was added to it, and that is written then."""
+    x = x.detach().requires_grad_()
+    (x * 2).sum().backward()
+    gradient = x.grad
+    assert gradient is not None
+    found = [gradient[1] * 1]
+    (x * x.detach()).sum().backward()
+    found.append(gradient * 1)
+    gradient.mul_(0.5)
+    (x * 3).sum().backward()
+    return [*found, gradient * 1, x.grad * 1]
+
+
+def pushed(x: Tensor, y: Tensor) -> list[Tensor]:
+    """Return gradients of backwards from tensors that are not scalars, and one that was assigned."""
+    x = x.detach().requires_grad_()
+    x.tanh().backward(y.detach())
+    assert x.grad is not None
+    found = [x.grad * 1]
+    x.grad = None
+    (x * 2).backward(gradient=y.detach())
+    x.grad = x.grad * 2
+    return [*found, x.grad * 1]
+
+
+def copied(x: Tensor) -> Tensor:
+    """Return a copy of a tensor that was written after a gather."""
+    x[1].fill_(2)
+    return copy.deepcopy(x)
+
+
 def written(z: Tensor, where: Any, value: Any) -> Tensor:
     z[where] = value
     return z
@@ -227,6 +259,8 @@ ELEMENTWISE: dict[str, Compute] = {
     "checkpoint, reentrant": lambda w, x, y: torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True),
     "second derivatives": lambda w, x, y: second(x) if w.has_gradients else x,
     "attack": lambda w, x, y: attacked(x, y),
+    "backward from rows": lambda w, x, y: pushed(x, y),
+    "gradients of a gathered gradient": lambda w, x, y: accumulated(x),
     "module": lambda w, x, y: nn.Sequential(nn.ReLU(), nn.Softmax(1), nn.Identity())(x),
     "metadata": lambda w, x, y: [len(x), x.size(0), *x.shape, x.numel(), x.dim(), x.ndim, x.nelement(), x.nbytes],
     "more metadata": lambda w, x, y: [x.dtype, x.device, x.is_leaf, x.requires_grad, x.is_contiguous(), x.stride()],
@@ -251,7 +285,7 @@ DIMENSIONS: dict[str, Compute] = {
     "extremes": lambda w, x, y: [x.detach().max(), x.detach().min(), torch.max(x.detach()).item()],
     "extreme not a number": lambda w, x, y: (x.detach() / (x.detach() > 0)).log().max(),
     "branch": lambda w, x, y: 1.0 if (x > 0).any() else 0.0,
-    "cumsum": lambda w, x, y: [x.cumsum(1), x.cumsum(0), x.cumprod(2), x.cummax(1)[0], torch.logcumsumexp(x, 1)],
+    "cumsum": lambda w, x, y: [x.cumsum(1), x.cumprod(2), x.cummax(1)[0], torch.logcumsumexp(x, 1), x.cumsum(0)],
     "diff": lambda w, x, y: [x.diff(), torch.diff(x, 1, 1), torch.diff(x, dim=0)],
     "gather": lambda w, x, y: x.gather(1, y.argmax(1, keepdim=True)),
     "gather plain": lambda w, x, y: x.gather(1, labels(x).view(-1, 1, 1, 1).expand(-1, 2, 4, 5)),
@@ -262,8 +296,8 @@ DIMENSIONS: dict[str, Compute] = {
     "scatter_add": lambda w, x, y: torch.zeros_like(x).scatter_add(1, y.argmax(1, keepdim=True), x[:, :1]),
     "scatter into plain": lambda w, x, y: torch.zeros(*x.shape).scatter_(1, y.argmax(1, keepdim=True), 1.0),
     "index_select": lambda w, x, y: [x.index_select(1, torch.tensor([2, 0])), x.index_select(0, perm(x))],
-    "chunk": lambda w, x, y: [*x.chunk(2, 1), *x.chunk(2), x.split(2, dim=1)[1], torch.split(x, [1, 2], 1)[1]],
-    "unbind": lambda w, x, y: [x.unbind(1)[1], x.unbind()[1], x.select(1, 0), x.select(0, 1), x.narrow(1, 1, 2)],
+    "chunk": lambda w, x, y: [*x.chunk(2, 1), x.split(2, dim=1)[1], torch.split(x, [1, 2], 1)[1], *x.chunk(2)],
+    "unbind": lambda w, x, y: [x.unbind(1)[1], x.select(1, 0), x.narrow(1, 1, 2), x.unbind()[1], x.select(0, 1)],
     "flip": lambda w, x, y: [x.flip(3), torch.flip(x, [2, 3]), x.flip(0), x.flip(1, 0), x.fliplr()],
     "roll": lambda w, x, y: [x.roll(1, 2), torch.roll(x, 1, dims=(1,)), x.roll(1, 0), x.roll(1)],
     "normalize": lambda w, x, y: [F.normalize(x), F.normalize(x, dim=-1), F.normalize(x, dim=0)],
@@ -301,7 +335,7 @@ VIEWS: dict[str, Compute] = {
     "memory format": lambda w, x, y: x.to(memory_format=torch.channels_last).is_contiguous(
         memory_format=torch.channels_last
     ),
-    "transpose": lambda w, x, y: [x.transpose(1, 2), x.transpose(0, 1), x.swapaxes(-1, -2), x.movedim(1, -1), x.mT],
+    "transpose": lambda w, x, y: [x.transpose(1, 2), x.swapaxes(-1, -2), x.movedim(1, -1), x.mT, x.transpose(0, 1)],
     "T": lambda w, x, y: x.flatten(1).T,
     "unsqueeze": lambda w, x, y: [x.unsqueeze(1), x.unsqueeze(-1), x.unsqueeze(0)],
     "squeeze": lambda w, x, y: [x[:, :1].squeeze(1), x[:, :1].squeeze(), x.squeeze(0), x[:, :, :1, :1].squeeze((2, 3))],
@@ -309,8 +343,8 @@ VIEWS: dict[str, Compute] = {
     "expand_as": lambda w, x, y: [x[:, :1].expand_as(y), x.expand(2, *x.shape), w("one", 1, 3, 4, 5).expand_as(x)],
     "repeat": lambda w, x, y: [x.repeat(1, 2, 1, 1), x.repeat(2, 1, 1, 1), x.repeat_interleave(2, 0)],
     "unfold": lambda w, x, y: [x.unfold(2, 2, 1), x.unfold(0, 2, 1)],
-    "cat": lambda w, x, y: [torch.cat([x, y]), torch.cat([x, y, x], 1), torch.cat([x, w("rows", *x.shape)], dim=2)],
-    "stack": lambda w, x, y: [torch.stack([x, y]), torch.stack([x, y], dim=1), torch.stack((x, x), -1)],
+    "cat": lambda w, x, y: [torch.cat([x, y, x], 1), torch.cat([x, w("rows", *x.shape)], dim=2), torch.cat([x, y])],
+    "stack": lambda w, x, y: [torch.stack([x, y], dim=1), torch.stack((x, x), -1), torch.stack([x, y])],
     "index": lambda w, x, y: [x[:, 1], x[:, 1:, ..., 2], x[:, None], x[..., 0], x[:], x[...], x[:, ::2], x[:, -1, 1:]],
     "index by lists": lambda w, x, y: [x[:, [2, 0, 1]], x[:, torch.tensor([0, 2])], x[:, [0, 1], :, [1, 2]]],
     "index by arrays": lambda w, x, y: [x[:, numpy.array([0, 2])], x[:, :, 1, [0, 1]], x[:, [True, False, True]]],
@@ -366,6 +400,12 @@ LOSSES: dict[str, Compute] = {
     "mse broadcast": lambda w, x, y: F.mse_loss(x, y[:, :1].expand_as(x)),
     "l1": lambda w, x, y: [F.l1_loss(x, y), F.smooth_l1_loss(x, y, beta=0.5), nn.HuberLoss()(x, y)],
     "positional": lambda w, x, y: F.l1_loss(x, y, None, None, "sum"),
+    "weights of values": lambda w, x, y: [
+        F.mse_loss(x, y, weight=y.detach().abs()),
+        F.l1_loss(x, y, weight=values("weights", *x.shape).abs()),
+        F.mse_loss(x, y, weight=y.detach().abs(), reduction="sum"),
+        F.huber_loss(x, y, weight=y.detach().abs()),
+    ],
     "bce logits": lambda w, x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid().detach()),
     "bce": lambda w, x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid(), reduction="sum"),
     "bce weight": lambda w, x, y: F.binary_cross_entropy(x.sigmoid(), (y > 0).float(), weight=y.exp().detach()),
@@ -428,6 +468,8 @@ COPIES: dict[str, Compute] = {
     "item": lambda w, x, y: [x.mean().item(), float(x.sum()), int(x.argmax())],
     "item of many": lambda w, x, y: x.item(),
     "deepcopy": lambda w, x, y: [copy.deepcopy(x.detach()), copy.copy(x.detach())],
+    "deepcopy of gathered rows": lambda w, x, y: copied(x.detach() * 1),
+    "print with a graph": lambda w, x, y: [repr(x * 2), repr(x[:, :1])],
     "deepcopy of a node": lambda w, x, y: copy.deepcopy(x * 1),
     "pickle": lambda w, x, y: [pickle.loads(pickle.dumps(x.detach())), saved({"x": x.detach()}["x"])],
     "tensor": lambda w, x, y: [torch.tensor(x.detach()), torch.as_tensor(x) * 1, torch.from_dlpack(x.detach())],

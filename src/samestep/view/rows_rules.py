@@ -261,17 +261,6 @@ def contiguous(function: Function, arguments: Sequence[Any], options: Mapping[st
     return rows if rows.is_contiguous(memory_format=form) else as_rows(rows._rows_own.clone(memory_format=form), rows)
 
 
-def expand(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """Expand inner dimensions."""
-    rows = arguments[0]
-    if not is_apart(rows) or options or len(arguments) < 2:
-        return NotImplemented
-    sizes = arguments[1].shape if isinstance(arguments[1], Tensor) else given(arguments, {}, 1, None)
-    if len(sizes) != rows._rows_own.dim() or sizes[0] not in (-1, rows._rows_bounds.rows):
-        return NotImplemented
-    return views(Tensor.expand, (rows, (-1, *sizes[1:])), {})
-
-
 def concatenate(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """Concatenate or stack tensors with equally many rows along an inner dimension."""
     if not arguments or not isinstance(arguments[0], tuple | list) or options.get("out") is not None:
@@ -388,7 +377,6 @@ RULES_BY_ROWS: dict[Any, Rule] = {
     **named("contiguous", contiguous),
     **named("view reshape view_as reshape_as", reshape),
     **named("flatten", flatten),
-    **named("expand expand_as", expand),
     **named("cat concat concatenate stack", concatenate),
     Tensor.__getitem__: get_item,
     Tensor.__setitem__: set_item,
