@@ -62,7 +62,7 @@ class WatchedGenerators:
         self._has_drawn = (
             _python_words() != self._python
             or ctypes.string_at(self._address, _STATE_BYTES) != self._numpy
-            or not torch.equal(torch.get_rng_state(), self._torch)
+            or bytes(memoryview(torch.get_rng_state().numpy())) != bytes(memoryview(self._torch.numpy()))  # type: ignore[arg-type]
         )
         return self._has_drawn
 

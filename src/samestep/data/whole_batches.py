@@ -158,13 +158,12 @@ class WholeBatches:
         iteration = self._iterations
         begin = self._cursor
         samples = begin.samples
+        every = _MANY if self._order is None else self._order.samples_of(begin.epoch)
         for number, batch in enumerate(self._started(begin), start=1):
             running = None if self._running is None else self._running()
             samples = begin.samples + (number + getattr(running, "left_out", 0)) * self.batch_size
             if iteration == self._iterations:  # an older iteration beside a newer one moves nothing
-                self._cursor = Cursor(begin.epoch, samples)
-                if self._order is not None and samples >= self._order.samples_of(begin.epoch):
-                    self._cursor = Cursor(begin.epoch + 1)
+                self._cursor = Cursor(begin.epoch, samples) if samples < every else Cursor(begin.epoch + 1)
             yield batch
             is_last = samples >= self.samples_of(begin.epoch)
             if self.between_batches is not None and iteration == self._iterations and not is_last:
