@@ -181,6 +181,13 @@ def pushed(x: Tensor, y: Tensor) -> list[Tensor]:
     return [*found, x.grad * 1]
 
 
+def metadata_after_a_gather(x: Tensor) -> list[bool]:
+    with torch.no_grad():
+        x[1].sum()
+        found = [x.requires_grad, x.is_leaf]
+    return [*found, x.requires_grad, x.is_leaf, x[1].requires_grad, (x * 2).is_leaf]
+
+
 def copied(x: Tensor) -> Tensor:
     """Return a copy of a tensor that was written after a gather."""
     x[1].fill_(2)
@@ -264,6 +271,7 @@ ELEMENTWISE: dict[str, Compute] = {
     "module": lambda w, x, y: nn.Sequential(nn.ReLU(), nn.Softmax(1), nn.Identity())(x),
     "metadata": lambda w, x, y: [len(x), x.size(0), *x.shape, x.numel(), x.dim(), x.ndim, x.nelement(), x.nbytes],
     "more metadata": lambda w, x, y: [x.dtype, x.device, x.is_leaf, x.requires_grad, x.is_contiguous(), x.stride()],
+    "metadata after a gather": lambda w, x, y: metadata_after_a_gather(x) + metadata_after_a_gather(y * 1),
     "metadata of a view": lambda w, x, y: [x[:, 1:].is_contiguous(), x[:, 1:].stride(), x[:, 1:].storage_offset()],
 }
 DIMENSIONS: dict[str, Compute] = {

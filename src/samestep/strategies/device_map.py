@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -22,35 +21,28 @@ _NAMED = 3  # modules named in an error
 _device_map_error = partial(InputError, code="E_DEVICE_MAP")
 
 
-@dataclass
-class DeviceMap:
-    """Devices of the modules of a model."""
+class _Mover:
+    """Hooks that move inputs to the devices of modules. Draws do not depend on the device map.
 
-    devices: tuple[torch.device, ...]  # devices of this rank; on a CPU, the CPU for each
-    numbers: dict[str, int]  # index in `devices` by name, for each module that is entirely on one device
+    Args:
+        first: device of the first random numbers of a forward.
+    """
 
-    def __post_init__(self) -> None:
-        self._generator_device = self.devices[0]
+    def __init__(self, first: torch.device) -> None:
+        self._first = first
+        self._generator_device = first
 
-    def place(self, model: nn.Module) -> None:
-        """Register the hooks on `model` and its modules."""
-        modules = dict(model.named_modules(remove_duplicate=False))
-        model.register_forward_pre_hook(self.begin_forward)
-        for name in self.numbers:
-            modules[name].register_forward_pre_hook(partial(self.move_inputs, name), with_kwargs=True)
-
-    def begin_forward(self, module: nn.Module, args: Any) -> None:
+    def begin(self, module: nn.Module, args: Any) -> None:
         """Hook of the model: draw the first random numbers from the generator of the first device."""
-        self._generator_device = self.devices[0]
+        self._generator_device = self._first
 
-    def move_inputs(
-        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def move(
+        self, device: torch.device, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Hook of a module: move inputs and generator state to its device; draws do not depend on the device map."""
-        device = self.devices[self.numbers[name]]
+        """Hook of a module: move inputs and generator state to its device."""
         if is_accelerator(device) and device != self._generator_device:
-            module_of_kind = accelerator_module()
-            module_of_kind.set_rng_state(module_of_kind.get_rng_state(self._generator_device), device)
+            accelerator = accelerator_module()
+            accelerator.set_rng_state(accelerator.get_rng_state(self._generator_device), device)
             self._generator_device = device
         moved: tuple[Any, Any] = tree_map_only(
             torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)
@@ -69,10 +61,18 @@ def apply_device_map(model: nn.Module, world: World) -> None:
     config = world.strategy
     assigned = _by_pattern(modules, config, len(devices)) if config.place else _in_order(model, len(devices))
     _require_one_device_per_tensor(modules, assigned)
+    inside: dict[str, set[int]] = {name: set() for name in modules}  # numbers of devices, descendants included
+    for name, number in assigned.items():
+        for outer in _with_ancestors(name):
+            inside[outer].add(number)
+    mover = _Mover(devices[0])
+    model.register_forward_pre_hook(mover.begin)
     for name, module in modules.items():
         if _own_tensors(module):
             module._apply(partial(torch.Tensor.to, device=devices[assigned[name]]), recurse=False)
-    DeviceMap(devices, _single_device_modules(modules, assigned)).place(model)
+        if len(inside[name]) == 1:
+            (number,) = inside[name]
+            module.register_forward_pre_hook(partial(mover.move, devices[number]), with_kwargs=True)
 
 
 def _by_pattern(modules: dict[str, nn.Module], config: StrategyConfig, devices: int) -> dict[str, int]:
@@ -148,15 +148,6 @@ def _require_one_device_per_tensor(modules: dict[str, nn.Module], assigned: dict
                     expected="modules that share a tensor are on one device",
                     fix="assign both to the same device",
                 )
-
-
-def _single_device_modules(modules: dict[str, nn.Module], assigned: dict[str, int]) -> dict[str, int]:
-    """Return the modules with all tensors, descendants included, on one device."""
-    numbers: dict[str, set[int]] = {name: set() for name in modules}
-    for name, number in assigned.items():
-        for outer in _with_ancestors(name):
-            numbers[outer].add(number)
-    return {name: values.pop() for name, values in numbers.items() if len(values) == 1}
 
 
 def _own_tensors(module: nn.Module) -> set[torch.Tensor]:

@@ -195,9 +195,10 @@ class Memory:
 
     def graph_of(self, rows: Rows) -> torch.Tensor:
         """Return the tensor with the graph of a gathered tensor: the own rows, or all rows after a write."""
-        whole = self.all_rows(rows)
-        is_joined = any(one is whole and one.grad_fn is node for _, one, node in self._joined)
-        return rows._rows_own if is_joined else whole
+        for reference, whole, node in self._joined:
+            if reference() is rows and whole.grad_fn is not node:
+                return whole
+        return rows._rows_own if rows._rows_own.requires_grad else self.all_rows(rows)
 
     def separate(self, rows: Rows) -> None:
         """Let all rows of a tensor follow a change of the graph of its own rows."""

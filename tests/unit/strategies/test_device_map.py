@@ -1,0 +1,77 @@
+"""Device map: devices of the modules of a model, and inputs that follow them; `meta` stands for a second device."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from samestep.config import StrategyConfig
+from samestep.distributed.world import RunContext, World
+from samestep.errors import InputError
+from samestep.strategies import device_map
+from samestep.strategies.device_map import apply_device_map
+
+DEVICES = (torch.device("cpu"), torch.device("meta"))
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x) * scale)
+
+
+def applied(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **place: int) -> nn.Module:
+    strategy = StrategyConfig(name="device_map", place=place)
+    world = World(0, 1, DEVICES[0], RunContext.local(), strategy=strategy)
+    monkeypatch.setattr(device_map, "rank_devices", lambda world: DEVICES)
+    apply_device_map(model, world)
+    return model
+
+
+def devices_of(model: nn.Module) -> dict[str, str]:
+    return {name: value.device.type for name, value in model.state_dict().items()}
+
+
+def test_the_last_pattern_that_matches_a_module_or_an_ancestor_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = applied(Pair(), monkeypatch, **{"*": 0, "head": 1})
+    devices = devices_of(model)
+    assert {name for name, device in devices.items() if device == "meta"} == {"head.weight", "head.bias"}
+    result = model(torch.randn(3, 4), scale=torch.ones(1))
+    assert (result.device.type, result.shape) == ("meta", (3, 2))
+    assert devices_of(applied(Pair(), monkeypatch, **{"body": 1, "head": 1, "body.1": 0}))["body.1.weight"] == "cpu"
+
+
+def test_sequential_modules_are_divided_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))]
+    devices = devices_of(applied(nn.Sequential(*layers), monkeypatch))
+    assert list(devices.values()) == ["cpu"] * 4 + ["meta"] * 4
+
+
+@pytest.mark.parametrize(
+    ("model", "place", "message"),
+    [
+        (Pair(), {"tail": 0}, "'tail' matches no module"),
+        (Pair(), {"body": 2}, "to device 2 of 2"),
+        (Pair(), {"body": 0}, "no device to head"),
+        (Pair(), {}, "device_map of a Pair without strategy.place"),
+        (nn.Sequential(nn.Linear(2, 2)), {}, "2 devices for 1 modules with parameters"),
+    ],
+)
+def test_maps_that_do_not_fit_are_errors(
+    model: nn.Module, place: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        applied(model, monkeypatch, **place)
+    assert error.value.code == "E_DEVICE_MAP"
+
+
+def test_modules_that_share_a_tensor_are_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(OrderedDict(one=nn.Linear(2, 2), two=nn.Linear(2, 2)))
+    model.two.weight = model.one.weight
+    with pytest.raises(InputError, match="share a tensor"):
+        applied(model, monkeypatch, one=0, two=1)
