@@ -71,21 +71,22 @@ def preserved_generators(device: torch.device | None = None) -> Iterator[None]:
 
     The block may draw different numbers on each rank without an effect on later draws.
     """
-    bits, array, restore = get_bit_generator(), numpy.random.get_state(), _save_states(device)
+    restore = saved_generators(device)
     try:
         yield
     finally:
-        set_bit_generator(bits)
-        numpy.random.set_state(array)
         restore()
 
 
-def _save_states(device: torch.device | None) -> Callable[[], None]:
-    """Return a function that restores the present states of the generators of Python, torch and `device`."""
+def saved_generators(device: torch.device | None = None) -> Callable[[], None]:
+    """Return a function that restores the present states of the generators of Python, NumPy, torch and `device`."""
+    bits, array = get_bit_generator(), numpy.random.get_state()
     python, cpu = random.getstate(), torch.get_rng_state()
     gpu = accelerator_module().get_rng_state(device) if is_accelerator(device) else None
 
     def restore() -> None:
+        set_bit_generator(bits)
+        numpy.random.set_state(array)
         random.setstate(python)
         torch.set_rng_state(cpu)
         if gpu is not None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from samestep.reduce.reduction import Reduction
 from samestep.view.call import Call
@@ -17,7 +17,7 @@ from samestep.view.crossings import RowBounds, cut, enter, replicated
 from samestep.view.division import Division, Output
 from samestep.view.exchange import CallExchange
 from samestep.view.inner import Inner, inner_graph
-from samestep.view.leaves import Spec, flatten, unflatten
+from samestep.view.leaves import flatten
 from samestep.view.lockstep import Part, run_in_lockstep
 from samestep.view.operations import Operation, Operations
 from samestep.view.order import nodes_of, order_nodes
@@ -41,7 +41,7 @@ class OwnResult:
     """
 
     leaves: list[Any]
-    spec: Spec
+    spec: TreeSpec
     operations: Operations
     returned: Any = None
 
@@ -93,7 +93,6 @@ class DividedCall:
         regions: own slices.
         exchange: exchange of the regions.
         before: state before the call.
-        unwritten: state that calls of the kind have not changed so far.
         notes_state: whether to note the state after each slice: a rank with fewer slices would change it less often.
         known: operations of a forward that is compiled, in which no rule applies; None if they must be observed.
         output_rows: bounds of outputs that stay where they are, and the bytes of the smallest one.
@@ -111,7 +110,6 @@ class DividedCall:
         regions: Sequence[Region],
         exchange: CallExchange,
         before: Snapshot,
-        unwritten: Snapshot,
         *,
         notes_state: bool,
         known: Sequence[Operation] | None = None,
@@ -125,7 +123,6 @@ class DividedCall:
         self._reduction = reduction
         self.has_other_changes = False
         self._before = before
-        self._unwritten: Snapshot | None = unwritten
         self._notes_state = notes_state
         self._known = known
         self._output_rows = output_rows
@@ -202,15 +199,12 @@ class DividedCall:
     def _note_state(self, result: OwnResult) -> None:
         """Note the state after an own slice, without its aliases of parameters."""
         if self._notes_state:
-            assert self._unwritten is not None
-            self.has_other_changes |= self._unwritten.has_changed()
+            self.has_other_changes |= bool(self._before.changes())
             result.operations.numbers += self._before.values()
 
     def undo(self) -> None:
         """Put the state before the call back."""
-        assert self._unwritten is not None
         self._before.restore()
-        self._unwritten.restore()
 
     def _run(self, region: Region, forward: Callable[..., Any], own: Sequence[Any]) -> OwnResult:
         operations = Operations(region)
@@ -258,7 +252,7 @@ class DividedCall:
         leaves = [next(outputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in result.leaves]
         return OwnResult(leaves, result.spec, result.operations)
 
-    def fits(self, position: int, result: OwnResult, spec: Spec | None) -> bool:
+    def fits(self, position: int, result: OwnResult, spec: TreeSpec | None) -> bool:
         """Whether the outputs of an own slice have the structure and the rows of the trial."""
         own = self.regions[position].own
         if result.spec != spec or len(result.leaves) != len(self.division.outputs):
@@ -296,7 +290,7 @@ class DividedCall:
             parameters: parameters of the call.
             before_backward: called in each backward with the gradients of the whole outputs.
         """
-        self._unwritten = None  # a graph may keep this call
+        self._before.forget_unwritten()  # a graph may keep this call
         first = results[0]
         numbers: dict[int, int] = {}
         places: list[int] = []
@@ -326,7 +320,7 @@ class DividedCall:
                 leaves.append(output.factor * self.call.rows)
             else:
                 leaves.append(leaf)
-        return unflatten(leaves, first.spec)
+        return tree_unflatten(leaves, first.spec)
 
     def _stays(self, tensor: torch.Tensor, output: Output) -> bool:
         """Whether an output is so large that its rows stay where they are."""

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import TreeSpec
 
 from samestep.view.backward_code import BackwardCode
 from samestep.view.division import Division
-from samestep.view.leaves import Spec
 from samestep.view.operations import Operation
+from samestep.view.snapshot import Written
 from samestep.view.switches import HOOKS, PLAIN, SWITCHES, code_of, has_settings, switch, switches_of
 
 _MOST_SWITCHES = 8  # of one type, among the arguments of a call
@@ -38,11 +39,10 @@ class Kind:
         division: result of the trial.
         known: division of each list of operations that was watched, tried and divided.
         last: operations of the watched call.
-        is_tried_now: whether the trial belongs to the current call, so that `division` is that of its operations.
         outputs: structure of its outputs.
         uses_checkpointing: whether parts are computed again in the backward.
         is_compiled: whether torch.compile replaces the forward of parts.
-        written: changes of the watched call in the module, to be restored before a call is computed again.
+        written: places that watched calls have changed, to be restored before a call is computed again.
         exchanges: numbers of elements of the sums inside of a divided call; None before the first one.
         gradient_bytes: size of the gradients of the parameters.
         output_bytes_per_row: size of the outputs, per row of the batch.
@@ -56,11 +56,10 @@ class Kind:
     division: Division | None = None
     known: dict[tuple[Operation, ...], Division] = field(default_factory=dict)
     last: tuple[Operation, ...] = ()
-    is_tried_now: bool = False
-    outputs: Spec | None = None
+    outputs: TreeSpec | None = None
     uses_checkpointing: bool = False
     is_compiled: bool = False
-    written: Written | None = None
+    written: Written = frozenset()
     exchanges: tuple[int, ...] | None = None
     gradient_bytes: int = 0
     output_bytes_per_row: float = 0.0
@@ -71,11 +70,9 @@ class Kind:
         """Whether `division` is that of a list of operations."""
         if self.division is None:
             return False
-        if self.known.get(operations) == self.division:
-            return True
         tried = self.division.operations
-        if not self.is_tried_now or operations == tried:
-            return self.is_tried_now
+        if operations == tried or self.known.get(operations) == self.division:
+            return True
         # A trial computes in one precision, and without checkpoints, which have operations of their own.
         is_alike = self.uses_checkpointing or _but_conversions(tried) == _but_conversions(operations)
         return is_alike and operations == self.last
@@ -84,34 +81,6 @@ class Kind:
 def _but_conversions(operations: Sequence[Operation]) -> list[Operation]:
     """Return functions without conversions of precision, which a trial may leave out or add."""
     return [one for one in operations if not isinstance(one, str | bool) and one not in _CONVERSIONS]
-
-
-@dataclass(frozen=True)
-class Written:
-    """Changes by a call of a kind.
-
-    Attributes:
-        buffers: (submodule index, name) of each buffer.
-        attributes: indices of submodules with changed attributes.
-        uses_python: whether Python's generator is used.
-        uses_numpy: whether NumPy's generator is used.
-        is_guess: whether these are changes that a call could make.
-    """
-
-    buffers: tuple[tuple[int, str], ...] = ()
-    attributes: tuple[int, ...] = ()
-    uses_python: bool = False
-    uses_numpy: bool = False
-    is_guess: bool = False
-
-    def __or__(self, other: Written) -> Written:
-        """Return the changes of both."""
-        return Written(
-            tuple(dict.fromkeys((*self.buffers, *other.buffers))),
-            tuple(sorted({*self.attributes, *other.attributes})),
-            self.uses_python or other.uses_python,
-            self.uses_numpy or other.uses_numpy,
-        )
 
 
 def submodules(module: nn.Module) -> list[nn.Module]:
@@ -235,46 +204,3 @@ def numbers_hash(numbers: Sequence[Any]) -> int:
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
-
-
-def shared_memory(outputs: Sequence[Any], arguments: Sequence[Any], parts: Sequence[nn.Module]) -> str | None:
-    """Return a reason for whole calls if different tensors among the outputs share memory, or None.
-
-    A script that writes into one of them would change the other, which gathered outputs cannot do.
-    """
-    held = [*arguments]
-    for part in parts:
-        held += part._parameters.values()
-        held += part._buffers.values()
-    taken = {_memory(tensor) for tensor in held if isinstance(tensor, torch.Tensor)}
-    groups: dict[int, dict[int, torch.Tensor]] = {}
-    for tensor in outputs:
-        if isinstance(tensor, torch.Tensor) and tensor.numel() > 0:
-            groups.setdefault(_memory(tensor), {})[id(tensor)] = tensor
-    for memory, tensors in groups.items():
-        if memory in taken or _overlap(list(tensors.values())):
-            return "returns tensors that share memory"
-    return None
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    if tensor.layout != torch.strided:
-        return id(tensor)
-    return tensor.untyped_storage().data_ptr()
-
-
-def _overlap(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether an element belongs to two of the tensors, which have one storage. Parts of a `chunk` do not overlap."""
-    if len(tensors) == 1:
-        return False
-    first = tensors[0]
-    if any(tensor.dtype != first.dtype for tensor in tensors):
-        return True
-    elements = first.untyped_storage().nbytes() // first.element_size()
-    owners = torch.zeros(elements, dtype=torch.uint8)
-    for tensor in tensors:
-        place = owners.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        if place.any():
-            return True
-        place.fill_(1)
-    return False

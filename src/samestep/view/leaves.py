@@ -6,7 +6,6 @@ import copyreg
 import gc
 import types
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -14,7 +13,9 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # private; opens classes registered with torch
+
+# Private; opens classes registered with torch.
+from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_unflatten
 
 VALUES = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, numpy.generic, Enum)
 _KNOWN = (torch.Tensor, *VALUES)
@@ -23,66 +24,32 @@ _NEW = (object.__new__, dict.__new__, types.SimpleNamespace.__new__)
 _newobj: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True)
-class Opened:
-    """Object among the leaves of a tree.
-
-    Attributes:
-        kind: its class.
-        content: structure of its attributes and items.
-        size: number of its leaves.
-    """
+@dataclass
+class _Opened:
+    """Object among the leaves of a tree, as its class and content."""
 
     kind: type
-    content: Spec
-    size: int
+    content: Any
 
 
-@dataclass(frozen=True)
-class Spec:
-    """Structure of a value.
-
-    Attributes:
-        tree: structure that torch knows.
-        opened: positions of objects among its leaves.
-    """
-
-    tree: TreeSpec
-    opened: tuple[tuple[int, Opened], ...] = ()
+register_pytree_node(
+    _Opened, lambda opened: ([opened.content], opened.kind), lambda content, kind: _rebuilt(kind, *next(iter(content)))
+)
 
 
-def flatten(value: Any) -> tuple[list[Any], Spec]:
-    """Return the leaves and the structure of a value.
+def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves and the structure of a value; `tree_unflatten` makes new objects without `__init__`.
 
     Objects that have only attributes are opened: dataclasses, namespaces, distributions, caches. Other objects are
     leaves, and so is an object that stands in several places.
     """
-    return _flatten(value, [])
-
-
-def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
-    """Return a value of a structure. Objects are new ones of the same classes, made without `__init__`."""
-    if not spec.opened:
-        return tree_unflatten(list(leaves), spec.tree)
-    opened = dict(spec.opened)
-    items: list[Any] = []
-    start = 0
-    for position in range(spec.tree.num_leaves):
-        entry = opened.get(position)
-        if entry is None:
-            items.append(leaves[start])
-            start += 1
-        else:
-            content = unflatten(leaves[start : start + entry.size], entry.content)
-            items.append(_rebuilt(entry.kind, *content))
-            start += entry.size
-    return tree_unflatten(items, spec.tree)
+    return tree_flatten(_opened(value, []), is_leaf=_is_size)
 
 
 def is_held_elsewhere(value: Any) -> bool:
     """Whether something else than the value holds an object in it that `flatten` opens."""
     objects: list[Any] = []
-    _flatten(value, objects)
+    _opened(value, objects)
     if not objects:
         return False
     if any(weakref.getweakrefcount(item) for item in objects):
@@ -118,25 +85,20 @@ def _held_by(value: Any) -> list[Any]:
     return gc.get_referents(value)
 
 
-def _flatten(value: Any, objects: list[Any]) -> tuple[list[Any], Spec]:
+def _opened(value: Any, objects: list[Any]) -> Any:
+    """Return a tree with objects opened, and add them to `objects`."""
     leaves, tree = tree_flatten(value, is_leaf=_is_size)  # which torch would make a tuple
     if all(isinstance(leaf, _KNOWN) for leaf in leaves):
-        return leaves, Spec(tree)
-    collected: list[Any] = []
-    opened: list[tuple[int, Opened]] = []
+        return value
     for position, leaf in enumerate(leaves):
-        content = None
-        if not isinstance(leaf, _KNOWN) and not any(leaf is other for other in objects):
-            content = _content(leaf)
-        if content is None:
-            collected.append(leaf)
+        if isinstance(leaf, _KNOWN) or any(leaf is other for other in objects):
             continue
-        if not isinstance(leaf, torch.Size):
-            objects.append(leaf)
-        inner, spec = _flatten(content, objects)
-        collected += inner
-        opened.append((position, Opened(type(leaf), spec, len(inner))))
-    return collected, Spec(tree, tuple(opened))
+        content = _content(leaf)
+        if content is not None:
+            if not isinstance(leaf, torch.Size):
+                objects.append(leaf)
+            leaves[position] = _Opened(type(leaf), _opened(content, objects))
+    return tree_unflatten(leaves, tree)
 
 
 def _is_size(value: Any) -> bool:

@@ -27,12 +27,10 @@ from samestep.view.division import ComputedWhole, Division, failure, shortened
 from samestep.view.exchange import CallExchange
 from samestep.view.kinds import (
     Kind,
-    Written,
     arguments_key,
     has_compiled_parts,
     mode_key,
     module_key,
-    shared_memory,
     structure_key,
     submodules,
 )
@@ -42,7 +40,7 @@ from samestep.view.ranks import MOST_MICROBATCHES, Slices, rank_bounds, require_
 from samestep.view.region import Region
 from samestep.view.rows import with_all_rows
 from samestep.view.size import is_worth_dividing
-from samestep.view.snapshot import Snapshot, everything, unwritten
+from samestep.view.snapshot import Snapshot
 from samestep.view.strategy import Strategy
 from samestep.view.switches import Outside
 from samestep.view.trial import try_division
@@ -266,7 +264,7 @@ class ParallelModule:
         """Compute a call whole, as the script's own, and note its effects."""
         call.gather()
         kind.is_compiled = call.forward is not call.eager or has_compiled_parts(call.parts)
-        before = Snapshot(call.parts, everything(call.parts), self.view.device)
+        before = Snapshot(call.parts, None, self.view.device)
         watched = None
         if self._can_be_whole:
             try:
@@ -302,7 +300,6 @@ class ParallelModule:
             with self.strategy.whole(call.module), self.view.suspended(), _eager(kind):
                 watched = watch(call.module, compute, arguments, options)
                 outputs, structure = flatten(watched.result)
-                shared = shared_memory(outputs, call.leaves, call.parts)
         except torch.OutOfMemoryError:
             return None
         if watched.is_first_again:
@@ -310,12 +307,12 @@ class ParallelModule:
         kind.outputs = structure
         kind.is_watched = True
         kind.last = watched.operations
-        kind.written = before.changes() | (kind.written or Written())
+        kind.written |= before.changes()
         kind.uses_checkpointing = watched.uses_checkpointing
         kind.backward_code = watched.backward_code
         kind.gradient_bytes = sum(parameter.nbytes for parameter in call.parameters())
         kind.output_bytes_per_row = sum(leaf.nbytes for leaf in outputs if isinstance(leaf, torch.Tensor)) / rows
-        kind.watched_reason = watched.reason or shared
+        kind.watched_reason = watched.reason
         if self.is_exact and not watched.backward_code.has_run:  # its first run would belong to a whole call
             kind.watched_reason = kind.watched_reason or "has a backward that is written in Python"
         return watched
@@ -385,18 +382,15 @@ class ParallelModule:
                 self._decide_whole(kind, "computes activations again, with sums over all rows")
                 return
         kind.division = division
-        kind.is_tried_now = True
 
     # --- divided calls ---------------------------------------------------------------------------
 
     def _divided(self, kind: Kind, division: Division, call: Call) -> Any:
         """Compute the own rows and gather the outputs; compute the call whole if ranks do not agree."""
-        assert kind.written is not None
         view = self.view
         view.in_step.facts_of_call(call.module, call.leaves)
         seed = view.draw_seed(division.draw_factors, is_exact=self.is_exact)  # slices begin after it
         snapshot = Snapshot(call.parts, kind.written, view.device)
-        others = unwritten(call.parts, kind.written, view.device)
         exchanges = kind.exchanges
         if self.is_exact and not division.sums:
             exchanges = ()
@@ -410,7 +404,7 @@ class ParallelModule:
             known = kind.last
         output_rows = (RowBounds(view.row_messages(self.strategy.ranks), call.slices), view.output_limit)
         divided = DividedCall(
-            *(self.strategy.ranks, self.strategy.reduction, division, call, regions, exchange, snapshot, others),
+            *(self.strategy.ranks, self.strategy.reduction, division, call, regions, exchange, snapshot),
             notes_state=self.is_exact,
             known=known,
             output_rows=output_rows,
@@ -435,8 +429,8 @@ class ParallelModule:
             exchange.end_forward()
             kind.exchanges = tuple(exchange.sizes)
             kind.known[tuple(results[0].operations.functions)] = division
-            kind.is_tried_now = False
-            self.strategy.share_buffers([(call.parts[index], name) for index, name in kind.written.buffers])
+            buffers = sorted(place for place in kind.written if isinstance(place, tuple))
+            self.strategy.share_buffers([(call.parts[index], name) for index, name in buffers])
             self.summary.divided += 1
             if self.summary.divided == 1:
                 between = f"into {self._microbatches} microbatches" if self.is_exact else ""

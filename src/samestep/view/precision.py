@@ -10,8 +10,10 @@ from torch.overrides import TorchFunctionMode
 
 _REAL = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
-_TO_REAL = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double})
-_TO_COMPLEX = frozenset({torch.Tensor.cfloat, torch.Tensor.cdouble})  # type: ignore[attr-defined]
+_CONVERSIONS: dict[Callable[..., Any], torch.dtype] = {
+    **dict.fromkeys((torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double), torch.float32),
+    **dict.fromkeys((torch.Tensor.cfloat, torch.Tensor.cdouble), torch.complex64),  # type: ignore[attr-defined]
+}
 # Functions that take the precision of an array of NumPy.
 _FROM_ARRAYS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy})
 # The dtype of a view says how bits are read.
@@ -48,10 +50,8 @@ class Precision(TorchFunctionMode):
         options: Mapping[str, Any] | None = None,
     ) -> Any:
         options = options or {}
-        if function in _TO_REAL:
-            return arguments[0].to(self._dtype)
-        if function in _TO_COMPLEX:
-            return arguments[0].to(_COMPLEX[self._dtype])
+        if function in _CONVERSIONS:
+            return arguments[0].to(self._dtypes[_CONVERSIONS[function]])
         if function not in _UNCHANGED:
             arguments = [self._mapped(value) for value in arguments]
             options = {name: self._mapped(value) for name, value in options.items()}

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as checkpointing
 
 
-@contextmanager
-def checkpointing_off() -> Iterator[None]:
-    """Keep activations: with few rows memory is no question, and recomputation would leave region and lock step.
-
-    The two names are private; they are looked up by `torch.utils.checkpoint.checkpoint` at each call.
-    """
-    function = checkpointing.CheckpointFunction
-    generator = checkpointing._checkpoint_without_reentrant_generator
-    checkpointing.CheckpointFunction = _KeepActivations  # type: ignore[misc, assignment]
-    checkpointing._checkpoint_without_reentrant_generator = _nothing_around
-    try:
-        yield
-    finally:
-        checkpointing.CheckpointFunction = function  # type: ignore[misc]
-        checkpointing._checkpoint_without_reentrant_generator = generator
+def checkpointing_off() -> AbstractContextManager[None]:
+    """Keep activations: with few rows memory is no question, and recomputation would leave region and lock step."""
+    return _replaced(_kept_activations, _nothing_around)
 
 
 @contextmanager
 def recomputation_inside(surroundings: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Let the backward compute the parts that are checkpointed in this block inside of `surroundings`."""
-    function = checkpointing.CheckpointFunction
+    apply: Any = checkpointing.CheckpointFunction.apply
     generator = checkpointing._checkpoint_without_reentrant_generator
 
     def surrounded(compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,31 +31,34 @@ def recomputation_inside(surroundings: Callable[[], AbstractContextManager[None]
 
         return computed
 
-    class Surrounded:
-        @staticmethod
-        def apply(compute: Callable[..., Any], *arguments: Any) -> Any:
-            return function.apply(surrounded(compute), *arguments)
+    def apply_surrounded(compute: Callable[..., Any], *arguments: Any) -> Any:
+        return apply(surrounded(compute), *arguments)
 
-    checkpointing.CheckpointFunction = Surrounded  # type: ignore[misc, assignment]
-    checkpointing._checkpoint_without_reentrant_generator = lambda compute, *arguments, **options: generator(
-        surrounded(compute), *arguments, **options
-    )
+    def generate_surrounded(compute: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        return generator(surrounded(compute), *arguments, **options)
+
+    with _replaced(apply_surrounded, generate_surrounded):
+        yield
+
+
+@contextmanager
+def _replaced(apply: Callable[..., Any], generator: Callable[..., Any]) -> Iterator[None]:
+    """Replace what `torch.utils.checkpoint.checkpoint` looks up at each call, with and without reentrant autograd."""
+    names: Any = checkpointing  # both are private
+    before = names.CheckpointFunction, names._checkpoint_without_reentrant_generator
+    names.CheckpointFunction = SimpleNamespace(apply=apply)
+    names._checkpoint_without_reentrant_generator = generator
     try:
         yield
     finally:
-        checkpointing.CheckpointFunction = function  # type: ignore[misc]
-        checkpointing._checkpoint_without_reentrant_generator = generator
+        names.CheckpointFunction, names._checkpoint_without_reentrant_generator = before
 
 
-class _KeepActivations:
-    """Replacement of reentrant checkpointing with the same gradients: none, unless an argument requires one."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve: bool, *arguments: Any) -> Any:
-        """Compute the function."""
-        differentiable = any(isinstance(value, torch.Tensor) and value.requires_grad for value in arguments)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
-            return function(*arguments)
+def _kept_activations(function: Callable[..., Any], preserve: bool, *arguments: Any) -> Any:
+    """Compute the function, with the gradients of reentrant checkpointing: none, unless an argument requires one."""
+    differentiable = any(isinstance(value, torch.Tensor) and value.requires_grad for value in arguments)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
+        return function(*arguments)
 
 
 def _nothing_around(*arguments: Any, **options: Any) -> Iterator[None]:

@@ -68,6 +68,10 @@ class ModuleState:
         state._contents = _with_copies([container for container, _ in self._contents])
         return state
 
+    def contents(self) -> list[Any]:
+        """Return the items of each container, dictionaries as such and others as lists."""
+        return [content for _, content in self._contents]
+
     def tensors(self) -> list[torch.Tensor]:
         """Return the plain tensors without a graph among the attributes and items, each once."""
         items = (item for _, content in self._contents for item in _items(content))

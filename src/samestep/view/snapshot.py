@@ -2,153 +2,105 @@
 
 from __future__ import annotations
 
-import random
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from copy import copy
+from typing import Any, TypeAlias
 
 import numpy
 import torch
 from torch import nn
 
-from samestep.distributed.devices import accelerator_module, is_accelerator
-from samestep.view.fingerprints import hash_of, python_generator, sample_of
-from samestep.view.kinds import Written
+from samestep.distributed.devices import is_accelerator
+from samestep.distributed.rng import saved_generators
+from samestep.view.fingerprints import hash_of, numpy_generator, python_generator, sample_of
 from samestep.view.slots import ModuleState
 
+# (index of a submodule, name) of a buffer; index of a submodule, for its attributes; name of a generator.
+Place: TypeAlias = tuple[int, str] | int | str
+Written: TypeAlias = frozenset[Place]
+
+_GENERATORS = {"python": python_generator, "numpy": numpy_generator}  # those of torch may always change
 _LARGEST = 16 * 2**20  # bytes of a tensor that is copied in case that a later call writes into it
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), numpy.generic)
 
 
-def generators(device: torch.device, *, python: bool = True, numpy_too: bool = True) -> Callable[[], None]:
-    """Return a function that restores the present states of the generators of torch and a device.
+class _Saved:
+    """A tensor and its value at one moment.
 
     Args:
-        device: the device.
-        python: whether it restores the generator of Python.
-        numpy_too: whether it restores that of NumPy.
+        tensor: the tensor.
+        by_version: whether only its number of writes tells that it has changed; kernels write without counting.
     """
-    state = random.getstate() if python else None
-    array = numpy.random.get_state() if numpy_too else None
-    host = torch.get_rng_state()
-    gpu = accelerator_module().get_rng_state(device) if is_accelerator(device) else None
 
-    def restore() -> None:
-        if state is not None:
-            random.setstate(state)
-        if array is not None:
-            numpy.random.set_state(array)
-        torch.set_rng_state(host)
-        if gpu is not None:
-            accelerator_module().set_rng_state(gpu, device)
+    def __init__(self, tensor: torch.Tensor, *, by_version: bool) -> None:
+        self.tensor = tensor
+        self._by_version = by_version
+        self._value = tensor.detach().clone()
+        self._version = None if tensor.is_inference() else tensor._version  # inference tensors count no writes
 
-    return restore
-
-
-class _Saved(NamedTuple):
-    """A tensor and its value at one moment."""
-
-    tensor: torch.Tensor
-    value: torch.Tensor
-    version: int | None  # None for inference tensors, which count no writes
-
-    def has_changed(self, *, by_value: bool) -> bool:
-        """Whether the tensor was written. By value too, since kernels write without a new version."""
-        if self.version is not None and self.version != self.tensor._version:
+    def has_changed(self) -> bool:
+        """Whether the tensor was written."""
+        if self._version is not None and self._version != self.tensor._version:
             return True
-        return by_value and not torch.equal(self.tensor, self.value)
+        return not self._by_version and not torch.equal(self.tensor, self._value)
 
     def restore(self) -> None:
         """Put the value back."""
-        self.tensor.detach().copy_(self.value)
-        if self.version is not None:  # graphs and ranks compare numbers of writes; private, in torch 2.11 and 2.13
-            torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self.version,))
-
-
-def _saved(tensor: torch.Tensor) -> _Saved:
-    return _Saved(tensor, tensor.detach().clone(), None if tensor.is_inference() else tensor._version)
-
-
-class _Others:
-    """State besides buffers at one moment: attributes with the tensors in them, and generators.
-
-    Args:
-        states: attributes, with the indices of their submodules.
-        written: changes by calls of the kind.
-        device: device of the call.
-    """
-
-    def __init__(self, states: Sequence[tuple[int, ModuleState]], written: Written, device: torch.device) -> None:
-        self.states = states
-        # Tensors that are written in place, as a counter that is no buffer.
-        self.tensors = [
-            (index, _saved(tensor))
-            for index, state in states
-            for tensor in state.tensors()
-            if not written.is_guess or _is_small(tensor)
-        ]
-        self._written = written
-        self._device = device
-        self._python = random.getstate() if written.uses_python else None
-        self._numpy = numpy.random.get_state() if written.uses_numpy else None
-        self._restore_generators = generators(device, python=False, numpy_too=False)
-
-    def again(self) -> _Others:
-        """Return the present state."""
-        return _Others([(index, state.again()) for index, state in self.states], self._written, self._device)
-
-    def restore(self) -> None:
-        """Put the state back."""
-        with torch.no_grad():
-            for _, saved in self.tensors:
-                saved.restore()
-        for _, state in self.states:
-            state.restore()
-        if self._python is not None:
-            random.setstate(self._python)
-        if self._numpy is not None:
-            numpy.random.set_state(self._numpy)
-        self._restore_generators()
-
-    def uses_python(self) -> bool:
-        """Whether Python's generator has another state now."""
-        return self._python is not None and self._python != random.getstate()
-
-    def uses_numpy(self) -> bool:
-        """Whether NumPy's generator has another state now."""
-        return self._numpy is not None and _comparable(self._numpy) != _comparable(numpy.random.get_state())
+        if self._by_version and not self.has_changed():
+            return
+        self.tensor.detach().copy_(self._value)
+        if self._version is not None:  # graphs and ranks compare numbers of writes; private, in torch 2.11 and 2.13
+            torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self._version,))
 
 
 class Snapshot:
-    """State before a call.
+    """State before a call: what calls of the kind change, and what code of the script could change besides.
 
     Args:
         parts: `submodules` of the module.
-        written: changes by calls of the kind.
+        written: places that calls of the kind change; None if no call was watched.
         device: device of the call; its generator is saved too.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], written: Written, device: torch.device) -> None:
+    def __init__(self, parts: Sequence[nn.Module], written: Written | None, device: torch.device) -> None:
         self._parts = parts
-        self._written = written
+        self._written = written or frozenset()
+        self._is_first = written is None
         self._device = device
-        self._buffers = []
-        for index, name in written.buffers:
-            buffer = parts[index]._buffers[name]
-            if buffer is None or nn.parameter.is_lazy(buffer):
-                continue
-            if not written.is_guess or _is_small(buffer):
-                self._buffers.append((index, name, _saved(buffer)))
-        self.others = _Others(
-            [(index, ModuleState(parts[index], alone=True)) for index in written.attributes], written, device
-        )
+        self._buffers: list[tuple[tuple[int, str], _Saved]] = []
+        self._attributes: list[tuple[int, ModuleState, list[_Saved]]] = []
+        for index, part in enumerate(parts):
+            is_own = self._is_first or not _is_of_torch(part)
+            for name, buffer in part._buffers.items():
+                place = (index, name)
+                if buffer is not None and (is_own or place in self._written) and self._is_saved(place, buffer):
+                    self._buffers.append((place, self._saved(place, buffer)))
+            if is_own or index in self._written:
+                self._save_attributes(index, ModuleState(part, alone=True))
+        self._generators = {name: state() for name, state in _GENERATORS.items()}
+        self._restore_generators = saved_generators(device)
+
+    def _is_saved(self, place: Place, tensor: torch.Tensor) -> bool:
+        if nn.parameter.is_lazy(tensor):
+            return False
+        if self._is_first or place in self._written:
+            return True
+        return tensor.layout is torch.strided and tensor.nbytes <= _LARGEST
+
+    def _saved(self, place: Place, tensor: torch.Tensor) -> _Saved:
+        return _Saved(tensor, by_version=not (self._is_first or place in self._written))
+
+    def _save_attributes(self, index: int, state: ModuleState) -> None:
+        # With tensors that are written in place, as a counter that is no buffer.
+        tensors = [self._saved(index, tensor) for tensor in state.tensors() if self._is_saved(index, tensor)]
+        self._attributes.append((index, state, tensors))
 
     @property
     def has_buffers(self) -> bool:
-        """Whether the call changes buffers."""
-        return bool(self._buffers)
+        """Whether calls of the kind change buffers."""
+        return any(place in self._written for place, _ in self._buffers)
 
     @contextmanager
     def revisited(self) -> Iterator[None]:
@@ -163,39 +115,55 @@ class Snapshot:
     def restore(self) -> None:
         """Put the state back."""
         with torch.no_grad():
-            for index, name, saved in self._buffers:
+            for (index, name), saved in self._buffers:
                 saved.restore()
                 self._parts[index]._buffers[name] = saved.tensor
-        self.others.restore()
+            for _, state, tensors in self._attributes:
+                for saved in tensors:
+                    saved.restore()
+                state.restore()
+        self._restore_generators()
+
+    def forget_unwritten(self) -> None:
+        """Keep the places that calls of the kind change."""
+        self._buffers = [entry for entry in self._buffers if entry[0] in self._written]
+        self._attributes = [entry for entry in self._attributes if entry[0] in self._written]
 
     def state_of_slice(self, *, copied: bool) -> StateOfSlice:
         """Return the state that a slice writes: buffers of the module, or copies; attributes; generators."""
-        places = [(self._parts[index]._buffers, name) for index, name, _ in self._buffers]
-        buffers = [saved.tensor.detach().clone() if copied else saved.tensor for _, _, saved in self._buffers]
-        return StateOfSlice(places, buffers, self.others)
-
-    def changes(self, *, by_value: bool = True) -> Written:
-        """Return the changes since this snapshot.
-
-        Args:
-            by_value: whether to compare values of tensors, besides their numbers of writes.
-        """
         buffers = []
-        for index, name, saved in self._buffers:
-            if self._parts[index]._buffers.get(name) is not saved.tensor or saved.has_changed(by_value=by_value):
-                buffers.append((index, name))
-        attributes = {index for index, state in self.others.states if state.has_changed()}
-        attributes |= {index for index, saved in self.others.tensors if saved.has_changed(by_value=by_value)}
-        return Written(
-            tuple(buffers),
-            tuple(sorted(attributes)),
-            uses_python=self.others.uses_python(),
-            uses_numpy=self.others.uses_numpy(),
-        )
+        for (index, name), saved in self._buffers:
+            if (index, name) in self._written:
+                buffer = saved.tensor.detach().clone() if copied else saved.tensor
+                buffers.append((self._parts[index]._buffers, name, buffer))
+        return StateOfSlice(buffers, self.others())
 
-    def has_changed(self) -> bool:
-        """Whether the state has changed; values of tensors are not compared."""
-        return self.changes(by_value=False) != Written()
+    def others(self) -> Snapshot:
+        """Return the present state of the places that calls of the kind change, without buffers."""
+        now = copy(self)
+        now._buffers = []
+        now._attributes = []
+        for index, state, _ in self._attributes:
+            if index in self._written:
+                now._save_attributes(index, state.again())
+        now._restore_generators = saved_generators(self._device)
+        return now
+
+    def changes(self) -> Written:
+        """Return the places that have changed since, besides those of which it is known."""
+        changed: set[Place] = set()
+        for place, saved in self._buffers:
+            if place not in self._written:
+                index, name = place
+                if self._parts[index]._buffers.get(name) is not saved.tensor or saved.has_changed():
+                    changed.add(place)
+        for index, state, tensors in self._attributes:
+            if index not in self._written and (state.has_changed() or any(saved.has_changed() for saved in tensors)):
+                changed.add(index)
+        for generator, before in self._generators.items():
+            if generator not in self._written and _GENERATORS[generator]() != before:
+                changed.add(generator)
+        return frozenset(changed)
 
     def values(self) -> list[Any]:
         """Return the values written by the call and the states of its generators, as values with a text.
@@ -203,70 +171,56 @@ class Snapshot:
         They are equal in all slices if the state after the call is that of a whole call.
         """
         values: list[Any] = []
-        for _, state in self.others.states:
-            values += [_value(item) for item in state.changed_items()]
-        tensors = [saved for _, saved in self.others.tensors]
-        tensors += [saved for index, _, saved in self._buffers if not _is_of_torch(self._parts[index])]
+        tensors = []
+        for index, state, inside in self._attributes:
+            if index in self._written:
+                values += [_value(item) for item in state.changed_items()]
+                tensors += inside
+        for (index, name), saved in self._buffers:
+            if (index, name) in self._written and not _is_of_torch(self._parts[index]):
+                tensors.append(saved)
         for saved in tensors:
-            if saved.has_changed(by_value=False) and not is_accelerator(saved.tensor.device):
+            if not is_accelerator(saved.tensor.device) and saved.has_changed():
                 values.append(_value(saved.tensor))
-        if self._written.uses_python:
-            values.append(python_generator())
-        if self._written.uses_numpy:
-            values.append(zlib.crc32(repr(_comparable(numpy.random.get_state())).encode()))
-        return values
+        return values + [state() for name, state in _GENERATORS.items() if name in self._written]
 
 
 class StateOfSlice:
     """State of one of several slices that take turns: each begins with the state before the call.
 
     Args:
-        places: dictionaries and names of buffers.
-        buffers: the buffers of the slice.
-        others: the other state before the call.
+        buffers: (table, name, buffer) of the slice.
+        others: the other state.
     """
 
     def __init__(
-        self,
-        places: Sequence[tuple[dict[str, torch.Tensor | None], str]],
-        buffers: Sequence[torch.Tensor | None],
-        others: _Others,
+        self, buffers: Sequence[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]], others: Snapshot
     ) -> None:
-        self._places = places
-        self._buffers = list(buffers)
+        self._buffers = buffers
         self._others = others
 
     def install(self) -> None:
         """Put the state into the module and the generators."""
-        for (table, name), buffer in zip(self._places, self._buffers, strict=True):
+        for table, name, buffer in self._buffers:
             table[name] = buffer
         self._others.restore()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Put the state into the module and the generators during the block, and keep that at its end."""
-        before = [table[name] for table, name in self._places]
+        before = [table[name] for table, name, _ in self._buffers]
         self.install()
         try:
             yield
         finally:
-            self._buffers = [table[name] for table, name in self._places]
-            self._others = self._others.again()
-            for (table, name), buffer in zip(self._places, before, strict=True):
+            self._buffers = [(table, name, table[name]) for table, name, _ in self._buffers]
+            self._others = self._others.others()
+            for (table, name, _), buffer in zip(self._buffers, before, strict=True):
                 table[name] = buffer
 
 
 def _is_of_torch(part: nn.Module) -> bool:
     return type(part).__module__.startswith("torch.")
-
-
-def _is_small(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.nbytes <= _LARGEST
-
-
-def _comparable(state: Any) -> tuple[Any, ...]:
-    kind, key, *others = state
-    return kind, key.tobytes(), *others
 
 
 def _value(item: Any) -> Any:
@@ -279,23 +233,3 @@ def _value(item: Any) -> Any:
     if isinstance(item, dict | list | tuple | set | deque):
         return type(item).__name__, len(item)
     return type(item).__name__
-
-
-def everything(parts: Sequence[nn.Module]) -> Written:
-    """Return the possible changes by a call of unknown code."""
-    buffers = [(index, name) for index, part in enumerate(parts) for name in part._buffers.keys()]  # noqa: SIM118
-    return Written(tuple(buffers), tuple(range(len(parts))), uses_python=True, uses_numpy=True)
-
-
-def unwritten(parts: Sequence[nn.Module], written: Written, device: torch.device) -> Snapshot:
-    """Return the present state that code of the script could change, and which no watched call has changed."""
-    indices = [index for index, part in enumerate(parts) if not _is_of_torch(part)]
-    buffers = [(index, name) for index in indices for name in parts[index]._buffers]
-    guess = Written(
-        tuple(place for place in buffers if place not in written.buffers),
-        tuple(index for index in indices if index not in written.attributes),
-        uses_python=not written.uses_python,
-        uses_numpy=not written.uses_numpy,
-        is_guess=True,
-    )
-    return Snapshot(parts, guess, device)

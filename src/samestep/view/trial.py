@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from samestep.view.division import ComputedWhole, Division, failure
 from samestep.view.lockstep import AllHere, Part, run_in_lockstep
@@ -24,11 +24,11 @@ from samestep.view.size import WorkCounter
 from samestep.view.trial_run import Change, Run, Setting
 from samestep.view.verdict import Verdict, rows_factor
 
-# Rows of the parts.
+# Rows of the parts; with little memory, or if a single row fails, as in batch norm, other ones. Three parts, since a
+# quotient of two parts can be their mean by chance.
 _PARTS = (1, 2, 3)
-_LARGER_PARTS = (2, 2, 3)  # three parts, since a quotient of two parts can be their mean by chance
+_LARGER_PARTS = (2, 2, 3)
 _FEW_PARTS = (1, 1)
-_FEW_PARTS_OF_SUMS = (1, 1, 2)
 _DTYPE_WORDS = ("'Double'", "double", "Double", "dtype", "float64", "data type", "scalar type")
 
 
@@ -69,73 +69,62 @@ def try_division(
     """
     if not any(has_rows):
         raise ComputedWhole("has no argument with rows")
-    trial = _Trial(module, forward, tree_flatten((arguments, options)), rows)
+    # The others may be as long as this batch by coincidence: a matrix of 4 prototypes, a batch of 4.
+    alone = tuple(index == has_rows.index(True) for index in range(len(has_rows)))
+    refusal: ComputedWhole | None = None
+    for cut in dict.fromkeys((has_rows, alone)):
+        trial = partial(_attempt, module, forward, tree_flatten((arguments, options)), cut, rows)
+        try:
+            try:
+                return _by_parts(partial(trial, torch.float64, 1e-9))
+            except _DtypeRefused:  # the tolerance of float32 is one that rounding of a few rows does not reach
+                return _by_parts(partial(trial, torch.float32, 1e-4))
+        except torch.OutOfMemoryError:
+            refusal = refusal or ComputedWhole("does not fit into memory in the trial")
+        except ComputedWhole as reason:
+            refusal = refusal or reason
+    assert refusal is not None
+    raise refusal
+
+
+def _by_parts(attempt: Callable[[tuple[int, ...]], Division]) -> Division:
     try:
-        return trial.judge(has_rows)
-    except ComputedWhole as refusal:
-        if sum(has_rows) < 2:
-            raise
-        # The others may be as long as this batch by coincidence: a matrix of 4 prototypes, a batch of 4.
-        first = has_rows.index(True)
-        alone = tuple(index == first for index in range(len(has_rows)))
-        try:
-            return trial.judge(alone)
-        except ComputedWhole:
-            raise refusal from None
+        return attempt(_PARTS)
+    except torch.OutOfMemoryError:
+        parts: tuple[int, ...] = _FEW_PARTS
+    except _DtypeRefused:
+        raise
+    except ComputedWhole:
+        parts = _LARGER_PARTS
+    return attempt(parts)
 
 
-@dataclass
-class _Trial:
-    """A call that is tried."""
-
-    module: nn.Module
-    forward: Callable[..., Any]
-    call: tuple[list[Any], Any]
-    rows: int
-
-    def judge(self, has_rows: tuple[bool, ...]) -> Division:
-        """Return the division of the call with these leaves cut into rows."""
-        try:
-            return self._by_parts(has_rows, torch.float64, 1e-9)
-        except _DtypeRefused:  # the tolerance of float32 is one that rounding of a few rows does not reach
-            return self._by_parts(has_rows, torch.float32, 1e-4)
-
-    def _by_parts(self, has_rows: tuple[bool, ...], dtype: torch.dtype, tolerance: float) -> Division:
-        parts: tuple[int, ...]
-        try:
-            return self._attempt(_PARTS, has_rows, dtype, tolerance)
-        except torch.OutOfMemoryError:
-            parts = _FEW_PARTS
-        except _DtypeRefused:
-            raise
-        except ComputedWhole:
-            parts = _LARGER_PARTS
-        try:
-            return self._attempt(parts, has_rows, dtype, tolerance)
-        except torch.OutOfMemoryError:
-            raise ComputedWhole("does not fit into memory in the trial") from None
-
-    def _attempt(
-        self, parts: tuple[int, ...], has_rows: tuple[bool, ...], dtype: torch.dtype, tolerance: float
-    ) -> Division:
-        tensors = [*self.module.parameters(), *(leaf for leaf in self.call[0] if isinstance(leaf, torch.Tensor))]
-        device = tensors[0].device
-        with sandbox(self.module, device, dtype):
-            setting = Setting(self.module, self.forward, self.call, has_rows, self.rows, dtype, device)
-            division = _compare(setting, parts, tolerance)
-            known = list(division.operations)
-            if setting.has_plain_masks:
-                # It may not accept such masks, or compute something else for them.
-                with suppress(_Failed, _OtherKind):
-                    _compare(setting, parts, tolerance, "masks", known)
-            # A quotient can be a mean by chance, and a condition on the largest value be the same in all parts.
-            has_sums = any(output.kind in ("mean", "sum") for output in division.outputs)
-            if parts[0] == 1:
-                parts = _FEW_PARTS_OF_SUMS if has_sums else _FEW_PARTS
+def _attempt(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    call: tuple[list[Any], TreeSpec],
+    has_rows: tuple[bool, ...],
+    rows: int,
+    dtype: torch.dtype,
+    tolerance: float,
+    parts: tuple[int, ...],
+) -> Division:
+    """Return the division of the call with the leaves of `has_rows` cut into parts."""
+    tensors = [*module.parameters(), *(leaf for leaf in call[0] if isinstance(leaf, torch.Tensor))]
+    device = tensors[0].device
+    with sandbox(module, device, dtype):
+        setting = Setting(module, forward, call, has_rows, rows, dtype, device)
+        division = _compare(setting, parts, tolerance)
+        known = list(division.operations)
+        if setting.has_plain_masks:
+            # It may not accept such masks, or compute something else for them.
             with suppress(_Failed, _OtherKind):
-                if _compare(setting, parts, tolerance, "rows", known).outputs != division.outputs:
-                    raise ComputedWhole("joins samples (outputs differ for other rows)")
-        return division
+                _compare(setting, parts, tolerance, "masks", known)
+        # A quotient can be a mean by chance, and a condition on the largest value be the same in all parts.
+        with suppress(_Failed, _OtherKind):
+            if _compare(setting, parts, tolerance, "rows", known).outputs != division.outputs:
+                raise ComputedWhole("joins samples (outputs differ for other rows)")
+    return division
 
 
 def _compare(
@@ -178,7 +167,8 @@ def _compare(
     if change == "rows" and any(run.operations.functions != known for run in runs):
         raise _OtherKind  # a branch on a large value, which ranks compare in each call
     with _refusing("fails in the trial", setting.dtype, _Failed):
-        outputs = Verdict(setting, whole, fewer, runs, tolerance).outputs()
+        verdict = Verdict(setting, whole, fewer, runs, tolerance)
+        outputs = verdict.outputs(compares_numbers=change is None)
     return Division(
         setting.has_rows,
         outputs,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -11,16 +11,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from samestep.distributed.devices import accelerator_module, is_accelerator
-from samestep.distributed.rng import generator_state, seed_generators
-from samestep.view.comparison import written_values
+from samestep.distributed.rng import generator_state, saved_generators, seed_generators
 from samestep.view.division import ComputedWhole
-from samestep.view.leaves import Spec, flatten
-from samestep.view.operations import Conditions, Operations
+from samestep.view.leaves import flatten
+from samestep.view.operations import Operations
 from samestep.view.precision import Precision, converted
 from samestep.view.region import Exchange, Region, inside
 from samestep.view.slots import ModuleState, ParameterSlots
-from samestep.view.snapshot import generators
+from samestep.view.thread_modes import ThreadModes
 
 _SEED = 20260  # of the choices of a trial; never of a rank
 _NOISE = 65_537  # numbers that are repeated, since a random number for each parameter takes time
@@ -46,6 +44,7 @@ class Setting:
         base: state of the module before the runs.
         rows: number of rows of the whole run.
         parameters: copies of the parameters, moved a little.
+        modes: modes of the call.
         has_plain_masks: whether an argument looks like a mask of a batch without padding.
     """
 
@@ -71,9 +70,10 @@ class Setting:
         self._batch = batch
         self._inputs: list[Any] = []
         self._inference = torch.is_inference_mode_enabled()
+        self.modes = ThreadModes(device)
         self.base = ModuleState(module)
         # Those of the call that follows, so that it takes the same decisions by chance.
-        self._restore_generators = generators(device)
+        self._restore_generators = saved_generators(device)
         self._slots = ParameterSlots(module, attributes=True)
         held = self._slots.held()
         if any(is_lazy(tensor) for tensor in self._slots.tensors):
@@ -111,7 +111,7 @@ class Setting:
             self._inputs.append(value)
         if change == "rows":
             seed_generators(_OTHER_DRAWS, self.device)
-            self._restore_generators = generators(self.device)
+            self._restore_generators = saved_generators(self.device)
 
     def require_unwritten(self) -> None:
         """Require that no run has written into a parameter.
@@ -154,18 +154,6 @@ class Setting:
             leaves.append(copies[id(leaf)])
         return tree_unflatten(leaves, self._structure), wanted
 
-    @contextmanager
-    def modes(self) -> Iterator[None]:
-        """Set the modes of the call in this thread."""
-        with ExitStack() as stack:
-            if is_accelerator(self.device):  # the current device belongs to threads
-                stack.enter_context(accelerator_module().device(self.device))
-            if self._inference:
-                stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            stack.enter_context(Precision(self.dtype, self.device))
-            yield
-
 
 class Run:
     """One computation, and its effects.
@@ -177,40 +165,36 @@ class Run:
         outputs: leaves of its result.
         structure: structure of its result.
         wanted: inputs that require gradients, by number of the leaf.
-        written: buffers and attributes afterwards.
+        state: buffers and attributes at the end of its last turn.
         generators: states of the generators afterwards.
-        sources: for numbers that are results of `any` or `all`: the tensor that was reduced.
     """
 
     def __init__(self, setting: Setting, start: int, stop: int, draw_factors: Sequence[int | None] = ()) -> None:
         self.own = stop - start
         self.operations = Operations()
         self.outputs: list[Any] = []
-        self.structure: Spec | None = None
+        self.structure: TreeSpec | None = None
         self.wanted: dict[int, torch.Tensor] = {}
-        self.written: dict[str, Any] = {}
+        self.state = setting.base
         self.generators: tuple[object, ...] = ()
-        self.sources: dict[int, torch.Tensor] = {}
         self._setting = setting
         self.span = (start, stop)
         self._draw_factors = draw_factors
-        self._resume: Callable[[], None] = setting.begin
+        self._restore_generators: Callable[[], None] | None = None
 
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Install the generators and attributes of this run during the block."""
-        self._resume()
+        if self._restore_generators is None:
+            self._setting.begin()
+        else:
+            self.state.restore()
+            self._restore_generators()
         try:
             yield
         finally:
-            state = self._setting.base.again()
-            restore = generators(self._setting.device)
-
-            def resume() -> None:
-                state.restore()
-                restore()
-
-            self._resume = resume
+            self.state = self._setting.base.again()
+            self._restore_generators = saved_generators(self._setting.device)
 
     def is_finite(self) -> bool:
         """Whether all outputs are finite."""
@@ -223,15 +207,13 @@ class Run:
         region = None
         if exchange is not None:
             region = Region(setting.rows, *self.span, exchange, self._draw_factors)
-        conditions = Conditions()
-        self.operations = Operations(region, conditions)
+        self.operations = Operations(region)
         (arguments, options), self.wanted = setting.arguments(*self.span)
-        with setting.modes(), inside(region), self.operations:
+        precision = Precision(setting.dtype, setting.device)
+        with setting.modes.installed(), precision, inside(region), self.operations:
             result = setting.forward(*arguments, **options)
         self.outputs, self.structure = flatten(result)
-        self.written = written_values(setting.module)
         self.generators = generator_state(setting.device)
-        self.sources = conditions.sources
 
 
 def _moved(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

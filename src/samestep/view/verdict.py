@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
+from math import isfinite
 from typing import Any
 
+import numpy
 import torch
+from torch.utils._pytree import tree_flatten
 
-from samestep.view.comparison import close, has_fractions, largest, same_value
 from samestep.view.division import ComputedWhole, Output
 from samestep.view.leaves import VALUES
 from samestep.view.trial_run import Run, Setting
@@ -44,8 +47,12 @@ class Verdict:
         self._parts = parts
         self._tolerance = tolerance
 
-    def outputs(self) -> tuple[Output, ...]:
+    def outputs(self, *, compares_numbers: bool) -> tuple[Output, ...]:
         """Return how the outputs of parts are put together.
+
+        Args:
+            compares_numbers: whether numbers taken out of tensors must be equal. Conditions on any or all values, which
+                differ for other rows, are compared in each call.
 
         Raises:
             ComputedWhole: something differs.
@@ -56,7 +63,8 @@ class Verdict:
         if any(run.structure != self._whole.structure for run in runs):
             raise ComputedWhole("the structure of its outputs depends on the rows")
         self._compare_generators()
-        self._compare_numbers()
+        if compares_numbers:
+            self._compare_numbers()
         self._compare_written()
         outputs = tuple(self._output(number) for number in range(len(self._whole.outputs)))
         if self._setting.grad:
@@ -71,32 +79,16 @@ class Verdict:
                 raise ComputedWhole("draws random numbers that depend on the rows")
 
     def _compare_numbers(self) -> None:
-        counts = {len(run.operations.numbers) for run in (self._whole, *self._parts)}
-        if len(counts) > 1:
-            raise ComputedWhole("takes numbers out of tensors that depend on the rows")
-        for index, number in enumerate(self._whole.operations.numbers):
-            others = [part.operations.numbers[index] for part in self._parts]
-            if all(same_value(number, other, self._tolerance) for other in others):
-                continue
-            if isinstance(number, bool) and self._has_row_wise_source(index):
-                continue  # `if mask.all()`: another branch would be another list of operations
-            raise ComputedWhole("takes numbers out of tensors that depend on the rows")
-
-    def _has_row_wise_source(self, index: int) -> bool:
-        whole = self._whole.sources.get(index)
-        parts = [part.sources.get(index) for part in self._parts]
-        present = [part for part in parts if part is not None and part.dim()]
-        if whole is None or len(present) < len(parts):
-            return False
-        if any(part.shape[1:] != whole.shape[1:] for part in present):
-            return False
-        return close(whole, torch.cat(present), self._tolerance * largest([whole]))
+        numbers = self._whole.operations.numbers
+        for run in self._parts:
+            if not _same_value(numbers, run.operations.numbers, self._tolerance):
+                raise ComputedWhole("takes numbers out of tensors that depend on the rows")
 
     def _compare_written(self) -> None:
         for part in self._parts:
-            for name in sorted(self._whole.written.keys() | part.written.keys()):
-                whole = self._whole.written.get(name)
-                if not same_value(whole, part.written.get(name), self._tolerance):
+            for whole, own in zip(self._whole.state.contents(), part.state.contents(), strict=True):
+                name = _different_item(whole, own, self._tolerance)
+                if name is not None:
                     raise ComputedWhole(f"writes {name} differently for a part of the rows")
 
     def _output(self, number: int) -> Output:
@@ -122,7 +114,7 @@ class Verdict:
         for part, run in zip(parts, self._parts, strict=True):
             if tuple(part.shape) != (factor * run.own, *whole.shape[1:]):
                 raise ComputedWhole("joins samples (shapes of outputs differ)")
-        if not close(whole, torch.cat(parts), self._scale([whole])):
+        if not _close(whole, torch.cat(parts), self._scale([whole])):
             raise ComputedWhole("joins samples (outputs differ)")
         return Output("rows", factor)
 
@@ -132,7 +124,7 @@ class Verdict:
         if not isinstance(whole, VALUES):
             raise ComputedWhole(f"returns an object of type {type(whole).__name__}")
         runs = (self._fewer, *self._parts)
-        if all(same_value(whole, run.outputs[number], self._tolerance) for run in runs):
+        if all(_same_value(whole, run.outputs[number], self._tolerance) for run in runs):
             return Output("value")
         if type(whole) is int and whole % self._setting.rows == 0:
             factor = whole // self._setting.rows
@@ -145,16 +137,16 @@ class Verdict:
             raise ComputedWhole("joins samples (shapes of outputs differ)")
         tolerance = self._scale([whole, *parts])
         stacked = torch.stack(list(parts)).detach()
-        constant = all(close(whole, part, tolerance) for part in parts)
-        added = whole.dtype != torch.bool and close(whole, stacked.sum(0).to(whole.dtype), tolerance)
+        constant = all(_close(whole, part, tolerance) for part in parts)
+        added = whole.dtype != torch.bool and _close(whole, stacked.sum(0).to(whole.dtype), tolerance)
         if constant and added and not whole.dim():
             # Zero in all parts: mean, sum or constant, which later rows would tell.
             raise ComputedWhole("returns a scalar that is zero in the trial")
-        if constant and (whole.dim() or not has_fractions(whole)):
+        if constant and (whole.dim() or not _has_fractions(whole)):
             return "constant"
-        if has_fractions(whole):
+        if _has_fractions(whole):
             weights = torch.tensor([part.own / self._setting.rows for part in self._parts], dtype=whole.dtype)
-            if close(whole, torch.tensordot(weights.to(whole.device), stacked, 1), tolerance):
+            if _close(whole, torch.tensordot(weights.to(whole.device), stacked, 1), tolerance):
                 return "mean"
         if added:
             return "sum"
@@ -221,10 +213,90 @@ class Verdict:
     ) -> None:
         if whole is None and divided is None:
             return
-        if whole is None or divided is None or not close(whole, divided, scale):
+        if whole is None or divided is None or not _close(whole, divided, scale):
             raise ComputedWhole(f"joins samples (gradients of {name} differ)")
         if whole.layout is torch.strided and bool(whole.isnan().any()):
             raise ComputedWhole("has gradients that are NaN in the trial")
 
     def _scale(self, tensors: Sequence[torch.Tensor | None]) -> float:
-        return self._tolerance * largest(tensors)
+        return self._tolerance * _largest(tensors)
+
+
+# ----- comparison of tensors, numbers taken out of tensors, and attributes -------------------------------------------
+
+
+def _largest(tensors: Iterable[torch.Tensor | None]) -> float:
+    """Return the largest absolute finite value of all tensors, 0 without one."""
+    values = [0.0]
+    for tensor in tensors:
+        if tensor is not None and tensor.numel() and _has_fractions(tensor):
+            magnitude = _dense(tensor).abs()
+            value = float(magnitude.max())
+            if not isfinite(value):
+                value = float(torch.where(magnitude.isfinite(), magnitude, 0).max())
+            values.append(value)
+    return max(values)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.layout is torch.strided:
+        return tensor
+    return tensor.to_dense()
+
+
+def _close(whole: torch.Tensor, divided: torch.Tensor, tolerance: float) -> bool:
+    """Whether two tensors have the same shape, dtype, and values up to an absolute tolerance.
+
+    NaN is equal to NaN, and an infinity to the same infinity. Integers and booleans are equal exactly.
+    """
+    if whole.shape != divided.shape or whole.dtype != divided.dtype or whole.layout != divided.layout:
+        return False
+    whole = _dense(whole)
+    divided = _dense(divided)
+    if not _has_fractions(whole):
+        return torch.equal(whole, divided)
+    if not whole.numel() or float((whole - divided).abs().max()) <= tolerance:  # not so if it is NaN
+        return True
+    return torch.allclose(whole, divided, rtol=0.0, atol=tolerance, equal_nan=True)
+
+
+def _has_fractions(tensor: torch.Tensor) -> bool:
+    """Whether the values of a tensor are not integers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _same_value(whole: Any, divided: Any, tolerance: float) -> bool:
+    """Whether two numbers, tensors, arrays or containers are equal; the tolerance is relative to the largest value."""
+    if whole is divided:
+        return True
+    leaves, spec = tree_flatten(whole)
+    others, other_spec = tree_flatten(divided)
+    return spec == other_spec and all(_same_leaf(*pair, tolerance) for pair in zip(leaves, others, strict=True))
+
+
+def _same_leaf(whole: Any, divided: Any, tolerance: float) -> bool:
+    if whole is divided:
+        return True
+    if type(whole) is not type(divided):
+        return False
+    if isinstance(whole, weakref.ref):
+        return _same_value(whole(), divided(), tolerance)
+    if isinstance(whole, float | complex | numpy.ndarray | numpy.generic):
+        if isinstance(whole, numpy.ndarray) and whole.dtype == object:
+            return False
+        whole = torch.tensor(whole)
+        divided = torch.tensor(divided)
+    if isinstance(whole, torch.Tensor):
+        return _close(whole, divided, tolerance * _largest([whole]))
+    return bool(whole == divided)
+
+
+def _different_item(whole: Any, divided: Any, tolerance: float) -> str | None:
+    """Return words for the first item of two containers that differs, dictionaries or lists; None if all are equal."""
+    if isinstance(whole, list):
+        return None if _same_value(whole, divided, tolerance) else "an item of a list"
+    for name in {**whole, **divided}:
+        if name not in whole or name not in divided or not _same_value(whole[name], divided[name], tolerance):
+            return str(name)
+    return None

@@ -6,22 +6,23 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_flatten  # private; the only one that opens classes registered with torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from samestep.distributed.devices import accelerator_module
 from samestep.view.backward_code import BackwardCode
 from samestep.view.fingerprints import torch_generator
 from samestep.view.graph import captures, sequence_number
 from samestep.view.leaves import VALUES, below, flatten, is_held_elsewhere
-from samestep.view.operations import RULES, Compute, Conditions, Operation, Operations, is_number
+from samestep.view.operations import RULES, Compute, Operation, Operations, is_number
 from samestep.view.reachable import FUNCTIONS, Reachable, changed, tensor_mark
 
 _ARGUMENTS = (
@@ -31,7 +32,11 @@ _ARGUMENTS = (
 _HOOKS = frozenset(
     {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook}
 )
+# Private: nn.TransformerEncoder and torch.distributions check with the last.
+_ANY_OR_ALL = frozenset({torch.any, torch.all, torch.Tensor.any, torch.Tensor.all, torch._is_all_true})
 _ALIGNED = torch._nested_tensor_from_mask_left_aligned  # private; nn.TransformerEncoder asks it about its mask
+
+Taints: TypeAlias = MutableMapping[torch.Tensor, bool]
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ def watch(
     before = reachable.digest()
     recorder = _Recorder(tensors)
     start = sequence_number()
-    with Operations(None, recorder) as operations:
+    with recorder:
         result = compute()
     returned = flatten(result)[0]
     is_kept = is_held_elsewhere(result)  # not in a function below, which would hold the result too
@@ -100,6 +105,7 @@ def watch(
         if is_kept:
             yield "returns an object that is kept elsewhere too"
         yield collected.reason
+        yield _shared_memory(returned, [*received, *module.parameters(), *module.buffers()])
         yield _survivors(module, [*received, *returned], recorder, uses_checkpointing)
 
     is_first_again = structure != _structure(module)
@@ -109,7 +115,7 @@ def watch(
     return Watched(
         result=result,
         reason=reason,
-        operations=tuple(operations.functions),
+        operations=tuple(recorder.functions),
         uses_checkpointing=uses_checkpointing,
         backward_code=BackwardCode(module.modules(), collected.functions, recorder.saving, returned),
         is_first_again=is_first_again,
@@ -165,11 +171,35 @@ def _hooks_of_saved_tensors() -> Sequence[Callable[..., Any]]:
     return hooks or ()
 
 
+def _shared_memory(outputs: Iterable[Any], held: Iterable[Any]) -> str | None:
+    """Return a reason if outputs share memory with each other or with `held`; parts of a `chunk` do not overlap.
+
+    A script that writes into one of them would change the other, which gathered outputs cannot do.
+    """
+    taken = {one.untyped_storage().data_ptr() for one in held if _has_memory(one)}
+    owners: dict[int, torch.Tensor] = {}
+    for output in {id(leaf): leaf for leaf in outputs if _has_memory(leaf)}.values():
+        storage = output.untyped_storage()
+        elements = storage.nbytes() // output.element_size()
+        owned = owners.setdefault(storage.data_ptr(), torch.zeros(elements, dtype=torch.uint8))
+        if storage.data_ptr() in taken or len(owned) != elements:
+            return "returns tensors that share memory"
+        place = owned.as_strided(output.shape, output.stride(), output.storage_offset())
+        if place.any():
+            return "returns tensors that share memory"
+        place.fill_(1)
+    return None
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel() > 0
+
+
 # ----- operations ----------------------------------------------------------------------------------------------------
 
 
-class _Recorder:
-    """Observer of the operations of a watched call.
+class _Recorder(Operations):
+    """Operations of a watched call, with their use of values of rows.
 
     A tensor that is computed from tensors with rows is tainted: in a divided call its value differs between ranks.
     The taint says whether its first dimension has followed the rows of the batch all the way.
@@ -184,21 +214,22 @@ class _Recorder:
     """
 
     def __init__(self, received: Sequence[torch.Tensor]) -> None:
+        super().__init__()
         self.reason: str | None = None
         self.saving: dict[Callable[..., Any], None] = {}
         self.made: dict[int, weakref.ref[torch.Tensor]] = {}
         self._rows = next((tensor.shape[0] for tensor in received if tensor.dim()), 0)
-        self._taints: dict[int, tuple[weakref.ref[torch.Tensor], bool]] = {}
-        self._conditions = Conditions(keeps_sources=False)
+        self._taints: Taints = WeakTensorKeyDictionary()
+        self._conditions: Taints = WeakTensorKeyDictionary()  # scalars: any or all of values of rows
         for tensor in received:
             if tensor.dim() and tensor.shape[0] == self._rows:
                 self._taint(tensor, True)
 
-    def attribute(self, tensor: torch.Tensor, value: Any) -> None:
+    def note_attribute(self, tensor: torch.Tensor, value: Any) -> None:
         """Taint a part of a tainted tensor."""
         if isinstance(value, Node):
             self._refuse("uses the graph of a tensor")  # to hook into it
-        elif self._taint_of(tensor) is not None:
+        elif isinstance(value, torch.Tensor) and self._taint_of(tensor) is not None:
             self._taint(value, False)
 
     def observe(
@@ -209,10 +240,8 @@ class _Recorder:
         tensors = list(_tensors((arguments, options)))
         taints = {id(tensor): self._taint_of(tensor) for tensor in tensors}
         is_tainted = any(taint is not None for taint in taints.values())
-        by_rows = False not in taints.values()
-        clean = []
-        if is_tainted:
-            clean = [tensor for tensor in tensors if taints[id(tensor)] is None and not tensor.is_inference()]
+        by_rows = is_tainted and False not in taints.values()
+        clean = [one for one in tensors if is_tainted and taints[id(one)] is None and not one.is_inference()]
         versions = [tensor._version for tensor in clean]
         generators = None if function in RULES else _generators()
         result = compute()
@@ -226,11 +255,10 @@ class _Recorder:
                 self._taint(tensor, False)
                 if tensor._base is not None:
                     self._taint(tensor._base, False)
-        if is_tainted:
-            if by_rows or (arguments and self._conditions.of(arguments[0]) is not None):
-                self._conditions.note(function, arguments, result)
-            if is_number(function, result) and not self._is_condition(function, arguments, by_rows):
-                self._refuse(f"turns values of rows into Python numbers ({_name(function)})")
+        if by_rows and function in _ANY_OR_ALL and not result.dim():
+            self._conditions[result] = True
+        if is_tainted and is_number(function, result) and not self._is_condition(function, arguments, by_rows):
+            self._refuse(f"turns values of rows into Python numbers ({_name(function)})")
         if generators is not None and generators != _generators():
             self._refuse(f"draws random numbers inside of {_name(function)}")
         return result
@@ -245,21 +273,20 @@ class _Recorder:
             self._refuse("has sparse gradients")
 
     def _is_condition(self, function: Callable[..., Any], arguments: Sequence[Any], by_rows: bool) -> bool:
-        """Whether a number says if any or all values of rows are true, which the trial can judge."""
+        """Whether a number says if any or all values of rows are true, which ranks compare in each call."""
         if function is torch.Tensor.__bool__:
-            return self._conditions.of(arguments[0]) is not None
+            return arguments[0] in self._conditions
         return function is _ALIGNED and by_rows
 
     def _taint(self, tensor: torch.Tensor, by_rows: bool) -> None:
         # With one row every dimension is a multiple of it.
         has_rows = self._rows > 1 and tensor.dim() > 0 and tensor.shape[0] > 0 and tensor.shape[0] % self._rows == 0
-        self._taints[id(tensor)] = (weakref.ref(tensor), by_rows and has_rows)
+        self._taints[tensor] = by_rows and has_rows
 
     def _taint_of(self, tensor: torch.Tensor) -> bool | None:
         """Return the taint of a tensor or of the base of a view, and None for another tensor."""
-        reference, by_rows = self._taints.get(id(tensor), (None, False))
-        if reference is not None and reference() is tensor:
-            return by_rows
+        if tensor in self._taints:
+            return self._taints[tensor]
         if tensor._base is not None and self._taint_of(tensor._base) is not None:
             return False
         return None

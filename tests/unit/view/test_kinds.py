@@ -98,13 +98,13 @@ def test_name_of_a_device_makes_no_other_list_of_operations() -> None:
 
 def test_a_trial_holds_for_the_list_of_operations_of_its_call() -> None:
     division = Division((True,), (), operations=(torch.relu,))
-    kind = Kind(division=division, last=(torch.Tensor.float, torch.relu), is_tried_now=True)
+    kind = Kind(division=division, last=(torch.Tensor.float, torch.relu))
     assert kind.divides((torch.relu,))
     assert kind.divides((torch.Tensor.float, torch.relu))
     assert not kind.divides((torch.tanh,))
     kind.last = (torch.tanh,)  # watched, but the trial took another branch
     assert not kind.divides((torch.tanh,))
-    kind.is_tried_now = False
+    kind.division = None
     assert not kind.divides((torch.relu,))
 
 
