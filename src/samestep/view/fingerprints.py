@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-import sys
 import sysconfig
 import zlib
 from functools import cache
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from numpy.random.mtrand import get_bit_generator
 from torch import Tensor, nn
 
 _SAMPLE = 32  # values of a tensor that are compared
@@ -48,11 +48,8 @@ def torch_generator() -> int:
 
 
 def numpy_generator() -> int:
-    """Hash the global generator of NumPy, if it was imported."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return 0
-    generator = numpy.random.mtrand._rand._bit_generator  # private: `get_state` copies for 80 microseconds
+    """Hash the global generator of NumPy."""
+    generator = get_bit_generator()  # `get_state` copies for 80 microseconds
     if type(generator).__name__ != "MT19937":
         return zlib.crc32(repr(generator.state).encode())
     return zlib.crc32(ctypes.string_at(generator.ctypes.state_address, 4 * 625))  # 624 words and the position

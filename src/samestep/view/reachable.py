@@ -12,7 +12,6 @@ import collections
 import contextvars
 import dis
 import functools
-import itertools
 import random
 import sys
 import types
@@ -266,8 +265,6 @@ class _Digests:
             parts = [value.get_state().numpy().tobytes()]
         elif isinstance(value, contextvars.ContextVar):
             parts = [value.get(None)]
-        elif isinstance(value, itertools.count):
-            parts = [repr(value)]
         elif hasattr(type(value), "__next__") and is_library(type(value)):
             self._incomparable = type(value).__name__
             parts = [id(value)]

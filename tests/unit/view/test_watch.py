@@ -279,7 +279,7 @@ class UsesAttribute(Net):
         (DrawsFromNumpy, "changes the global variable own_numpy"),
         (DrawsFromPython, "changes the global variable own_python"),
         (DrawsFromTorch, "changes the global variable own_torch"),
-        (Counts, "changes the global variable numbers"),
+        (Counts, "uses the global variable numbers, which cannot be compared (count)"),
         (ReadsStream, "uses the global variable stream, which cannot be compared (list_iterator)"),
         (ChangesContext, "changes the global variable context"),
         (ChangesNamespace, "changes the global variable namespace"),
