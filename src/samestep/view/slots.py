@@ -17,7 +17,7 @@ from torch import nn
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 _MUTABLE = (dict, list, set, deque)
 _WALKED = (nn.Module, dict, list, set, deque, tuple)
-_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
+TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 _HOOKS = frozenset(name for name in nn.Module().__dict__ if "hooks" in name)
 
 
@@ -33,7 +33,7 @@ def containers(module: nn.Module, *, hooks: bool = False, alone: bool = False) -
     """
     collected: list[Container] = []
     seen: set[int] = set()
-    skipped = (_TABLES if alone else frozenset()) | (frozenset() if hooks else _HOOKS)
+    skipped = (TABLES if alone else frozenset()) | (frozenset() if hooks else _HOOKS)
     followed = _WALKED[1:] if alone else _WALKED
     todo: list[Any] = [module]
     while todo:
@@ -57,34 +57,33 @@ class ModuleState:
     """Attributes of a module at one moment, with the items of containers; tensors and other objects by reference.
 
     The arguments are those of `containers`.
+
+    Attributes:
+        contents: the containers with their items: dictionaries with copies, others with lists.
     """
 
     def __init__(self, module: nn.Module, *, hooks: bool = False, alone: bool = False) -> None:
-        self._contents = _with_copies(containers(module, hooks=hooks, alone=alone))
+        self.contents = _with_copies(containers(module, hooks=hooks, alone=alone))
 
     def again(self) -> ModuleState:
         """Return the present state of the same containers."""
         state = copy(self)
-        state._contents = _with_copies([container for container, _ in self._contents])
+        state.contents = _with_copies([container for container, _ in self.contents])
         return state
-
-    def contents(self) -> list[Any]:
-        """Return the items of each container, dictionaries as such and others as lists."""
-        return [content for _, content in self._contents]
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the plain tensors without a graph among the attributes and items, each once."""
-        items = (item for _, content in self._contents for item in _items(content))
+        items = (item for _, content in self.contents for item in _items(content))
         tensors = {id(item): item for item in items if type(item) is torch.Tensor and not item.requires_grad}
         return list(tensors.values())
 
     def has_changed(self) -> bool:
         """Whether an attribute or item has been added, removed or replaced."""
-        return any(_differ(container, content) for container, content in self._contents)
+        return any(_differ(container, content) for container, content in self.contents)
 
     def changed_items(self) -> Iterator[Any]:
         """Yield the number of each container that has changed, and its present items that are not those of before."""
-        for number, (container, content) in enumerate(self._contents):
+        for number, (container, content) in enumerate(self.contents):
             if not _differ(container, content):
                 continue
             yield number
@@ -94,7 +93,7 @@ class ModuleState:
 
     def restore(self) -> None:
         """Put the attributes and items back; containers keep their identity."""
-        for container, content in self._contents:
+        for container, content in self.contents:
             if not _differ(container, content):
                 continue
             container.clear()

@@ -13,7 +13,10 @@ from torch.utils._pytree import tree_flatten
 
 from samestep.view.division import ComputedWhole, Output
 from samestep.view.leaves import VALUES
+from samestep.view.slots import TABLES
 from samestep.view.trial_run import Run, Setting
+
+_ABSENT = object()
 
 
 def rows_factor(whole: Sequence[int], fewer: Sequence[int], rows: int, fewer_rows: int) -> int | None:
@@ -86,10 +89,17 @@ class Verdict:
 
     def _compare_written(self) -> None:
         for part in self._parts:
-            for whole, own in zip(self._whole.state.contents(), part.state.contents(), strict=True):
-                name = _different_item(whole, own, self._tolerance)
-                if name is not None:
-                    raise ComputedWhole(f"writes {name} differently for a part of the rows")
+            names: dict[int, str] = {}  # of the attributes that hold containers, by identity
+            for (container, whole), (_, own) in zip(self._whole.state.contents, part.state.contents, strict=True):
+                wholes = _by_key(whole)
+                owns = _by_key(own)
+                for key in {**wholes, **owns}:
+                    name = names.get(id(container), str(key))
+                    one = wholes.get(key, _ABSENT)
+                    if not _same_value(one, owns.get(key, _ABSENT), self._tolerance):
+                        raise ComputedWhole(f"writes {name} differently for a part of the rows")
+                    if name not in TABLES:
+                        names[id(one)] = name
 
     def _output(self, number: int) -> Output:
         whole = self._whole.outputs[number]
@@ -292,11 +302,6 @@ def _same_leaf(whole: Any, divided: Any, tolerance: float) -> bool:
     return bool(whole == divided)
 
 
-def _different_item(whole: Any, divided: Any, tolerance: float) -> str | None:
-    """Return words for the first item of two containers that differs, dictionaries or lists; None if all are equal."""
-    if isinstance(whole, list):
-        return None if _same_value(whole, divided, tolerance) else "an item of a list"
-    for name in {**whole, **divided}:
-        if name not in whole or name not in divided or not _same_value(whole[name], divided[name], tolerance):
-            return str(name)
-    return None
+def _by_key(content: dict[Any, Any] | list[Any]) -> dict[Any, Any]:
+    """Return the items of a container by key or position."""
+    return content if isinstance(content, dict) else dict(enumerate(content))

@@ -8,7 +8,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,11 +32,11 @@ _ARGUMENTS = (
 _HOOKS = frozenset(
     {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook}
 )
+_SUMS = frozenset({torch.sum, torch.Tensor.sum})
+_EQUALS = frozenset({torch.eq, torch.Tensor.eq, torch.Tensor.__eq__})
 # Private: nn.TransformerEncoder and torch.distributions check with the last.
 _ANY_OR_ALL = frozenset({torch.any, torch.all, torch.Tensor.any, torch.Tensor.all, torch._is_all_true})
 _ALIGNED = torch._nested_tensor_from_mask_left_aligned  # private; nn.TransformerEncoder asks it about its mask
-
-Taints: TypeAlias = MutableMapping[torch.Tensor, bool]
 
 
 @dataclass(frozen=True)
@@ -219,8 +219,9 @@ class _Recorder(Operations):
         self.saving: dict[Callable[..., Any], None] = {}
         self.made: dict[int, weakref.ref[torch.Tensor]] = {}
         self._rows = next((tensor.shape[0] for tensor in received if tensor.dim()), 0)
-        self._taints: Taints = WeakTensorKeyDictionary()
-        self._conditions: Taints = WeakTensorKeyDictionary()  # scalars: any or all of values of rows
+        self._taints: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()
+        # Scalars that say whether any or all of a number of values are true.
+        self._conditions: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
         for tensor in received:
             if tensor.dim() and tensor.shape[0] == self._rows:
                 self._taint(tensor, True)
@@ -255,8 +256,8 @@ class _Recorder(Operations):
                 self._taint(tensor, False)
                 if tensor._base is not None:
                     self._taint(tensor._base, False)
-        if by_rows and function in _ANY_OR_ALL and not result.dim():
-            self._conditions[result] = True
+        if is_tainted and isinstance(result, torch.Tensor) and not result.dim():
+            self._note_condition(function, arguments, result, by_rows)
         if is_tainted and is_number(function, result) and not self._is_condition(function, arguments, by_rows):
             self._refuse(f"turns values of rows into Python numbers ({_name(function)})")
         if generators is not None and generators != _generators():
@@ -271,6 +272,17 @@ class _Recorder(Operations):
             self._refuse("calls backward")
         if options.get("sparse") is True:
             self._refuse("has sparse gradients")
+
+    def _note_condition(
+        self, function: Callable[..., Any], arguments: Sequence[Any], result: torch.Tensor, by_rows: bool
+    ) -> None:
+        """Note a scalar that says whether any or all values of rows are true."""
+        first, *others = arguments
+        if function in _ANY_OR_ALL or (function in _SUMS and first.dtype is torch.bool):
+            if by_rows or first in self._conditions:
+                self._conditions[result] = first.numel()
+        elif function in _EQUALS and isinstance(first, torch.Tensor) and self._conditions.get(first) == others[0]:
+            self._conditions[result] = 1  # `mask.sum() == mask.numel()` is `mask.all()`
 
     def _is_condition(self, function: Callable[..., Any], arguments: Sequence[Any], by_rows: bool) -> bool:
         """Whether a number says if any or all values of rows are true, which ranks compare in each call."""

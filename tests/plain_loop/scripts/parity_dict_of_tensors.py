@@ -1,4 +1,4 @@
-# expect: whole: writes mean differently for a part of the rows
+# expect: whole: writes statistics differently for a part of the rows
 # A running mean in a dict.
 import torch
 import torch.nn.functional as F

@@ -716,6 +716,17 @@ def test_any_and_all_over_rows_are_no_reason() -> None:
     assert call(distribution, data()).reason is None
 
 
+def test_all_by_sums_is_no_reason() -> None:
+    def tests(x: Tensor, y: Tensor) -> Tensor:
+        mask = x > -100
+        return y if mask.sum() == mask.numel() else -y
+
+    watched = call(Applies(tests), data())
+    assert watched.reason is None
+    other = call(Applies(lambda x, y: y if (x > -100).sum() == 3 else -y), data())
+    assert other.reason == "turns values of rows into Python numbers (bool)"
+
+
 # ----- random draws, checkpoints, structure --------------------------------------------------------------------------
 
 
