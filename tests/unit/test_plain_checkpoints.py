@@ -1,4 +1,4 @@
-"""Checkpoints of a loop without an engine, resumed on other numbers of ranks."""
+"""Checkpoints of a loop of the script, resumed on other numbers of ranks."""
 
 from pathlib import Path
 from typing import Any

@@ -125,14 +125,16 @@ views = by_rows(_first, is_view=True)
 # --- dimensions and sizes -------------------------------------------------------------------------
 
 
-def given(arguments: Sequence[Any], options: Mapping[str, Any], start: int, stop: int | None, *names: str) -> list[Any]:
+def values_at(
+    arguments: Sequence[Any], options: Mapping[str, Any], start: int, stop: int | None, *names: str
+) -> list[Any]:
     """Return arguments by their places or names, those in lists one by one."""
     values = [*arguments[start:stop], *[options[name] for name in names if name in options]]
     return [one for value in values for one in (value if isinstance(value, tuple | list) else (value,))]
 
 
 def is_inner(dimensions: Sequence[Any], count: int) -> bool:
-    """Whether dimensions are given, and none of them is that of the rows."""
+    """Whether there are dimensions, and none of them is that of the rows."""
     return bool(dimensions) and all(type(one) is int and one % count != 0 for one in dimensions)
 
 
@@ -149,7 +151,9 @@ def inner(start: int = 1, stop: int | None = 0, *names: str, default: int | None
     end = start + 1 if stop == 0 else stop
 
     def guard(rows: Rows, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
-        return is_inner(given(arguments, options, start, end, "dim", "axis", *names) or [default], rows._rows_own.dim())
+        return is_inner(
+            values_at(arguments, options, start, end, "dim", "axis", *names) or [default], rows._rows_own.dim()
+        )
 
     return by_rows(guard, is_strict=True, is_view=is_view)
 
@@ -160,19 +164,19 @@ def _copies(rows: Rows, arguments: Sequence[Any], options: Mapping[str, Any]) ->
 
 def _has_classes(rows: Rows, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
     # Without a number the length depends on all rows.
-    return bool(sum(given(arguments, options, 1, 2, "num_classes")) > 0)
+    return bool(sum(values_at(arguments, options, 1, 2, "num_classes")) > 0)
 
 
 def _keeps_first(rows: Rows, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    return given(arguments, options, 1, None, "dims")[:1] in ([0], [-rows._rows_own.dim()])
+    return values_at(arguments, options, 1, None, "dims")[:1] in ([0], [-rows._rows_own.dim()])
 
 
 def _behind_rows(rows: Rows, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    return is_inner(given(arguments, options, 1, 2, "dim"), rows._rows_own.dim() + 1)
+    return is_inner(values_at(arguments, options, 1, 2, "dim"), rows._rows_own.dim() + 1)
 
 
 def _repeats_inner(rows: Rows, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    sizes = given(arguments, options, 1, None)
+    sizes = values_at(arguments, options, 1, None)
     return sizes[:1] == [1] and len(sizes) == rows._rows_own.dim()
 
 
@@ -228,7 +232,7 @@ def reshape(function: Function, arguments: Sequence[Any], options: Mapping[str, 
     rows = arguments[0]
     if not is_apart(rows) or options or len(arguments) < 2 or isinstance(arguments[1], torch.dtype):
         return NotImplemented
-    sizes = arguments[1].shape if isinstance(arguments[1], Tensor) else given(arguments, {}, 1, None)
+    sizes = arguments[1].shape if isinstance(arguments[1], Tensor) else values_at(arguments, {}, 1, None)
     return reshaped(rows, Tensor.view if function in (Tensor.view, Tensor.view_as) else Tensor.reshape, sizes)
 
 
@@ -238,8 +242,8 @@ def flatten(function: Function, arguments: Sequence[Any], options: Mapping[str, 
     if not is_apart(rows):
         return NotImplemented
     shape = list(rows.shape)
-    first = (given(arguments, options, 1, 2, "start_dim") or [0])[0] % len(shape)
-    last = (given(arguments, options, 2, 3, "end_dim") or [-1])[0] % len(shape)
+    first = (values_at(arguments, options, 1, 2, "start_dim") or [0])[0] % len(shape)
+    last = (values_at(arguments, options, 2, 3, "end_dim") or [-1])[0] % len(shape)
     sizes = [*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :]]
     return reshaped(rows, Tensor.reshape, sizes)
 
@@ -255,7 +259,7 @@ def squeeze(function: Function, arguments: Sequence[Any], options: Mapping[str, 
 def contiguous(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """Copy unless all rows are contiguous; a single one is in more layouts than several."""
     rows = arguments[0]
-    (form,) = given(arguments, options, 1, 2, "memory_format") or [torch.contiguous_format]
+    (form,) = values_at(arguments, options, 1, 2, "memory_format") or [torch.contiguous_format]
     if not is_apart(rows):
         return NotImplemented
     return rows if rows.is_contiguous(memory_format=form) else as_rows(rows._rows_own.clone(memory_format=form), rows)
@@ -270,7 +274,7 @@ def concatenate(function: Function, arguments: Sequence[Any], options: Mapping[s
     if lead is None:
         return NotImplemented
     count = lead._rows_own.dim()
-    dimensions = given(arguments, options, 1, 2, "dim", "axis")
+    dimensions = values_at(arguments, options, 1, 2, "dim", "axis")
     if any(tensor.dim() != count for tensor in tensors) or not is_inner(dimensions, count + (function is torch.stack)):
         return NotImplemented
     return as_rows(function([own_part(tensor, lead) for tensor in tensors], *dimensions), lead)

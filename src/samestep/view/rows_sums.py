@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from samestep.view.crossings import leave
 from samestep.view.losses import CLASS_LOSSES, arguments_of, divisor, mean
-from samestep.view.rows_rules import as_rows, extremes, given, inner, is_inner, leading, named, of_own, own_part
+from samestep.view.rows_rules import as_rows, extremes, inner, is_inner, leading, named, of_own, own_part, values_at
 from samestep.view.rows_tensor import Rows, Rule, cut_own, is_apart, on_all_rows, set_operation
 
 Function = Callable[..., Any]
@@ -34,7 +34,7 @@ def added(function: Function, arguments: Sequence[Any], options: Mapping[str, An
     if not is_apart(rows) or "out" in options:
         return NotImplemented
     part = of_own(function, rows, arguments, options)
-    if is_inner(given(arguments, options, 1, 2, "dim", "axis"), rows._rows_own.dim()):
+    if is_inner(values_at(arguments, options, 1, 2, "dim", "axis"), rows._rows_own.dim()):
         return as_rows(part, rows)
     if function in (torch.mean, Tensor.mean):
         part = part * _share(rows)
