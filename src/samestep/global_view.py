@@ -54,8 +54,8 @@ def parallel(
         strategy: `ddp`: each rank holds all parameters. `fsdp`: one part of every parameter; make optimizers
             afterwards. `hsdp`: `fsdp` within groups of ranks. `tp`: matrix products divided between ranks. `pp`:
             consecutive layers on different ranks. None: that of `samestep.init`, otherwise `ddp`.
-        reduction: `fast`: results are equal to those of one process to rounding. `exact`, with `ddp` and `tp`: the
-            same bits on every number of processes up to `microbatches`, one included. Each microbatch is computed
+        reduction: `fast`: results are equal to those of one process to rounding. `exact`, with `ddp`, `tp` and `pp`:
+            the same bits on every number of processes up to `microbatches`, one included. Each microbatch is computed
             alone, on one thread and by deterministic kernels; compiled code runs uncompiled.
         batch_norm: statistics of the whole batch (`global`), or of the own rows (`local`): then results depend on the
             number of ranks.
@@ -236,10 +236,10 @@ def _strategy(
     assert world is not None
     name = (config or world.strategy).name
     shape = world.mesh_shape
-    if reduction == "exact" and (name not in ("auto", "ddp", "device_map", "tp") or shape.pipeline > 1):
+    if reduction == "exact" and name not in ("auto", "ddp", "device_map", "tp", "pp"):
         raise InputError(
             f"samestep.parallel: reduction='exact' with strategy={name!r}",
-            expected="strategy='ddp' or 'tp', without a pipeline axis, with this reduction",
+            expected="strategy='ddp', 'tp' or 'pp' with this reduction",
             fix="strategy='ddp'",
             code="E_INCOMPATIBLE",
         )
@@ -251,7 +251,7 @@ def _strategy(
     elif shape.tensor > 1 or shape.pipeline > 1 or slices > 1:
         from samestep.strategies.split import Split  # slow to import
 
-        kind = partial(Split, slices=slices, plan=plan)
+        kind = partial(Split, slices=slices, plan=plan, is_exact=reduction == "exact")
     return kind(world, view.ranks, view.reduction, view.begin_backward)
 
 

@@ -107,6 +107,30 @@ def require_equal_files(plain: Path, changing: Path) -> None:
 
 
 @pytest.mark.slow
+def test_stages_have_the_bits_of_one_process() -> None:
+    models = ["untied", "layouts", "first frozen", "images", "pair", "text"]
+
+    def bits(ranks: int, name: str, names: list[str], **mesh: int) -> Job:
+        return Job("bits", ranks, {"name": name, "mesh": mesh, "models": names})
+
+    one, *others, refused = run_jobs(
+        "workers.split",
+        bits(1, "auto", models),
+        bits(2, "auto", models),
+        bits(2, "pp", models, pipeline=2),
+        bits(3, "pp", ["untied", "text"], pipeline=3),
+        bits(4, "pp", ["untied", "images"], pipeline=2, replicate=2),
+        Job("refusals", 2, {"name": "pp", "mesh": {"pipeline": 2}, "models": ["deep", "shared function"]}),
+        timeout=400,
+    )
+    assert refused == ["E_PIPELINE", "E_PIPELINE"]
+    for results in others:
+        for name, ranks in results.items():
+            assert ranks[0][1:] == [6, 0, []]
+            assert all(rank == one[name][0] for rank in ranks), name
+
+
+@pytest.mark.slow
 def test_bits_depend_on_the_number_of_slices_only() -> None:
     def with_slices(ranks: int, name: str, slices: int, **mesh: int) -> Job:
         arguments = {"name": name, "mesh": mesh, "models": TENSOR, "slices": slices}

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional
 
 import samestep
 from helpers import pipeline_models, tensor_models
-from helpers.view_checks import difference
+from helpers.view_checks import difference, error_code
 from samestep.config import MeshConfig, StrategyConfig
 from samestep.distributed.world import World
 from samestep.global_view import parallel_module
@@ -32,13 +33,19 @@ def bits(name: str, mesh: dict[str, int], models: list[str], slices: int = 1) ->
         divided, inputs = _divided(model, config, microbatches=4, reduction="exact", tensor_slices=slices)
         digest = hashlib.sha256()
         torch.manual_seed(1)
-        for value in _script(divided, inputs):
+        for value in _script(divided, inputs, clips=True):
             digest.update(b"none" if value is None else value.contiguous().numpy().tobytes())
         owner = parallel_module(divided)
         assert owner is not None
         own = [digest.hexdigest(), owner.summary.divided, owner.summary.whole, owner.summary.reasons]
         results[model] = samestep.all_gather(own, world)
     return results
+
+
+def refusals(name: str, mesh: dict[str, int], models: list[str]) -> list[str]:
+    """Return the code of the error of each model under `exact`."""
+    config, _ = _joined(name, mesh, "exact")
+    return [error_code(partial(_divided, model, config, microbatches=4, reduction="exact")) for model in models]
 
 
 def _joined(name: str, mesh: dict[str, int], reduction: Any) -> tuple[StrategyConfig, World]:
@@ -110,6 +117,11 @@ class Pair(nn.Module):
         return {"logits": logits, "loss": logits.pow(2).mean(), "classes": 4}
 
 
+def _untied() -> nn.Module:
+    layers = [nn.Linear(12, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.3)]
+    return nn.Sequential(*layers, nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
 def _points(step: int, rows: int) -> Tensor:
     return torch.randn(rows, 12, generator=torch.Generator().manual_seed(step))
 
@@ -125,6 +137,7 @@ def _images(step: int, rows: int) -> Tensor:
 Inputs = Callable[[int, int], Any]
 MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "deep": (pipeline_models.Deep, _points),
+    "untied": (_untied, _points),
     "dropout": (lambda: pipeline_models.Deep(0.3), _points),
     "layouts": (pipeline_models.Layouts, _points),
     "shared function": (pipeline_models.SharedFunction, _points),

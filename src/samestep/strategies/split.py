@@ -21,6 +21,7 @@ from samestep.errors import InputError
 from samestep.reduce.fast import FastReduction
 from samestep.reduce.reduction import Reduction
 from samestep.strategies.divided_parameters import split_of
+from samestep.strategies.pipeline.partition import require_single_uses
 from samestep.strategies.pipeline.stage import Later, Stage
 from samestep.strategies.replicated import HubStrategy
 from samestep.strategies.split_gradients import combined, share_norms
@@ -43,6 +44,7 @@ class Split(HubStrategy):
         before_reduction: as of every strategy.
         slices: slices of matrix products; 1 for the size of the tensor axis.
         plan: kinds of division by shell pattern of module names; empty for built-in plans.
+        is_exact: whether results have the bits of one process.
     """
 
     splits_module = True
@@ -56,6 +58,7 @@ class Split(HubStrategy):
         *,
         slices: int = 1,
         plan: Mapping[str, str] = MappingProxyType({}),
+        is_exact: bool = False,
     ) -> None:
         data = world.data
         if data.size < world.size:
@@ -64,6 +67,7 @@ class Split(HubStrategy):
         super().__init__(world, ranks, reduction, before_reduction)
         self._slices = slices
         self._plan = plan
+        self.is_exact = is_exact
         self._stage: Stage | None = None
         self._tensor: TensorParallel | None = None
         self._places: dict[nn.Parameter, Place] = {}
@@ -72,7 +76,7 @@ class Split(HubStrategy):
     def of_copy(self) -> Split:
         """Return a strategy for a copy of the module, which is not prepared yet."""
         arguments = (self._world, self.ranks, self.reduction, self._before_reduction)
-        return Split(*arguments, slices=self._slices, plan=self._plan)
+        return Split(*arguments, slices=self._slices, plan=self._plan, is_exact=self.is_exact)
 
     def prepare(self, module: nn.Module) -> None:
         """Divide the parameters, and drop those of other stages.
@@ -96,6 +100,8 @@ class Split(HubStrategy):
             _ = world.sockets
             self.has_stages = True
             self._stage = Stage(module, self._world.strategy, world, self._before_reduction)
+            if self.is_exact:
+                require_single_uses(module, self._stage.partition)
         if _load_parts not in module._load_state_dict_pre_hooks.values():
             module.register_load_state_dict_pre_hook(_load_parts)
             module.register_load_state_dict_post_hook(_accept_parts)

@@ -58,7 +58,9 @@ class _Part:
             foreach: bool | None = None,
         ) -> torch.Tensor:
             gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-            counted = self._counted()
+            counted, full = self._counted(), self._full(gradients)
+            if full is not None:
+                return before(full, norm_type, error_if_nonfinite, foreach)
             own = [gradient for gradient in gradients if id(gradient) in counted]
             split = self._split()
             # A rank without gradients of its stage takes part, too.
@@ -76,6 +78,20 @@ class _Part:
             return total.to(like.device, like.dtype)
 
         return norm
+
+    def _full(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Return complete gradients under `exact`, in the order of parameters: another sum has other bits."""
+        split, module = self._split(), self._module()
+        if split is None or module is None or not split.is_exact:
+            return None
+        parameters = dict(module.named_parameters())
+        asked = {id(gradient) for gradient in gradients}
+        own = {name: {"": p.grad} for name, p in parameters.items() if p.grad is not None and id(p.grad) in asked}
+        if not own and (gradients or not split.has_stages):
+            return None
+        here = {id(slots[""]) for slots in own.values()}
+        others = [gradient for gradient in gradients if id(gradient) not in here]
+        return [full for _, _, full in split.full_values(parameters, own)] + others
 
     def _counted(self) -> dict[int, bool]:
         """Return, for each gradient of the module here, whether this rank is the one that counts it."""

@@ -163,6 +163,41 @@ def partition_model(model: nn.Module, names: Sequence[str], count: int) -> Parti
     return Partition(graphs, parameter_stages, module_stages)
 
 
+def require_single_uses(model: nn.Module, partition: Partition) -> None:
+    """Require that the gradients of weights that stages share are summed in the order of one process.
+
+    Each stage sums those of its own uses first, and autocast rounds a weight in each stage. So a stage uses a shared
+    weight once, and at most one of them not as an embedding.
+
+    Raises:
+        InputError: there is another shared weight.
+    """
+    for name, parameter in model.named_parameters():
+        stages = partition.parameter_stages[name]
+        if len(stages) < 2 or not parameter.requires_grad:
+            continue
+        uses = [_single_use(model, partition.graphs[True][stage], parameter) for stage in stages]
+        if "" in uses or len(uses) - uses.count("table") > 1:
+            raise InputError(
+                f"several stages use the parameter {name!r}, several times or not as an embedding",
+                expected="with exact, each stage uses a shared weight once, in an nn.Linear, an nn.Embedding or a "
+                "function between modules, and all but one in an nn.Embedding",
+                fix="name stages that do not share it: strategy.stages; or reduction='fast'",
+                code="E_PIPELINE",
+            )
+
+
+def _single_use(model: nn.Module, graph: fx.Graph, parameter: nn.Parameter) -> str:
+    """Return `table` or `product` for a parameter that a graph uses once; an empty text if that is not certain."""
+    nodes = [node for node in graph.nodes if any(used is parameter for used in _parameters_of(model, node))]
+    if len(nodes) != 1:
+        return ""
+    if nodes[0].op == "get_attr":
+        return "product" if len(nodes[0].users) == 1 else ""
+    kind = type(model.get_submodule(str(nodes[0].target)))
+    return {nn.Embedding: "table", nn.Linear: "product"}.get(kind, "")
+
+
 def balance(weights: Sequence[int], count: int) -> list[int]:
     """Return where parts 2 to `count` of a sequence begin: the minimal largest part, then the least sum of squares.
 
