@@ -356,8 +356,8 @@ def _draw_overlays(built: Built, recipe: Recipe, folder: Path) -> int:
             outputs = driver.losses(inputs, targets)[0]
             positions = [place for place in batch.samples.tolist() if place < _MAX_OVERLAYS]
             if positions and is_segmentation(inputs, targets, outputs):
+                drawn = [tensor[: len(positions)] for tensor in (inputs, targets, outputs)]  # on all ranks: it gathers
                 if driver.world.is_main:
-                    drawn = (tensor[: len(positions)] for tensor in (inputs, targets, outputs))
                     write_overlays(folder, positions, *drawn)
                 count += len(positions)
     return count
