@@ -54,9 +54,9 @@ def parallel(
         strategy: `ddp`: each rank holds all parameters. `fsdp`: one part of every parameter; make optimizers
             afterwards. `hsdp`: `fsdp` within groups of ranks. `tp`: matrix products divided between ranks. `pp`:
             consecutive layers on different ranks. None: that of `samestep.init`, otherwise `ddp`.
-        reduction: `fast`: results are equal to those of one process to rounding. `exact`, with `ddp`, `tp` and `pp`:
-            the same bits on every number of processes up to `microbatches`, one included. Each microbatch is computed
-            alone, on one thread and by deterministic kernels; compiled code runs uncompiled.
+        reduction: `fast`: results are equal to those of one process to rounding. `exact`: the same bits on every number
+            of processes up to `microbatches`, one included. Each microbatch is computed alone, on one thread and by
+            deterministic kernels; compiled code runs uncompiled.
         batch_norm: statistics of the whole batch (`global`), or of the own rows (`local`): then results depend on the
             number of ranks.
         microbatches: number of slices of a batch, of which each rank owns equally many; at least the number of ranks.
@@ -234,20 +234,23 @@ def _strategy(
     """
     world = process_state.world
     assert world is not None
-    name = (config or world.strategy).name
+    config = config or world.strategy
+    name = config.name
     shape = world.mesh_shape
-    if reduction == "exact" and name not in ("auto", "ddp", "device_map", "tp", "pp"):
+    is_exact = reduction == "exact"
+    if is_exact and config.gather == "bf16":
         raise InputError(
-            f"samestep.parallel: reduction='exact' with strategy={name!r}",
-            expected="strategy='ddp', 'tp' or 'pp' with this reduction",
-            fix="strategy='ddp'",
+            f"samestep.parallel: reduction='exact' with strategy={name!r} and gather='bf16'",
+            expected="parameters in their own precision with this reduction",
+            fix="gather='fp32'",
             code="E_INCOMPATIBLE",
         )
     kind: Callable[..., Strategy] = Replicated
-    if name in ("fsdp", "hsdp"):
-        from samestep.strategies.sharded import Sharded  # slow to import
+    if name in ("fsdp", "hsdp") and world.size > 1:
+        from samestep.strategies.gathered import Gathered  # slow to import
+        from samestep.strategies.sharded import Sharded
 
-        kind = Sharded
+        kind = Gathered if is_exact else Sharded
     elif shape.tensor > 1 or shape.pipeline > 1 or slices > 1:
         from samestep.strategies.split import Split  # slow to import
 

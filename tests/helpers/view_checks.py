@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,15 @@ from samestep.view.view import View
 Check = Callable[[], Any]
 
 
-def run_checks(checks: dict[str, Check], strategy: StrategyConfig | None = None) -> dict[str, list[Any]]:
+def run_checks(
+    checks: dict[str, Check], strategy: StrategyConfig | None = None, reduction: Literal["fast", "exact"] = "fast"
+) -> dict[str, list[Any]]:
     """Return for each check what it returned on each rank; a text that begins with `failed:` for an exception."""
     torch.set_default_dtype(torch.float64)
     View.divides_small_calls = True
-    world = samestep.init(threads=1, timeout=timedelta(seconds=60), strategy=strategy)
+    world = samestep.init(threads=1, timeout=timedelta(seconds=60), strategy=strategy, reduction=reduction)
+    if reduction == "exact":
+        samestep.parallel = functools.partial(samestep.parallel, reduction=reduction)
     results = {}
     for name, check in checks.items():
         torch.manual_seed(0)

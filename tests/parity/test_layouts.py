@@ -33,6 +33,8 @@ SLICES = ("step.tensor_slices=4",)
 # Mesh by strategy and number of ranks.
 LAYOUTS = {
     "ddp": {2: "", 3: "", 4: "", 8: ""},
+    "fsdp": {2: "", 3: ""},
+    "hsdp": {4: "replicate=2,shard=2"},
     "tp": {2: "", 4: ""},
     "ddp x tp": {4: "replicate=2,tensor=2", 8: "replicate=2,tensor=4"},
 }

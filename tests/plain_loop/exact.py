@@ -3,6 +3,8 @@
     PYTHONPATH=src:tests:. python -m plain_loop.exact                    # all scripts
     PYTHONPATH=src:tests:. python -m plain_loop.exact NAME... --processes 1,2,3 --json FILE
 
+    ... --layouts fsdp:2,hsdp:4
+
 Of each run a SHA-256 is taken: of the printed numbers, and of parameters and states after each step of an optimizer.
 """
 
@@ -37,6 +39,7 @@ class ExactVerdict:
         script: name of the script.
         equal: numbers of processes with the bits of the first one.
         refused: numbers of processes with more ranks than microbatches.
+        layouts: `equal`, or the error that refuses the script, by strategy and number of processes.
         calls: `divided`, `whole` or `mixed`.
         problem: why the script is not as expected; empty if it is.
         reasons: reasons for whole calls.
@@ -46,6 +49,7 @@ class ExactVerdict:
     script: str
     equal: list[int] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
+    layouts: dict[str, str] = field(default_factory=dict)
     calls: str = ""
     problem: str = ""
     reasons: list[str] = field(default_factory=list)
@@ -55,9 +59,13 @@ class ExactVerdict:
 class ExactRuns:
     """All runs of one script."""
 
-    def __init__(self, script: Script, processes: Sequence[int], folder: Path) -> None:
+    def __init__(self, script: Script, processes: Sequence[int], folder: Path, layouts: Sequence[str] = ()) -> None:
         self.script = script
         self.runs = [Run(script, number, folder / f"{script.name}.exact{number}", exact=True) for number in processes]
+        for layout in layouts:
+            strategy, number = layout.split(":")
+            place = folder / f"{script.name}.{strategy}{number}"
+            self.runs.append(Run(script, int(number), place, exact=True, strategy=strategy))
 
     def all(self) -> list[Run]:
         return self.runs
@@ -70,7 +78,8 @@ class ExactRuns:
             outcomes = run.outcomes()
             errors = {outcome.error for outcome in outcomes}
             if TOO_MANY in errors and run.processes > 1:
-                verdict.refused.append(run.processes)
+                if run.strategy == "ddp":
+                    verdict.refused.append(run.processes)
                 continue
             expected = {*self.script.words.split(), *self.script.allowed, None}
             if self.script.expected == "error" and run.processes > 1 and errors != {None} and errors <= expected:
@@ -83,9 +92,14 @@ class ExactRuns:
             if run.hung:
                 verdict.problem = f"{run.processes} processes hang: {outcomes[0].errors[-2000:]}"
             elif facts == {first}:
-                verdict.equal.append(run.processes)
+                if run.strategy == "ddp":
+                    verdict.equal.append(run.processes)
+                else:
+                    verdict.layouts[f"{run.strategy}:{run.processes}"] = "equal"
+            elif run.strategy != "ddp" and len(errors) == 1 and errors != {None}:
+                verdict.layouts[f"{run.strategy}:{run.processes}"] = str(errors.pop())
             elif not verdict.problem:
-                verdict.problem = f"{run.processes} processes differ: {sorted(errors, key=str)}"
+                verdict.problem = f"{run.strategy} {run.processes} processes differ: {sorted(errors, key=str)}"
                 verdict.problem += "".join(outcome.errors[-1500:] for outcome in outcomes[:2] if outcome.code)
         ends_by_time = bool(self.script.allowed)  # with states of another number of steps
         if (self.script.numbers_vary or ends_by_time) and not any(run.hung for run in self.runs):
@@ -108,6 +122,7 @@ def run_exact(
     slots: int | None = None,
     report: Callable[[ExactVerdict], None] = lambda verdict: None,
     keep: Path | None = None,
+    layouts: Sequence[str] = (),
 ) -> list[ExactVerdict]:
     """Run scripts under `exact`, and return a verdict for each.
 
@@ -117,12 +132,13 @@ def run_exact(
         slots: processes at a time; None for two per core.
         report: called with each verdict as soon as it is known.
         keep: folder for files of the runs, which are kept; None for a temporary one.
+        layouts: strategies and numbers of processes, as `fsdp:2`.
     """
     folder = keep or Path(tempfile.mkdtemp(prefix="plain-loop-exact-"))
     limit = slots or 2 * len(os.sched_getaffinity(0))
     verdicts = []
     try:
-        todo = [ExactRuns(script, processes, folder) for script in scripts if not script.missing]
+        todo = [ExactRuns(script, processes, folder, layouts) for script in scripts if not script.missing]
         for runs in ended(todo, limit):
             verdicts.append(runs.verdict())
             report(verdicts[-1])
@@ -138,6 +154,8 @@ def run_exact(
 def _print(verdict: ExactVerdict) -> None:
     state = "WRONG" if verdict.problem else "ok   "
     text = f"{state} {verdict.script:45} {verdict.calls:8} equal on {verdict.equal}, refused on {verdict.refused}"
+    if verdict.layouts:
+        text += f" {verdict.layouts}"
     if verdict.reasons:
         text += f"  [{'; '.join(verdict.reasons)}]"
     print(f"{text}  {verdict.seconds:.1f} s", flush=True)
@@ -151,7 +169,7 @@ def _add_to_result(path: Path, verdicts: Sequence[ExactVerdict]) -> None:
     again = {verdict.script for verdict in verdicts}
     rows = [row for row in result.get("exact", []) if row["script"] not in again]
     short = [
-        {name: value for name, value in asdict(verdict).items() if name not in ("seconds", "reasons")}
+        {name: value for name, value in asdict(verdict).items() if name not in ("seconds", "reasons", "layouts")}
         for verdict in verdicts
     ]
     result["exact"] = sorted([*rows, *short], key=lambda row: str(row["script"]))
@@ -163,6 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="plain_loop.exact", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="names of scripts; all if none")
     parser.add_argument("--processes", default=",".join(map(str, PROCESSES)), help="numbers of processes")
+    parser.add_argument("--layouts", default="", help="strategies and numbers of processes, as fsdp:2,hsdp:4")
     parser.add_argument("--json", type=Path, help="file of the verdicts")
     parser.add_argument(
         "--result", type=Path, help="file of the runner's verdicts, which gets those under `exact`; its page too"
@@ -174,7 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scripts = find_scripts(options.names)
     preload(scripts, threads=options.threads)
     processes = [int(number) for number in options.processes.split(",")]
-    verdicts = run_exact(scripts, processes, slots=options.slots, report=_print, keep=options.keep)
+    layouts = [layout for layout in options.layouts.split(",") if layout]
+    verdicts = run_exact(scripts, processes, slots=options.slots, report=_print, keep=options.keep, layouts=layouts)
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=1), encoding="utf-8")
     if options.result is not None:

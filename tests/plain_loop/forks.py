@@ -95,6 +95,7 @@ class Run:
         permuted: rows of the batches are in another order.
         exact: the added line asks for the reduction `exact`.
         rows: outputs of all sizes stay divided between the processes.
+        strategy: strategy of the added line; `hsdp` has two copies.
     """
 
     script: Script
@@ -103,6 +104,7 @@ class Run:
     permuted: bool = False
     exact: bool = False
     rows: bool = False
+    strategy: str = "ddp"
     hung: bool = False
     seconds: float = 0.0
     _pids: list[int] = field(default_factory=list)
@@ -229,7 +231,7 @@ def _set_environment(run: Run, rank: int, port: int) -> None:
     if run.script.hides_environment:
         import samestep
 
-        samestep.init(reduction="exact" if run.exact else "fast")
+        samestep.init(reduction="exact" if run.exact else "fast", strategy=_strategy(run))
         for name in variables:
             os.environ.pop(name, None)
 
@@ -258,8 +260,10 @@ def _execute(run: Run, rank: int) -> int:
     if run.exact:
         import samestep
 
-        samestep.parallel = functools.partial(samestep.parallel, reduction="exact")
+        samestep.parallel = functools.partial(samestep.parallel, reduction="exact", strategy=_strategy(run))
         steps = _digest_of_steps()
+        if run.strategy != "ddp":
+            _report_full_state()
     try:
         exec(compile(source, path, "exec"), main.__dict__)
     except SystemExit as exit_:
@@ -276,10 +280,33 @@ def _execute(run: Run, rank: int) -> int:
     return code
 
 
+def _report_full_state() -> None:
+    """Let scripts print full tensors of models whose parameters are divided."""
+    import samestep
+
+    common = importlib.import_module("common")
+    report = common.report
+
+    def report_full(losses: Any, *models: Any) -> None:
+        states = [samestep.full_state_dict(model) for model in models]
+        report(losses, *[types.SimpleNamespace(state_dict=lambda state=state: state) for state in states])
+
+    common.report = report_full
+
+
+def _strategy(run: Run) -> Any:
+    from samestep.config import MeshConfig, StrategyConfig
+
+    mesh = MeshConfig(replicate=2) if run.strategy == "hsdp" else MeshConfig()
+    return StrategyConfig(name=run.strategy, mesh=mesh)  # type: ignore[arg-type]
+
+
 def _digest_of_steps() -> Any:
     """Return a hash that each step of an optimizer extends by the bytes of its parameters and states."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from samestep.strategies.divided_parameters import full_tensor
 
     digest = hashlib.sha256()
 
@@ -288,7 +315,7 @@ def _digest_of_steps() -> Any:
             for parameter in group["params"]:
                 for value in (parameter, *optimizer.state.get(parameter, {}).values()):
                     if isinstance(value, torch.Tensor):
-                        raw = value.detach().to_dense().contiguous().reshape(-1).view(torch.uint8)
+                        raw = full_tensor(value.detach()).to_dense().contiguous().reshape(-1).view(torch.uint8)
                         digest.update(memoryview(raw.numpy()))
                     else:
                         digest.update(repr(value).encode())

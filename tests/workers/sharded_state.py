@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,13 @@ from torch import Tensor, nn
 import samestep
 from helpers.view_checks import difference, error_code, run_checks
 from samestep.config import MeshConfig, StrategyConfig
+from samestep.global_view import parallel_module
+from samestep.strategies.divided_parameters import full_tensor, is_divided
 from samestep.view.view import View
 
 EPOCHS = 3
 CHECKS: dict[str, Callable[[], Any]] = {}
+BITS: dict[str, Callable[[], Any]] = {}  # each returns the same on all numbers of ranks under `exact`
 
 
 def check(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -30,8 +34,19 @@ def run(strategy: str, replicate: int = 1) -> dict[str, list[Any]]:
     return run_checks(CHECKS, configuration(strategy, replicate))
 
 
+def run_exact(strategy: str, replicate: int = 1) -> dict[str, list[Any]]:
+    """Return the results of the checks of bits on each rank."""
+    config = None if strategy == "ddp" else configuration(strategy, replicate)
+    return run_checks(BITS, config, "exact")
+
+
 def configuration(strategy: str, replicate: int = 1) -> StrategyConfig:
     return StrategyConfig(name=strategy, mesh=MeshConfig(replicate=replicate))  # type: ignore[arg-type]
+
+
+def of_bits(function: Callable[[], Any]) -> Callable[[], Any]:
+    BITS[function.__name__] = function
+    return function
 
 
 def network() -> nn.Module:
@@ -132,6 +147,125 @@ def unused_backward() -> Any:
     return difference([one.grad for one in plain.parameters()], gradients) < 1e-12
 
 
+@check
+def numbers_of_parameters() -> Any:
+    """Numbers taken out of divided tensors, and random numbers of their shapes, are those of complete ones."""
+    found = []
+    for model in (network(), samestep.parallel(network())):
+        torch.manual_seed(3)
+        weight: Any = model[0].weight  # type: ignore[index]
+        noisy = (weight + torch.randn_like(weight)).detach()
+        nn.init.uniform_(other := torch.zeros_like(weight.detach()))
+        numbers = [weight.sum(), weight.norm(), weight.pow(2).mean(), noisy.abs().max(), other.sum(), (noisy > 0).all()]
+        found.append([float(number.detach()) for number in numbers])
+    return max(abs(one - other) for one, other in zip(*found, strict=True)) < 1e-12
+
+
+class Parts(nn.Module):
+    """Recurrent, frozen, shared, normalizing and unused parts, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(6, 5, batch_first=True)
+        self.first = nn.Linear(5, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.last = nn.Linear(7, 3)
+        self.unused = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.recurrent(x)[0][:, -1]
+        y = self.frozen(nn.functional.dropout(self.norm(self.first(y)), 0.2, self.training))
+        return self.last(torch.tanh(y) * self.scale + self.first(x[:, 0, :5]))
+
+
+def sequences(number: int) -> Tensor:
+    return torch.randn(11, 4, 6, generator=torch.Generator().manual_seed(number))
+
+
+def bits_of(model: nn.Module, losses: list[Any]) -> list[Any]:
+    owner = parallel_module(model)
+    assert owner is not None
+    digest = hashlib.sha256()
+    state = list(samestep.full_state_dict(model).values())
+    gradients = [full_tensor(one.grad) for one in model.parameters() if one.grad is not None]
+    for tensor in [*state, *gradients]:
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    memory = 0
+    if is_divided(next(model.parameters())):
+        strategy: Any = owner.strategy
+        memory = sum(one.full.untyped_storage().nbytes() for one in strategy._hub._complete.values())
+    return [digest.hexdigest(), losses, owner.summary.divided, len(gradients), memory]
+
+
+@of_bits
+def training() -> Any:
+    """Several calls and backwards of a step, penalties, clipping, hooks, and evaluations."""
+    torch.manual_seed(0)
+    model = samestep.parallel(Parts())
+    trained = [one for one in model.parameters() if one.requires_grad]
+    trained[0].register_hook(lambda gradient: gradient * 0.5 + gradient.norm())
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    losses = []
+    for number in range(5):
+        optimizer.zero_grad()
+        penalty = sum(one.pow(2).sum() for one in trained)
+        loss = model(sequences(number)).pow(2).mean() + model(sequences(number + 1)).mean() + 0.01 * penalty
+        loss.backward()
+        model(sequences(number + 2)).exp().mean().backward()
+        losses += [float(loss.detach()), float(nn.utils.clip_grad_norm_(trained, 0.3))]
+        optimizer.step()
+        with torch.no_grad():
+            losses.append(float(model(sequences(number + 3)).sum()))
+        if number == 2:
+            model.frozen.requires_grad_(True)
+    return bits_of(model, losses)
+
+
+@of_bits
+def gradients_of_gradients() -> Any:
+    model = samestep.parallel(network())
+    losses = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number in range(4):
+        x = batch(number).requires_grad_()
+        (slopes,) = torch.autograd.grad(model(x).pow(2).mean(), x, create_graph=True)
+        optimizer.zero_grad()
+        (model(batch(number + 1)).pow(2).mean() + slopes.pow(2).sum()).backward(retain_graph=True)
+        losses.append(float(slopes.detach().norm()))
+        optimizer.step()
+    return bits_of(model, losses)[:-1]  # parameters stay complete after a graph of gradients
+
+
+@of_bits
+def halves() -> Any:
+    """Weights of 16 bits, whose operations round differently in vectors."""
+    torch.manual_seed(0)
+    model = samestep.parallel(nn.Sequential(nn.Linear(6, 37), nn.Tanh(), nn.Linear(37, 3)).bfloat16())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for number in range(4):
+        loss = model(batch(number).bfloat16()).float().pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return bits_of(model, losses)
+
+
+@of_bits
+def stale_graph() -> Any:
+    """A backward through weights that a step has changed is an error, as in the plain loop."""
+    model = samestep.parallel(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(3):
+        loss = model(batch(number)).pow(2).mean()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+    return error_code(loss.backward)
+
+
 def train(folder: Path, strategy: str, replicate: int, steps: int) -> list[Any]:
     """Train with checkpoints for some steps at most; return the losses, and a sum of the weights at the end."""
     torch.set_default_dtype(torch.float64)
@@ -158,17 +292,17 @@ def train(folder: Path, strategy: str, replicate: int, steps: int) -> list[Any]:
     return losses
 
 
-def losses_with(options: dict[str, Any]) -> list[float]:
+def losses_with(options: dict[str, Any], reduction: Literal["fast", "exact"] = "fast") -> list[float]:
     """Train a few steps with options of the strategy; return the losses."""
     torch.set_default_dtype(torch.float64)
     View.divides_small_calls = True
-    world = samestep.init(strategy=StrategyConfig(name="fsdp", **options))
+    world = samestep.init(strategy=StrategyConfig(name="fsdp", **options), reduction=reduction)
     place: Any = nullcontext()
     if options.get("meta") and world.rank:
         place = torch.device("meta")
     with place:
         model = network()
-    samestep.parallel(model)
+    samestep.parallel(model, reduction=reduction)
     torch.manual_seed(1)  # a model on the meta device draws no numbers
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []

@@ -11,7 +11,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,14 @@ def check(function: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
-def run(names: list[str], strategy: str = "ddp", replicate: int = 1) -> dict[str, list[Any]]:
+def run(
+    names: list[str], strategy: str = "ddp", replicate: int = 1, reduction: Literal["fast", "exact"] = "fast"
+) -> dict[str, list[Any]]:
     """Return the results of the named checks on each rank."""
     config = None
     if strategy != "ddp":
         config = StrategyConfig(name=strategy, mesh=MeshConfig(replicate=replicate))  # type: ignore[arg-type]
-    return run_checks({name: CHECKS[name] for name in names}, config)
+    return run_checks({name: CHECKS[name] for name in names}, config, reduction)
 
 
 def network() -> nn.Module:

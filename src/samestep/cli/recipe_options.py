@@ -53,7 +53,7 @@ class SubjectOptions(RecipeOptions):
 class StrategyOptions:
     """Parallel strategy in place of that of the recipe."""
 
-    group: ClassVar = "strategy (results are equal to rounding; with --exact to the bit, for ddp and tp)"
+    group: ClassVar = "strategy (results are equal to rounding; with --exact to the bit)"
 
     strategy: StrategyName | None = option("parallel strategy (docs/guides/strategies/index.md)")
     mesh: str | None = option(f"sizes of the axes {', '.join(AXES)}", "AXIS=N,...")

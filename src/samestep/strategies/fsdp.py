@@ -32,6 +32,13 @@ def shard_model(model: nn.Module, world: World) -> None:
     """
     config, mesh = world.strategy, world.mesh
     assert mesh is not None
+    if any(nn.parameter.is_lazy(one) for one in model.parameters()):
+        raise InputError(
+            f"strategy {config.name!r} with a {type(model).__name__} whose parameters have no shapes yet",
+            expected="parameters with shapes, which can be divided",
+            fix="call the model once with a batch before samestep.parallel, or use strategy='ddp'",
+            code="E_INCOMPATIBLE",
+        )
     axes = mesh["replicate", "shard"] if world.mesh_shape.replicate > 1 else mesh["shard"]
     values = _move_to_meta(model, world) if config.meta else {}
     ignored = {one for one in model.parameters() if one.dim() == 0 or not one.is_contiguous()}
@@ -108,6 +115,7 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
     elements = dict.fromkeys(element for elements in lists for element in elements)
     nested = {child for element in elements for child in element.modules() if child is not element}
     units = [element for element in elements if element not in nested] or list(model.children())
+    units = [module for module in units if not isinstance(module, nn.ModuleList | nn.ModuleDict)]  # never called
     users = Counter(parameter for module in units for parameter in set(module.parameters()))
     min_size = sum(parameter.numel() for parameter in model.parameters()) / _MAX_UNITS
     return [

@@ -8,8 +8,9 @@ with gathered parameters. Private: attributes of FSDP's states (torch 2.11 and 2
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from samestep.errors import InputError, RunError
 from samestep.reduce.reduction import Reduction
 from samestep.strategies.divided_parameters import divided_like, full_tensor
 from samestep.strategies.fsdp import shard_model
+from samestep.strategies.whole_operations import compute_whole
 from samestep.view.call import Call
 from samestep.view.crossings import crossing, leave, replicated
 from samestep.view.exchange import CallExchange
@@ -39,6 +41,8 @@ class Sharded(Strategy):
     Parameters without a dimension stay complete; a hub sums their gradients.
     """
 
+    is_exact = False
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._units: list[_Unit] = []
@@ -48,13 +52,21 @@ class Sharded(Strategy):
 
     def prepare(self, module: nn.Module) -> None:
         """Divide the parameters."""
-        # Outside of calls every plain tensor is replicated. Private; public as a context only.
-        DTensor._op_dispatcher._allow_implicit_replication = True
+        compute_whole(is_exact=self.is_exact)
         classes = {part: type(part) for part in module.modules()}
-        self._replaced = {id(one): weakref.ref(one) for one in module.parameters()}
+        slots = ParameterSlots(module)
+        places = [(part, name, one) for part in classes for name, one in part._parameters.items() if one is not None]
         shard_model(module, self._world)
-        for one in module.parameters():
-            self._replaced.pop(id(one), None)
+        mapping: dict[torch.Tensor, torch.Tensor] = {}
+        for part, name, one in places:
+            present = part._parameters[name]
+            if present is not None and present is not one:
+                mapping[one] = present
+                self._replaced[id(one)] = weakref.ref(one)
+                if present.requires_grad:
+                    present.register_hook(partial(_as_divided, weakref.ref(present)))
+        for container, key, _, divided in slots.entries(mapping):  # lists of parameters, as recurrent layers have
+            container[key] = divided
         self._units = [_Unit(part, classes[part]) for part in classes if isinstance(part, FSDPModule)]
         self.gathers = _Gathers(self._units)
         for unit in self._units:
@@ -95,10 +107,15 @@ class Sharded(Strategy):
     def whole(self, module: nn.Module) -> Iterator[None]:
         """Put gathered parameters into the module; each rank keeps its part of their whole gradients."""
         again = recomputation_inside(lambda: self.whole(module))
-        with self._gathered(module, lambda parameter: _gathered(parameter, None)), again:
+        with self._gathered(module, lambda parameter: gathered(parameter, None)) as mapping, again:
+            versions = [full._version for full in mapping.values()]
             yield
+        for (one, full), version in zip(mapping.items(), versions, strict=True):
+            if full._version != version:  # embeddings with `max_norm` write into their weights
+                with torch.no_grad():
+                    one.copy_(divided_like(one, full))
 
-    def complete(self, module: nn.Module) -> AbstractContextManager[None]:
+    def complete(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Put gathered parameters into the module, as leaves."""
         return self._gathered(
             module,
@@ -106,14 +123,16 @@ class Sharded(Strategy):
         )
 
     @contextmanager
-    def _gathered(self, module: nn.Module, full: Callable[[DTensor], torch.Tensor]) -> Iterator[None]:
+    def _gathered(
+        self, module: nn.Module, full: Callable[[DTensor], torch.Tensor]
+    ) -> Iterator[Mapping[torch.Tensor, torch.Tensor]]:
         mapping: dict[torch.Tensor, torch.Tensor] = {}
         with torch._C._DisableFuncTorch():
             for one in module.parameters():
                 if isinstance(one, DTensor):
                     mapping[one] = full(one)
         with ParameterSlots(module).replaced(mapping):
-            yield
+            yield mapping
 
     def before_reduction(self) -> None:
         """Send a word before the sums of a backward."""
@@ -406,7 +425,7 @@ class _Differentiable(CallParameters):
         """Surround a forward with gathered parameters."""
         count = len(self._divided)
         mapping: dict[torch.Tensor, torch.Tensor] = {
-            one: _gathered(leaf, self._strategy.reduction) for one, leaf in zip(self._divided, leaves, strict=False)
+            one: gathered(leaf, self._strategy.reduction) for one, leaf in zip(self._divided, leaves, strict=False)
         }
         with ExitStack() as stack:
             if self._hub is not None:
@@ -415,12 +434,17 @@ class _Differentiable(CallParameters):
             yield
 
 
-def _gathered(parameter: torch.Tensor, reduction: Reduction | None) -> torch.Tensor:
+def gathered(
+    parameter: torch.Tensor,
+    reduction: Reduction | None,
+    full: Callable[[torch.Tensor], torch.Tensor] = full_tensor,
+) -> torch.Tensor:
     """Return the full value of a divided parameter; its gradient becomes divided. Differentiable.
 
     Args:
         parameter: the parameter, or a tensor that is divided like it.
         reduction: sums the gradients over ranks; None if they are equal on all ranks.
+        full: returns the full value.
     """
 
     def back(gradient: torch.Tensor) -> list[torch.Tensor]:
@@ -430,14 +454,22 @@ def _gathered(parameter: torch.Tensor, reduction: Reduction | None) -> torch.Ten
         return [_divided(gradient, shape, reduction)]
 
     shape = parameter.detach()
-    return crossing([parameter], lambda value: [full_tensor(value.detach())], back)[0]
+    return crossing([parameter], lambda value: [full(value.detach())], back)[0]
 
 
 def _divided(full: torch.Tensor, parameter: torch.Tensor, reduction: Reduction | None) -> torch.Tensor:
     """Return a full tensor divided as a parameter; its gradient becomes full. Differentiable."""
     return crossing(
-        [full], lambda value: [divided_like(parameter, value)], lambda gradient: [_gathered(gradient, reduction)]
+        [full], lambda value: [divided_like(parameter, value)], lambda gradient: [gathered(gradient, reduction)]
     )[0]
+
+
+def _as_divided(parameter: weakref.ref[nn.Parameter], gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a gradient divided as its parameter; operations with the whole parameter give one that is not."""
+    own = parameter()
+    if own is None or gradient is None or isinstance(gradient, DTensor):
+        return gradient
+    return _divided(gradient, own.detach(), None)
 
 
 def _nothing() -> None:

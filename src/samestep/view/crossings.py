@@ -107,10 +107,14 @@ class _Crossing(torch.autograd.Function):
         *values: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.back = back
-        return tuple(cross(*values))
+        crossed = tuple(cross(*values))
+        ctx.set_materialize_grads(len(crossed) > 1)
+        return crossed
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if gradients[0] is None:  # the only one
+            return (None,) * len(ctx.needs_input_grad)
         return (None, None, *ctx.back(*gradients))
 
 

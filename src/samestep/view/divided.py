@@ -129,6 +129,13 @@ class DividedCall:
 
     def compute(self, forward: Callable[..., Any], parameters: CallParameters | None) -> list[OwnResult]:
         """Run the forward on each own slice, with the parameters of its strategy."""
+        try:
+            return self._compute_slices(forward, parameters)
+        finally:
+            if parameters is not None:
+                parameters.end_forward()
+
+    def _compute_slices(self, forward: Callable[..., Any], parameters: CallParameters | None) -> list[OwnResult]:
         arguments = own_arguments(self.ranks, self._reduction, self.division, self.call)
         if self.division.sums and len(arguments) > 1:
             return self._compute_in_lockstep(forward, parameters, arguments)
@@ -302,6 +309,7 @@ class DividedCall:
         tensors = [result.leaves[place] for result in results for place in places]
         stays = [self._stays(tensor, output) for tensor, output in zip(tensors, outputs, strict=False)]
         crossing = OutputCrossing(self.ranks, self._reduction, self.call.slices, outputs, stays, before_backward)
+        crossing.parameters = parameters
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             anchors = [] if parameters is None else parameters.anchors
             whole = list(GatherOutputs.apply(crossing, *tensors, *anchors))  # type: ignore[no-untyped-call]
@@ -333,6 +341,9 @@ class DividedCall:
 class OutputCrossing:
     """State for the end of a divided call, without its arguments: a graph keeps it as long as the loss lives.
 
+    Attributes:
+        parameters: parameters of the call.
+
     Args:
         ranks: the ranks.
         reduction: sums over all slices.
@@ -353,6 +364,7 @@ class OutputCrossing:
     ) -> None:
         self.outputs = outputs
         self.stays = stays
+        self.parameters: CallParameters | None = None
         self.before_backward = before_backward
         self._ranks = ranks
         self._reduction = reduction
@@ -435,6 +447,8 @@ class GatherOutputs(torch.autograd.Function):
         crossing = ctx.crossing
         gradients = tuple(None if one is None else replicated(one) for one in gradients)
         crossing.before_backward([crossing.shown(one, number) for number, one in enumerate(gradients)])
+        if crossing.parameters is not None:
+            crossing.parameters.begin_backward()
         count = len(crossing.outputs)
         own: list[torch.Tensor | None] = [None] * crossing.tensors
         for number, (gradient, output) in enumerate(zip(gradients, crossing.outputs, strict=True)):

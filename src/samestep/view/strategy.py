@@ -96,6 +96,12 @@ class CallParameters(ABC):
         """
         exchange.leave(device)
 
+    def end_forward(self) -> None:  # noqa: B027  # most strategies have no memory to free
+        """Notice the end of the forwards of all own slices."""
+
+    def begin_backward(self) -> None:  # noqa: B027
+        """Notice a backward of the call, before the first own slice. Called for each call in it."""
+
     def abandon(self) -> None:  # noqa: B027  # most strategies keep nothing of a forward
         """Forget the forward of the call, which all ranks compute again whole."""
 

@@ -8,6 +8,7 @@ import pytest
 import samestep
 from helpers.compared_calls import COMPARED, SEVERAL, TOLERANCE, require_forms, require_gradients, results_of_ranks
 from helpers.forked_ranks import Job, run_jobs
+from samestep.errors import SamestepError
 from workers import sharded_state
 
 LAYOUTS = [
@@ -59,6 +60,7 @@ def states(request: pytest.FixtureRequest) -> tuple[int, dict[str, list[Any]]]:
         ("divided_twice", "E_INCOMPATIBLE"),
         ("replaced_parameter", "E_INCOMPATIBLE"),
         ("unused_backward", True),
+        ("numbers_of_parameters", True),
     ],
 )
 def test_state_of_divided_parameters(states: tuple[int, dict[str, list[Any]]], name: str, expected: Any) -> None:
@@ -72,6 +74,45 @@ def test_each_rank_has_a_part(states: tuple[int, dict[str, list[Any]]]) -> None:
     for rank, (elements, has_values, same_class, name) in enumerate(found["parts"]):
         assert elements == 6 * rows[rank % shards]
         assert (has_values, same_class, name) == (True, False, "Sequential")
+
+
+def exact_job(ranks: int, strategy: str, replicate: int = 1) -> Job:
+    return Job("run_exact", ranks, {"strategy": strategy, "replicate": replicate})
+
+
+def test_exact_has_the_bits_of_one_process() -> None:
+    jobs = [exact_job(1, "ddp"), exact_job(2, "fsdp"), exact_job(4, "hsdp", 2)]
+    require_same_bits(*run_jobs("workers.sharded_state", *jobs, timeout=400))
+
+
+@pytest.mark.slow
+def test_exact_has_the_same_bits_on_more_ranks() -> None:
+    jobs = [exact_job(8, "ddp"), exact_job(3, "fsdp"), exact_job(5, "fsdp")]
+    require_same_bits(*run_jobs("workers.sharded_state", *jobs, timeout=400))
+
+
+def require_same_bits(first: dict[str, list[Any]], *others: dict[str, list[Any]]) -> None:
+    """Require equal results without failures, divided calls, and no complete parameters after the last call."""
+    assert first["stale_graph"][0] == "RuntimeError"
+    for name in ("training", "gradients_of_gradients", "halves"):
+        assert isinstance(first[name][0], list), first[name][0]
+        assert first[name][0][2] >= 4  # divided calls
+        assert first[name][0][4:] in ([], [0])
+    for found in others:
+        for name, expected in first.items():
+            assert found[name] == [expected[0]] * len(found[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in COMPARED if name != "random_layers"])
+def test_exact_gradients_are_those_of_the_plain_loop(exact: dict[str, list[Any]], name: str) -> None:
+    require_gradients(exact[name], *COMPARED[name])
+
+
+@pytest.fixture(scope="module")
+def exact() -> dict[str, list[Any]]:
+    names = [*COMPARED, *SEVERAL]
+    return results_of_ranks(3, names, strategy="fsdp", reduction="exact")
 
 
 @pytest.mark.slow
@@ -91,3 +132,12 @@ def test_checkpoints_resume_under_another_layout(tmp_path: Path) -> None:
 def test_options_change_no_result(options: dict[str, Any]) -> None:
     plain, divided = (samestep.launch(sharded_state.losses_with, options, processes=size) for size in (1, 2))
     assert divided == pytest.approx(plain, abs=1e-10)
+    exact = [samestep.launch(sharded_state.losses_with, options, "exact", processes=size) for size in (1, 2)]
+    assert exact[0] == exact[1]
+    assert exact[0] == pytest.approx(plain, abs=1e-10)
+
+
+@pytest.mark.slow
+def test_exact_refuses_rounded_parameters() -> None:
+    with pytest.raises(SamestepError, match="gather='bf16'"):
+        samestep.launch(sharded_state.losses_with, {"gather": "bf16"}, "exact", processes=2)

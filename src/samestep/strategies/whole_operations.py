@@ -1,0 +1,116 @@
+"""Operations on divided parameters outside of calls, as the script's penalties, norms and optimizers have them.
+
+A sum of a divided tensor is, for torch, a part of the sum on each rank: `.item()` would return the part, and the order
+of the additions would depend on the number of ranks. Random numbers would be drawn once more on each rank. Here such
+operations compute with gathered tensors, on every rank the same, and results that are numbers are complete.
+
+Private: the dispatcher of DTensors of torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, debug
+from torch.utils._pytree import tree_leaves, tree_map
+
+from samestep.strategies.tensor_division import Division
+
+# Element by element, with the same rounding in vectors and outside of them; of float32 and float64 only.
+_ARITHMETIC = (
+    " abs add addcdiv addcmul clamp clamp_max clamp_min div eq ge gt isfinite isnan le lerp logical_and logical_not lt "
+    "maximum minimum mul ne neg reciprocal sgn sign sqrt sub where "
+)
+# Copies and views, of all types.
+_MOVES = (
+    " _local_scalar_dense _to_copy alias clone copy detach empty_like equal expand fill full_like is_same_size "
+    "new_empty new_full new_ones new_zeros ones_like permute select slice split squeeze t transpose unbind unsqueeze "
+    "view zero zeros_like "
+)
+_ROUNDED = (torch.float32, torch.float64)
+
+
+def compute_whole(*, is_exact: bool) -> None:
+    """Compute operations on DTensors of this process with gathered tensors where their parts would not do.
+
+    Args:
+        is_exact: bits must not depend on the number of ranks.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher._allow_implicit_replication = True  # outside of calls every plain tensor is replicated
+    dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
+    before = dispatcher._propagate_op_sharding_dispatch_slow_path
+    is_exact |= getattr(before, "is_exact", False)
+    before = getattr(before, "before", before)
+    dispatcher._propagate_op_sharding_dispatch_slow_path = _Propagation(before, dispatcher._random_ops, is_exact)
+    debug._clear_sharding_prop_cache()
+
+
+class _Propagation:
+    """Place of the function of torch that is asked how an unknown operation treats divided tensors."""
+
+    def __init__(self, before: Callable[..., Any], random: Any, is_exact: bool) -> None:
+        self.is_exact = is_exact
+        self.before = before
+        self._random = random
+
+    def __call__(self, operation: Any, arguments: Any, options: Any, *others: Any) -> Any:
+        """Return the result of an operation with gathered tensors, or what torch decides."""
+        is_whole = not _has_equal_parts(operation, arguments) if self.is_exact else operation in self._random
+        if is_whole and any(map(_is_divided, tree_leaves((arguments, options)))):
+            return _whole(operation, arguments, options)
+        return self.before(operation, arguments, options, *others)
+
+
+def _has_equal_parts(operation: Any, arguments: Any) -> bool:
+    """Whether parts of the result are the results of parts, to the bit."""
+    name = f" {operation._schema.name.removeprefix('aten::').removeprefix('_foreach_').removesuffix('_')} "
+    if name in _MOVES:
+        return True
+    tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+    return name in _ARITHMETIC and all(
+        one.dtype in _ROUNDED or not (one.is_floating_point() or one.is_complex()) for one in tensors
+    )
+
+
+def _is_divided(value: Any) -> bool:
+    return isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements)
+
+
+def _number(operation: Any, arguments: Any, options: Any) -> Any:
+    """Return a tensor of one element as a number of Python."""
+    return operation(_full(arguments[0]))
+
+
+def _full(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    with torch.no_grad():
+        return Division.of(value).full_tensor(value._local_tensor)
+
+
+def _whole(operation: Any, arguments: Any, options: Any) -> Any:
+    full: dict[int, torch.Tensor] = {}
+
+    def gathered(value: Any) -> Any:
+        if isinstance(value, DTensor) and id(value) not in full:
+            full[id(value)] = _full(value)
+        return full.get(id(value), value)
+
+    result = operation(*tree_map(gathered, arguments), **tree_map(gathered, options))
+    written = {}
+    for one in _written(operation, arguments, options):
+        one._local_tensor.copy_(Division.of(one).local_part(full[id(one)]))
+        written[id(full[id(one)])] = one
+    return tree_map(lambda value: written.get(id(value), value), result)
+
+
+def _written(operation: Any, arguments: Any, options: Any) -> Iterator[DTensor]:
+    """Yield the DTensors into which an operation writes."""
+    for number, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = arguments[number] if number < len(arguments) else options.get(argument.name)
+        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, DTensor))
