@@ -61,7 +61,12 @@ class _Propagation:
         is_whole = not _has_equal_parts(operation, arguments) if self.is_exact else operation in self._random
         if is_whole and any(map(_is_divided, tree_leaves((arguments, options)))):
             return _whole(operation, arguments, options)
-        return self.before(operation, arguments, options, *others)
+        try:
+            return self.before(operation, arguments, options, *others)
+        except RuntimeError:  # torch writes into no tensor with fewer rows than ranks, for example
+            if not any(True for _ in _written(operation, arguments, options)):
+                raise
+            return _whole(operation, arguments, options)
 
 
 def _has_equal_parts(operation: Any, arguments: Any) -> bool:
@@ -88,7 +93,11 @@ def _full(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     with torch.no_grad():
-        return Division.of(value).full_tensor(value._local_tensor)
+        full = Division.of(value).full_tensor(value._local_tensor)
+        if full.stride() == value.stride():
+            return full
+        # Products of matrices have other bits for another order of elements in memory.
+        return torch.empty_strided(full.shape, value.stride(), dtype=full.dtype, device=full.device).copy_(full)
 
 
 def _whole(operation: Any, arguments: Any, options: Any) -> Any:
