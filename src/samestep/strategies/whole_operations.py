@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor, debug
 from torch.utils._pytree import tree_leaves, tree_map
 
+from samestep.errors import RunError
 from samestep.strategies.tensor_division import Division
 
 # Element by element, with the same rounding in vectors and outside of them; of float32 and float64 only.
@@ -30,6 +31,7 @@ _MOVES = (
     "view zero zeros_like "
 )
 _ROUNDED = (torch.float32, torch.float64)
+_data: Any = torch.Tensor.data
 
 
 def compute_whole(*, is_exact: bool) -> None:
@@ -46,6 +48,8 @@ def compute_whole(*, is_exact: bool) -> None:
     before = getattr(before, "before", before)
     dispatcher._propagate_op_sharding_dispatch_slow_path = _Propagation(before, dispatcher._random_ops, is_exact)
     debug._clear_sharding_prop_cache()
+    divided: Any = DTensor
+    divided.data = property(_data.__get__, _assign)
 
 
 class _Propagation:
@@ -78,6 +82,23 @@ def _has_equal_parts(operation: Any, arguments: Any) -> bool:
     return name in _ARITHMETIC and all(
         one.dtype in _ROUNDED or not (one.is_floating_point() or one.is_complex()) for one in tensors
     )
+
+
+def _assign(parameter: DTensor, value: torch.Tensor) -> None:
+    """Assign to `.data`, which torch would forget for a DTensor.
+
+    Raises:
+        RunError: the shape or the dtype is another one.
+    """
+    if value.shape != parameter.shape or value.dtype != parameter.dtype:
+        raise RunError(
+            f"{value.dtype} of shape {tuple(value.shape)} for `.data` of a divided parameter",
+            expected=f"{parameter.dtype} of shape {tuple(parameter.shape)}",
+            fix="change the model before samestep.parallel",
+            code="E_INCOMPATIBLE",
+        )
+    with torch.no_grad():
+        parameter.copy_(value)
 
 
 def _is_divided(value: Any) -> bool:
