@@ -5,7 +5,6 @@ import os
 import signal
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,16 +22,6 @@ from samestep.session import start
 # The same examples each time: a change is judged by its own tests, not by chance. No example has a deadline.
 settings.register_profile("samestep", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("samestep")
-
-
-# Tests of promises that are not kept since the engine was removed, or that were not ported yet: to be fixed.
-NOT_PORTED = set((Path(__file__).parent / "not_ported.txt").read_text(encoding="utf-8").splitlines())
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.nodeid in NOT_PORTED:
-            item.add_marker(pytest.mark.xfail(reason="not ported to divided calls yet", strict=False))
 
 
 @pytest.fixture(scope="session", autouse=True)
