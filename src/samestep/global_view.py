@@ -254,7 +254,7 @@ def _strategy(
     elif shape.tensor > 1 or shape.pipeline > 1 or slices > 1:
         from samestep.strategies.split import Split  # slow to import
 
-        kind = partial(Split, slices=slices, plan=plan, is_exact=reduction == "exact")
+        kind = partial(Split, slices=slices, plan=plan, is_exact=is_exact)
     return kind(world, view.ranks, view.reduction, view.begin_backward)
 
 
