@@ -64,6 +64,8 @@ def vector_dataset() -> Any:
 def torch_loader(dataset: Any, batch_size: int, workers: int, rank: int, size: int) -> DataLoader[Any]:
     """Return the loader of a script, or that of one rank of DDP by hand."""
     options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
+    if workers:
+        options["multiprocessing_context"] = "fork"  # children of the rank, which end with it
     if size == 1:
         return DataLoader(dataset, batch_size, shuffle=True, **options)
     sampler: DistributedSampler[Any] = DistributedSampler(dataset, size, rank)
