@@ -26,6 +26,7 @@ class Gathered(Sharded):
     """Parameters divided between ranks, gathered together for a call, and again for a backward."""
 
     is_exact = True
+    gathers_first = True
     _hub: _GatheredHub | None = None
 
     def parameters(self, call: Call) -> CallParameters:

@@ -409,7 +409,7 @@ class ParallelModule:
             known=known,
             output_rows=output_rows,
         )
-        if not self.strategy.has_stages and (exchanges is None or exchanges):
+        if not self.strategy.has_stages and (exchanges is None or exchanges or self.strategy.gathers_first):
             view.require_same_action(view.word(ENTER_CALL))
         parameters = self.strategy.parameters(call)
         results: list[OwnResult] | None = None
