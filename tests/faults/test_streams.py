@@ -68,7 +68,7 @@ SIGNALS = {
 def test_signal_that_ends_tee_too_stops_with_a_checkpoint(
     name: str, tmp_path: Path, reference: tuple[str, str], record_fault: RecordFault
 ) -> None:
-    (tmp_path / "hold").write_text("0 13", encoding="utf-8")
+    (tmp_path / "hold").write_text("0 7", encoding="utf-8")
     with train(tmp_path) as running, nothing_left_behind(running, tmp_path):
         hold_in_step_7(running, tmp_path)
         fault = time.monotonic()
@@ -87,7 +87,7 @@ def test_closed_terminal_of_a_pipeline_stops_with_a_checkpoint(
     tmp_path: Path, reference: tuple[str, str], record_fault: RecordFault
 ) -> None:
     """The shell is the session leader of a terminal that is closed: the kernel sends SIGHUP."""
-    (tmp_path / "hold").write_text("0 25", encoding="utf-8")
+    (tmp_path / "hold").write_text("0 7", encoding="utf-8")
     master, slave = os.openpty()
     lead = "import fcntl, os, sys, termios; fcntl.ioctl(1, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
     words = f"{{ trap : HUP; {' '.join(CONSOLE_SCRIPT)} train {RECIPE} --name a; echo $? > {CODE}; }} 2>&1 | tee log"
