@@ -204,7 +204,7 @@ class CheckpointManager:
         """
         self.resume()
         self._last_step = self._step
-        with stopped_by_signals(self._world):
+        with stopped_by_signals(self._world.context.stop, keeps_handlers=True):
             for epoch in stoppable_epochs(next(iter(self._loaders.values())), number, self._end_on_request):
                 yield epoch
                 if self._saved != self._step or any(all_gather(self._hashes() != self._saved_hashes, self._world)):

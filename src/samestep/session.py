@@ -8,14 +8,12 @@ from __future__ import annotations
 import atexit
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -199,7 +197,6 @@ def _session(options: SessionOptions) -> Iterator[World]:
     check = CollectiveCheck(own.store, status, rank=own.rank, size=own.size, timeout=own.limit)
     stop = StopRequest() if options.is_private else _stop_request(worker)
     context = RunContext(status, stop, check)
-    handles_signals = own.rendezvous is not None and not options.is_private
     try:
         world = replace(build_world(own.rank, own.size, own.device, context, strategy, own.limit), group=own.group)
         if options.is_private:
@@ -211,7 +208,10 @@ def _session(options: SessionOptions) -> Iterator[World]:
             world = resources.enter_context(_with_loggers(world, options.run, options.loggers))
             for observer in process_state.on_world:
                 observer(world)
-            with check.until_end(), _handlers_installed(context.stop) if handles_signals else nullcontext():
+            signals: AbstractContextManager[None] = nullcontext()
+            if own.rendezvous is not None and not options.is_private:
+                signals = stopped_by_signals(stop, keeps_handlers=False)
+            with check.until_end(), signals:
                 yield world
     except StoppedLoop:  # on all ranks after the same step
         _leave(world, own, is_launched=worker is not None)
@@ -344,50 +344,24 @@ def _stop_request(worker: WorkerSpec | None) -> StopRequest:
     return worker.stop
 
 
-@contextmanager
-def _handlers_installed(stop: StopRequest) -> Iterator[None]:
-    """Handle stop signals and the first Ctrl-C inside the block. Does nothing outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *STOP_SIGNALS)}
+def stopped_by_signals(stop: StopRequest, *, keeps_handlers: bool) -> AbstractContextManager[None]:
+    """Take stop signals and the first Ctrl-C inside a block as stop requests. Does nothing outside the main thread.
 
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, before[signal.SIGINT])
-        signal.raise_signal(signal.SIGTERM)
-
-    stop.install()
-    signal.signal(signal.SIGINT, on_interrupt)
-    atexit.unregister(end_loader_workers)
-    atexit.register(end_loader_workers)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def stopped_by_signals(world: World) -> Iterator[None]:
-    """Take stop signals and the first Ctrl-C inside the block as stop requests, unless the script handles them.
-
-    Does nothing outside the main thread, and in experiments: their commands stop scripts at once.
+    Args:
+        stop: receives the requests.
+        keeps_handlers: do nothing with signals that the script handles, and in experiments: their commands stop
+            scripts at once.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    defaults = (signal.SIG_DFL, signal.default_int_handler)
-    numbers = [number for number in (signal.SIGINT, *STOP_SIGNALS) if signal.getsignal(number) in defaults]
-    if not is_main or process_state.is_experiment or process_state.replayed is not None:
-        numbers = []
-    before = {number: signal.getsignal(number) for number in numbers}
-    world.context.stop.install(numbers)
+    numbers = [signal.SIGINT, *STOP_SIGNALS]
+    if keeps_handlers:
+        if process_state.is_experiment or process_state.replayed is not None:
+            return nullcontext()
+        defaults = (signal.SIG_DFL, signal.default_int_handler)
+        numbers = [number for number in numbers if signal.getsignal(number) in defaults]
     if numbers:
         atexit.unregister(end_loader_workers)
         atexit.register(end_loader_workers)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return stop.handling(numbers)
 
 
 def _ranks(worker: WorkerSpec | None, rendezvous: Rendezvous | None) -> tuple[int, int, int]:

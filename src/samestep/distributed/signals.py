@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 from samestep.errors import EXIT_STOPPED
@@ -59,20 +59,28 @@ class StopRequest:
     def __call__(self) -> bool:
         return self.is_made or self.number is not None
 
-    def install(self, numbers: Iterable[int] = STOP_SIGNALS) -> None:
-        """Install the handlers. Does nothing outside the main thread, where Python allows no handlers."""
+    def install(self) -> None:
+        """Install handlers of SIGTERM, SIGUSR1 and SIGHUP, for the life of the process.
+
+        Does nothing outside the main thread, where Python allows no handlers.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         self._terminals = open_terminals()
-        for number in numbers:
+        for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, self._handle)
+
+    def handling(self, numbers: Iterable[int]) -> AbstractContextManager[None]:
+        """Take signals inside a block as requests; after a SIGINT, another one interrupts at once."""
+        self._terminals = open_terminals()
+        return handled_signals(numbers, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.number = self.number or number
         if number == signal.SIGHUP:
             redirect_to_null(self._terminals)
-        if number == signal.SIGINT:  # a second one interrupts at once
+        if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
