@@ -57,7 +57,8 @@ class _PlainLoop:
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, others: tuple[Any, Any]) -> None:
         self.world = init()
         self.steps = 0
-        self.model, self.optimizer = model, optimizer
+        self.model = model
+        self.optimizer = optimizer
         self.scheduler, self._scaler = others
         own = set(model.parameters())
         if not own.issuperset(parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -182,10 +183,10 @@ class CheckpointManager:
         for each in self._loops.values():
             require_savable(each.model, each.optimizer, each.scheduler, self._objects)
         self._folder = CheckpointFolder(_place(Path(folder)), keep)
-        self._background, self._is_entered = background, False
-        writes = world.is_main and process_state.replayed is None
-        self._lock = FolderLock(self._folder.path) if writes else None
-        if writes:
+        self._background = background
+        self._is_entered = False
+        self._lock = FolderLock(self._folder.path) if world.is_main else None
+        if world.is_main:
             self._folder.hold(HeldFolder(self._folder.path))
         process_state.source_files.note_imports()
         # No reference to this object: its lock ends with it.
@@ -255,13 +256,12 @@ class CheckpointManager:
         try:
             is_best = values is not None and self._rule.is_best(values, self._best)
         except InputError as error:  # raised once the state is saved
-            problem, is_best = error, False
+            problem = error
+            is_best = False
         if values is not None and is_best:
             self._best = values[self._rule.by]
         step = self._saved = self._step
         cursor = next(iter(self._loaders.values())).cursor
-        if process_state.replayed is not None:
-            return is_best
         if self._world.is_main:
             epoch = cursor.epoch if step and not cursor.samples else None
             self._writer.save(step, self._snapshot, is_best=is_best, epoch=epoch)
@@ -287,12 +287,13 @@ class CheckpointManager:
             InputError: the code, the data or an option has changed, or the code differs between ranks.
         """
         # No rank reads while rank 0 removes the leftovers of a killed run.
-        if self._world.is_main and process_state.replayed is None:
+        if self._world.is_main:
             self._folder.clean()
         self._world.barrier()
-        path, sources = self._find(checkpoint), process_state.source_files
-        if path is None:
+        if not self._folder.steps():
             return False
+        path = self._folder.find(checkpoint)
+        sources = process_state.source_files
         names = {file.removesuffix(STATE).removesuffix(".") for file in file_names(path) if file.endswith(STATE)}
         require_same_names("models", names, self._loops)
         trainings = {_prefix(name): training for name, training in self._trainings()}
@@ -301,28 +302,13 @@ class CheckpointManager:
         changes = [change for name, state in saved.items() for change in self._changes(name, state.progress)]
         require_unchanged_settings(list(dict.fromkeys(changes)), self._world.is_main, accept_changes=accept_changes)
         if self._world.is_main:
-            accepts = accept_changes or (process_state.replayed is not None and process_state.replayed.accept_changes)
-            for name in sources.require(next(iter(saved.values())).sources, accept_changes=accepts):
+            for name in sources.require(next(iter(saved.values())).sources, accept_changes=accept_changes):
                 logger.warning("continuing with changed code: %s", name)
         sources.check_ranks(self._world)
         for name, training in self._trainings():
             load(path, training, saved[name], _prefix(name), new_objects=accept_changes)
         self._restore(saved)
         return True
-
-    def _find(self, checkpoint: str) -> Path | None:
-        """Return the checkpoint to load, if there is one; in a replay, the newest one that the replay allows."""
-        steps, replayed = self._folder.steps(), process_state.replayed
-        if replayed is None:
-            return self._folder.find(checkpoint) if steps else None
-        if checkpoint != "last":
-            raise InputError(
-                f"the script loads the checkpoint {checkpoint} in a replay",
-                expected="a script that resumes from its last checkpoint",
-                fix="samestep verify SCRIPT -- ARGUMENTS computes and compares steps of a script",
-                code="E_SCRIPT",
-            )
-        return next((path for path in reversed(steps) if int(path.name.rpartition("step-")[2]) <= replayed.limit), None)
 
     @property
     def _step(self) -> int:

@@ -252,7 +252,6 @@ def _end_session(world: World, *, is_adopted: bool) -> None:
 @contextmanager
 def _with_loggers(world: World, run: str | Path | None, loggers: Sequence[Logger | str]) -> Iterator[World]:
     """Yield the world with its loggers, and with the run if there is one."""
-    process_state.run = run
     if run is not None and not process_state.is_experiment:
         from samestep.runs.folder import open_run  # worlds without a run do not need these modules
 
@@ -354,7 +353,7 @@ def stopped_by_signals(stop: StopRequest, *, keeps_handlers: bool) -> AbstractCo
     """
     numbers = [signal.SIGINT, *STOP_SIGNALS]
     if keeps_handlers:
-        if process_state.is_experiment or process_state.replayed is not None:
+        if process_state.is_experiment:
             return nullcontext()
         defaults = (signal.SIG_DFL, signal.default_int_handler)
         numbers = [number for number in numbers if signal.getsignal(number) in defaults]

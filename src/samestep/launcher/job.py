@@ -66,19 +66,6 @@ class Membership(NamedTuple):
     is_adopted: bool = False  # another library created the default group, and destroys it
 
 
-@dataclass(frozen=True)
-class ReplayedFolder:
-    """Use of the checkpoints of a script under `samestep diff`: they are only read.
-
-    Attributes:
-        limit: the newest checkpoint at or before this step is loaded.
-        accept_changes: whether the user's code may differ from that of the checkpoint.
-    """
-
-    limit: int
-    accept_changes: bool = False
-
-
 @dataclass
 class ProcessState:
     """State of one rank's process that consecutive worlds share."""
@@ -102,11 +89,9 @@ class ProcessState:
     )  # called with each world that this process enters
     # Called with each module and the options that a script gives to `samestep.parallel`, for `samestep verify`.
     observe_module: Callable[[torch.nn.Module, dict[str, Any]], None] | None = None
-    is_experiment: bool = False  # `samestep verify`, `profile` and `diff`: scripts write no run directory
+    is_experiment: bool = False  # `samestep verify` and `profile`: scripts write no run directory
     is_script: bool = False  # the launched function is a script, which can be started again
-    replayed: ReplayedFolder | None = None  # set under `samestep diff`
-    run: str | Path | None = None  # run of the last world, in an experiment too
-    # Absolute path of the folder for all checkpoints of a script in an experiment; None outside and in a replay.
+    # Absolute path of the folder for all checkpoints of a script in an experiment; None outside.
     checkpoint_root: Path | None = None
 
 
