@@ -53,7 +53,7 @@ class SubjectOptions(RecipeOptions):
 class StrategyOptions:
     """Parallel strategy in place of that of the recipe."""
 
-    group: ClassVar = "strategy (results are equal to rounding; with --exact to the bit)"
+    group: ClassVar = "strategy (results are equal to rounding; under exact to the bit, tp with step.tensor_slices)"
 
     strategy: StrategyName | None = option("parallel strategy (docs/guides/strategies/index.md)")
     mesh: str | None = option(f"sizes of the axes {', '.join(AXES)}", "AXIS=N,...")

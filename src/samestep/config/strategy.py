@@ -71,10 +71,10 @@ class StrategyConfig(Constrained):
     """Parallel strategy. Every strategy computes the same result, to the bit or to rounding.
 
     Attributes:
-        name: `auto` (same as `ddp`); `ddp`, one copy of the model per rank; `fsdp`, one
-            shard of every parameter per rank; `hsdp`, `fsdp` within groups of ranks, the groups being
-            copies; `device_map`, model parts on several devices of each rank; `tp`, matrix products divided among
-            ranks; `pp`, consecutive layers on different ranks.
+        name: `auto` (same as `ddp`); `ddp`, one copy of the model per rank; `fsdp`, one shard of every parameter per
+            rank; `hsdp`, `fsdp` within groups of ranks, the groups being copies; `device_map`, model parts on several
+            devices of each rank; `tp`, matrix products divided among ranks; `pp`, consecutive layers on different
+            ranks.
         mesh: sizes of the axes, for combinations such as `ddp` with `tensor: 2`.
         hook: for `ddp`: gradient compression; any value except `none` rounds gradients.
         offload: for a shard axis: keep parameters and optimizer state in host memory.

@@ -324,9 +324,12 @@ def _end_loop() -> None:
 
 def is_stopping() -> bool:
     """Whether a rank has requested the end of the loop; equal on all ranks, which send requests with other messages."""
-    world, view = process_state.world, process_state.view
-    if world is None or world.size == 1:
-        return world is not None and world.stop_requested
+    world = process_state.world
+    view = process_state.view
+    if world is None:
+        return False
+    if world.size == 1:
+        return world.stop_requested
     return view is not None and view.is_stopping
 
 

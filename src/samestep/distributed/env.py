@@ -46,8 +46,6 @@ class Environment:
 
     token: str | None = None  # secret shared by the ranks of one job
     visible_devices: str | None = None  # devices visible to CUDA, as comma-separated numbers or names; None for all
-    device_order: str | None = None  # order in which CUDA numbers devices
-    gloo_interface: str | None = None  # network interface of gloo
     share_gpu: bool = False  # several ranks may use one GPU
 
     @property
@@ -62,10 +60,8 @@ def read_environment() -> Environment:
     Raises:
         InputError: SAMESTEP_TOKEN is set and empty.
     """
-    texts = map(os.environ.get, (_TOKEN, _VISIBLE, _ORDER, _GLOO_INTERFACE))
-    token, visible_devices, device_order, gloo_interface = texts
     share_gpu = os.environ.get(SHARE_GPU) == "1"
-    environment = Environment(token, visible_devices, device_order, gloo_interface, share_gpu)
+    environment = Environment(os.environ.get(_TOKEN), os.environ.get(_VISIBLE), share_gpu)
     if environment.token == "":
         raise InputError(
             f"{_TOKEN} is empty", expected="a secret that all ranks share", fix=f"set {_TOKEN} to a secret, or unset it"

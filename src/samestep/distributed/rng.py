@@ -37,21 +37,11 @@ def microbatch_seed(purpose: Purpose, seed: int, position: int, microbatch: int)
     return derive_seed(purpose, seed, position, microbatch)
 
 
-def seed_generators(seed: int, device: torch.device | None = None, *, concurrent: bool = False) -> None:
-    """Seed the generators of Python, NumPy and torch, and that of `device` if `device` is a GPU.
-
-    If other threads compute at the same time (`concurrent`), the generators of the host, which they share, are not
-    seeded.
-    """
-    if not concurrent:
-        random.seed(seed)
-        numpy.random.seed(seed % 2**32)
-        torch.random.default_generator.manual_seed(seed)
-    seed_device(seed, device)
-
-
-def seed_device(seed: int, device: torch.device | None = None) -> None:
-    """Seed the generator of the GPU of this thread, if `device` is a GPU."""
+def seed_generators(seed: int, device: torch.device | None = None) -> None:
+    """Seed the generators of Python, NumPy and torch, and that of `device` if `device` is a GPU."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.random.default_generator.manual_seed(seed)
     if is_accelerator(device):
         accelerator_module().manual_seed(seed)
 

@@ -223,7 +223,7 @@ class RankError(SamestepError):
 
 
 class StoppedError(SamestepError):
-    """The run was stopped on request before the end of a step."""
+    """The run was stopped before the end of a step, or the loop of a launched function ended on request."""
 
     exit_code = EXIT_STOPPED
     default_code = "E_STOPPED"

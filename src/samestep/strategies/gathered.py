@@ -65,7 +65,7 @@ class _GatheredHub(Hub):
         self._parameters = {one.full: one.parameter for one in complete}
         self._backward = -1
         self._before_backward = before_reduction
-        self._stays = False  # a graph of gradients needs the values, and does not say when
+        self._stays = False  # a graph of gradients needs the values at an unknown time
         whole = [self._complete[one].full if isinstance(one, DTensor) else one for one in trained]
         super().__init__(module, whole, reduction, before_reduction)
 

@@ -349,7 +349,7 @@ class _SplitParameters(CallParameters):
 
 
 def _fact(parameter: nn.Parameter, value: Any) -> list[Any]:
-    """Return what other ranks need to know of a value of a parameter: dtype and shape, or no dtype and the value.
+    """Return facts about a value of a parameter for other ranks: dtype and shape, or no dtype and the value.
 
     The shape is None for that of the parameter.
     """

@@ -20,15 +20,21 @@ from samestep.errors import RunError
 from samestep.strategies.tensor_division import Division
 
 # Element by element, with the same rounding in vectors and outside of them; of float32 and float64 only.
-_ARITHMETIC = (
-    " abs add addcdiv addcmul clamp clamp_max clamp_min div eq ge gt isfinite isnan le lerp logical_and logical_not lt "
-    "maximum minimum mul ne neg reciprocal sgn sign sqrt sub where "
+_ARITHMETIC = frozenset(
+    {
+        *("abs", "add", "addcdiv", "addcmul", "clamp", "clamp_max", "clamp_min", "div", "eq", "ge", "gt"),
+        *("isfinite", "isnan", "le", "lerp", "logical_and", "logical_not", "lt", "maximum", "minimum", "mul", "ne"),
+        *("neg", "reciprocal", "sgn", "sign", "sqrt", "sub", "where"),
+    }
 )
 # Copies and views, of all types.
-_MOVES = (
-    " _local_scalar_dense _to_copy alias clone copy detach empty_like equal expand fill full_like is_same_size "
-    "new_empty new_full new_ones new_zeros ones_like permute select slice split squeeze t transpose unbind unsqueeze "
-    "view zero zeros_like "
+_MOVES = frozenset(
+    {
+        *("_local_scalar_dense", "_to_copy", "alias", "clone", "copy", "detach", "empty_like", "equal", "expand"),
+        *("fill", "full_like", "is_same_size", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like"),
+        *("permute", "select", "slice", "split", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view"),
+        *("zero", "zeros_like"),
+    }
 )
 _ROUNDED = (torch.float32, torch.float64)
 _data: Any = torch.Tensor.data
@@ -44,8 +50,9 @@ def compute_whole(*, is_exact: bool) -> None:
     dispatcher._allow_implicit_replication = True  # outside of calls every plain tensor is replicated
     dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
     before = dispatcher._propagate_op_sharding_dispatch_slow_path
-    is_exact |= getattr(before, "is_exact", False)
-    before = getattr(before, "before", before)
+    if isinstance(before, _Propagation):
+        is_exact |= before.is_exact
+        before = before.before
     dispatcher._propagate_op_sharding_dispatch_slow_path = _Propagation(before, dispatcher._random_ops, is_exact)
     debug._clear_sharding_prop_cache()
     divided: Any = DTensor
@@ -75,7 +82,7 @@ class _Propagation:
 
 def _has_equal_parts(operation: Any, arguments: Any) -> bool:
     """Whether parts of the result are the results of parts, to the bit."""
-    name = f" {operation._schema.name.removeprefix('aten::').removeprefix('_foreach_').removesuffix('_')} "
+    name = operation._schema.name.removeprefix("aten::").removeprefix("_foreach_").removesuffix("_")
     if name in _MOVES:
         return True
     tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]

@@ -1,7 +1,7 @@
 """Code of a script that runs in the backward of a call: functions of its own, and hooks of saved tensors.
 
-A trial runs this code, and so may change the objects that it reaches. These are compared before the
-first backward, of the watched call, and after it.
+A trial runs this code, and so may change the objects that it reaches. These are compared before the first backward, of
+the watched call, and after it.
 """
 
 from __future__ import annotations

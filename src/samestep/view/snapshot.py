@@ -31,7 +31,7 @@ class _Saved:
 
     Args:
         tensor: the tensor.
-        by_version: whether only its number of writes tells that it has changed; kernels write without counting.
+        by_version: compare only the number of writes, not the values; kernels write without counting.
     """
 
     def __init__(self, tensor: torch.Tensor, *, by_version: bool) -> None:

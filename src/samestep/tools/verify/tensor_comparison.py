@@ -119,9 +119,8 @@ class StepTensors:
         self._reference = reference
         self._keeps = keeps
         self._tensors: dict[str, torch.Tensor] = {}
-        self._rounded: dict[
-            str, torch.Tensor
-        ] = {}  # elements with a gradient that was accurate to rounding only, by name
+        # Elements with a gradient that was accurate to rounding only, by name.
+        self._rounded: dict[str, torch.Tensor] = {}
 
     def add(self, kind: str, values: Mapping[str, Any]) -> None:
         """Copy the tensors in nested data."""
