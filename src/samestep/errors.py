@@ -117,7 +117,9 @@ class SamestepError(Exception):
         self, value: str, expected: str | None = None, fix: str | None = None, *, code: str | None = None
     ) -> None:
         super().__init__(value, expected, fix)
-        self.value, self.expected, self.fix = value, expected, fix
+        self.value = value
+        self.expected = expected
+        self.fix = fix
         self.code = code or self.default_code
         assert self.code in CODES, self.code
 

@@ -163,9 +163,11 @@ class SessionOptions:
 
 def _require_same(options: SessionOptions) -> None:
     """Require that options of a second `init` are those of the first, or defaults."""
-    first, defaults = process_state.options, SessionOptions()
+    first = process_state.options
+    defaults = SessionOptions()
     for name in (field.name for field in fields(SessionOptions)):
-        value, before = getattr(options, name), getattr(first, name)
+        value = getattr(options, name)
+        before = getattr(first, name)
         if name != "is_private" and value not in (getattr(defaults, name), before):
             raise InputError(
                 f"samestep.init({name}={value!r}) in a process that has joined with {name}={before!r}",
@@ -186,7 +188,8 @@ def _forget_world() -> None:
 @contextmanager
 def _session(options: SessionOptions) -> Iterator[World]:
     """Join the other ranks, and yield the world."""
-    worker, strategy = process_state.worker, options.strategy or StrategyConfig()
+    worker = process_state.worker
+    strategy = options.strategy or StrategyConfig()
     status = worker.rank_status if worker else local_rank_status()
     status.is_free = options.is_private
     if options.adopt and dist.is_initialized():
@@ -285,7 +288,8 @@ def _create_process_group(worker: WorkerSpec | None, options: SessionOptions, ra
         )
     require_default_device()
     rendezvous = (read_rendezvous() or process_state.rendezvous) if worker is None else None
-    is_local, timeout = rendezvous is None or rendezvous.is_on_one_machine, options.timeout
+    is_local = rendezvous is None or rendezvous.is_on_one_machine
+    timeout = options.timeout
     prepare_torch_environment(loopback=is_local, deterministic=options.reduction == "exact")
     rank, size, _ = _ranks(worker, rendezvous)
     configure_logging(rank)
@@ -374,7 +378,8 @@ def _select_devices(
     options: SessionOptions, worker: WorkerSpec | None, rendezvous: Rendezvous | None
 ) -> tuple[torch.device, list[str]]:
     """Return the first device of this rank, and the UUIDs of GPUs that it must share with no other rank."""
-    kind, strategy = options.device, options.strategy or StrategyConfig()
+    kind = options.device
+    strategy = options.strategy or StrategyConfig()
     available = accelerator_module().device_count() if kind != "cpu" else 0
     if kind == "cpu" or (kind == "auto" and available == 0):
         return torch.device("cpu"), []
@@ -435,7 +440,9 @@ def _world_store(worker: WorkerSpec | None, job: Job | None, timeout: timedelta)
 def _launch_store(worker: WorkerSpec, timeout: timedelta) -> dist.Store:
     if process_state.launch_store is None:
         host_store(worker, timeout)
-        rank, size, hint = worker.rank, worker.size, "read the output of the missing ranks"
+        rank = worker.rank
+        size = worker.size
+        hint = "read the output of the missing ranks"
         store = process_state.hosted_store
         if store is None:
             store = dist.TCPStore(*worker.store_address, size, False, timeout, wait_for_workers=False)

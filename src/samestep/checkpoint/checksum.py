@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from samestep.distributed.world import World
 
 # Words of a block: the size of a core's cache. A GPU computes several blocks at once.
-_BLOCK, _GPU_BLOCKS = 2**16, 2**6
+_BLOCK = 2**16
+_GPU_BLOCKS = 2**6
 _SEED = 0x5EED
 _FACTOR = 6364136223846793005  # odd, and 5 modulo 8: the powers have period 2^62 (Knuth's MMIX generator)
 MODULUS = 2**64
@@ -118,7 +119,8 @@ def _sums_of_run(words: torch.Tensor) -> Iterator[torch.Tensor]:
     whole = len(words) // _BLOCK * _BLOCK
     if whole:
         rows = words[:whole].view(-1, _BLOCK)
-        for some in rows.split(_GPU_BLOCKS if is_accelerator(words.device) else 1):
+        at_once = _GPU_BLOCKS if is_accelerator(words.device) else 1
+        for some in rows.split(at_once):
             yield _products(some, weights)
     if whole < len(words):
         yield _products(words[whole:], weights[: len(words) - whole])

@@ -77,7 +77,8 @@ class FolderLock:
 
     def release(self) -> None:
         """Release the lock; further calls have no effect."""
-        lock, self._lock = self._lock, None
+        lock = self._lock
+        self._lock = None
         if lock is not None:
             lock.release()
 

@@ -37,7 +37,9 @@ from samestep.checkpoint.store import STATE, read_state, read_states
 from samestep.errors import CheckpointError
 from samestep.launcher.job import process_state
 
-MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+AVERAGE = "average.safetensors"
 OTHERS = "others.safetensors"  # tensors that `state.json` refers to
 
 
@@ -343,7 +345,8 @@ def _pack_optimizer(
     training: Training, others: Tensors, buffers: HostBuffers | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return copies of the optimizer's tensors as `slot/name`, and other values as JSON, with tensors in `others`."""
-    names, state = _names(training), training.optimizer.state_dict()["state"]
+    names = _names(training)
+    state = training.optimizer.state_dict()["state"]
     shared = [[key, value] for key, value in state.items() if key not in names]
     slots: dict[str, torch.Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
@@ -358,7 +361,8 @@ def _pack_optimizer(
 
 
 def _load_optimizer(training: Training, slots: Mapping[str, torch.Tensor], saved: SavedOptimizer) -> None:
-    names, parameters = _names(training), training.parameters
+    names = _names(training)
+    parameters = training.parameters
     groups = groups_like(saved.groups, _groups(training, names))
     index = {name: i for i, name in names.items()}
     tensors: dict[str, dict[str, torch.Tensor]] = {}
@@ -371,7 +375,8 @@ def _load_optimizer(training: Training, slots: Mapping[str, torch.Tensor], saved
     state: dict[int, dict[str, Any]] = {}
     for group in groups:
         for name in group["params"]:
-            own, numbers = tensors.get(name, {}), saved.numbers.get(name, {})
+            own = tensors.get(name, {})
+            numbers = saved.numbers.get(name, {})
             if (own or numbers) and parameters.has(name):
                 local = {slot: parameters.local_part(name, tensor) for slot, tensor in own.items()}
                 state[index[name]] = {**local, **numbers}

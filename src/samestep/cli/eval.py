@@ -79,7 +79,8 @@ def run(options: Options) -> int:
 
 def _plan(options: Options) -> RunPlan:
     """Return the plan of an evaluation, after a check of all options."""
-    folder, file = options.folder, options.pretrained
+    folder = options.folder
+    file = options.pretrained
     if options.report is not None:
         from samestep.metrics.class_report import require_matplotlib
 

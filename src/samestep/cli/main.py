@@ -96,7 +96,9 @@ def parse_arguments(arguments: Sequence[str]) -> Callable[[], int]:
 def _require_single_process(command: str) -> None:
     rendezvous = read_rendezvous()
     if rendezvous is not None and rendezvous.world_size > 1:
-        launcher, rank, size = rendezvous.launcher, rendezvous.rank, rendezvous.world_size
+        launcher = rendezvous.launcher
+        rank = rendezvous.rank
+        size = rendezvous.world_size
         raise InputError(
             f"samestep {command} is rank {rank} of {size} processes that {launcher} started",
             expected=f"one process: samestep {command} starts ranks itself",

@@ -133,7 +133,8 @@ def run_training(options: TrainingOptions, make_plan: Callable[[int], RunPlan]) 
 
 
 def _launch(options: TrainingOptions, plan: RunPlan) -> LaunchResult:
-    folder, first_step = plan.folder, plan.step
+    folder = plan.folder
+    first_step = plan.step
     held = HeldFolder(folder)
     processes = options.process_range(plan.recipe)
 
@@ -143,7 +144,8 @@ def _launch(options: TrainingOptions, plan: RunPlan) -> LaunchResult:
     def newest_step() -> int:
         nonlocal plan
         held.require_in_place()
-        checkpoint, recipe = CheckpointFolder(folder / "checkpoints").newest_valid(), plan.recipe
+        checkpoint = CheckpointFolder(folder / "checkpoints").newest_valid()
+        recipe = plan.recipe
         if checkpoint is not None:
             saved = make_recipe(read_state(checkpoint).progress.recipe, (), origin=str(checkpoint))
             recipe = with_saved_weight(recipe, saved)

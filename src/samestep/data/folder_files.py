@@ -14,7 +14,8 @@ def files_below(root: Path) -> list[Path]:
     files are already part of the result, as those of a link to a folder above.
     """
     files: list[Path] = []
-    starts, seen = [str(root)], set[str]()
+    starts = [str(root)]
+    seen = set[str]()
     while starts:
         links: list[str] = []
         for start in starts:

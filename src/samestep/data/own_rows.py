@@ -363,7 +363,8 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         failure = reading.failure
         if failure is None and _DREW not in seconds:  # otherwise the first reading had other random numbers
             failure = first
-        words = ranks.word(0, _FAILED if failure is not None else 0)
+        code = 0 if failure is None else _FAILED
+        words = ranks.word(0, code)
         failed = [rank for rank, word in enumerate(words) if word[1] == _FAILED]
         if failure is not None:
             _raise(failure)

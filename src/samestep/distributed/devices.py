@@ -115,7 +115,8 @@ def rank_devices(world: World) -> tuple[torch.device, ...]:
     """
     import torch
 
-    name, requested = world.strategy.name, world.strategy.devices
+    name = world.strategy.name
+    requested = world.strategy.devices
     no_number = partial(_device_error, fix="set strategy.devices: 2")
     if not is_accelerator(world.device):
         if requested is None:
@@ -138,7 +139,8 @@ def gpu_range(first: int, requested: int | None, available: int) -> range:
             expected="one GPU per device, not shared with another rank",
             fix=f"set strategy.devices: {left}",
         )
-    return range(first, available if requested is None else first + requested)
+    stop = available if requested is None else first + requested
+    return range(first, stop)
 
 
 def first_gpu_index(local_rank: int, gpus_per_rank: int, available: int, *, share: bool = False) -> int:

@@ -16,13 +16,15 @@ from samestep.distributed.launcher_detection import LAUNCH_VARIABLES, Rendezvous
 from samestep.errors import InputError
 
 _TOKEN = "SAMESTEP_TOKEN"
-_VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ORDER = "CUDA_DEVICE_ORDER"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 SHARE_GPU = "SAMESTEP_SHARE_GPU"  # 1: several ranks may use one GPU
 # Of the fork server and its descendants: process id with which the server must end, or 0, and a random text.
 FORK_SERVER = "SAMESTEP_FORK_SERVER"
 HASH_SEED = "PYTHONHASHSEED"  # of the hashes of text, which decide the order of sets
-_SAFE_PATH, _OWN_SAFE_PATH = "PYTHONSAFEPATH", "samestep"
+_SAFE_PATH = "PYTHONSAFEPATH"
+_OWN_SAFE_PATH = "samestep"
 # By which libraries and scripts take their process for one of several ranks.
 _RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -93,7 +95,8 @@ class SlurmJob:
 
 def read_slurm_job() -> SlurmJob | None:
     """Return the Slurm job of this process, in a job step or in the batch script."""
-    job, restarts = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "")
+    job = os.environ.get("SLURM_JOB_ID")
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "")
     return SlurmJob(job, int(restarts) if restarts.isdecimal() else 0) if job else None
 
 

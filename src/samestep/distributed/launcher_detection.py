@@ -32,7 +32,8 @@ LAUNCH_VARIABLES = (
 )
 
 # Default ports of Slurm steps and MPI jobs: below the ephemeral port range.
-FIRST_PORT, PORTS = 15000, 10000
+FIRST_PORT = 15000
+PORTS = 10000
 
 # One entry of Slurm's compressed list of hosts: text and bracketed lists of numbers and ranges.
 _HOST = re.compile(r"(?:[^\[\],\s]+|\[[^\[\]\s]+\])+")
@@ -164,7 +165,8 @@ def _with_address(rendezvous: Rendezvous, variables: Variables) -> Rendezvous:
 def _default_port(launcher: Launcher, variables: Variables) -> int:
     """Return a port that differs from those of neighboring steps of Slurm, whose job numbers are close."""
     if launcher == "Slurm":
-        job, step = _number(variables, "SLURM_JOB_ID", 0), _number(variables, "SLURM_STEP_ID", 0)
+        job = _number(variables, "SLURM_JOB_ID", 0)
+        step = _number(variables, "SLURM_STEP_ID", 0)
         return FIRST_PORT + (job + 101 * step) % PORTS
     if "PMIX_NAMESPACE" not in variables:
         _require(variables, ("MASTER_PORT",), "a port for rank 0; mpirun -x NAME passes it on")

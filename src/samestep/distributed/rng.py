@@ -21,7 +21,8 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from samestep.distributed.devices import accelerator_module, is_accelerator
 
 # 624 numbers and a position (Mersenne Twister), and the second of two Gaussian numbers if it was not drawn yet.
-_PYTHON_STATE, _NUMPY_STATE = "<625I?d", "<625Iid"
+_PYTHON_STATE = "<625I?d"
+_NUMPY_STATE = "<625Iid"
 Purpose = Literal["order", "keyed order", "sample", "collate", "shard", "evaluation", "model", "files", "window"]
 
 
@@ -70,8 +71,10 @@ def preserved_generators(device: torch.device | None = None) -> Iterator[None]:
 
 def saved_generators(device: torch.device | None = None) -> Callable[[], None]:
     """Return a function that restores the present states of the generators of Python, NumPy, torch and `device`."""
-    bits, array = get_bit_generator(), numpy.random.get_state()
-    python, cpu = random.getstate(), torch.get_rng_state()
+    bits = get_bit_generator()
+    array = numpy.random.get_state()
+    python = random.getstate()
+    cpu = torch.get_rng_state()
     gpu = accelerator_module().get_rng_state(device) if is_accelerator(device) else None
 
     def restore() -> None:

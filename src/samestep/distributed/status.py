@@ -73,7 +73,8 @@ class RankStatus:
     on_wait: Callable[[str], Callable[[], None]] | None = None
 
     def __init__(self, memory: Any, rank: int) -> None:
-        self._memory, self._offset = memory, rank * _SLOT_BYTES
+        self._memory = memory
+        self._offset = rank * _SLOT_BYTES
         self._lock = threading.Lock()  # communication has a thread of its own
         self._version = 0
         self._is_inside = False
@@ -175,7 +176,8 @@ class RankStatus:
 
     def _update(self, **changes: Any) -> None:
         with self._lock:
-            values, waits = self._values, self._waits
+            values = self._values
+            waits = self._waits
             values.update(changes, last_change=time.monotonic(), is_waiting=bool(waits))
             *numbers, text = values.values()
             if waits:
@@ -184,7 +186,8 @@ class RankStatus:
                 text += DISK_OPERATION + self._disk_operation
             encoded = text.encode()[:_TEXT_BYTES]
             # Written at once: `pack_into` zeroes the target first, and a concurrent reader would see the zeros.
-            memory, start = self._memory, self._offset + _VERSION.size
+            memory = self._memory
+            start = self._offset + _VERSION.size
             self._version += 2
             memory[self._offset : start] = _VERSION.pack(self._version - 1)
             memory[start : start + _NUMBERS.size + len(encoded)] = _NUMBERS.pack(*numbers, len(encoded)) + encoded
@@ -212,7 +215,8 @@ class WaitClock:
     @contextmanager
     def wait(self) -> Iterator[None]:
         """Time a wait."""
-        total, began = self.seconds, time.perf_counter()
+        total = self.seconds
+        began = time.perf_counter()
         self._waits = total, began
         try:
             yield
@@ -229,7 +233,8 @@ class StatusBoard:
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
-        self._descriptor, self._size = descriptor, size
+        self._descriptor = descriptor
+        self._size = size
         self._memory = mmap.mmap(descriptor, size * _SLOT_BYTES)
 
     @classmethod

@@ -148,7 +148,8 @@ class World:
 
     def subworld(self, group: dist.ProcessGroup, uneven_shares: tuple[int, ...] | None = None) -> World:
         """Return the world of the ranks of `group`, which contains this rank."""
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        rank = dist.get_rank(group)
+        size = dist.get_world_size(group)
         return World(rank, size, self.device, self.context, group, timeout=self.timeout, uneven_shares=uneven_shares)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -239,7 +240,8 @@ def build_world(
     if shape.data_size < size:
         dims = [AXES.index("replicate"), AXES.index("shard")]
         group = _create_groups(rank, ranks.movedim(dims, [-2, -1]).reshape(-1, shape.data_size), timeout)
-        rank_of_data, data_size = dist.get_rank(group), dist.get_world_size(group)
+        rank_of_data = dist.get_rank(group)
+        data_size = dist.get_world_size(group)
         data_world = World(rank_of_data, data_size, device, context, group, timeout=timeout, uneven_shares=shares)
         shares = None  # these ranks have none of their own
     return World(

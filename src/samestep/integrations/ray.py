@@ -65,7 +65,8 @@ def run_rank(config: Mapping[str, Any]) -> None:
         RunError: the command failed, or ended because of a preemption.
     """
     command = [sys.executable, "-c", _START, str(os.getpid()), *config["arguments"]]
-    rank, is_stopped = subprocess.Popen(command, cwd=config["folder"]), False
+    rank = subprocess.Popen(command, cwd=config["folder"])
+    is_stopped = False
     # Both calls are collectives: all workers leave the loop together.
     while broadcast_from_rank_zero(rank.poll()) is None:
         preemption = ray.train.get_preemption_info()

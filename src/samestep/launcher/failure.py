@@ -68,7 +68,8 @@ class Failure:
     @classmethod
     def of_exception(cls, rank: int, error: BaseException, activity: str = "") -> Failure:
         """Return the failure for an exception raised in `rank`."""
-        when, kind = time.monotonic(), class_name(error)
+        when = time.monotonic()
+        kind = class_name(error)
         if isinstance(error, SamestepError):
             is_lost = isinstance(error, PeerLostError)
             text = f"error: {error.full_text}\n{_trace(error)}" if is_lost else f"error: {error.full_text}"
@@ -107,17 +108,21 @@ class Failure:
         if by_signal is not None:
             # Real-time signals have no names.
             name = next((known.name for known in signal.Signals if known == by_signal), f"signal {by_signal}")
-            problem, fix, code = f"was killed by {name}{_spaced(activity)}", _SIGNAL_FIXES.get(name), "E_RANK_KILLED"
+            problem = f"was killed by {name}{_spaced(activity)}"
+            fix = _SIGNAL_FIXES.get(name)
+            code = "E_RANK_KILLED"
             expected = None
         elif not has_begun:
-            problem, code = f"ended with exit code {exit_code}, before the function began", "E_RANK_EXITED"
+            problem = f"ended with exit code {exit_code}, before the function began"
+            code = "E_RANK_EXITED"
             expected = "each rank, a new process, can import the script that launches, and the module of the function"
             fix = 'see the exception above, if any; a script calls samestep.launch() below `if __name__ == "__main__":`'
         else:
             end = "the script ended" if is_script else "the function returned"
             problem = f"ended with exit code {exit_code}{_spaced(activity)}, before {end}"
             expected = f"{'the script ends with exit code 0' if is_script else 'the function returns'} in every rank"
-            fix, code = "look for sys.exit() or os._exit() in code that only this rank runs", "E_RANK_EXITED"
+            fix = "look for sys.exit() or os._exit() in code that only this rank runs"
+            code = "E_RANK_EXITED"
         title, *details = message.strip().splitlines() or [""]
         lines = [f"error: rank {rank} {problem}{f': {title}' if title else ''} [{code}]", *map(indented, details)]
         if stack:
@@ -204,7 +209,9 @@ class RankError(SamestepError):
 
     def __init__(self, failure: Failure, steps: int = 0, checkpoints: int = 0, *, is_stopping: bool = False) -> None:
         super().__init__(failure.text.removeprefix("error: "), code=failure.code)
-        self.failure, self.steps, self.checkpoints = failure, steps, checkpoints
+        self.failure = failure
+        self.steps = steps
+        self.checkpoints = checkpoints
         self.is_stopping = is_stopping
         self.exit_code = failure.exit_code
 

@@ -36,7 +36,9 @@ _CONNECT_POLL_SECONDS = 0.1
 _SETTLE_SECONDS = 1.0
 # Time that rank 0 gives the others to read its report, because the store may end with rank 0.
 _READERS_SECONDS = 2.0
-_REPORTERS, _EXIT_CODE, _SEEN = "failure/reporters", "failure/exit-code", "failure/seen"
+_REPORTERS = "failure/reporters"
+_EXIT_CODE = "failure/exit-code"
+_SEEN = "failure/seen"
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,9 @@ def join_job(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT, hang_after: f
     An invalid address or a port in use raises `InputError`; a store or a rank that does not appear, `RunError`.
     """
     if process_state.job is None:
-        rank, size, has_store = rendezvous.rank, rendezvous.world_size, rendezvous.has_store
+        rank = rendezvous.rank
+        size = rendezvous.world_size
+        has_store = rendezvous.has_store
         watch_launcher(rendezvous)
         prepare_torch_environment(loopback=rendezvous.is_on_one_machine)
         address = (rendezvous.address, rendezvous.port)
@@ -120,7 +124,8 @@ def join_job(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT, hang_after: f
         # The store of torchrun's agent outlives an attempt. The agent's count of restarts is not sufficient: on several
         # machines each agent counts its own.
         earlier = store.add("starts", 1) - 1 if has_store and rank == 0 else 0
-        restarts, hint = max(rendezvous.restarts, earlier), _hint(rendezvous)
+        restarts = max(rendezvous.restarts, earlier)
+        hint = _hint(rendezvous)
         attempt, restarts = wait_for_ranks(store, rank=rank, size=size, restarts=restarts, timeout=timeout, hint=hint)
         process_state.job = Job(rank, size, attempt, restarts, address, has_store, hang_after)
     return process_state.job
@@ -128,7 +133,8 @@ def join_job(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT, hang_after: f
 
 def _job_store(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
     """Host or open the store of the job."""
-    address, port = rendezvous.address, rendezvous.port
+    address = rendezvous.address
+    port = rendezvous.port
     if rendezvous.rank == 0 and not rendezvous.has_store:
         return _tcp_store(listen(address, port), address, port, rendezvous.world_size, timeout)
     return _connect(rendezvous, timeout)
@@ -140,7 +146,8 @@ def _tcp_store(listener: socket.socket, address: str, port: int, size: int, time
 
 
 def _connect(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
-    address, port = rendezvous.address, rendezvous.port
+    address = rendezvous.address
+    port = rendezvous.port
     resolve(address, port)
     # Own attempts first: torch's attempts end with pages of C++ frames.
     deadline = time.monotonic() + timeout.total_seconds()
@@ -189,7 +196,9 @@ def report_failure(job: Job, failure: Failure, show: Callable[[], None] | None =
         failure: failure of this rank.
         show: prints the report, if this rank must, before other ranks end: a launcher then kills this one.
     """
-    store, is_first, code = job.store, False, failure.exit_code
+    store = job.store
+    is_first = False
+    code = failure.exit_code
     if job.rank != 0 and not accepts_connections(*job.address):  # torch prints pages if its own connection fails
         return is_first, code
     with suppress(dist.DistError):

@@ -27,7 +27,8 @@ from samestep.units import plural
 # Time that a process of an ended rank has to end: by itself, after SIGTERM, and after SIGKILL.
 _END_SECONDS = 1.0
 _END_POLL_SECONDS = 0.05
-_SHOWN_PROCESSES, _SHOWN_CHARACTERS = 5, 60
+_SHOWN_PROCESSES = 5
+_SHOWN_CHARACTERS = 60
 # Time for a step and its checkpoint after the request to stop that follows the end of the launcher.
 _STOP_SECONDS = 6.0
 _LAUNCHER_POLL_SECONDS = 1.0

@@ -47,7 +47,8 @@ from samestep.launcher.watchdog import (
 from samestep.launcher.worker import exit_process
 from samestep.report_limits import bounded
 
-_MIN_INTERVAL, _MAX_INTERVAL = 0.25, 5.0
+_MIN_INTERVAL = 0.25
+_MAX_INTERVAL = 5.0
 _SILENT_INTERVALS = 4
 _TIMEOUT_SECONDS = 1.0
 _STORE_GONE_SECONDS = 3.0
@@ -69,9 +70,11 @@ class _Peer:
         now = time.monotonic()
         beat, _, status = message.partition("\n")
         if beat != self.beat:
-            self.beat, self.beat_time = beat, now
+            self.beat = beat
+            self.beat_time = now
         if status != self.status:
-            self.status, self.status_time = status, now
+            self.status = status
+            self.status_time = now
 
     def state(self, silent_after: float) -> RankState:
         snapshot = replace(StatusSnapshot(**json.loads(self.status)), last_change=self.status_time)
@@ -85,7 +88,8 @@ class PeerWatchdog:
         # Own connections: the main thread may be stuck in a request, and its connection with it.
         self._job = replace(job, store=job.store.clone())  # type: ignore[attr-defined]
         self._store = dist.PrefixStore("watch", store.clone())  # type: ignore[attr-defined]
-        self._rank_status, self._hang_after = rank_status, hang_after
+        self._rank_status = rank_status
+        self._hang_after = hang_after
         self._interval = min(max(hang_after / 8, _MIN_INTERVAL), _MAX_INTERVAL)
         self._watchdog = Watchdog(hang_after)
         self._slow_ranks = SlowRanks()

@@ -133,7 +133,8 @@ class ProgressTimer:
 
     def __init__(self, hang_after: float) -> None:
         self._max_interval = max(1.0, min(hang_after / 4, _MAX_INTERVAL_SECONDS))
-        self._last, self._seconds = time.monotonic(), 0.0
+        self._last = time.monotonic()
+        self._seconds = 0.0
         self._value: object = None
 
     def seconds_without_change(self, value: object) -> float:
@@ -142,7 +143,8 @@ class ProgressTimer:
         self._seconds += min(now - self._last, self._max_interval)
         self._last = now
         if value != self._value:
-            self._value, self._seconds = value, 0.0
+            self._value = value
+            self._seconds = 0.0
         return self._seconds
 
 
@@ -178,13 +180,18 @@ class SlowRanks:
 
     def message(self, states: Mapping[int, RankState]) -> str | None:
         """Return a message about a rank that has become slow, once per rank."""
-        now, statuses = time.monotonic(), {rank: state.status for rank, state in states.items()}
+        now = time.monotonic()
+        statuses = {rank: state.status for rank, state in states.items()}
         if not self._base or not all(status.steps for status in self._base.values()):  # not all have begun
-            self._base, self._base_time = statuses, now
+            self._base = statuses
+            self._base_time = now
         if now - self._base_time < _SLOW_INTERVAL_SECONDS:
             return None
-        before, self._base, self._base_time = self._base, statuses, now
-        suspect, self._suspect = self._suspect, None
+        before = self._base
+        self._base = statuses
+        self._base_time = now
+        suspect = self._suspect
+        self._suspect = None
         known = {  # seconds per step
             rank: (status.compute_seconds - before[rank].compute_seconds) / steps
             for rank, status in statuses.items()
@@ -220,7 +227,8 @@ def hang_text(hang: Hang) -> str:
         expected = "every operation of the disk ends"
         fix = "check the disk or network file system of this path; then resume from the newest checkpoint"
     else:
-        subject, verb = ranks_text(culprits) if culprits else "the ranks", "hangs" if len(culprits) == 1 else "hang"
+        subject = ranks_text(culprits) if culprits else "the ranks"
+        verb = "hangs" if len(culprits) == 1 else "hang"
         title = f"{subject} {verb}: no progress for {hang.seconds:.1f} s [E_HANG]"
         lines += _stack_lines(hang, culprits)
         expected = "every rank completes a step"

@@ -90,7 +90,8 @@ def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
     # Ctrl-C reaches every process of the terminal; the launcher alone handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker_spec.stacks.install()
-    rank, status = worker_spec.rank, worker_spec.rank_status
+    rank = worker_spec.rank
+    status = worker_spec.rank_status
     status.heartbeat()  # the rank has started
     is_stopped = False
     packed = b""
@@ -106,7 +107,8 @@ def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
         is_code = error.code is None or isinstance(error.code, int)
         message = "" if is_code else message_of(error.code)
         # The system keeps one byte of the code: 255 for -1.
-        exit_code, is_script = int(error.code or 0) & 0xFF if is_code else 1, status.snapshot.is_script
+        exit_code = int(error.code or 0) & 0xFF if is_code else 1
+        is_script = status.snapshot.is_script
         channel.send(Failure.of_exit(rank, exit_code, status.activity, message=message, is_script=is_script))
         exit_process(1)
     except BaseException as error:  # boundary: the launcher reports any exception

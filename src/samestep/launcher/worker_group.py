@@ -41,7 +41,8 @@ KILL_SECONDS = 4.0
 _RUNNING_SECONDS = 3.0
 # Exit code that multiprocessing reports for a fork after the end of its server.
 _SERVER_GONE = 255
-_SERVER_END_SECONDS, _SERVER_POLL_SECONDS = 1.0, 0.02
+_SERVER_END_SECONDS = 1.0
+_SERVER_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class WorkerGroup:
     """All worker processes of one launch."""
 
     def __init__(self, status_board: StatusBoard, config: LaunchConfig) -> None:
-        self._board, self._config = status_board, config
+        self._board = status_board
+        self._config = config
         self._workers: list[_Worker] = []
         self._server = 0  # process id of the fork server
         self._watchdog = Watchdog(config.hang_after)
@@ -132,7 +134,8 @@ class WorkerGroup:
             return
         self._forward_stop()
         if self._config.grace is not None and self._deadline == float("inf"):
-            self._deadline, self._exceeds_grace = time.monotonic() + self._config.grace, True
+            self._deadline = time.monotonic() + self._config.grace
+            self._exceeds_grace = True
         if number == signal.SIGINT:
             report_line("\nstopping; press Ctrl-C again to stop at once")
 
@@ -234,7 +237,8 @@ class WorkerGroup:
             if failure is not cause:
                 failure.append_to_log(log_dir)
         statuses = [self._board.read(worker.rank) for worker in self._workers]
-        steps, checkpoints = max(status.steps for status in statuses), statuses[0].checkpoints
+        steps = max(status.steps for status in statuses)
+        checkpoints = statuses[0].checkpoints
         raise RankError(cause.reported(log_dir), steps, checkpoints, is_stopping=self._stop_requests > 0)
 
     def _collect_results(self) -> bool:
@@ -249,7 +253,8 @@ class WorkerGroup:
 
     def _exit_result(self, worker: _Worker, *, is_consequence: bool = False) -> RankResult | Failure:
         """Return the result of a process that has ended without one."""
-        status, exit_code = self._board.read(worker.rank), worker.process.exitcode or 0
+        status = self._board.read(worker.rank)
+        exit_code = worker.process.exitcode or 0
         if status.is_script and exit_code == 0 and (status.is_finished or not status.operations):
             return RankResult(b"", ())  # a script may end by os._exit(0), but not inside of samestep.init()
         activity, _, _ = status.activity.partition(", waiting in ")

@@ -138,7 +138,8 @@ def find(name: str, known: Mapping[str, str], kind: str) -> Callable[..., Any]:
     except AttributeError as error:
         raise _unknown(f"{kind} {name!r}: {error}", "correct the name after the colon") from error
     if not callable(result):
-        problem, expected = f"{kind} {name!r} is a {type(result).__name__}", "a function or a class"
+        problem = f"{kind} {name!r} is a {type(result).__name__}"
+        expected = "a function or a class"
         raise _unknown(problem, f"give the import path of {expected}", expected)
     return result  # type: ignore[no-any-return]
 
@@ -350,7 +351,8 @@ def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.O
 
 
 def _loss(config: NamedConfig) -> LossFunction:
-    function, options = find(config.name, LOSSES, "loss"), config.options
+    function = find(config.name, LOSSES, "loss")
+    options = config.options
     if function.__module__.startswith("torch.nn."):  # the weights of PyTorch's losses are tensors
         options = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in options.items()}
     if isinstance(function, type):  # a criterion class, such as torch.nn:CrossEntropyLoss

@@ -79,7 +79,8 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
             fix="--set optimizer.layer_decay=null",
             code="E_INCOMPATIBLE",
         )
-    numbers, current = {}, 0
+    numbers = {}
+    current = 0
     for name, _ in model.named_parameters():
         inside = next((number for number, block in enumerate(blocks, start=1) if name.startswith(block)), None)
         current = current if inside is None else inside

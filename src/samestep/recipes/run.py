@@ -113,7 +113,8 @@ def predict(
 def _picture_paths(files: Sequence[Path], out: Path) -> list[Path]:
     """Return the picture of each file; none replaces another picture or an input."""
     paths = [out / f"{file.stem}.png" for file in files]
-    counts, inputs = Counter(paths), {file.resolve() for file in files}
+    counts = Counter(paths)
+    inputs = {file.resolve() for file in files}
     for file, path in zip(files, paths, strict=True):
         is_input = path.resolve() in inputs
         if is_input or counts[path] > 1:
@@ -268,7 +269,8 @@ def _require_classes(classes: Sequence[str], expected: Sequence[str] | None) -> 
 
 def _notes(built: Built, world: World, recipe: Recipe, options: RunOptions, *, is_new: bool) -> list[str]:
     """Return notes on weights, layout and loader processes for the log."""
-    shape, strategy = world.mesh_shape, recipe.strategy
+    shape = world.mesh_shape
+    strategy = recipe.strategy
     notes = list(built.notes) if is_new else []
     warmup = recipe.schedule.warmup_epochs
     if is_new and warmup > recipe.epochs:

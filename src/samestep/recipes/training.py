@@ -74,7 +74,8 @@ class StepTimer:
 
     def __init__(self, waits: WaitClock) -> None:
         self._began = time.perf_counter()
-        self._samples, self._step_seconds = 0, 0.0
+        self._samples = 0
+        self._step_seconds = 0.0
         self.waits = waits
         self.last_step = 0.0  # most recent step, including the wait for data
         self.last_speed = 0.0  # samples per second of the most recent step
@@ -123,8 +124,10 @@ class CheckpointInterval:
     """
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds, self._clock = seconds, clock
-        self._state_time, self._is_exceeded = clock(), False
+        self._seconds = seconds
+        self._clock = clock
+        self._state_time = clock()
+        self._is_exceeded = False
         self._durations: deque[float] = deque(maxlen=_REMEMBERED_SAVES)
 
     def is_due(self, ahead: float) -> bool:
@@ -226,7 +229,8 @@ class Trainer:
             InputError: the data have changed, or `epochs` is too small.
         """
         progress = load(checkpoint, self._driver.training)
-        cursor, before = progress.cursor, progress.recipe.get("epochs", self._epochs)
+        cursor = progress.cursor
+        before = progress.recipe.get("epochs", self._epochs)
         require(
             cursor.epoch <= self._epochs,
             f"epochs is {self._epochs}, and {checkpoint} has {plural(cursor.epoch, 'epoch')}",
@@ -467,8 +471,11 @@ class Trainer:
             self.logger.log_event("tokens", step=self._progress.step, **values, tokens_per_second=speed)
 
     def _summarize(self) -> Summary:
-        stopped, progress, timer = self._stop, self._progress, self._timer
-        step, skipped = progress.step, progress.skipped_steps
+        stopped = self._stop
+        progress = self._progress
+        timer = self._timer
+        step = progress.step
+        skipped = progress.skipped_steps
         if stopped:
             self.logger.log_event("stop", step=step, text=f"stopped after step {step}")
         summary = Summary(stopped, step, skipped, self._last_evaluation, progress.best, timer.elapsed, timer.speed)

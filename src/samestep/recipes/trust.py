@@ -25,7 +25,9 @@ from samestep.errors import InputError
 from samestep.recipes.recipe_files import recipe_data
 
 _SECTIONS = ("data", "model", "loss", "optimizer")
-_SIGNATURE_FILE, _KEY_FILE, _KEY_BYTES = "signature", "signature-key", 32
+_SIGNATURE_FILE = "signature"
+_KEY_FILE = "signature-key"
+_KEY_BYTES = 32
 # Libraries of models by name (`timm:vit_base_patch16_224`), which never load code or weights from the network.
 _MODEL_LIBRARIES = ("timm", "torchvision", "transformers")
 # Modules of which classes, and modules of which functions, can be components of any recipe. None of them runs code that
@@ -37,7 +39,8 @@ _CLASSES = {
 }
 _FUNCTIONS = {"loss": ("torch.nn.functional", "torchvision.ops")}
 _ZOO = re.compile(r"samestep\.zoo((\.[a-z]\w*)+:(load_\w+|[A-Z]\w*)|\.losses:cross_entropy)")
-_CLASS, _FUNCTION = re.compile(r"[A-Z]\w*"), re.compile(r"[a-z]\w*")
+_CLASS = re.compile(r"[A-Z]\w*")
+_FUNCTION = re.compile(r"[a-z]\w*")
 
 
 def foreign_paths(recipe: Recipe) -> dict[str, str]:

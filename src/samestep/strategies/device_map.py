@@ -80,10 +80,11 @@ def _by_pattern(modules: dict[str, nn.Module], config: StrategyConfig, devices: 
     assigned: dict[str, int] = {}
     for pattern, number in config.place.items():
         if not 0 <= number < devices:
+            fix = f"set strategy.devices: {number + 1}" if number >= 0 else "count devices from 0"
             raise _device_map_error(
                 f"strategy.place assigns {pattern!r} to device {number} of {devices}",
                 expected=f"0 to {devices - 1}, according to strategy.devices",
-                fix=f"set strategy.devices: {number + 1}" if number >= 0 else "count devices from 0",
+                fix=fix,
             )
         matches = [name for name in modules if fnmatchcase(name, pattern)]
         if not matches:

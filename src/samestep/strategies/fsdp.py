@@ -30,7 +30,8 @@ def shard_model(model: nn.Module, world: World) -> None:
 
     Parameters that FSDP cannot divide, which are scalars and those that are not contiguous, stay complete.
     """
-    config, mesh = world.strategy, world.mesh
+    config = world.strategy
+    mesh = world.mesh
     assert mesh is not None
     if any(nn.parameter.is_lazy(one) for one in model.parameters()):
         raise InputError(
@@ -47,7 +48,8 @@ def shard_model(model: nn.Module, world: World) -> None:
     for module, precision in _with_precision([*shard_units(model), model], config):
         fully_shard(module, mesh=axes, mp_policy=precision, offload_policy=offload, ignored_params=ignored)
     if config.meta:
-        model.to_empty(device="cpu" if config.offload else world.device)
+        device = torch.device("cpu") if config.offload else world.device
+        model.to_empty(device=device)
         _move_buffers(model, world.device)
         _materialize(model, values, world)
     for module in model.modules():
@@ -129,7 +131,8 @@ def _with_precision(
     modules: Sequence[nn.Module], config: StrategyConfig
 ) -> Iterator[tuple[nn.Module, MixedPrecisionPolicy]]:
     """Iterate over modules, innermost first and the model last, with their policies; reductions are in float32."""
-    full, half = torch.float32, torch.bfloat16
+    full = torch.float32
+    half = torch.bfloat16
     if config.gather == "fp32":
         yield from ((module, MixedPrecisionPolicy()) for module in modules)
         return

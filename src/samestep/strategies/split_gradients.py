@@ -58,7 +58,8 @@ class _Part:
             foreach: bool | None = None,
         ) -> torch.Tensor:
             gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-            counted, full = self._counted(), self._full(gradients)
+            counted = self._counted()
+            full = self._full(gradients)
             if full is not None:
                 return before(full, norm_type, error_if_nonfinite, foreach)
             own = [gradient for gradient in gradients if id(gradient) in counted]
@@ -81,7 +82,8 @@ class _Part:
 
     def _full(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return complete gradients under `exact`, in the order of parameters: another sum has other bits."""
-        split, module = self._split(), self._module()
+        split = self._split()
+        module = self._module()
         if split is None or module is None or not split.is_exact:
             return None
         parameters = dict(module.named_parameters())

@@ -113,7 +113,9 @@ def _product(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
     def one(part: torch.Tensor, own: torch.Tensor, own_bias: torch.Tensor | None = None) -> torch.Tensor:
         if func is not functional.embedding:
-            return functional.linear(part, own.t() if func is torch.addmm else own, own_bias)
+            if func is torch.addmm:
+                own = own.t()
+            return functional.linear(part, own, own_bias)
         result: torch.Tensor = functional.embedding(part, own, *others, **kwargs)
         return result
 

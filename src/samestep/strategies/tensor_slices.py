@@ -45,7 +45,8 @@ class Slicing:
     """
 
     def __init__(self, count: int, world: World) -> None:
-        self.count, self._world = count, world
+        self.count = count
+        self._world = world
         self.owned = owned_microbatches(count, world.size, world.rank)
         self._tree = MicrobatchTree(count, count)
 
@@ -79,7 +80,8 @@ class Slicing:
             return local
         parts_of_ranks = [local if rank == world.rank else torch.empty_like(local) for rank in range(world.size)]
         peers = [(world.rank + offset) % world.size for offset in range(1, world.size)]
-        sent, received = [(local, peer) for peer in peers], [(parts_of_ranks[peer], peer) for peer in peers]
+        sent = [(local, peer) for peer in peers]
+        received = [(parts_of_ranks[peer], peer) for peer in peers]
         world.run_collective(lambda: communicate(world, sent, received), "an all-gather of slices")
         return torch.cat(parts_of_ranks, dim)
 

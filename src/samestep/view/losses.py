@@ -36,7 +36,8 @@ def arguments_of(function: Callable[..., Any], arguments: Sequence[Any], options
     """Return the arguments of a loss by name, with defaults, and with the old forms of `reduction` resolved."""
     defaults = _defaults(function)
     named = {**defaults, **dict(zip(defaults, arguments, strict=False)), **options}
-    average, reduce = named.pop("size_average", None), named.pop("reduce", None)
+    average = named.pop("size_average", None)
+    reduce = named.pop("reduce", None)
     if average is not None or reduce is not None:
         named["reduction"] = "none"
         if reduce is None or reduce:
@@ -60,7 +61,8 @@ def divisor(function: Callable[..., Any], named: Mapping[str, Any]) -> torch.Ten
         function: the loss.
         named: its arguments.
     """
-    target, weight = named["target"], named.get("weight")
+    target = named["target"]
+    weight = named.get("weight")
     if function in CLASS_LOSSES and not target.is_floating_point():  # with probabilities, every row counts once
         ignored = named["ignore_index"]
         counted = target != (-100 if ignored is None else ignored)

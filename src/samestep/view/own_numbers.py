@@ -20,7 +20,8 @@ Shape = tuple[int, ...]
 
 def follows_rows(operations: Operations) -> bool:
     """Return whether the next draw has own rows in its first dimension."""
-    region, index = operations.region, len(operations.draws)
+    region = operations.region
+    index = len(operations.draws)
     return region is not None and index < len(region.draw_factors) and region.draw_factors[index] is not None
 
 
@@ -67,7 +68,8 @@ def like(tensor: torch.Tensor, shape: Shape, *, exactly: bool = False) -> torch.
 
     With `exactly` the strides are those of `tensor` even if it is not dense.
     """
-    empty, strides = torch.empty_like(tensor), tensor.stride()
+    empty = torch.empty_like(tensor)
+    strides = tensor.stride()
     if exactly and empty.stride() != strides:
         if strides[0] < max(strides):
             raise UnknownDraw("draw into a part of a tensor whose rows are not in the first dimension")
@@ -92,7 +94,8 @@ def with_rows(
     For the whole batch the own rows are put in their place among ones, for a microbatch its rows are taken. With
     `fills` the function fills the first of the values.
     """
-    region, position = operations.region, 0
+    region = operations.region
+    position = 0
     assert region is not None
 
     def rows_of(value: Any, asked: Shape, filled: bool) -> Any:

@@ -251,7 +251,7 @@ class _Digests:
         """Return the content of a value."""
         parts: Iterable[Any]
         if type(value) in (list, tuple, set, frozenset, dict):
-            items = list(value.items() if isinstance(value, dict) else value)
+            items = list(value.items()) if isinstance(value, dict) else list(value)
             parts = items
             if len(items) > _ITEMS:
                 parts = [len(items), *items[:: len(items) // _ITEMS + 1], *items[-16:]]

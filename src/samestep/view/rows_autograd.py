@@ -57,7 +57,7 @@ def _set_gradient(function: Function, arguments: Sequence[Any], options: Mapping
     rows, gradient = arguments
     if type(rows) is not Rows:
         return NotImplemented
-    function(rows._rows_own, None if gradient is None else own_part(gradient, rows))
+    function(rows._rows_own, own_part(gradient, rows))
 
 
 def _change_graph(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:

@@ -101,7 +101,8 @@ def by_rows(guard: Guard | None = None, *, is_strict: bool = False, is_view: boo
     """
 
     def rule(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        lead = leading(arguments if not options else (*arguments, *options.values()), is_strict=is_strict)
+        operands = (*arguments, *options.values()) if options else arguments
+        lead = leading(operands, is_strict=is_strict)
         if lead is None or "out" in options or options.get("inplace"):
             return NotImplemented
         if guard is not None and not (arguments and arguments[0] is lead and guard(lead, arguments, options)):
@@ -224,7 +225,9 @@ def reshaped(rows: Rows, function: Function, shape: Sequence[int]) -> Any:
     memory_of(rows)
     result_bounds = bounds.times(sizes[0] // batch)
     result = function(rows._rows_own, [result_bounds.stop - result_bounds.start, *sizes[1:]])
-    return as_rows(result.clone() if is_copied else result, rows, result_bounds)
+    if is_copied:
+        result = result.clone()
+    return as_rows(result, rows, result_bounds)
 
 
 def reshape(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
@@ -233,7 +236,9 @@ def reshape(function: Function, arguments: Sequence[Any], options: Mapping[str, 
     if not is_apart(rows) or options or len(arguments) < 2 or isinstance(arguments[1], torch.dtype):
         return NotImplemented
     sizes = arguments[1].shape if isinstance(arguments[1], Tensor) else values_at(arguments, {}, 1, None)
-    return reshaped(rows, Tensor.view if function in (Tensor.view, Tensor.view_as) else Tensor.reshape, sizes)
+    is_view = function in (Tensor.view, Tensor.view_as)
+    form: Function = Tensor.view if is_view else Tensor.reshape
+    return reshaped(rows, form, sizes)
 
 
 def flatten(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:

@@ -30,7 +30,8 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: A
             values. Errors of other functions are those of the user's code, and need their traceback.
     """
     parameters = inspect.signature(function).parameters
-    positional, names = list(parameters)[: len(arguments)], list(parameters)[len(arguments) :]
+    positional = list(parameters)[: len(arguments)]
+    names = list(parameters)[len(arguments) :]
     is_open = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in options:
         if key in positional or (key not in names and not is_open):
@@ -116,7 +117,8 @@ def _refused(where: str, options: Mapping[str, Any], error: Exception) -> Recipe
     """Return the error for values of options that a constructor refuses with an exception of Python or PyTorch."""
     message = next(iter(message_of(error).strip().splitlines()), "")
     values = ", ".join(f"{where}.{key} is {value!r}" for key, value in options.items())
-    problem, expected = f"{values}: {class_name(error)}: {message}", "values with which the component can be built"
+    problem = f"{values}: {class_name(error)}: {message}"
+    expected = "values with which the component can be built"
     fix = f"correct {' or '.join(f'{where}.{key}' for key in options)}"
     return RecipeError(problem, expected, fix, code="E_VALUE")
 

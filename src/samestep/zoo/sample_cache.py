@@ -33,7 +33,8 @@ from samestep.errors import RunError
 
 DESCRIPTION = "cache.json"
 _FORMAT = 2
-_DATA, _INDEX = ".data", ".index"
+_DATA = ".data"
+_INDEX = ".index"
 _ALIGNMENT = 64
 _RECORD = struct.Struct("<QQQQIIII")  # the fields of `Entry`
 _TYPE = numpy.dtype(
@@ -43,7 +44,8 @@ _TYPE = numpy.dtype(
 # Share of the disk that stays free: checkpoints of this run and other programs need space.
 _FREE_SHARE = 0.05
 # Entries are visible after this time, and after the time in which reading them takes this share.
-_REFRESH_SECONDS, _REFRESH_SHARE = 0.05, 0.05
+_REFRESH_SECONDS = 0.05
+_REFRESH_SHARE = 0.05
 _MIN_SLOTS = 1 << 10
 _MAX_REPORT_BYTES = 1024  # below the limit of an atomic write to a pipe (POSIX: 512; Linux: 4096)
 
@@ -365,9 +367,11 @@ def list_caches() -> list[CacheInfo]:
 def _info(folder: Path) -> CacheInfo:
     try:
         facts = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
-        kind, source = str(facts["kind"]), str(facts["source"])
+        kind = str(facts["kind"])
+        source = str(facts["source"])
     except (OSError, ValueError, KeyError, TypeError):  # damaged: listed, so that it can be removed
-        kind, source = "unknown", "unknown"
+        kind = "unknown"
+        source = "unknown"
     sizes = {path: path.stat().st_size for path in folder.iterdir()}
     entries = sum(size // _RECORD.size for path, size in sizes.items() if path.suffix == _INDEX)
     return CacheInfo(folder.name, kind, source, entries, sum(sizes.values()))

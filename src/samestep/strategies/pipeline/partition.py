@@ -258,7 +258,8 @@ def _module_sizes(model: nn.Module, graph: fx.Graph) -> dict[str, int]:
 def _opened(model: nn.Module, count: int) -> set[str]:
     """Return the modules to trace into: those larger than an average stage, if they can be traced."""
     average = sum(parameter.numel() for parameter in model.parameters()) / count
-    opened, leaves = set[str](), set[str]()
+    opened = set[str]()
+    leaves = set[str]()
     while True:
         sizes = _module_sizes(model, trace(model, opened, training=True))
         large = [name for name, size in sizes.items() if size > average and name not in leaves]

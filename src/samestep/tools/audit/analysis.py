@@ -98,7 +98,8 @@ def checkpoint_findings(world: World, others: Iterable[World]) -> Iterator[Findi
 
 def _restored(world: World) -> tuple[list[list[int]], str]:
     """Return the files that rank 0 loads before its first step, and the line where an optimizer loads its state."""
-    keys, line = [], ""
+    keys = []
+    line = ""
     for event in world.ranks[0]:
         if event["kind"] == "update":
             break

@@ -244,7 +244,8 @@ def _losses(world: World) -> Iterator[Finding]:
 
 
 def _are_means_of_means(events: list[Event]) -> bool:
-    counts, scales = [event["count"] for event in events], [event["scale"] for event in events]
+    counts = [event["count"] for event in events]
+    scales = [event["scale"] for event in events]
     is_equal = min(scales) > 0 and max(scales) - min(scales) <= _TOLERANCE * max(scales)
     return bool(is_equal and min(counts) > 0 and max(counts) >= _COUNT_RATIO * min(counts))
 
@@ -334,7 +335,8 @@ def _evaluation(world: World, group: dict[int, Pass]) -> Iterator[Finding]:
     for rank, one in group.items():
         number = one.info["number"]
         counts += [e for e in world.ranks[rank] if e["kind"] == "count" and e["number"] == number][:1]
-    total, info = sum(event["samples"] for event in counts), group[0].info
+    total = sum(event["samples"] for event in counts)
+    info = group[0].info
     # If each rank evaluates all samples, all ratios are right.
     is_replicated = all(event["samples"] == info["samples"] for event in counts)
     is_reduced = len(counts) == world.size and len({event["at"] for event in counts}) == 1
@@ -347,7 +349,8 @@ def _repeated_order(world: World) -> Iterator[Finding]:
     # A new loader continues the training of its optimizer; another optimizer belongs to another training.
     orders: dict[tuple[Any, ...], dict[tuple[int, ...], Pass]] = defaultdict(dict)
     for one in passes(world.ranks[0]):
-        info, samples = one.info, tuple(one.samples)
+        info = one.info
+        samples = tuple(one.samples)
         if not info["shuffled"] or not one.trains or not one.has_ended or len(samples) < _MIN_ORDER:
             continue
         data = (info["line"], info["dataset"], info["subset"], info["fingerprint"])

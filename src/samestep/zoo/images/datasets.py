@@ -118,7 +118,9 @@ def load_image_list(
     if Path(path).suffix.lower() == ".txt":
         largest = max((int(label) for label in texts if label.isdecimal()), default=-1)
         texts = [str(number) for number in range(largest + 1)]
-    names = class_names(texts if classes is None else classes)
+    if classes is None:
+        classes = texts
+    names = class_names(classes)
     labels = ClassLabels(names)
 
     def samples(rows: list[Row], table: str) -> list[Sample]:

@@ -120,7 +120,9 @@ class EncodedImage:
     """
 
     def __init__(self, decode_jpeg: Callable[..., Any], source: Path | BytesIO, name: str) -> None:
-        self._decode_jpeg, self._source, self._name = decode_jpeg, source, name
+        self._decode_jpeg = decode_jpeg
+        self._source = source
+        self._name = name
         self._image: Image.Image | None = None
         with file_errors(name, "an image"):
             self._data = source.read_bytes() if isinstance(source, Path) else source.getvalue()

@@ -24,7 +24,8 @@ from torchvision.transforms import v2  # noqa: E402
 from torchvision.transforms.v2 import functional  # noqa: E402
 
 # Mean and standard deviation of ImageNet, with which torchvision's weights were trained.
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 _MAX_MAGNITUDE = 30
 
 Transform = Callable[[Any], torch.Tensor]  # of an image from `ImageTransforms.reader()`
@@ -149,7 +150,9 @@ class CenterCrop:
     """Center `(3, size, size)` of an `EncodedImage`, after its shorter side is resized to `resized_size`."""
 
     def __init__(self, size: int, resized_size: int, interpolation: v2.InterpolationMode) -> None:
-        self._size, self._resized_size, self._interpolation = size, resized_size, interpolation
+        self._size = size
+        self._resized_size = resized_size
+        self._interpolation = interpolation
 
     def __call__(self, image: LazyImage) -> torch.Tensor:
         """Return the resized center as bytes."""
@@ -232,7 +235,8 @@ class ImageTransforms:
 
     def validation(self) -> Transform:
         """Return the transform of validation images: resize and center crop."""
-        size, interpolation = round(self.image_size / self.crop_fraction), v2.InterpolationMode(self.interpolation)
+        size = round(self.image_size / self.crop_fraction)
+        interpolation = v2.InterpolationMode(self.interpolation)
         if self.decoder != "pillow":
             return CenterCrop(self.image_size, size, interpolation)
         resize = v2.Resize(size, interpolation=interpolation)
@@ -253,7 +257,8 @@ class ImageTransforms:
 
     def normalize(self, data: Any) -> Any:
         """Return the data of a microbatch with images `(..., 3, H, W)` of bytes as normalized floats."""
-        mean, std = torch.tensor(self.mean).view(3, 1, 1), torch.tensor(self.std).view(3, 1, 1)
+        mean = torch.tensor(self.mean).view(3, 1, 1)
+        std = torch.tensor(self.std).view(3, 1, 1)
 
         def normalized(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dtype != torch.uint8:

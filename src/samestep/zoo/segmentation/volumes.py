@@ -72,7 +72,8 @@ def read_volume_mask(path: Path, code: MaskCode) -> ClassNumbers:
 
 def read_pair(pair: Pair, code: MaskCode) -> tuple[Voxels, ClassNumbers]:
     """Return a volume and its mask, which have the same shape."""
-    volume, mask = read_volume(pair.image), read_volume_mask(pair.mask, code)
+    volume = read_volume(pair.image)
+    mask = read_volume_mask(pair.mask, code)
     if volume.shape != mask.shape:
         raise DataError(
             f"{pair.mask} has the shape {mask.shape}, {pair.image} has {volume.shape}",
@@ -91,7 +92,9 @@ class Volumes:
     """
 
     def __init__(self, pairs: Sequence[Pair], code: MaskCode, window: Sequence[float] | None) -> None:
-        self.pairs, self.code, self._window = pairs, code, window
+        self.pairs = pairs
+        self.code = code
+        self._window = window
         self.read = lru_cache(maxsize=_KEPT_VOLUMES)(self._read)
 
     def _read(self, index: int) -> Sample:
@@ -153,9 +156,11 @@ class RandomPatches:
     def __getitem__(self, index: int) -> Sample:
         values, numbers = self._volumes.read(index // self._patches)
         start = self._random_start(numbers)
-        patch, target = crop(values, start, self._size, 0), crop(numbers[None], start, self._size, IGNORED)[0]
+        patch = crop(values, start, self._size, 0)
+        target = crop(numbers[None], start, self._size, IGNORED)[0]
         axes = [axis for axis, draw in enumerate(torch.rand(3).tolist()) if self._flips and draw < 0.5]
-        patch, target = patch.flip([axis + 1 for axis in axes]), target.flip(axes)
+        patch = patch.flip([axis + 1 for axis in axes])
+        target = target.flip(axes)
         return patch, as_target(target, is_binary=self._volumes.code.is_binary)
 
     def _random_start(self, numbers: torch.Tensor) -> list[int]:
@@ -176,7 +181,8 @@ class Tiles:
     """
 
     def __init__(self, volumes: Volumes, size: tuple[int, ...]) -> None:
-        self._volumes, self._size = volumes, size
+        self._volumes = volumes
+        self._size = size
         self._tiles = [(number, tile) for number, pair in enumerate(volumes.pairs) for tile in _tiles(pair, size)]
 
     def __len__(self) -> int:

@@ -202,14 +202,16 @@ def observe_steps(session: Session) -> Callable[..., None]:
         A function to call when a loader begins a pass: it observes the buffers of an evaluation.
     """
     observer = StepObserver(session)
-    begins, ends = session.guarded(observer.begins), session.guarded(observer.ends)
+    begins = session.guarded(observer.begins)
+    ends = session.guarded(observer.ends)
     schedules = session.guarded(observer.schedules)
     replicates = session.guarded(observer.replicates)
     register_optimizer_step_pre_hook(lambda optimizer, *_: begins(optimizer))
     register_optimizer_step_post_hook(lambda optimizer, *_: ends(optimizer))
     scheduler: Any = LRScheduler
     replica: Any = DistributedDataParallel
-    step, init = scheduler.step, replica.__init__
+    step = scheduler.step
+    init = replica.__init__
 
     def observed_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         schedules(self)
@@ -239,7 +241,8 @@ def summaries(*parts: Mapping[str, torch.Tensor | None]) -> list[Summaries]:
     ends = np.cumsum([len(value) for value in values])
     with np.errstate(all="ignore"):
         starts = [0, *ends[:-1]]
-        norms, sums = np.sqrt(np.add.reduceat(flat * flat, starts)), np.add.reduceat(flat, starts)
+        norms = np.sqrt(np.add.reduceat(flat * flat, starts))
+        sums = np.add.reduceat(flat, starts)
     pairs = iter(zip(norms.tolist(), sums.tolist(), strict=True))
     return [{name: None if value is None else [*next(pairs)] for name, value in part.items()} for part in parts]
 
