@@ -273,8 +273,9 @@ _OF_TORCH = (
 def epochs(batches: WholeBatches, number: int) -> Iterator[int]:
     """Yield the numbers of the epochs from the position of a loader to `number`, without `number`.
 
-    After a resumption, the first one is the epoch of the checkpoint; if no epoch remains, one line says so. An epoch is
-    complete when its batches were read, or the body has left it. `samestep.request_stop` ends the loop and the script.
+    After a resumption, the first one is the epoch of the checkpoint; if none remains, one line reports this. An
+    epoch is complete when its batches were read, or the body has left it. `samestep.request_stop` ends the loop and
+    the script.
 
     Raises:
         InputError: the body used no batch of the loader.

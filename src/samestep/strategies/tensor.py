@@ -3,7 +3,7 @@
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019).
 
 The code of the module runs unchanged: a divided weight is an operand of `linear`, `embedding` and `addmm`, so that a
-divided call has the operations of a whole one. Its result is a `SlicedTensor`, or a full tensor where the plan says so.
+divided call has the operations of a whole one. Its result is a `SlicedTensor`, or a full tensor by the plan.
 
 Decisions: docs/decisions/layouts.md
 """

@@ -28,7 +28,7 @@ from samestep.microbatches import owned_microbatches
 from samestep.reduce.tree import MicrobatchTree, communicate, tree_all_reduce
 from samestep.view.crossings import crossing
 
-_ALIGNMENT = 64  # bytes, as of new memory on CPUs; matrix products can depend on it
+ALIGNMENT = 64  # bytes, as of new memory on CPUs; matrix products can depend on it
 
 Parts = Sequence[torch.Tensor]
 
@@ -101,7 +101,7 @@ class Slicing:
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor, copied if it is not contiguous or not aligned: bits of products can depend on both."""
-    if tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0:
+    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 

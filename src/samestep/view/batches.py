@@ -70,7 +70,7 @@ class ViewOfBatches:
     ) -> tuple[MutableMapping[Hashable, Decision], Hashable]:
         """Return the decisions of earlier loaders, and the key of a loader that a line of the script has made.
 
-        Decisions belong to the data set. Functions that the line makes again are told apart by their code.
+        Decisions belong to the data set. Functions that the line makes again are distinguished by their code.
         """
         try:
             decisions = self._view.batch_decisions.setdefault(dataset, {})

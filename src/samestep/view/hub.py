@@ -198,7 +198,7 @@ class _HubBucket:
         return marks
 
     def _watch_accumulation(self) -> None:
-        """Note the versions of `.grad` after gradients are added to it, to tell these writes from `zero_grad`."""
+        """Note the versions of `.grad` after gradients are added to it: `zero_grad` writes too."""
         versions = self._versions
 
         def note(index: int, parameter: torch.Tensor) -> None:

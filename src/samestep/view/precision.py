@@ -16,7 +16,7 @@ _CONVERSIONS: dict[Callable[..., Any], torch.dtype] = {
 }
 # Functions that take the precision of an array of NumPy.
 _FROM_ARRAYS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy})
-# The dtype of a view says how bits are read.
+# The dtype of a view is the interpretation of its bits.
 _UNCHANGED = frozenset({torch.Tensor.view, torch.frombuffer})
 
 

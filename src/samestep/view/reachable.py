@@ -209,7 +209,7 @@ class Reachable:
             self.names.update(text for text in code.co_consts if isinstance(text, str))  # for getattr
             for name in sys.modules.keys() & set(code.co_names):  # imported in the function
                 self.follow(sys.modules[name])
-            # Names of globals and of attributes stand in one list, which only the instructions tell apart.
+            # Names of globals and of attributes are in one list; the instructions distinguish them.
             if _STORE_GLOBAL in code.co_code[::2] or not namespace.keys().isdisjoint(code.co_names):
                 instructions = dis.get_instructions(code)
                 collected.update(step.argval for step in instructions if step.opname in _GLOBAL_OPERATIONS)

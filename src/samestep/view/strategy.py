@@ -3,13 +3,13 @@
 The parts of a divided call (own rows, words, crossings, outputs) do not depend on the strategy. A strategy
 
 1. prepares the module once, in `samestep.parallel`: it divides or places the parameters, in place;
-2. says which ranks share the rows of a batch (`ranks`); ranks with the same number there compute the same rows;
+2. chooses the ranks that share the rows of a batch (`ranks`); ranks with the same number there compute the same rows;
 3. gives each call its parameters (`CallParameters`), which sum gradients over the ranks;
 4. surrounds whole calls and trials, in which the module has complete parameters.
 
 Between calls the module looks as after `prepare`: a strategy that needs hooks or other classes installs them inside of
-`CallParameters` only, so that watched calls, trials and keys of kinds see the script's own module. Words are exchanged
-by all ranks of the view, whatever the strategy.
+`CallParameters` only, so that watched calls, trials and keys of kinds see the script's own module. Under every strategy
+all ranks of the view exchange words.
 
 `strategies.replicated` is the simplest implementation.
 """
@@ -34,7 +34,7 @@ from samestep.view.ranks import Ranks, Slices
 
 
 class CallParameters(ABC):
-    """Parameters of divided calls, as the graph of the call sees them.
+    """Parameters in the graph of divided calls.
 
     With a flat graph, `aliases_in_place` surrounds the forward of an own slice, whose graph is part of the script's.
 

@@ -202,7 +202,7 @@ class _Recorder(Operations):
     """Operations of a watched call, with their use of values of rows.
 
     A tensor that is computed from tensors with rows is tainted: in a divided call its value differs between ranks.
-    The taint says whether its first dimension has followed the rows of the batch all the way.
+    The taint is true if its first dimension has followed the rows of the batch all the way.
 
     Args:
         received: tensors among the arguments.
@@ -220,7 +220,7 @@ class _Recorder(Operations):
         self.made: dict[int, weakref.ref[torch.Tensor]] = {}
         self._rows = next((tensor.shape[0] for tensor in received if tensor.dim()), 0)
         self._taints: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()
-        # Scalars that say whether any or all of a number of values are true.
+        # Scalars for any or all of a number of values.
         self._conditions: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
         for tensor in received:
             if tensor.dim() and tensor.shape[0] == self._rows:
@@ -276,7 +276,7 @@ class _Recorder(Operations):
     def _note_condition(
         self, function: Callable[..., Any], arguments: Sequence[Any], result: torch.Tensor, by_rows: bool
     ) -> None:
-        """Note a scalar that says whether any or all values of rows are true."""
+        """Note a scalar that is `any` or `all` of values of rows."""
         first, *others = arguments
         if function in _ANY_OR_ALL or (function in _SUMS and first.dtype is torch.bool):
             if by_rows or first in self._conditions:
@@ -285,7 +285,7 @@ class _Recorder(Operations):
             self._conditions[result] = 1  # `mask.sum() == mask.numel()` is `mask.all()`
 
     def _is_condition(self, function: Callable[..., Any], arguments: Sequence[Any], by_rows: bool) -> bool:
-        """Whether a number says if any or all values of rows are true, which ranks compare in each call."""
+        """Whether a number is `any` or `all` of values of rows, which ranks compare in each call."""
         if function is torch.Tensor.__bool__:
             return arguments[0] in self._conditions
         return function is _ALIGNED and by_rows

@@ -18,10 +18,10 @@ from samestep.distributed.rng import passed_generators
 from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.reduce.tree import communicate
+from samestep.strategies.tensor_slices import ALIGNMENT
 
 _TEXT_BYTES = 2048  # of the text in a header; a longer one is sent alone
 _LENGTH_BYTES = 8
-_ALIGNMENT = 64  # bytes, as of new memory on CPUs
 
 Messages = Sequence[tuple[torch.Tensor, int]]  # with the rank of the peer
 
@@ -133,7 +133,7 @@ def _as_bytes(data: bytes) -> torch.Tensor:
 
 def layout_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
     """Return the strides of a tensor, and the elements between an aligned address and its own."""
-    return tuple(tensor.stride()), tensor.data_ptr() % _ALIGNMENT // tensor.element_size()
+    return tuple(tensor.stride()), tensor.data_ptr() % ALIGNMENT // tensor.element_size()
 
 
 def with_layout(tensor: torch.Tensor, strides: Sequence[int], offset: int) -> torch.Tensor:
