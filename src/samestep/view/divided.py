@@ -308,8 +308,8 @@ class DividedCall:
         outputs = [self.division.outputs[place] for place in places]
         tensors = [result.leaves[place] for result in results for place in places]
         stays = [self._stays(tensor, output) for tensor, output in zip(tensors, outputs, strict=False)]
-        crossing = OutputCrossing(self.ranks, self._reduction, self.call.slices, outputs, stays, before_backward)
-        crossing.parameters = parameters
+        arguments = (self.ranks, self._reduction, self.call.slices, outputs, stays, before_backward)
+        crossing = OutputCrossing(*arguments, parameters)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             anchors = [] if parameters is None else parameters.anchors
             whole = list(GatherOutputs.apply(crossing, *tensors, *anchors))  # type: ignore[no-untyped-call]
@@ -341,9 +341,6 @@ class DividedCall:
 class OutputCrossing:
     """State for the end of a divided call, without its arguments: a graph keeps it as long as the loss lives.
 
-    Attributes:
-        parameters: parameters of the call.
-
     Args:
         ranks: the ranks.
         reduction: sums over all slices.
@@ -351,6 +348,7 @@ class OutputCrossing:
         outputs: the outputs that are tensors.
         stays: for each whether its rows stay where they are.
         before_backward: called in each backward with the gradients of the whole outputs.
+        parameters: parameters of the call.
     """
 
     def __init__(
@@ -361,10 +359,11 @@ class OutputCrossing:
         outputs: Sequence[Output],
         stays: Sequence[bool],
         before_backward: Callable[[Sequence[torch.Tensor | None]], None],
+        parameters: CallParameters | None,
     ) -> None:
         self.outputs = outputs
         self.stays = stays
-        self.parameters: CallParameters | None = None
+        self.parameters = parameters
         self.before_backward = before_backward
         self._ranks = ranks
         self._reduction = reduction
