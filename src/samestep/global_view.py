@@ -230,7 +230,7 @@ def _strategy(
     """Return the strategy of a module.
 
     Raises:
-        InputError: it does not divide batches into microbatches.
+        InputError: it excludes another option.
     """
     world = process_state.world
     assert world is not None
@@ -246,7 +246,15 @@ def _strategy(
             code="E_INCOMPATIBLE",
         )
     kind: Callable[..., Strategy] = Replicated
-    if name in ("fsdp", "hsdp") and world.size > 1:
+    has_shards = name in ("fsdp", "hsdp") and world.size > 1
+    if has_shards and slices > 1:
+        raise InputError(
+            f"samestep.parallel: tensor_slices={slices} with strategy={name!r}",
+            expected="a strategy that can divide matrix products: ddp, tp or pp",
+            fix="strategy='ddp', or 'tp' if the model does not fit on a device",
+            code="E_INCOMPATIBLE",
+        )
+    if has_shards:
         from samestep.strategies.gathered import Gathered  # slow to import
         from samestep.strategies.sharded import Sharded
 

@@ -178,7 +178,7 @@ def _require_same(options: SessionOptions) -> None:
 
 
 def _needs_default_group(strategy: StrategyConfig | None) -> bool:
-    return strategy is not None and strategy.name not in ("auto", "ddp")
+    return strategy is not None and (strategy.name not in ("auto", "ddp") or strategy.ranks_per_model > 1)
 
 
 def _forget_world() -> None:

@@ -47,9 +47,10 @@ def test_two_ranks_have_the_values_of_the_plain_loop() -> None:
         job(4, "pp", PIPELINE, pipeline=2, replicate=2),
         job(2, "tp", TENSOR, tensor=2),
         job(4, "tp", TENSOR, tensor=2, replicate=2),
+        job(4, "ddp", ["layers"], tensor=2),
         job(4, "pp", ["text", "layers"], pipeline=2, tensor=2),
     ],
-    ids=["pp 2", "pp 3", "ddp 2 x pp 2", "tp 2", "ddp 2 x tp 2", "tp 2 x pp 2"],
+    ids=["pp 2", "pp 3", "ddp 2 x pp 2", "tp 2", "ddp 2 x tp 2", "ddp with a mesh", "tp 2 x pp 2"],
 )
 def test_layouts_have_the_values_of_the_plain_loop(mesh: Job) -> None:
     (results,) = run_jobs("workers.split", mesh, timeout=400)

@@ -293,7 +293,9 @@ def train(folder: Path, strategy: str, replicate: int, steps: int) -> list[Any]:
     return losses
 
 
-def losses_with(options: dict[str, Any], reduction: Literal["fast", "exact"] = "fast") -> list[float]:
+def losses_with(
+    options: dict[str, Any], reduction: Literal["fast", "exact"] = "fast", tensor_slices: int = 1
+) -> list[float]:
     """Train a few steps with options of the strategy; return the losses."""
     torch.set_default_dtype(torch.float64)
     View.divides_small_calls = True
@@ -303,7 +305,7 @@ def losses_with(options: dict[str, Any], reduction: Literal["fast", "exact"] = "
         place = torch.device("meta")
     with place:
         model = network()
-    samestep.parallel(model, reduction=reduction)
+    samestep.parallel(model, reduction=reduction, tensor_slices=tensor_slices)
     torch.manual_seed(1)  # a model on the meta device draws no numbers
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []

@@ -21,8 +21,8 @@ AXES = ("pipeline", "replicate", "shard", "tensor")
 # The axes of each strategy. The first axis without a size takes the remaining factor of the number of ranks.
 _AXES_OF_STRATEGY = {
     "ddp": ("replicate", "tensor", "pipeline"),
-    "fsdp": ("shard", "tensor"),
-    "hsdp": ("shard", "replicate", "tensor"),
+    "fsdp": ("shard",),
+    "hsdp": ("shard", "replicate"),
     "device_map": ("replicate",),
     "tp": ("tensor", "replicate"),
     "pp": ("pipeline", "replicate", "tensor"),
@@ -235,8 +235,6 @@ def _require_effect(strategy: StrategyConfig, shape: MeshShape) -> None:
         if key in changed and strategy.name not in names:
             expected = f"strategy.{key} belongs to {' and '.join(name for name in names if name != 'auto')}"
             raise error(key, f"with strategy.name {strategy.name}", expected, f", or --strategy {names[-1]}")
-    if strategy.meta and shape.tensor > 1:
-        raise error("meta", f"with the mesh {shape.name}", "a tensor axis divides values, which only rank 0 would have")
     for key, axis in _AXIS_OF_OPTION.items():
         if key in changed and getattr(shape, axis) == 1 < shape.size:
             expected = f"strategy.{key} configures the {axis} axis"

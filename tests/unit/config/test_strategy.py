@@ -30,10 +30,8 @@ def resolved(name: StrategyName, processes: int, **mesh: int) -> MeshShape:
         ("tp", 4, {"tensor": 2}, ("ddp x tp", 1, 2, 1, 2)),
         ("fsdp", 3, {}, ("fsdp", 1, 1, 3, 1)),
         ("fsdp", 1, {}, ("single", 1, 1, 1, 1)),
-        ("fsdp", 4, {"tensor": 2}, ("fsdp x tp", 1, 1, 2, 2)),
         ("hsdp", 4, {"shard": 2}, ("hsdp", 1, 2, 2, 1)),
         ("hsdp", 4, {"replicate": 2, "shard": 2}, ("hsdp", 1, 2, 2, 1)),
-        ("hsdp", 8, {"shard": 2, "tensor": 2}, ("hsdp x tp", 1, 2, 2, 2)),
         ("pp", 4, {"pipeline": 2}, ("ddp x pp", 2, 2, 1, 1)),
         ("ddp", 8, {"pipeline": 2, "tensor": 2}, ("ddp x pp x tp", 2, 2, 1, 2)),
         ("pp", 4, {"pipeline": 2, "replicate": 1, "tensor": 2}, ("pp x tp", 2, 1, 1, 2)),
@@ -45,6 +43,13 @@ def test_mesh_shape_of_a_strategy(
 ) -> None:
     shape = resolved(name, processes, **mesh)
     assert (shape.name, *shape.sizes) == expected
+
+
+@pytest.mark.parametrize("name", ["fsdp", "hsdp"])
+def test_shards_have_no_tensor_axis(name: StrategyName) -> None:
+    with pytest.raises(InputError, match=f"strategy {name} with the mesh shard=2,tensor=2 on 4 ranks") as caught:
+        resolved(name, 4, shard=2, tensor=2)
+    assert caught.value.code == "E_MESH"
 
 
 @given(name=st.sampled_from(NAMES), mesh=meshes, processes=st.integers(1, 12))
@@ -98,11 +103,7 @@ def test_more_data_ranks_than_microbatches_is_an_error() -> None:
     [
         (StrategyConfig(name="ddp", offload=True), 2, "strategy.offload without a shard axis"),
         (StrategyConfig(name="ddp", gather="bf16"), 2, "strategy.gather without a shard axis"),
-        (
-            StrategyConfig(name="fsdp", meta=True, mesh=MeshConfig(tensor=2)),
-            4,
-            "strategy.meta with the mesh fsdp x tp",
-        ),
+        (StrategyConfig(name="tp", meta=True), 2, "strategy.meta without a shard axis"),
         (StrategyConfig(name="tp", stages=("b",)), 2, "strategy.stages without a pipeline axis"),
         (StrategyConfig(name="fsdp", hook="fp16"), 2, "strategy.hook with strategy.name fsdp"),
         (StrategyConfig(name="ddp", devices=2), 2, "strategy.devices with strategy.name ddp"),

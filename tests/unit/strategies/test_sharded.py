@@ -141,3 +141,9 @@ def test_options_change_no_result(options: dict[str, Any]) -> None:
 def test_exact_refuses_rounded_parameters() -> None:
     with pytest.raises(SamestepError, match="gather='bf16'"):
         samestep.launch(sharded_state.losses_with, {"gather": "bf16"}, "exact", processes=2)
+
+
+@pytest.mark.slow
+def test_shards_refuse_slices_of_products() -> None:
+    with pytest.raises(SamestepError, match="tensor_slices=2 with strategy='fsdp'"):
+        samestep.launch(sharded_state.losses_with, {}, "fast", 2, processes=2)
