@@ -135,9 +135,18 @@ def world_of_process(world: World, reduction: Reduction = "fast") -> Iterator[No
         _forget_view(error)
 
 
-def any_rank(world: World, *flags: bool) -> list[bool]:
-    """Return for each flag whether it is set on some rank; a collective."""
-    return joined_view(None, "fast").any_rank(*flags) if world.size > 1 else list(flags)
+def any_rank(world: World, *flags: bool, place: str = "") -> list[bool]:
+    """Return for each flag whether it is set on some rank; a collective.
+
+    Args:
+        world: the ranks.
+        flags: the flags.
+        place: what this rank has reached, for the error if other ranks have reached something else.
+
+    Raises:
+        RankMismatchError: other ranks are elsewhere.
+    """
+    return joined_view(None, "fast").any_rank(*flags, place=place) if world.size > 1 else list(flags)
 
 
 def parallel_module(module: nn.Module) -> ParallelModule | None:

@@ -189,11 +189,15 @@ class Driver:
         return full_tensor(torch.nn.utils.get_total_norm(gradients)).to(self.world.device)
 
     def _require_skip(self, data: tuple[Any, Any], samples: torch.Tensor, *, is_loss_finite: bool) -> None:
-        """Require that a step that is not finite is skipped.
+        """Require that a step that is not finite is skipped; a collective.
 
         Raises:
             NonFiniteError: such a step ends the run.
+            RankMismatchError: the step is finite on another rank.
         """
+        # On another rank the step may be finite: its next word meets this one, and would not meet a gather.
+        place = f"a loss or gradient of step {self.steps + 1} that is not finite"
+        is_loss_finite = not any(any_rank(self.world, not is_loss_finite, place=place))
         # Under fp16, overflows of gradients are expected: the scaler reduces its scale.
         is_scaling = self.scaler.is_enabled() and is_loss_finite
         if self._config.non_finite == "stop" and not is_scaling:

@@ -135,6 +135,10 @@ class InStep:
             self._add_values(_GRADIENTS, gradient, line)
         self._add(_GENERATORS, python_generator(), line)
 
+    def fact_of_place(self, name: str) -> None:
+        """Add that this rank has reached a place that the other ranks may not have reached."""
+        self._add(name, 0, self._begin())
+
     def digest(self) -> int:
         """Return a hash of the facts since the last one, a signed integer of 64 bits."""
         self._sent = self._facts
@@ -261,13 +265,14 @@ def _difference(first: list[Any], rank: int, other: list[Any]) -> RankMismatchEr
     """Return the error of a fact (name, hash, file, line, named values) that differs on rank 0 and another one."""
     names = first[0], other[0]
     code, fix = _CODES_AND_FIXES.get(names[0], _OTHER_PATH) if names[0] == names[1] else _OTHER_PATH
-    lines = " and ".join(f"{fact[2]}:{fact[3]}" for fact in (first, other) if fact[2])
+    # Without a script, as in a recipe, the outermost line is that of the fork server.
+    lines = " and ".join(f"{fact[2]}:{fact[3]}" for fact in (first, other) if fact[2] not in ("", "<string>"))
     if names[0] != names[1]:
         value = f"rank 0 reached {names[0]} while rank {rank} reached {names[1]}"
     else:
         value = f"ranks 0 and {rank} differ in: {names[0]}{_unequal(first[4], other[4])}"
     return RankMismatchError(
-        f"{value}, at {lines}", "every rank runs the same script with equal values", fix, code=code
+        f"{value}{lines and ', at '}{lines}", "every rank runs the same script with equal values", fix, code=code
     )
 
 

@@ -257,8 +257,10 @@ class View:
         """Send a word before a sum inside of a divided call; return whether all ranks are in the same sum."""
         return all(word[0] == SUM_IN_CALL for word in self.word(SUM_IN_CALL))
 
-    def any_rank(self, *flags: bool) -> list[bool]:
-        """Return for each flag whether it is set on some rank."""
+    def any_rank(self, *flags: bool, place: str = "") -> list[bool]:
+        """Return for each flag whether it is set on some rank; `place` names a place that ranks may reach alone."""
+        if place:
+            self.in_step.fact_of_place(place)
         words = self.word(AGREE, *map(int, flags))
         self.require_same_action(words)
         return [any(column) for column in list(zip(*words, strict=True))[2 : 2 + len(flags)]]

@@ -189,6 +189,19 @@ def test_a_further_call_is_named() -> None:
     assert "rank 0 reached nothing further while rank 1 reached a call of a module" in str(errors[0])
 
 
+def test_a_place_that_one_rank_has_reached_is_named() -> None:
+    def facts(rank: int, ranks: InStep) -> None:
+        if rank == 1:
+            ranks.fact_of_place("the moon")
+        else:
+            ranks.facts_of_call(nn.Linear(2, 2), [])
+
+    errors = errors_of(facts)
+    assert errors[0] is not None
+    assert errors[0].code == "E_RANK_DESYNC"
+    assert f"rank 0 reached a call of a module while rank 1 reached the moon, at {__file__}:" in str(errors[0])
+
+
 def test_another_module_is_named() -> None:
     def facts(rank: int, ranks: InStep) -> None:
         ranks.facts_of_call(nn.Linear(2, 2) if rank == 2 else nn.Bilinear(2, 2, 2), [])
