@@ -7,12 +7,13 @@ in tree order, and further messages of a step. The rank that sends most is shown
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from communication_rank import BATCH, CONTEXT, WIDTH, Case, Traffic, measure, parameter_bytes
+from communication_rank import BATCH, CLASSES, CONTEXT, WIDTH, Case, Traffic, measure, parameter_bytes
 from machine import describe_machine, machine_line, markdown_table, save
 
 import samestep
@@ -26,14 +27,14 @@ ADAMW = 4  # parameters, gradients and two numbers of the optimizer for each
 
 BEFORE = """\
 A GPT of P = {parameters} MB of parameters in 32 bits, AdamW, a global batch of {batch} x {context} tokens
-(H = {hidden} MB between blocks, divided by the number of data ranks), one microbatch a data rank. MB are millions of
-bytes, in a step, of the rank that sends or holds most. Sent are outputs too, which the
-formulas leave out. N ranks, of which S share parameters, T share products, R are
-copies. Held are parameters, gradients and optimizer state."""
+(H = {hidden} MB between blocks, divided by the number of data ranks D), V = N microbatches. MB are millions of bytes,
+in a step, of the rank that sends or holds most. N ranks, of which S share parameters, T (a power of two) share
+products, R are copies. Every rank gets the outputs, O = {outputs} MB. Held are parameters,
+gradients and optimizer state."""
 AFTER = """\
-With several microbatches per rank, `fsdp` gathers for each. Embedding and output layer of this GPT are tied: under `pp`
-the first and the last stage hold the weight and sum its gradients; under `tp` every rank has the weight. `pp` is as
-large as its largest stage."""
+Under `fsdp` gloo sums whole gradients; a backend that sums to parts, such as NCCL, sends (S-1)/S P less with `fast`.
+Embedding and output layer of this GPT are tied: under `pp` the first and the last stage hold the weight W and sum its
+gradients for each microbatch; under `tp` every rank has the weight. `pp` is as large as its largest stage."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,18 @@ def ring(ranks: int, size: float) -> float:
     return 2 * (ranks - 1) / ranks * size
 
 
+def outputs(ranks: int) -> float:
+    """The own rows of the outputs, to all ranks with other rows."""
+    return (ranks - 1) / ranks * BATCH * CONTEXT * CLASSES * 4
+
+
+def ddp(layout: MeshShape, size: float) -> float:
+    return ring(layout.size, size) + outputs(layout.size)
+
+
 def fsdp_bytes(layout: MeshShape, size: int) -> float:
-    # Two gathers, and one part of a sum per rank; then copies add their parts.
-    return 3 * (layout.shard - 1) / layout.shard * size + ring(layout.replicate, size / layout.shard)
+    # Parameters are gathered twice, and whole gradients are summed.
+    return 2 * (layout.shard - 1) / layout.shard * size + ddp(layout, size)
 
 
 def hidden(layout: MeshShape) -> float:
@@ -61,14 +71,17 @@ def hidden(layout: MeshShape) -> float:
 
 
 def tensor(layout: MeshShape, size: int) -> float:
-    # Four sums over ranks; the product for queries, keys and values is gathered, three times as wide.
-    blocks = BLOCKS * (4 * ring(layout.tensor, hidden(layout)) + 2 * ring(layout.tensor, hidden(layout)))
-    return blocks + ring(layout.replicate, size / layout.tensor)
+    # Four sums over ranks in a tree; the product for queries, keys and values is gathered, three times as wide.
+    blocks = BLOCKS * (4 * math.log2(layout.tensor) * hidden(layout) + 2 * ring(layout.tensor, hidden(layout)))
+    return blocks + ring(layout.replicate, size / layout.tensor) + outputs(layout.replicate)
 
 
 def pipelined(layout: MeshShape, size: int) -> float:
-    neighbours = min(2, layout.pipeline - 1)
-    return neighbours * hidden(layout) + ring(layout.replicate, size / layout.pipeline)
+    # Of the last stage.
+    own = BATCH / layout.data_size * CONTEXT * CLASSES * 4
+    weight = layout.size / layout.data_size * CLASSES * WIDTH * 4
+    to_stages = hidden(layout) + (layout.pipeline - 1) * own + weight
+    return to_stages + ring(layout.replicate, size / layout.pipeline) + outputs(layout.replicate)
 
 
 def whole(layout: MeshShape, size: int) -> float:
@@ -79,15 +92,21 @@ def divided(layout: MeshShape, size: int) -> float:
     return ADAMW * size / (layout.shard * layout.tensor * layout.pipeline)
 
 
-DDP = Formula(lambda layout, size: ring(layout.size, size), "2(N-1)/N P", whole)
-FSDP = Formula(fsdp_bytes, "3(S-1)/S P + 2(R-1)/R P/S", divided)
-TENSOR = Formula(tensor, "4 blocks x 12(T-1)/T H + 2(R-1)/R P/T", divided)
-PIPELINED = Formula(pipelined, "H to each neighbour + 2(R-1)/R P/stages", divided)
+DDP = Formula(ddp, "2(N-1)/N P + (N-1)/N O", whole)
+HALF = Formula(lambda layout, size: ddp(layout, size / 2), "(N-1)/N P + (N-1)/N O", whole)
+FSDP = Formula(fsdp_bytes, "2(S-1)/S P + 2(N-1)/N P + (N-1)/N O", divided)
+TENSOR = Formula(tensor, "4 blocks x (4 log2 T + 4(T-1)/T) H + 2(R-1)/R P/T + (R-1)/R O", divided)
+PIPELINED = Formula(
+    pipelined, "H/D + (stages-1) O/D + V/D W + 2(R-1)/R P/stages + (R-1)/R O, of the last stage", divided
+)
 
 LAYOUTS: dict[str, tuple[StrategyConfig, Formula]] = {
     "ddp exact": (StrategyConfig(), DDP),
     "ddp fast": (StrategyConfig(), DDP),
+    "ddp fp16": (StrategyConfig(hook="fp16"), HALF),
+    "ddp bf16": (StrategyConfig(hook="bf16"), HALF),
     "fsdp": (StrategyConfig(name="fsdp"), FSDP),
+    "fsdp exact": (StrategyConfig(name="fsdp"), FSDP),
     "hsdp": (StrategyConfig(name="hsdp", mesh=MeshConfig(replicate=2, shard=2)), FSDP),
     "tp": (StrategyConfig(name="tp"), TENSOR),
     "ddp x tp": (StrategyConfig(name="tp", mesh=MeshConfig(replicate=2, tensor=2)), TENSOR),
@@ -102,7 +121,7 @@ def cases(processes: list[int]) -> list[Case]:
     for number in processes:
         for name, (part, _) in LAYOUTS.items():
             if not part.mesh.sizes or number == 4:
-                found.append(Case(name, number, part, "exact" if name == "ddp exact" else "fast"))
+                found.append(Case(name, number, part, "exact" if name.endswith(" exact") else "fast"))
     return found
 
 
@@ -142,7 +161,11 @@ def page(machine: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         "# Bytes that layouts send and hold",
         machine_line(machine),
         BEFORE.format(
-            parameters=_shown(parameter_bytes()), batch=BATCH, context=CONTEXT, hidden=_shown(hidden(MeshShape()))
+            parameters=_shown(parameter_bytes()),
+            batch=BATCH,
+            context=CONTEXT,
+            hidden=_shown(hidden(MeshShape())),
+            outputs=_shown(BATCH * CONTEXT * CLASSES * 4),
         ),
         table,
         AFTER,
