@@ -50,9 +50,6 @@ class Slicing:
         self.owned = owned_microbatches(count, world.size, world.rank)
         self._tree = MicrobatchTree(count, count)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Slicing:
-        return self  # a copy of a model, such as for an average, has the same ranks
-
     @property
     def rank(self) -> int:
         """Rank among those that own the slices."""
