@@ -194,13 +194,10 @@ def resolve_mesh(strategy: StrategyConfig, processes: int, microbatches: int | N
     lacks_sizes = name == "hsdp" and not sizes and processes > 1
     if has_other_axes or has_other_size or lacks_sizes:
         mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items())
-        expected = "one process"
-        if axes:
-            expected = f"sizes of the axes {', '.join(axes)} that multiply to the number of processes"
         raise InputError(
             f"strategy {name} with {f'the mesh {mesh}' if mesh else 'no mesh'} on {plural(processes, 'rank')}",
-            expected=expected,
-            fix=f"--mesh {axes[0]}={processes}" if axes else f"--strategy ddp --mesh replicate={processes}",
+            expected=f"sizes of the axes {', '.join(axes)} that multiply to the number of processes",
+            fix=f"--mesh {axes[0]}={processes}",
             code="E_MESH",
         )
     resolved = dict.fromkeys(AXES, 1) | sizes | ({free: processes // fixed} if free else {})
