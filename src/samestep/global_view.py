@@ -247,13 +247,15 @@ def _strategy(
     name = config.name
     shape = world.mesh_shape
     is_exact = reduction == "exact"
-    if is_exact and config.gather == "bf16":
-        raise InputError(
-            f"samestep.parallel: reduction='exact' with strategy={name!r} and gather='bf16'",
-            expected="parameters in their own precision with this reduction",
-            fix="gather='fp32'",
-            code="E_INCOMPATIBLE",
-        )
+    for option, plain in (("gather", "fp32"), ("hook", "none")):
+        value = getattr(config, option)
+        if is_exact and value != plain:
+            raise InputError(
+                f"samestep.parallel: reduction='exact' with strategy={name!r} and {option}={value!r}",
+                expected="parameters and gradients in their own precision with this reduction",
+                fix=f"{option}={plain!r}",
+                code="E_INCOMPATIBLE",
+            )
     kind: Callable[..., Strategy] = Replicated
     has_shards = name in ("fsdp", "hsdp") and world.size > 1
     if has_shards and slices > 1:

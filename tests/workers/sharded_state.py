@@ -296,10 +296,10 @@ def train(folder: Path, strategy: str, replicate: int, steps: int) -> list[Any]:
 def losses_with(
     options: dict[str, Any], reduction: Literal["fast", "exact"] = "fast", tensor_slices: int = 1
 ) -> list[float]:
-    """Train a few steps with options of the strategy; return the losses."""
+    """Train a few steps with options of the strategy, by default `fsdp`; return the losses."""
     torch.set_default_dtype(torch.float64)
     View.divides_small_calls = True
-    world = samestep.init(strategy=StrategyConfig(name="fsdp", **options), reduction=reduction)
+    world = samestep.init(strategy=StrategyConfig(**{"name": "fsdp", **options}), reduction=reduction)
     place: Any = nullcontext()
     if options.get("meta") and world.rank:
         place = torch.device("meta")

@@ -39,7 +39,7 @@ _STRATEGIES_OF_OPTION = {
     "devices": ("device_map",),
     "place": ("device_map",),
 }
-_ROUNDING_NOTE = "gradients are sent in 16 bits ({}): equal to the rounding of this format, for either reduction"
+_ROUNDING_NOTE = "gradients are sent in 16 bits ({}): equal to the rounding of this format"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class StrategyConfig(Constrained):
             devices of each rank; `tp`, matrix products divided among ranks; `pp`, consecutive layers on different
             ranks.
         mesh: sizes of the axes, for combinations such as `ddp` with `tensor: 2`.
-        hook: for `ddp`: gradient compression; any value except `none` rounds gradients.
+        hook: for `ddp` under `fast`: gradient compression; any value except `none` rounds gradients.
         offload: for a shard axis: keep parameters and optimizer state in host memory.
         gather: for a shard axis: precision of gathered parameters and of computation.
         meta: for a shard axis: build the model with values on rank 0 only and broadcast one part after another, which

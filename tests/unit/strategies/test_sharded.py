@@ -138,9 +138,12 @@ def test_options_change_no_result(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_exact_refuses_rounded_parameters() -> None:
-    with pytest.raises(SamestepError, match="gather='bf16'"):
-        samestep.launch(sharded_state.losses_with, {"gather": "bf16"}, "exact", processes=2)
+@pytest.mark.parametrize(
+    ("options", "text"), [({"gather": "bf16"}, "gather='bf16'"), ({"name": "ddp", "hook": "bf16"}, "hook='bf16'")]
+)
+def test_exact_refuses_rounded_parameters_and_gradients(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(SamestepError, match=text):
+        samestep.launch(sharded_state.losses_with, options, "exact", processes=2)
 
 
 @pytest.mark.slow
