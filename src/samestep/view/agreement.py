@@ -7,6 +7,7 @@ from samestep.view.kinds import Kind, numbers_hash, operations_hash
 from samestep.view.view import END_CALL, SUM_IN_CALL, View
 
 OTHER_OPERATIONS = "operations that were not tried"
+_BRANCHES = "operations that differ between rows"
 _ENDED_EARLY = "a rank could not compute its rows alone"
 # Status of a rank at the end of a divided call.
 _OK = 1
@@ -14,6 +15,7 @@ _FAILED = 2
 _UNKNOWN = 3  # operations that were not tried, or changes of state that were not watched
 _OTHER_SHAPES = 4  # outputs of its slices differ
 _OTHER_NUMBERS = 5
+_OTHER_BRANCHES = 6  # operations of its slices differ
 
 
 def difference_between_ranks(
@@ -30,7 +32,9 @@ def difference_between_ranks(
     difference = None
     if _FAILED in statuses:
         difference = _ENDED_EARLY
-    elif _UNKNOWN in statuses or len(lists) > 1:
+    elif _OTHER_BRANCHES in statuses or len(lists) > 1:
+        difference = _BRANCHES
+    elif _UNKNOWN in statuses:
         difference = OTHER_OPERATIONS
     elif _OTHER_SHAPES in statuses or len(shapes) > 1:
         difference = "outputs of other shapes in some rows"
@@ -53,7 +57,9 @@ def _facts(kind: Kind, divided: DividedCall, results: list[OwnResult] | None) ->
     ]
     operations, shapes, numbers = every[0]
     status = _OK
-    if divided.has_other_changes or not kind.divides(operations) or any(other[0] != operations for other in every):
+    if any(other[0] != operations for other in every):
+        status = _OTHER_BRANCHES
+    elif divided.has_other_changes or not kind.divides(operations):
         status = _UNKNOWN
     elif any(other[1] != shapes for other in every):
         status = _OTHER_SHAPES

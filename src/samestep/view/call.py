@@ -29,6 +29,7 @@ class Call:
         spec: structure of both.
         rows: rows of the batch.
         slices: slices of the batch.
+        is_tried_again: whether a divided computation had operations that were not tried.
     """
 
     module: nn.Module
@@ -41,6 +42,7 @@ class Call:
     spec: TreeSpec
     rows: int
     slices: Slices
+    is_tried_again: bool = False
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that require gradients, each once."""

@@ -19,8 +19,9 @@ from samestep.view.backward_code import BackwardCode
 from samestep.view.division import Division
 from samestep.view.operations import Operation
 from samestep.view.snapshot import Written
-from samestep.view.switches import HOOKS, PLAIN, SWITCHES, code_of, has_settings, switch, switches_of
+from samestep.view.switches import HOOKS, PLAIN, SWITCHES, Outside, code_of, has_settings, switch, switches_of
 
+_MOST_KINDS = 64  # of the calls of a module; each costs memory, a watched call and a trial
 _MOST_SWITCHES = 8  # of one type, among the arguments of a call
 _CONVERSIONS = frozenset(
     getattr(torch.Tensor, name) for name in ("to", "float", "half", "bfloat16", "double", "type", "type_as")
@@ -38,6 +39,7 @@ class Kind:
         watched_reason: act of the watched call that cannot be divided.
         division: result of the trial.
         known: division of each list of operations that was watched, tried and divided.
+        refused: under `exact`, why calls with a list of operations are computed whole.
         last: operations of the watched call.
         outputs: structure of its outputs.
         uses_checkpointing: whether parts are computed again in the backward.
@@ -55,6 +57,7 @@ class Kind:
     watched_reason: str | None = None
     division: Division | None = None
     known: dict[tuple[Operation, ...], Division] = field(default_factory=dict)
+    refused: dict[tuple[Operation, ...], str] = field(default_factory=dict)
     last: tuple[Operation, ...] = ()
     outputs: TreeSpec | None = None
     uses_checkpointing: bool = False
@@ -76,6 +79,58 @@ class Kind:
         # A trial computes in one precision, and without checkpoints, which have operations of their own.
         is_alike = self.uses_checkpointing or _but_conversions(tried) == _but_conversions(operations)
         return is_alike and operations == self.last
+
+
+class KindsOfModule:
+    """Kinds of the calls of one module.
+
+    Args:
+        known: kinds of all modules of the process, by their facts.
+        device: type of the device.
+        batch_norm: statistics of the whole batch, or of the own rows.
+    """
+
+    def __init__(self, known: dict[Hashable, Kind], device: str, batch_norm: str) -> None:
+        self._known = known
+        self._device = device
+        self._batch_norm = batch_norm
+        self._part_ids: list[int] = []
+        self._structure: Hashable = None
+        self._outside = Outside(())
+        self._added = 0
+
+    def kind(self, parts: Sequence[nn.Module], leaves: Sequence[Any], spec: TreeSpec, rows: int) -> Kind:
+        """Return the kind of a call.
+
+        Args:
+            parts: `submodules` of the module.
+            leaves: leaves of the arguments.
+            spec: their structure.
+            rows: rows of the batch.
+        """
+        ids = [id(part) for part in parts]
+        if ids != self._part_ids:
+            self._part_ids = ids
+            self._structure = structure_key(parts)
+            self._outside = Outside(parts)
+        key = (
+            self._structure,
+            module_key(parts),
+            self._outside.key(),
+            arguments_key(leaves, rows),
+            spec,
+            mode_key(self._device),
+            self._batch_norm,
+        )
+        kind = self._known.get(key)
+        if kind is None:
+            kind = Kind()
+            self._added += 1
+            if self._added > _MOST_KINDS:
+                kind.reason = f"has arguments or modes of more than {_MOST_KINDS} kinds"
+                return kind
+            self._known[key] = kind
+        return kind
 
 
 def _but_conversions(operations: Sequence[Operation]) -> list[Operation]:

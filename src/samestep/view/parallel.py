@@ -6,7 +6,7 @@ Decisions: docs/decisions/global-view.md
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,29 +25,19 @@ from samestep.view.crossings import RowBounds
 from samestep.view.divided import DividedCall, OwnResult, own_arguments
 from samestep.view.division import ComputedWhole, Division, failure, shortened
 from samestep.view.exchange import CallExchange
-from samestep.view.kinds import (
-    Kind,
-    arguments_key,
-    has_compiled_parts,
-    mode_key,
-    module_key,
-    structure_key,
-    submodules,
-)
+from samestep.view.kinds import Kind, KindsOfModule, has_compiled_parts, submodules
 from samestep.view.leaves import flatten
-from samestep.view.operations import has_rules
+from samestep.view.operations import Operations, has_rules
 from samestep.view.ranks import MOST_MICROBATCHES, Slices, rank_bounds, require_microbatches
 from samestep.view.region import Region
 from samestep.view.rows import with_all_rows
 from samestep.view.size import is_worth_dividing
 from samestep.view.snapshot import Snapshot
 from samestep.view.strategy import Strategy
-from samestep.view.switches import Outside
 from samestep.view.trial import try_division
 from samestep.view.view import ENTER_CALL, TRIAL, WATCH, WATCH_RAISED, ModuleSummary, View
 from samestep.view.watch import Watched, watch
 
-_MOST_KINDS = 64  # of the calls of a module; each costs memory, a watched call and a trial
 _MOST_SURPRISES = 8  # calls of a kind that were divided and had to be computed again whole
 
 
@@ -95,10 +85,7 @@ class ParallelModule:
         self._has_reduction = not (self.is_exact or strategy.has_stages)  # which needs the number of microbatches
         self._can_be_whole = whole
         self._is_strict = strict
-        self._part_ids: list[int] = []
-        self._structure: Hashable = None
-        self._new_kinds = 0
-        self._outside = Outside(())
+        self._kinds = KindsOfModule(view.kinds, view.device.type, batch_norm)
 
     @property
     def module(self) -> nn.Module | None:
@@ -134,28 +121,34 @@ class ParallelModule:
             self._count_whole("fewer rows than microbatches" if self.is_exact else "fewer rows than ranks")
             return self._whole(forward, arguments, options)
         call = Call(module, submodules(module), forward, eager, arguments, options, leaves, spec, rows, slices)
-        return self._call_of_kind(self._kind(call), call)
+        return self._call_of_kind(self._kinds.kind(call.parts, leaves, spec, rows), call)
 
     def _call_of_kind(self, kind: Kind, call: Call) -> Any:
         if kind.reason is None and not kind.is_watched:
             self.view.in_step.facts_of_call(call.module, call.leaves)
             return self._watched(kind, call)
+        if kind.reason is None and kind.division is None and kind.last in kind.refused:
+            return self._observed(kind, call)
         if kind.reason is None and kind.division is None:
             if kind.backward_code is not None and not kind.backward_code.has_run:  # the watch goes on
                 self.view.in_step.facts_of_call(call.module, call.leaves)
                 self.summary.watched += 1
                 return self._whole(call.forward, call.arguments, call.options)
             self._try(kind, call)
-        if kind.division is None:
-            self._count_whole(str(kind.reason), call)
-            return self._whole(call.forward, call.arguments, call.options)
-        if call.slices.fewest_rows < kind.division.minimum_rows:
-            self._count_whole("a part of the rows would be a single one", call)
-            return self._whole(call.forward, call.arguments, call.options)
-        if not self._is_worth_dividing(kind, kind.division, call):
-            self._count_whole("so small that messages would take longer", call)
+        reason = self._reason_for_whole(kind, call)
+        if kind.division is None or reason is not None:
+            self._count_whole(str(reason), call)
             return self._whole(call.forward, call.arguments, call.options)
         return self._divided(kind, kind.division, call)
+
+    def _reason_for_whole(self, kind: Kind, call: Call) -> str | None:
+        if kind.division is None:
+            return kind.reason or kind.refused[kind.last]
+        if call.slices.fewest_rows < kind.division.minimum_rows:
+            return "a part of the rows would be a single one"
+        if not self._is_worth_dividing(kind, kind.division, call):
+            return "so small that messages would take longer"
+        return None
 
     def _is_worth_dividing(self, kind: Kind, division: Division, call: Call) -> bool:
         if self._is_strict or self.view.divides_small_calls or self.strategy.splits_module:
@@ -206,31 +199,6 @@ class ParallelModule:
             self._has_reduction = True
         return slices
 
-    def _kind(self, call: Call) -> Kind:
-        ids = [id(part) for part in call.parts]
-        if ids != self._part_ids:
-            self._part_ids = ids
-            self._structure = structure_key(call.parts)
-            self._outside = Outside(call.parts)
-        key = (
-            self._structure,
-            module_key(call.parts),
-            self._outside.key(),
-            arguments_key(call.leaves, call.rows),
-            call.spec,
-            mode_key(self.view.device.type),
-            self._batch_norm,
-        )
-        kind = self.view.kinds.get(key)
-        if kind is None:
-            kind = Kind()
-            self._new_kinds += 1
-            if self._new_kinds > _MOST_KINDS:
-                kind.reason = f"has arguments or modes of more than {_MOST_KINDS} kinds"
-                return kind
-            self.view.kinds[key] = kind
-        return kind
-
     # --- whole calls -----------------------------------------------------------------------------
 
     def _whole(self, forward: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -255,10 +223,31 @@ class ParallelModule:
             )
 
     def _decide_whole(self, kind: Kind, reason: str) -> None:
-        kind.reason = shortened(reason)
+        reason = shortened(reason)
+        if self.is_exact and kind.is_watched and not kind.is_compiled and kind.watched_reason is None:
+            kind.refused[kind.last] = reason  # a resumed run has not seen calls with these operations
+        else:
+            kind.reason = reason
         kind.division = None
-        self.summary.add_reason(kind.reason)
-        self.view.report(self.summary, _WHOLE.format(kind.reason))
+        self.summary.add_reason(reason)
+        self.view.report(self.summary, _WHOLE.format(reason))
+
+    def _observed(self, kind: Kind, call: Call) -> Any:
+        """Compute a call whole, as its operations were refused; otherwise decide by them."""
+        call.gather()
+        before = Snapshot(call.parts, kind.written, self.view.device)
+        operations = Operations()
+        with self.strategy.whole(call.module), operations:
+            result = call.whole_eager()
+        functions = tuple(operations.functions)
+        if functions in kind.refused:
+            self._count_whole(kind.refused[functions], call)
+            return result
+        before.restore()
+        kind.division = kind.known.get(functions)
+        if kind.division is None:
+            return self._watched(kind, call)
+        return self._call_of_kind(kind, call)
 
     def _watched(self, kind: Kind, call: Call) -> Any:
         """Compute a call whole, as the script's own, and note its effects."""
@@ -450,12 +439,16 @@ class ParallelModule:
             self.view.begin_backward()
 
     def _computed_again(self, kind: Kind, call: Call, reason: str, *, is_unknown: bool) -> Any:
-        kind.surprises += 1
+        # Under `exact`, a resumed run has not seen the calls before: each call is a decision of its own.
+        kind.surprises += not self.is_exact
         if kind.surprises > _MOST_SURPRISES:
             self._decide_whole(kind, f"{reason}, in {kind.surprises} calls")
-        elif is_unknown:
-            kind.division = None  # tried again with the next call
+        elif is_unknown and not call.is_tried_again:
+            call.is_tried_again = True
+            kind.division = None  # tried again, under `fast` with the next call
             kind.exchanges = None
+            if kind.refused:
+                return self._observed(kind, call)
             return self._watched(kind, call)
         self._count_whole(reason)
         return self._whole(call.forward, call.arguments, call.options)
