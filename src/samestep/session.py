@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -169,12 +169,22 @@ def _require_same(options: SessionOptions) -> None:
         value = getattr(options, name)
         before = getattr(first, name)
         if name != "is_private" and value not in (getattr(defaults, name), before):
+            wanted = _shown(value)
             raise InputError(
-                f"samestep.init({name}={value!r}) in a process that has joined with {name}={before!r}",
+                f"samestep.init({name}={wanted}) in a process that has joined with {name}={_shown(before)}",
                 expected="the options of the first call, which samestep.parallel makes if the script does not",
-                fix=f"call samestep.init({name}={value!r}) once, before samestep.parallel",
+                fix=f"call samestep.init({name}={wanted}) once, before samestep.parallel",
                 code="E_LAUNCH",
             )
+
+
+def _shown(value: Any) -> str:
+    """Return an option as a script writes it; of a strategy, only the keys that it has set."""
+    if not isinstance(value, StrategyConfig):
+        return repr(value)
+    default = StrategyConfig()
+    keys = {key.name: getattr(value, key.name) for key in fields(value)}
+    return f"StrategyConfig({', '.join(f'{key}={one!r}' for key, one in keys.items() if one != getattr(default, key))})"
 
 
 def _needs_default_group(strategy: StrategyConfig | None) -> bool:

@@ -21,7 +21,7 @@ _SIGNAL_FIXES = {
     "SIGBUS": "shared memory or a mapped file ran out of space: check /dev/shm and the disk",
 }
 _OUT_OF_MEMORY = re.compile("out of memory|allocate memory|not enough memory", re.IGNORECASE)
-_MEMORY_FIX = "use less memory per rank: more microbatches on more processes, a smaller model, or fewer loader workers"
+MEMORY_FIX = "use less memory per rank: more microbatches on more processes, a smaller model, or fewer loader workers"
 _RESOURCE_FIXES = (
     (
         re.compile("out of shared memory|unable to (allocate|mmap|open) shared memory", re.IGNORECASE),
@@ -57,7 +57,6 @@ class Failure:
     by_signal: int | None = None  # signal that ended the process
     kind: str | None = None  # class name of the exception, or `hang`
     activity: str = ""  # such as `in step 7`; empty if unknown
-    is_out_of_memory: bool = False  # the exception reports a lack of memory
     code: str = "E_RANK_FAILED"  # stable code of the error
 
     @property
@@ -77,14 +76,13 @@ class Failure:
         message = message_of(error)
         first_line = next(iter(message.strip().splitlines()), "")
         title = f"{kind}: {first_line}" if first_line else kind
-        is_memory = is_out_of_memory(error)
         text = f"error: rank {rank} failed{_spaced(activity)}: {title} [E_RANK_FAILED]\n{_trace(error)}"
-        if is_memory:
-            text += f"\n  fix:      {_MEMORY_FIX}"
+        if is_out_of_memory(error):
+            text += f"\n  fix:      {MEMORY_FIX}"
         for pattern, fix in _RESOURCE_FIXES:
             if pattern.search(message):
                 text += f"\n  fix:      {fix}"
-        return cls(rank, when, text, EXIT_FAILED, kind=kind, activity=activity, is_out_of_memory=is_memory)
+        return cls(rank, when, text, EXIT_FAILED, kind=kind, activity=activity)
 
     @classmethod
     def of_exit(
