@@ -96,7 +96,7 @@ for epoch in range(EPOCHS):
         loss.backward()
         optim.step()
         train_loss.append(loss.detach().cpu().numpy())
-        bar.set_postfix(loss=float(loss))
+        bar.set_postfix(loss=loss.item())
         if len(train_loss) % 5 == 1:
             tqdm.write(f"\t partial train loss (single batch): {loss.data:.6f}")
 

@@ -20,10 +20,10 @@ class Scenes(torch.utils.data.Dataset):
     @staticmethod
     def _scene(generator, size=48):
         label = torch.zeros(size, size, dtype=torch.int64)
-        for _ in range(int(torch.randint(1, 4, (1,), generator=generator))):
+        for _ in range(int(torch.randint(2, 6, (1,), generator=generator))):
             kind = int(torch.randint(1, 5, (1,), generator=generator))
-            y, x = torch.randint(0, size - 16, (2,), generator=generator).tolist()
-            h, w = torch.randint(8, 16, (2,), generator=generator).tolist()
+            y, x = torch.randint(0, size - 22, (2,), generator=generator).tolist()
+            h, w = torch.randint(10, 22, (2,), generator=generator).tolist()
             label[y : y + h, x : x + w] = 255
             label[y + 1 : y + h - 1, x + 1 : x + w - 1] = kind
         colours = torch.eye(5)[label.clamp(max=4)][..., 1:4].permute(2, 0, 1)
@@ -163,7 +163,7 @@ def main(args):
     params_to_optimize = [
         {"params": [p for p in model.backbone.parameters() if p.requires_grad]},
         {"params": [p for p in model.classifier.parameters() if p.requires_grad]},
-        {"params": [p for p in model.aux_classifier.parameters() if p.requires_grad], "lr": args.lr * 10},
+        {"params": [p for p in model.aux_classifier.parameters() if p.requires_grad], "lr": args.lr * 2},
     ]
     optimizer = torch.optim.SGD(params_to_optimize, lr=args.lr, momentum=0.9, weight_decay=1e-4)
     iters = len(data_loader) * args.epochs
@@ -181,8 +181,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     parser.add_argument("-b", "--batch-size", default=10, type=int)
-    parser.add_argument("--epochs", default=2, type=int)
-    parser.add_argument("--lr", default=0.02, type=float)
+    parser.add_argument("--epochs", default=3, type=int)
+    parser.add_argument("--lr", default=0.1, type=float)
     parser.add_argument("--print-freq", default=3, type=int)
     parser.add_argument("--output-dir", default="segmentation_output")
     parser.add_argument("--seed", default=0, type=int)
