@@ -27,6 +27,7 @@ FLOORS = [
     ["session"],
     ["checkpoint_manager", "zoo", "integrations", "global_view", "ranks"],
     ["loading"],
+    ["script"],
     ["recipes"],
     ["tools"],
     ["cli"],

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -184,6 +185,31 @@ def variables_of_subprocess(variables: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def visible_devices_kept(report: Callable[[str | None], None]) -> Iterator[None]:
+    """Ignore changes of CUDA_VISIBLE_DEVICES inside the block, after `report(new value)`, None if it is removed."""
+    variables: Any = type(os.environ)
+    before = variables.__setitem__, variables.__delitem__
+
+    def set_item(self: Any, name: str, value: str) -> None:
+        if name == _VISIBLE:
+            report(value)
+        else:
+            before[0](self, name, value)
+
+    def delete_item(self: Any, name: str) -> None:
+        if name == _VISIBLE:
+            report(None)
+        else:
+            before[1](self, name)
+
+    variables.__setitem__, variables.__delitem__ = set_item, delete_item
+    try:
+        yield
+    finally:
+        variables.__setitem__, variables.__delitem__ = before
 
 
 def enter_fork_server() -> int:

@@ -79,9 +79,13 @@ class InStep:
 
     Args:
         all_gather_text: returns the texts of all ranks; it is called after a difference only.
+
+    Attributes:
+        seeds: line and value of the last seed, by function that seeds a global generator.
     """
 
     def __init__(self, all_gather_text: Callable[[str], list[str]]) -> None:
+        self.seeds: dict[str, tuple[Line, str]] = {}
         self._all_gather_text = all_gather_text
         self._facts: list[_Fact] = []
         self._sent: list[_Fact] = []
@@ -101,7 +105,7 @@ class InStep:
             if isinstance(leaf, Tensor):
                 self._add_values(_VALUES, leaf, line)
         self._add_state_of(module, line)
-        self._add(_GENERATORS, hash((torch_generator(), numpy_generator())), line)
+        self._add(_GENERATORS, hash((torch_generator(), numpy_generator())), line, self._named_seeds)
 
     def facts_of_backward(self, gradients: Iterable[Tensor | None]) -> None:
         """Add the gradients of a call's outputs, which stand for the loss."""
@@ -133,7 +137,7 @@ class InStep:
         )
         for gradient in existing[:: max(1, len(existing) // 3)]:
             self._add_values(_GRADIENTS, gradient, line)
-        self._add(_GENERATORS, python_generator(), line)
+        self._add(_GENERATORS, python_generator(), line, self._named_seeds)
 
     def fact_of_place(self, name: str) -> None:
         """Add that this rank has reached a place that the other ranks may not have reached."""
@@ -176,6 +180,9 @@ class InStep:
         if len(self._facts) > _MOST_FACTS:  # calls without a message, as in an evaluation that is computed whole
             self._facts = [_Fact(_EARLIER, hash(tuple(fact.value for fact in self._facts)), line, None)]
         return line
+
+    def _named_seeds(self) -> dict[str, str]:
+        return {f"{name} of {file}:{line}": value for name, ((file, line), value) in self.seeds.items()}
 
     def _add(self, name: str, value: int, line: Line, detail: Callable[[], Any] | None = None) -> None:
         self._facts.append(_Fact(name, value, line, detail))

@@ -349,3 +349,15 @@ def test_of_rows_that_ranks_hold_the_whole_shape_is_compared(is_argument: bool, 
         assert name in str(error)
         assert "(5, 4, torch.float32)" in str(error)
         assert "(5, 5, torch.float32)" in str(error)
+
+
+def test_seeds_that_differ_are_named_with_their_lines() -> None:
+    def facts(rank: int, ranks: InStep) -> None:
+        torch.manual_seed(100 + rank)
+        ranks.seeds["numpy.random.seed"] = ("train.py", 3), "7"
+        ranks.seeds["torch.manual_seed"] = ("train.py", 4), str(100 + rank)
+        ranks.facts_of_call(nn.Linear(1, 1), [])
+
+    texts = [str(error) for error in errors_of(facts, 2)]
+    assert texts[0] == texts[1]
+    assert "random generators: torch.manual_seed of train.py:4 is 100 and 101, at " in texts[0]

@@ -1,0 +1,167 @@
+"""What an unchanged script must not do, or does as on one device: groups of its own, wrappers, training in children."""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree
+
+import samestep.global_view
+import samestep.loading
+import samestep.session
+from samestep.distributed.devices import is_accelerator
+from samestep.distributed.env import visible_devices_kept
+from samestep.distributed.logging import logger
+from samestep.errors import InputError
+from samestep.script.replaced import replaced
+from samestep.view.fingerprints import script_line
+
+_REPORT_BYTES = 4096  # of a child process
+
+
+def _line_of_script() -> str:
+    """Return file and line of the script that has called."""
+    file, line = script_line(sys._getframe(1))
+    return f"{file}:{line}"
+
+
+def _refusing(what: str, expected: str, fix: str) -> Callable[..., NoReturn]:
+    """Return a function that raises an `InputError` with the line of the script."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise InputError(f"{_line_of_script()}: {what} in an unchanged script", expected, fix, code="E_LAUNCH")
+
+    return refuse
+
+
+@contextmanager
+def refusals(*, has_own_device: bool) -> Iterator[None]:
+    """Inside the block, refuse what would run beside the global view, and make wrappers of one device transparent.
+
+    Args:
+        has_own_device: each rank computes on an accelerator of its own; CUDA_VISIBLE_DEVICES stays as it is then.
+    """
+    with ExitStack() as stack:
+        spawn = sys.modules["torch.multiprocessing.spawn"]  # the package has a function of this name
+        for owner, name, what in (
+            (dist, "init_process_group", "torch.distributed.init_process_group"),
+            (dist.distributed_c10d, "init_process_group", "torch.distributed.init_process_group"),
+            (torch.multiprocessing, "spawn", "torch.multiprocessing.spawn"),
+            (spawn, "spawn", "torch.multiprocessing.spawn"),
+            (torch.multiprocessing, "start_processes", "torch.multiprocessing.start_processes"),
+            (spawn, "start_processes", "torch.multiprocessing.start_processes"),
+            (DistributedDataParallel, "__init__", "DistributedDataParallel"),
+        ):
+            expected = "a script for one process, whose work is divided"
+            fix = "samestep run --own-group for a script that distributes its work; or remove this"
+            stack.enter_context(replaced(owner, **{name: _refusing(what, expected, fix)}))
+        for module, name in (
+            (samestep.session, "init"),
+            (samestep.global_view, "parallel"),
+            (samestep.loading, "loader"),
+        ):
+            expected = "the script itself imports samestep, so that only what it asks for is divided"
+            refuse = _refusing(f"samestep.{name}", expected, "import samestep in the script itself")
+            stack.enter_context(replaced(module, **{name: refuse}))
+        stack.enter_context(replaced(nn.DataParallel, __init__=_init_data_parallel, forward=_forward_data_parallel))
+        stack.enter_context(replaced(nn.SyncBatchNorm, convert_sync_batchnorm=staticmethod(_convert_sync_batchnorm)))
+        if has_own_device:
+            stack.enter_context(visible_devices_kept(_report_visible_devices))
+        stack.enter_context(_plain_start_method())
+        stack.enter_context(_children_without_training())
+        yield
+
+
+def _init_data_parallel(
+    self: nn.DataParallel[Any], module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0
+) -> None:
+    nn.Module.__init__(self)
+    self.module = module
+    self.device_ids = []
+    self.dim = dim
+    logger.info("%s: DataParallel is the module itself: Samestep divides its calls", _line_of_script())
+
+
+def _forward_data_parallel(self: nn.DataParallel[Any], *inputs: Any, **options: Any) -> Any:
+    device = next((parameter.device for parameter in self.module.parameters()), None)
+    if device is not None and is_accelerator(device):  # scripts leave the transfer to DataParallel
+        inputs, options = _pytree.tree_map_only(torch.Tensor, lambda value: value.to(device), (inputs, options))
+    return self.module(*inputs, **options)
+
+
+def _convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.Module:
+    logger.info("%s: the module stays as it is: batch norm uses statistics of the whole batch", _line_of_script())
+    return module
+
+
+def _report_visible_devices(value: str | None) -> None:
+    logger.info("%s: CUDA_VISIBLE_DEVICES stays as it is (not %s): each rank has a device", _line_of_script(), value)
+
+
+@contextmanager
+def _plain_start_method() -> Iterator[None]:
+    """Let `multiprocessing` start processes as in plain Python: that of a rank would use the server of the ranks."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # the default of the system
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(method, force=True)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _children_without_training() -> Iterator[None]:
+    """End the script if a forked child trains: its backward or step raises, and this process when the child has ended.
+
+    Raises:
+        InputError: at the end of the block, if the script has not waited for the child.
+    """
+    fork = os.fork
+    waitpid = os.waitpid
+    report = mmap.mmap(-1, _REPORT_BYTES)  # shared with children
+
+    def forked() -> int:
+        process = fork()
+        if process == 0:
+            torch.autograd.backward = refuse
+            register_optimizer_step_pre_hook(refuse)
+        return process
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        line = _line_of_script().encode()[: _REPORT_BYTES - 1]
+        report[: len(line)] = line
+        raise error(line)
+
+    def error(line: bytes) -> InputError:
+        return InputError(
+            f"{line.decode()}: a child process trains in an unchanged script",
+            expected="training in the process of the script; children may read and prepare data",
+            fix="samestep run --processes 1, or --own-group for a script that distributes its work",
+            code="E_LAUNCH",
+        )
+
+    def require_no_training() -> None:
+        line = report[:].rstrip(b"\0")
+        if line:
+            report[: len(line)] = bytes(len(line))  # once
+            raise error(line)
+
+    def waited(process: int, options: int) -> tuple[int, int]:
+        result = waitpid(process, options)
+        require_no_training()
+        return result
+
+    with report, replaced(os, fork=forked, waitpid=waited):
+        yield
+        require_no_training()
