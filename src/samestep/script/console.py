@@ -41,6 +41,7 @@ class _Console:
         self._is_reader = rank == 0
         self._share = share
         self._process = os.getpid()
+        self._getpass = getpass.getpass
         self.is_terminal = bool(self.receive(lambda: b"y" * os.isatty(0)))
 
     def receive(self, read: Callable[[], bytes | None]) -> bytes:
@@ -60,7 +61,7 @@ class _Console:
         """Return the password that rank 0 has asked for at the terminal, or else a line of the shared input."""
         if not self.receive(_has_terminal):
             return getpass.fallback_getpass(*arguments, **options)  # type: ignore[attr-defined, no-any-return]
-        return self.receive(lambda: getpass.unix_getpass(*arguments, **options).encode()).decode()
+        return self.receive(lambda: self._getpass(*arguments, **options).encode()).decode()
 
 
 def _message(read: Callable[[], bytes | None]) -> bytes:

@@ -106,7 +106,7 @@ def equal_entropy(seed: bytes, seeds: MutableMapping[str, tuple[Line, str]]) -> 
         stack.enter_context(replaced(os, urandom=draw))
         stack.enter_context(replaced(uuid, uuid1=uuid1))
         stack.enter_context(replaced(random.Random, seed=seed_of_random))
-        python_seed = recorded("random.seed", random._inst.seed)  # type: ignore[attr-defined]
+        python_seed = recorded("random.seed", random._inst.seed)
         stack.enter_context(replaced(random, _urandom=draw, seed=python_seed))
         stack.enter_context(replaced(numpy.random, seed=recorded("numpy.random.seed", numpy.random.seed)))
         torch_seed = recorded("torch.manual_seed", manual_seed)

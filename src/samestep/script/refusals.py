@@ -6,6 +6,7 @@ import mmap
 import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
@@ -113,11 +114,11 @@ def _report_visible_devices(value: str | None) -> None:
 def _plain_start_method() -> Iterator[None]:
     """Let `multiprocessing` start processes as in plain Python: that of a rank would use the server of the ranks."""
     method = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # the default of the system
+    multiprocessing.set_start_method(None, force=True)  # the default of the system
     try:
         yield
     finally:
-        multiprocessing.set_start_method(method, force=True)  # type: ignore[arg-type]
+        multiprocessing.set_start_method(method, force=True)
 
 
 @contextmanager
@@ -154,12 +155,13 @@ def _children_without_training() -> Iterator[None]:
     def require_no_training() -> None:
         line = report[:].rstrip(b"\0")
         if line:
-            report[: len(line)] = bytes(len(line))  # once
             raise error(line)
 
     def waited(process: int, options: int) -> tuple[int, int]:
         result = waitpid(process, options)
-        require_no_training()
+        # A pool, which waits in a thread and while an exception is on its way, must be able to end.
+        if sys.exc_info()[0] is None and threading.current_thread() is threading.main_thread():
+            require_no_training()
         return result
 
     with report, replaced(os, fork=forked, waitpid=waited):

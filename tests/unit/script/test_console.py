@@ -79,11 +79,11 @@ def _loop() -> list[str]:
 READS: dict[str, tuple[Read, bytes, Any]] = {
     "input": (lambda: [input("name? "), input()], b"Anna\nBen\n", ["Anna", "Ben"]),
     "readline": (lambda: [sys.stdin.readline() for _ in range(3)], b"1\n2", ["1\n", "2", ""]),
-    "read": (lambda: sys.stdin.read(), "größer\n".encode() * 5000, "größer\n" * 5000),
+    "read": (lambda: [sys.stdin.read()], "größer\n".encode() * 5000, ["größer\n" * 5000]),
     "iteration": (_loop, b"a\nb\n", ["a\n", "b\n"]),
-    "bytes": (lambda: sys.stdin.buffer.read(), b"\xff\x00", b"\xff\x00"),
-    "end": (lambda: input(), b"", (EOFError, "EOF when reading a line")),
-    "terminal": (lambda: sys.stdin.isatty(), b"", False),
+    "bytes": (lambda: [sys.stdin.buffer.read()], b"\xff\x00", [b"\xff\x00"]),
+    "end": (input, b"", (EOFError, "EOF when reading a line")),
+    "terminal": (lambda: [sys.stdin.isatty()], b"", [False]),
 }
 
 
@@ -94,14 +94,14 @@ def test_all_ranks_read_the_input_of_rank_0(read: Read, data: bytes, expected: A
 
 def test_errors_of_rank_0_are_those_of_all_ranks() -> None:
     error = (OSError, "[Errno 21] Is a directory")
-    assert on_ranks(lambda: input(), None) == (error, error)
+    assert on_ranks(input, None) == (error, error)
 
 
 def test_password_of_the_terminal_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "_has_terminal", lambda: b"y")
-    monkeypatch.setattr(getpass, "unix_getpass", lambda prompt: f"secret for {prompt}")
+    monkeypatch.setattr(getpass, "getpass", lambda prompt: f"secret for {prompt}")
     assert on_ranks(lambda: getpass.getpass("A"), b"") == ("secret for A", "secret for A")
-    monkeypatch.setattr(getpass, "unix_getpass", lambda prompt: "")
+    monkeypatch.setattr(getpass, "getpass", lambda prompt: "")
     assert on_ranks(lambda: getpass.getpass("A"), b"") == ("", "")
 
 
@@ -154,7 +154,7 @@ def test_debuggers_are_refused() -> None:
         except ValueError as error:
             pdb.post_mortem(error.__traceback__)
 
-    for call in (pdb.set_trace, lambda: pdb.Pdb().set_trace(), lambda: sys.__breakpointhook__(), post_mortem):
+    for call in (pdb.set_trace, lambda: pdb.Pdb().set_trace(), sys.__breakpointhook__, post_mortem):
         assert "a debugger, in a script on several processes" in refused(call).value
 
 

@@ -41,7 +41,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "torch.seed": lambda: (torch.seed(), torch.rand(2).tolist()),
     "torch.random.seed": lambda: (torch.random.seed(), torch.rand(2).tolist()),
     "uuid4": uuid.uuid4,
-    "uuid1": lambda: uuid.uuid1(),
+    "uuid1": lambda: [uuid.uuid1()],
     "secrets": lambda: (secrets.token_hex(), secrets.randbelow(10**12), secrets.choice(range(10**9))),
     "os.urandom": lambda: os.urandom(200),
 }

@@ -1,0 +1,257 @@
+"""What an unchanged script must not do ends it; wrappers of one device are transparent."""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+import samestep
+from samestep.errors import InputError
+from samestep.script.refusals import refusals
+
+GROUPS: dict[str, Callable[[], Any]] = {
+    "torch.distributed.init_process_group": lambda: dist.init_process_group("gloo"),
+    "torch.multiprocessing.spawn": lambda: torch.multiprocessing.spawn(print, nprocs=2),
+    "torch.multiprocessing.start_processes": lambda: torch.multiprocessing.start_processes(print, nprocs=2),
+    "DistributedDataParallel": lambda: DistributedDataParallel(nn.Linear(1, 1)),
+}
+CALLS: dict[str, Callable[[], Any]] = {
+    "samestep.init": lambda: samestep.init(device="cpu"),
+    "samestep.parallel": lambda: samestep.parallel(nn.Linear(1, 1)),
+    "samestep.loader": lambda: samestep.loader([1]),
+}
+
+
+@pytest.fixture
+def unchanged() -> Iterator[None]:
+    with refusals(has_own_device=True):
+        yield
+
+
+def refused(call: Callable[[], Any]) -> InputError:
+    with pytest.raises(InputError) as caught:
+        call()
+    assert (caught.value.code, caught.value.exit_code) == ("E_LAUNCH", 2)
+    assert caught.value.value.startswith(f"{__file__}:")
+    return caught.value
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_of_the_script_are_refused(name: str, unchanged: None) -> None:
+    error = refused(GROUPS[name])
+    assert error.value.endswith(f": {name} in an unchanged script")
+    assert "samestep run --own-group" in (error.fix or "")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_samestep_are_refused(name: str, unchanged: None) -> None:
+    error = refused(CALLS[name])
+    assert error.value.endswith(f": {name} in an unchanged script")
+    assert error.fix == "import samestep in the script itself"
+
+
+def test_everything_is_restored() -> None:
+    import samestep.global_view
+    import samestep.loading
+    import samestep.session
+
+    spawn = sys.modules["torch.multiprocessing.spawn"]
+    wrappers = (nn.DataParallel, nn.SyncBatchNorm, DistributedDataParallel)
+    homes = (samestep.session, samestep.global_view, samestep.loading)
+    owners = (dist, dist.distributed_c10d, torch.multiprocessing, spawn, *homes, *wrappers, os, type(os.environ))
+    before = [dict(vars(owner)) for owner in owners]
+    method = multiprocessing.get_start_method(allow_none=True)
+    with refusals(has_own_device=True):
+        assert all(dict(vars(owner)) != one for owner, one in zip(owners, before, strict=True))
+    assert [dict(vars(owner)) for owner in owners] == before
+    assert multiprocessing.get_start_method(allow_none=True) == method
+
+
+def test_data_parallel_is_the_module_itself(unchanged: None, caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Linear(3, 2)
+    batch = torch.rand(5, 3)
+    with caplog.at_level(logging.INFO, logger="samestep"):
+        wrapped = nn.DataParallel(module, device_ids=[0, 1, 2, 3], output_device=2)
+    assert wrapped.module is module
+    assert list(wrapped.state_dict()) == ["module.weight", "module.bias"]
+    assert torch.equal(wrapped(input=batch), module(batch))
+    assert isinstance(wrapped, nn.DataParallel)
+    assert [record.message for record in caplog.records] == [
+        f"{__file__}:{_line_after('with caplog.at_level')}: "
+        "DataParallel is the module itself: Samestep divides its calls"
+    ]
+
+
+def test_data_parallel_moves_inputs_to_the_device_of_the_module(
+    unchanged: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("samestep.script.refusals.is_accelerator", lambda device: device.type == "meta")
+    wrapped = nn.DataParallel(nn.Bilinear(3, 2, 4)).to("meta")
+    output = wrapped(torch.rand(5, 3), input2=torch.rand(5, 2))
+    assert (output.device.type, output.shape) == ("meta", (5, 4))
+
+
+def _line_after(text: str) -> int:
+    with open(__file__, encoding="utf-8") as file:
+        return next(number for number, line in enumerate(file, 1) if line.strip().startswith(text)) + 1
+
+
+def test_batch_norm_is_not_converted(unchanged: None, caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    with caplog.at_level(logging.INFO, logger="samestep"):
+        assert nn.SyncBatchNorm.convert_sync_batchnorm(module) is module
+    assert type(module[0]) is nn.BatchNorm1d
+    assert len(caplog.records) == 1
+    assert "batch norm uses statistics of the whole batch" in caplog.text
+
+
+@pytest.mark.parametrize("has_own_device", [False, True])
+def test_visible_devices(
+    has_own_device: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with refusals(has_own_device=has_own_device), caplog.at_level(logging.INFO, logger="samestep"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        seen = [os.environ["CUDA_VISIBLE_DEVICES"]]
+        os.environ.update(CUDA_VISIBLE_DEVICES="1")
+        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        command = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
+        seen.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+        os.environ.pop("CUDA_VISIBLE_DEVICES")
+        seen.append(os.environ.get("CUDA_VISIBLE_DEVICES", "none"))
+        monkeypatch.setenv("SOMETHING_ELSE", "set")
+        assert os.environ["SOMETHING_ELSE"] == "set"
+    assert seen == (["3"] * 4 if has_own_device else ["0", "1", "1", "none"])
+    assert len(caplog.records) == (3 if has_own_device else 0)
+
+
+def train() -> float:
+    model = nn.Linear(1, 1)
+    model(torch.ones(1, 1)).sum().backward()
+    return 1.0
+
+
+def step() -> None:
+    model = nn.Linear(1, 1)
+    model.weight.grad = torch.ones(1, 1)
+    torch.optim.SGD([model.weight], lr=1.0).step()
+
+
+def prepare(number: int) -> float:
+    model = nn.Linear(1, 1).requires_grad_(False)
+    return model(torch.full((1, 1), float(number))).item() * 0 + number**2
+
+
+class Squares(Dataset[float]):
+    def __init__(self) -> None:
+        self.read = lambda number: float(number**2)  # spawned workers could not receive it
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> float:
+        return self.read(index)
+
+
+def test_children_that_prepare_data_are_as_in_plain_python(unchanged: None) -> None:
+    assert multiprocessing.get_start_method() == "fork"
+    with multiprocessing.Pool(2) as pool:
+        assert pool.map(prepare, [2, 3]) == [4.0, 9.0]
+    with ProcessPoolExecutor(2) as executor:
+        assert list(executor.map(prepare, [2, 3])) == [4.0, 9.0]
+    assert torch.cat(list(DataLoader(Squares(), 2, num_workers=2))).tolist() == [0, 1, 4, 9]
+    assert train() == 1.0  # this process may
+
+
+def end_of(script: Callable[[], Any]) -> InputError:
+    """Return the error that ends a script."""
+
+    def unchanged() -> None:
+        with refusals(has_own_device=False):
+            script()
+
+    error = refused(unchanged)
+    assert error.value.endswith(": a child process trains in an unchanged script")
+    assert "samestep run --processes 1" in (error.fix or "")
+    return error
+
+
+def wait_for_process(function: Callable[[], Any]) -> None:
+    child = multiprocessing.Process(target=function)
+    child.start()
+    child.join()
+    raise AssertionError("goes on without the training of the child")
+
+
+# The first step of a process imports torch._dynamo.
+@pytest.mark.parametrize("function", [train, pytest.param(step, marks=pytest.mark.slow)])
+def test_process_that_trains_ends_the_script_when_it_has_ended(function: Callable[[], Any]) -> None:
+    error = end_of(lambda: wait_for_process(function))
+    line = "backward()" if function is train else "lr=1.0).step()"
+    with open(__file__, encoding="utf-8") as file:
+        assert line in list(file)[int(error.value.split(":")[1]) - 1]
+
+
+def test_pool_that_trains_ends_the_script() -> None:
+    def script() -> None:
+        with multiprocessing.Pool(2) as pool:
+            pool.apply(train)
+
+    end_of(script)
+
+
+def test_pool_that_trains_ends_a_script_that_catches_exceptions() -> None:
+    def script() -> None:
+        with multiprocessing.Pool(1) as pool, contextlib.suppress(Exception):
+            pool.apply(train)
+
+    end_of(script)
+
+
+def test_fork_that_trains_ends_the_script_at_the_latest_at_its_end() -> None:
+    def script() -> None:
+        child = os.fork()
+        if child == 0:
+            try:
+                train()
+            finally:
+                os._exit(0)
+        os.waitid(os.P_PID, child, os.WEXITED)
+
+    end_of(script)
+
+
+def test_start_method_can_be_set_once_by_the_script(unchanged: None) -> None:
+    multiprocessing.set_start_method("spawn")
+    with pytest.raises(RuntimeError, match="already been set"):
+        multiprocessing.set_start_method("fork")
+    assert multiprocessing.get_start_method() == "spawn"
+
+
+def _methods() -> list[str | None]:
+    random.seed(0)
+    before = multiprocessing.get_start_method(allow_none=True)
+    with refusals(has_own_device=False):
+        inside = multiprocessing.get_start_method()
+        with multiprocessing.Pool(1) as pool:
+            pool.map(prepare, [1])
+    return [before, inside, multiprocessing.get_start_method(allow_none=True)]
+
+
+@pytest.mark.slow
+def test_ranks_start_processes_as_plain_python() -> None:
+    assert samestep.launch(_methods, processes=1) == ["forkserver", "fork", "forkserver"]
