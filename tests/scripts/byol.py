@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torchvision import transforms as T
 from torchvision.datasets import FakeData
 
-CONFIG = {"image_size": 20, "projection": 16, "hidden": 48, "momentum": 0.9, "lr": 3e-3, "batch_size": 26, "epochs": 3}
+CONFIG = {"image_size": 20, "projection": 16, "hidden": 48, "momentum": 0.9, "lr": 1e-3, "batch_size": 26, "epochs": 3}
 
 
 def fix_random_seeds(seed=31):
@@ -35,7 +35,7 @@ class RandomApply(nn.Module):
 
 def mlp(dim, hidden_size, projection_size):
     return nn.Sequential(
-        nn.Linear(dim, hidden_size),
+        nn.Linear(dim, hidden_size, bias=False),
         nn.BatchNorm1d(hidden_size),
         nn.ReLU(inplace=True),
         nn.Linear(hidden_size, projection_size),
@@ -46,10 +46,10 @@ class Backbone(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(3, 12, 3, stride=2, padding=1),
+            nn.Conv2d(3, 12, 3, stride=2, padding=1, bias=False),
             nn.BatchNorm2d(12),
             nn.ReLU(),
-            nn.Conv2d(12, 24, 3, stride=2, padding=1),
+            nn.Conv2d(12, 24, 3, stride=2, padding=1, bias=False),
             nn.BatchNorm2d(24),
             nn.ReLU(),
         )

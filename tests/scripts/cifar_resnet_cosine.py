@@ -88,7 +88,7 @@ class ResNet(nn.Module):
 
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--lr", default=0.1, type=float)
+parser.add_argument("--lr", default=0.02, type=float)
 parser.add_argument("--epochs", default=2, type=int)
 parser.add_argument("--warmup", default=4, type=int, help="steps")
 parser.add_argument("--batch-size", default=32, type=int)

@@ -16,7 +16,7 @@ parser.add_argument("--nz", type=int, default=24, help="size of the latent vecto
 parser.add_argument("--ngf", type=int, default=12)
 parser.add_argument("--ndf", type=int, default=12)
 parser.add_argument("--niter", type=int, default=2, help="epochs")
-parser.add_argument("--lr", type=float, default=0.0005)
+parser.add_argument("--lr", type=float, default=0.0002)
 parser.add_argument("--beta1", type=float, default=0.5)
 parser.add_argument("--outf", default="dcgan_out")
 parser.add_argument("--manualSeed", type=int, default=999)

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 @dataclass
 class Config:
-    teacher_epochs: int = 2
-    student_epochs: int = 3
+    teacher_epochs: int = 3
+    student_epochs: int = 2
     batch_size: int = 64
     temperature: float = 3.0
     soft_target_loss_weight: float = 0.75
@@ -30,11 +30,11 @@ class DeepNN(nn.Module):
             nn.ReLU(),
             nn.Conv2d(24, 24, kernel_size=3, padding=1),
             nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(24, 32, kernel_size=3, padding=1),
+            nn.AvgPool2d(2),
+            nn.Conv2d(24, 32, kernel_size=3, padding=1, bias=False),
             nn.BatchNorm2d(32),
             nn.ReLU(),
-            nn.MaxPool2d(2),
+            nn.AvgPool2d(2),
         )
         self.classifier = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, num_classes))
 
@@ -48,10 +48,10 @@ class LightNN(nn.Module):
         self.features = nn.Sequential(
             nn.Conv2d(1, 6, kernel_size=3, padding=1),
             nn.ReLU(),
-            nn.MaxPool2d(2),
+            nn.AvgPool2d(2),
             nn.Conv2d(6, 8, kernel_size=3, padding=1),
             nn.ReLU(),
-            nn.MaxPool2d(2),
+            nn.AvgPool2d(2),
         )
         self.classifier = nn.Sequential(nn.Linear(32, 24), nn.ReLU(), nn.Dropout(0.1), nn.Linear(24, num_classes))
 
@@ -135,7 +135,7 @@ def main():
     torch.manual_seed(config.seed)
     teacher = DeepNN().to(device)
     print(f"DeepNN parameters: {sum(p.numel() for p in teacher.parameters()):,}")
-    train(teacher, train_loader, epochs=config.teacher_epochs, learning_rate=0.004, device=device)
+    train(teacher, train_loader, epochs=config.teacher_epochs, learning_rate=0.005, device=device)
     test_accuracy_deep = test(teacher, test_loader, device)
     for parameter in teacher.parameters():
         parameter.requires_grad_(False)
@@ -143,7 +143,7 @@ def main():
     torch.manual_seed(config.seed)
     student = LightNN().to(device)
     print(f"LightNN parameters: {sum(p.numel() for p in student.parameters()):,}")
-    train_knowledge_distillation(teacher, student, train_loader, learning_rate=0.01, config=config, device=device)
+    train_knowledge_distillation(teacher, student, train_loader, learning_rate=0.015, config=config, device=device)
     test_accuracy_light = test(student, test_loader, device)
     print(f"Teacher accuracy: {test_accuracy_deep:.2f}%")
     print(f"Student accuracy with distillation: {test_accuracy_light:.2f}%")

@@ -81,7 +81,7 @@ train_dataloader = DataLoader(SiameseNetworkDataset(0, 250), shuffle=True, num_w
 test_dataloader = DataLoader(SiameseNetworkDataset(300, 420), num_workers=0, batch_size=50)
 net = SiameseNetwork()
 criterion = ContrastiveLoss()
-optimizer = optim.Adam(net.parameters(), lr=0.003)
+optimizer = optim.Adam(net.parameters(), lr=0.001)
 counter = []
 loss_history = []
 iteration_number = 0

@@ -110,7 +110,7 @@ def evaluate(net, dataloader, device):
     return dice_score / max(len(dataloader), 1)
 
 
-def train_model(model, device, epochs=3, batch_size=16, learning_rate=2e-3, val_percent=0.2, gradient_clipping=1.0):
+def train_model(model, device, epochs=3, batch_size=16, learning_rate=0.03, val_percent=0.2, gradient_clipping=1.0):
     dataset = ShapesDataset(130)
     n_val = int(len(dataset) * val_percent)
     n_train = len(dataset) - n_val
@@ -119,7 +119,7 @@ def train_model(model, device, epochs=3, batch_size=16, learning_rate=2e-3, val_
     val_loader = DataLoader(val_set, shuffle=False, drop_last=True, batch_size=batch_size)
     logging.info(f"Starting training: {epochs} epochs, {n_train} images, {n_val} for validation, on {device.type}")
 
-    optimizer = optim.RMSprop(model.parameters(), lr=learning_rate, weight_decay=1e-8, momentum=0.5, foreach=True)
+    optimizer = optim.SGD(model.parameters(), lr=learning_rate, weight_decay=1e-8, momentum=0.9, foreach=True)
     scheduler = optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", patience=1, factor=0.3)
     criterion = nn.BCEWithLogitsLoss()
     global_step = 0
@@ -177,7 +177,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", "-e", type=int, default=3)
     parser.add_argument("--batch-size", "-b", type=int, default=16)
-    parser.add_argument("--learning-rate", "-l", type=float, default=2e-3, dest="lr")
+    parser.add_argument("--learning-rate", "-l", type=float, default=0.03, dest="lr")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s", stream=sys.stdout)
     torch.manual_seed(0)
