@@ -94,4 +94,6 @@ for i_episode in range(1, 31):
     running_reward = 0.1 * ep_reward + 0.9 * running_reward
     loss = finish_episode()
     if i_episode % 5 == 0:
-        print(f"Episode {i_episode}\tLast reward: {ep_reward:.2f}\tAverage reward: {running_reward:.2f}\tLoss: {loss:.4f}")
+        print(
+            f"Episode {i_episode}\tLast reward: {ep_reward:.2f}\tAverage reward: {running_reward:.2f}\tLoss: {loss:.4f}"
+        )

@@ -156,7 +156,10 @@ def main():
     model = BertForPreTraining().to(device)
     no_decay = ["bias", "norm"]
     grouped = [
-        {"params": [p for n, p in model.named_parameters() if not any(nd in n for nd in no_decay)], "weight_decay": 0.01},
+        {
+            "params": [p for n, p in model.named_parameters() if not any(nd in n for nd in no_decay)],
+            "weight_decay": 0.01,
+        },
         {"params": [p for n, p in model.named_parameters() if any(nd in n for nd in no_decay)], "weight_decay": 0.0},
     ]
     total_steps = epochs * len(train_loader)
@@ -185,7 +188,11 @@ def main():
             seen += relation.size(0)
             if global_step % 4 == 0:
                 logger.info(
-                    "step %d loss %.4f mlm %.4f lr %.2e", global_step, loss.item(), lm_loss.item(), scheduler.get_last_lr()[0]
+                    "step %d loss %.4f mlm %.4f lr %.2e",
+                    global_step,
+                    loss.item(),
+                    lm_loss.item(),
+                    scheduler.get_last_lr()[0],
                 )
         model.eval()
         losses = []
@@ -193,7 +200,10 @@ def main():
             for batch in eval_loader:
                 input_ids, labels = mask_tokens(batch["input_ids"])
                 outputs = model(
-                    input_ids.to(device), batch["segment_ids"].to(device), labels.to(device), batch["is_next"].to(device)
+                    input_ids.to(device),
+                    batch["segment_ids"].to(device),
+                    labels.to(device),
+                    batch["is_next"].to(device),
                 )
                 losses.append(outputs[1].repeat(len(input_ids)))
         perplexity = torch.exp(torch.cat(losses).mean())

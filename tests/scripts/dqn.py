@@ -57,7 +57,7 @@ class Maze:
 
 class ReplayMemory:
     def __init__(self, capacity):
-        self.memory = deque([], maxlen=capacity)
+        self.memory = deque(maxlen=capacity)
 
     def push(self, *args):
         self.memory.append(Transition(*args))
@@ -150,7 +150,9 @@ for i_episode in range(12):
                 target_net_state_dict = target_net.state_dict()
                 policy_net_state_dict = policy_net.state_dict()
                 for key in policy_net_state_dict:
-                    target_net_state_dict[key] = policy_net_state_dict[key] * TAU + target_net_state_dict[key] * (1 - TAU)
+                    target_net_state_dict[key] = policy_net_state_dict[key] * TAU + target_net_state_dict[key] * (
+                        1 - TAU
+                    )
                 target_net.load_state_dict(target_net_state_dict)
         if terminated or truncated:
             break

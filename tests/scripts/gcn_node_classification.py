@@ -34,7 +34,9 @@ def normalize(mx):
 def sparse_mx_to_torch_sparse_tensor(sparse_mx):
     sparse_mx = sparse_mx.tocoo()
     indices = torch.from_numpy(np.vstack((sparse_mx.row, sparse_mx.col)).astype(np.int64))
-    return torch.sparse_coo_tensor(indices, torch.Tensor(sparse_mx.data), torch.Size(sparse_mx.shape), check_invariants=True)
+    return torch.sparse_coo_tensor(
+        indices, torch.Tensor(sparse_mx.data), torch.Size(sparse_mx.shape), check_invariants=True
+    )
 
 
 def load_data(nodes=350, classes=4, words=60):

@@ -119,7 +119,9 @@ def train():
         loss_all += loss.item() * data.num_graphs
         optimizer.step()
         if step % 4 == 0:
-            print(f"  graphs {data.num_graphs}, nodes {len(data.x)}, edges {data.edge_index.size(1)}: {loss.item():.4f}")
+            print(
+                f"  graphs {data.num_graphs}, nodes {len(data.x)}, edges {data.edge_index.size(1)}: {loss.item():.4f}"
+            )
     return loss_all / len(train_dataset)
 
 

@@ -113,7 +113,14 @@ class GPT(nn.Module):
     @staticmethod
     def get_default_config():
         return CfgNode(
-            n_layer=2, n_head=3, n_embd=48, vocab_size=None, block_size=None, embd_pdrop=0.1, resid_pdrop=0.1, attn_pdrop=0.1
+            n_layer=2,
+            n_head=3,
+            n_embd=48,
+            vocab_size=None,
+            block_size=None,
+            embd_pdrop=0.1,
+            resid_pdrop=0.1,
+            attn_pdrop=0.1,
         )
 
     def __init__(self, config):
@@ -250,7 +257,9 @@ class Trainer:
 
 if __name__ == "__main__":
     C = CfgNode(
-        system=CfgNode(seed=3407, work_dir="./out/sorter"), model=GPT.get_default_config(), trainer=Trainer.get_default_config()
+        system=CfgNode(seed=3407, work_dir="./out/sorter"),
+        model=GPT.get_default_config(),
+        trainer=Trainer.get_default_config(),
     )
     C.merge_from_args(sys.argv[1:])
     set_seed(C.system.seed)

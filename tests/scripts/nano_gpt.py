@@ -208,7 +208,7 @@ class GPT(nn.Module):
         return idx
 
 
-ddp = int(os.environ.get("RANK", -1)) != -1
+ddp = int(os.environ.get("RANK", "-1")) != -1
 if ddp:
     init_process_group(backend=backend)
     ddp_rank = int(os.environ["RANK"])

@@ -38,7 +38,9 @@ class CartPole:
         x, x_dot, theta, theta_dot = self.state
         force = 10.0 if action == 1 else -10.0
         temp = (force + 0.05 * theta_dot**2 * math.sin(theta)) / 1.1
-        theta_acc = (9.8 * math.sin(theta) - math.cos(theta) * temp) / (0.5 * (4.0 / 3.0 - 0.1 * math.cos(theta) ** 2 / 1.1))
+        theta_acc = (9.8 * math.sin(theta) - math.cos(theta) * temp) / (
+            0.5 * (4.0 / 3.0 - 0.1 * math.cos(theta) ** 2 / 1.1)
+        )
         x_acc = temp - 0.05 * theta_acc * math.cos(theta) / 1.1
         self.state = [x + 0.02 * x_dot, x_dot + 0.02 * x_acc, theta + 0.02 * theta_dot, theta_dot + 0.02 * theta_acc]
         done = abs(self.state[0]) > 2.4 or abs(self.state[2]) > self.threshold
@@ -112,7 +114,9 @@ for i_episode in count(1):
     running_reward = 0.05 * ep_reward + (1 - 0.05) * running_reward
     loss = finish_episode()
     if i_episode % args.log_interval == 0:
-        print(f"Episode {i_episode}\tLast reward: {ep_reward:.2f}\tAverage reward: {running_reward:.2f}\tLoss {loss:.4f}")
+        print(
+            f"Episode {i_episode}\tLast reward: {ep_reward:.2f}\tAverage reward: {running_reward:.2f}\tLoss {loss:.4f}"
+        )
     if running_reward > 100:
         print(f"Solved! Running reward is now {running_reward}")
         break

@@ -68,7 +68,7 @@ def main():
             vocab.setdefault(word, len(vocab))
 
     def encode(texts):
-        width = max(5, max(len(text) for text in texts))
+        width = max(5, *(len(text) for text in texts))
         return torch.LongTensor([[vocab.get(w, 1) for w in text] + [0] * (width - len(text)) for text in texts])
 
     def get_batches(labels, texts, batch_size, shuffle):

@@ -13,18 +13,20 @@ random.seed(7)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 TOPICS = {
-    1: "election minister border treaty parliament embassy protest".split(),
-    2: "goal coach season final penalty stadium record".split(),
-    3: "shares profit bank market merger oil dividend".split(),
-    4: "software chip satellite network robot physics telescope".split(),
+    1: ["election", "minister", "border", "treaty", "parliament", "embassy", "protest"],
+    2: ["goal", "coach", "season", "final", "penalty", "stadium", "record"],
+    3: ["shares", "profit", "bank", "market", "merger", "oil", "dividend"],
+    4: ["software", "chip", "satellite", "network", "robot", "physics", "telescope"],
 }
-COMMON = "the a of in on after before with new said today two more".split()
+COMMON = ["the", "a", "of", "in", "on", "after", "before", "with", "new", "said", "today", "two", "more"]
 
 
 def news_iter(count):
     for _ in range(count):
         label = random.randint(1, 4)
-        words = [random.choice(TOPICS[label] if random.random() < 0.3 else COMMON) for _ in range(random.randint(5, 25))]
+        words = [
+            random.choice(TOPICS[label] if random.random() < 0.3 else COMMON) for _ in range(random.randint(5, 25))
+        ]
         yield label, " ".join(words)
 
 

@@ -119,7 +119,9 @@ def main():
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    train_loader = DataLoader(BracketDataset(275, 0), batch_size=args.batch_size, shuffle=True, collate_fn=collate_batch)
+    train_loader = DataLoader(
+        BracketDataset(275, 0), batch_size=args.batch_size, shuffle=True, collate_fn=collate_batch
+    )
     test_loader = DataLoader(BracketDataset(90, 1), batch_size=64, collate_fn=collate_batch)
     model = TransformerClassifier(VOCAB, 3).to(device)
     criterion = nn.CrossEntropyLoss(label_smoothing=0.05)
