@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
@@ -24,7 +25,8 @@ import samestep.session
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.env import visible_devices_kept
 from samestep.distributed.logging import logger
-from samestep.errors import InputError
+from samestep.errors import EXIT_DONE, EXIT_FAILED, InputError
+from samestep.launcher.worker import exit_process
 from samestep.script.replaced import replaced
 from samestep.view.fingerprints import script_line
 
@@ -67,11 +69,8 @@ def refusals(*, has_own_device: bool) -> Iterator[None]:
             expected = "a script for one process, whose work is divided"
             fix = "samestep run --own-group for a script that distributes its work; or remove this"
             stack.enter_context(replaced(owner, **{name: _refusing(what, expected, fix)}))
-        for module, name in (
-            (samestep.session, "init"),
-            (samestep.global_view, "parallel"),
-            (samestep.loading, "loader"),
-        ):
+        homes = {"init": samestep.session, "parallel": samestep.global_view, "loader": samestep.loading}
+        for name, module in homes.items():
             expected = "the script itself imports samestep, so that only what it asks for is divided"
             refuse = _refusing(f"samestep.{name}", expected, "import samestep in the script itself")
             stack.enter_context(replaced(module, **{name: refuse}))
@@ -159,11 +158,26 @@ def _children_without_training() -> Iterator[None]:
 
     def waited(process: int, options: int) -> tuple[int, int]:
         result = waitpid(process, options)
-        # A pool, which waits in a thread and while an exception is on its way, must be able to end.
-        if sys.exc_info()[0] is None and threading.current_thread() is threading.main_thread():
+        # A pool, which polls, also in a thread and while an exception is on its way, must be able to end.
+        is_main = threading.current_thread() is threading.main_thread()
+        if options == 0 and is_main and sys.exc_info()[0] is None:
             require_no_training()
         return result
 
+    process = os.getpid()
     with report, replaced(os, fork=forked, waitpid=waited):
-        yield
-        require_no_training()
+        try:
+            yield
+            require_no_training()
+        finally:
+            if os.getpid() != process:
+                _end_child(sys.exc_info()[1])
+
+
+def _end_child(error: BaseException | None) -> NoReturn:
+    """End a child process at the end of the script, before it takes part in the end of the rank."""
+    code = error.code if isinstance(error, SystemExit) else error
+    if code is not None and not isinstance(code, int):
+        traceback.print_exception(error)
+        code = EXIT_FAILED
+    exit_process(code or EXIT_DONE)

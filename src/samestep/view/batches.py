@@ -43,14 +43,15 @@ class ViewOfBatches:
         bounds = rank_bounds(rows, self._microbatches, self._view.ranks.shares)
         return None if any(start == stop for start, stop in bounds) else bounds
 
-    def word(self, *fields: int) -> list[list[int]]:
-        """Return the integers of all ranks, of which each is at a batch.
+    def word(self, samples: int, *fields: int) -> list[list[int]]:
+        """Return the integers of all ranks, of which each is at a batch; `samples` must be equal on all of them.
 
         Raises:
             RankDesyncError: another rank is not.
             RankMismatchError: something that must be equal differs between ranks.
         """
-        words = self._view.word(BATCH, *fields)
+        self._view.in_step.fact_of_samples(samples)
+        words = self._view.word(BATCH, samples, *fields)
         self._view.require_same_action(words)
         return [word[2:] for word in words]
 

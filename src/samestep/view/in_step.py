@@ -34,6 +34,7 @@ _NUMBERS = (bool, int, float)
 _CALL = "a call of a module"
 _SHAPES = "arguments of the module"
 _VALUES = "values of the batch"
+_SAMPLES = "samples of a batch"
 _ATTRIBUTES = "mode or number of a module"
 _BUFFERS = "buffers"
 _GENERATORS = "random generators"
@@ -44,6 +45,7 @@ _EARLIER = "earlier calls"
 
 _CODES_AND_FIXES = {
     _SHAPES: ("E_RANK_BATCH", "give every rank the same whole batch; only calls of modules are divided"),
+    _SAMPLES: ("E_RANK_BATCH", "seed the sampler alike on every rank, and do not divide the data among ranks"),
     _VALUES: ("E_RANK_BATCH", "read and shuffle data from the same seed on every rank, without a sampler of ranks"),
     _ATTRIBUTES: ("E_RANK_SETTINGS", "set modes and numbers of modules alike on every rank"),
     _RATES: ("E_RANK_SETTINGS", "set optimizers and schedules alike on every rank"),
@@ -105,7 +107,7 @@ class InStep:
             if isinstance(leaf, Tensor):
                 self._add_values(_VALUES, leaf, line)
         self._add_state_of(module, line)
-        self._add(_GENERATORS, hash((torch_generator(), numpy_generator())), line, self._named_seeds)
+        self._add(_GENERATORS, hash((torch_generator(), numpy_generator())), line)
 
     def facts_of_backward(self, gradients: Iterable[Tensor | None]) -> None:
         """Add the gradients of a call's outputs, which stand for the loss."""
@@ -137,7 +139,11 @@ class InStep:
         )
         for gradient in existing[:: max(1, len(existing) // 3)]:
             self._add_values(_GRADIENTS, gradient, line)
-        self._add(_GENERATORS, python_generator(), line, self._named_seeds)
+        self._add(_GENERATORS, python_generator(), line)
+
+    def fact_of_samples(self, samples: int) -> None:
+        """Add a hash of the indices of a batch; values that arrive from accelerators are not awaited."""
+        self._add(_SAMPLES, samples, script_line(sys._getframe(1)))
 
     def fact_of_place(self, name: str) -> None:
         """Add that this rank has reached a place that the other ranks may not have reached."""
@@ -165,10 +171,16 @@ class InStep:
             RankMismatchError: the first difference, equal on all ranks.
         """
         own = [[fact.name, fact.value, *fact.line, fact.detail and fact.detail()] for fact in self._sent]
-        ranks = [json.loads(text) for text in self._all_gather_text(json.dumps(own, default=str))]
+        own_seeds = {f"{name} of {file}:{line}": value for name, ((file, line), value) in self.seeds.items()}
+        texts = self._all_gather_text(json.dumps([own, own_seeds], default=str))
+        ranks, seeds = zip(*map(json.loads, texts), strict=True)
         rows = zip_longest(*ranks, fillvalue=["nothing further", 0, "", 0, None])
         pairs = ((facts[0], rank, fact) for facts in rows for rank, fact in enumerate(facts))
-        raise next(_difference(*pair) for pair in pairs if pair[0][:2] != pair[2][:2])
+        error = next(_difference(*pair) for pair in pairs if pair[0][:2] != pair[2][:2])
+        other = next((rank for rank, one in enumerate(seeds) if one != seeds[0]), None)
+        if other is not None:
+            error.add_note(f"ranks 0 and {other} have different seeds{_unequal(seeds[0], seeds[other])}")
+        raise error
 
     def _begin(self) -> Line:
         """Add values that have arrived from accelerators since the last event; return the line of the script."""
@@ -180,9 +192,6 @@ class InStep:
         if len(self._facts) > _MOST_FACTS:  # calls without a message, as in an evaluation that is computed whole
             self._facts = [_Fact(_EARLIER, hash(tuple(fact.value for fact in self._facts)), line, None)]
         return line
-
-    def _named_seeds(self) -> dict[str, str]:
-        return {f"{name} of {file}:{line}": value for name, ((file, line), value) in self.seeds.items()}
 
     def _add(self, name: str, value: int, line: Line, detail: Callable[[], Any] | None = None) -> None:
         self._facts.append(_Fact(name, value, line, detail))
@@ -273,7 +282,8 @@ def _difference(first: list[Any], rank: int, other: list[Any]) -> RankMismatchEr
     names = first[0], other[0]
     code, fix = _CODES_AND_FIXES.get(names[0], _OTHER_PATH) if names[0] == names[1] else _OTHER_PATH
     # Without a script, as in a recipe, the outermost line is that of the fork server.
-    lines = " and ".join(f"{fact[2]}:{fact[3]}" for fact in (first, other) if fact[2] not in ("", "<string>"))
+    places = [f"{fact[2]}:{fact[3]}" for fact in (first, other) if fact[2] not in ("", "<string>")]
+    lines = " and ".join(dict.fromkeys(places))
     if names[0] != names[1]:
         value = f"rank 0 reached {names[0]} while rank {rank} reached {names[1]}"
     else:

@@ -235,6 +235,20 @@ def test_fork_that_trains_ends_the_script_at_the_latest_at_its_end() -> None:
     end_of(script)
 
 
+@pytest.mark.parametrize(
+    ("end", "code"), [(None, 0), (SystemExit(), 0), (SystemExit(3), 3), (SystemExit("text"), 1), (ValueError(), 1)]
+)
+def test_forked_child_ends_with_the_script(end: BaseException | None, code: int) -> None:
+    codes = []
+    with refusals(has_own_device=False):
+        child = os.fork()
+        if child == 0 and end is not None:
+            raise end
+        if child != 0:
+            codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
+    assert codes == [code]
+
+
 def test_start_method_can_be_set_once_by_the_script(unchanged: None) -> None:
     multiprocessing.set_start_method("spawn")
     with pytest.raises(RuntimeError, match="already been set"):

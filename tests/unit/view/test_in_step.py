@@ -319,7 +319,7 @@ def test_real_ranks_end_with_the_same_error() -> None:
     (errors,) = run_jobs("workers.divided_parts", Job("in_step", 3, {}))
     assert len(set(errors)) == 1
     assert "ranks 0 and 2 differ in: the gradient of the loss (1.0 and 2.0)" in errors[0]
-    assert errors[0].count("divided_parts.py:") == 2
+    assert errors[0].count("divided_parts.py:") == 1
 
 
 class _Rank(NamedTuple):
@@ -353,11 +353,21 @@ def test_of_rows_that_ranks_hold_the_whole_shape_is_compared(is_argument: bool, 
 
 def test_seeds_that_differ_are_named_with_their_lines() -> None:
     def facts(rank: int, ranks: InStep) -> None:
-        torch.manual_seed(100 + rank)
         ranks.seeds["numpy.random.seed"] = ("train.py", 3), "7"
         ranks.seeds["torch.manual_seed"] = ("train.py", 4), str(100 + rank)
-        ranks.facts_of_call(nn.Linear(1, 1), [])
+        ranks.fact_of_samples(rank)
 
-    texts = [str(error) for error in errors_of(facts, 2)]
-    assert texts[0] == texts[1]
-    assert "random generators: torch.manual_seed of train.py:4 is 100 and 101, at " in texts[0]
+    errors = errors_of(facts, 3)
+    assert {error.code for error in errors if error is not None} == {"E_RANK_BATCH"}
+    for error in errors:
+        assert str(error).startswith("ranks 0 and 1 differ in: samples of a batch, at ")
+        note = "also:     ranks 0 and 1 have different seeds: torch.manual_seed of train.py:4 is 100 and 101"
+        assert str(error).endswith(note)
+
+
+def test_equal_seeds_are_not_mentioned() -> None:
+    def facts(rank: int, ranks: InStep) -> None:
+        ranks.seeds["torch.manual_seed"] = ("train.py", 4), "100"
+        ranks.fact_of_samples(rank)
+
+    assert "seed of" not in str(errors_of(facts, 2)[0])
