@@ -85,11 +85,32 @@ def parallel(
     _place(module)
     require_microbatches(microbatches, view.ranks.size)
     if view.ranks.size > 1 or reduction == "exact" or tensor_slices > 1:  # otherwise its own calls
-        view.require_equal(module)
-        chosen = _strategy(view, config, reduction, tensor_slices, tensor_plan)
-        chosen.prepare(module)
-        _divide(module, ParallelModule(view, module, chosen, **options))
+        _divide(module, owner_of(module, config, tensor_slices, tensor_plan, **options))
     return module
+
+
+def owner_of(
+    module: nn.Module,
+    config: StrategyConfig | None = None,
+    tensor_slices: int = 1,
+    tensor_plan: Mapping[str, str] = MappingProxyType({}),
+    **options: Any,
+) -> ParallelModule:
+    """Prepare a module for divided calls, on all ranks at the same time, and return the owner of its calls.
+
+    Args:
+        module: a module with equal parameters on all ranks.
+        config: strategy; None for that of the world.
+        tensor_slices: see `parallel`, as `tensor_plan`.
+        tensor_plan: see `parallel`.
+        options: all other options of `ParallelModule`.
+    """
+    reduction = options["reduction"]
+    view = joined_view(config, reduction)
+    view.require_equal(module)
+    strategy = _strategy(view, config, reduction, tensor_slices, tensor_plan)
+    strategy.prepare(module)
+    return ParallelModule(view, module, strategy, **options)
 
 
 def _observe(module: nn.Module, options: dict[str, Any]) -> None:

@@ -22,31 +22,42 @@ from samestep.launcher.pickling import ByName
 class Options(FaultOptions):
     """Run a script on several processes of this machine.
 
-    The script sees no variables of a launcher, so that it takes itself for the only process; samestep.parallel divides
-    the work. The output of ranks other than 0 is written to files.
+    The script takes itself for the only process: it sees one device, whole batches, and no launcher. Calls
+    of its models are divided. A script that imports samestep runs with what it asks for. The output of ranks other than
+    0 is written to files.
     """
 
     example: ClassVar = "samestep run --processes 2 train.py --epochs 3"
 
     processes: str = option(
-        "number of ranks; auto: one per GPU, or one per core on a machine without GPUs; or MIN:MAX (default auto)",
+        "number of ranks; auto: one per GPU, or one per core without GPUs, at most 8; or MIN:MAX (default auto)",
         "N",
         default="auto",
     )
     runs: Path = option("folder of runs (default runs)", "DIR", default=Path("runs"))
     own_group: bool = option("set torchrun's variables, for a script that creates its own process group", default=False)
+    exact: bool = option("the same bits on every number of processes up to 8", default=False)
+    module: bool = option("SCRIPT is the name of a module, as of python -m", default=False, flag="-m")
     script: Path = argument("SCRIPT", "a Python file")
     arguments: Sequence[str] = argument("...", "arguments of the script", nargs=argparse.REMAINDER)
 
 
 def run(options: Options) -> int:
     """Run the script; return 0 if every rank succeeded, 130 after a request to stop."""
-    require_file(options.script)
-    stem = options.script.stem
+    if not options.module:
+        require_file(options.script)
+    stem = options.script.name if options.module else options.script.stem
     log_dir = options.runs / timed_name(options.runs, stem) / "logs"
     processes = options.process_range()
-    function = ByName("samestep.launcher.worker", "run_script")
-    call = partial(function, options.script, tuple(options.arguments), own_group=options.own_group)
+    function = ByName("samestep.script.unchanged", "run")
+    call = partial(
+        function,
+        options.script,
+        tuple(options.arguments),
+        is_module=options.module,
+        own_group=options.own_group,
+        reduction="exact" if options.exact else "fast",
+    )
     starts = itertools.count()
 
     def attempt(count: int, config: LaunchConfig) -> LaunchResult:

@@ -51,7 +51,7 @@ class SourceFiles:
                 continue
             self._seen.add(name)
             file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
-            digest = _digest(Path(file)) if isinstance(file, str) and _is_users(file) else None
+            digest = _digest(Path(file)) if isinstance(file, str) and is_users_file(file) else None
             if digest is None or name == "__mp_main__":  # the same module as `__main__`
                 continue
             self._hashes[name] = digest
@@ -114,7 +114,8 @@ def _code_changed(names: Sequence[str]) -> InputError:
     )
 
 
-def _is_users(file: str) -> bool:
+def is_users_file(file: str) -> bool:
+    """Whether a file of code is outside of the standard library, installed packages and Samestep."""
     if not file.endswith(tuple(all_suffixes())) or any(f"/{name}/" in file for name in _PACKAGE_FOLDERS):
         return False
     return not os.path.abspath(file).startswith(_library_folders())

@@ -10,13 +10,15 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 from samestep.distributed.env import hide_ranks, prepare_torch_environment, set_environment
@@ -191,8 +193,12 @@ def run_script(
     max_restarts: int = 0,
     *,
     own_group: bool = True,
+    is_module: bool = False,
+    surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
     """Run `script` in this rank as `python script.py arguments` would, after some `restarts` of the launch.
+
+    With `is_module`, `script` is the name of a module, as of `python -m`. The script runs inside of `surroundings`.
 
     With `own_group`, the script may call `torch.distributed.init_process_group()` as under torchrun, whose variables
     are set (https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables"). The store exists already,
@@ -210,15 +216,15 @@ def run_script(
         set_environment(_torchrun_variables(worker_spec, restarts, max_restarts))
     else:
         hide_ranks()
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.resolve().parent))
+    code, main = _main_module(script, is_module=is_module)
+    sys.argv = [str(main.__file__), *arguments]
     # The module is never removed: when a script drops its models, and the last process group with them, torch waits for
     # gloo threads that may wait for the GIL in turn.
-    main = sys.modules["__main__"] = ModuleType("__main__")
-    main.__file__ = str(script)
+    sys.modules["__main__"] = main
     process_state.source_files.note_imports()
     try:
-        exec(compile(script.read_bytes(), str(script), "exec"), vars(main))
+        with surroundings():
+            exec(code, vars(main))
     except EndOfScript:
         return
     except SystemExit as end:
@@ -233,6 +239,33 @@ def run_script(
             fix="samestep run --own-group for a script with DistributedDataParallel or init_process_group",
             code="E_LAUNCH",
         ) from error
+
+
+def _main_module(script: Path, *, is_module: bool) -> tuple[CodeType, ModuleType]:
+    """Return the code of a script and its module, and put the folder of its imports first on the path."""
+    main = ModuleType("__main__")
+    if not is_module:
+        main.__file__ = str(script)
+        sys.path.insert(0, str(script.resolve().parent))
+        return compile(script.read_bytes(), str(script), "exec"), main
+    sys.path.insert(0, os.getcwd())
+    name = str(script)
+    spec = find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        name = f"{name}.__main__"
+        spec = find_spec(name)
+    code = spec.loader.get_code(name) if spec is not None and isinstance(spec.loader, SourceFileLoader) else None
+    if spec is None or code is None:
+        raise InputError(
+            f"there is no module {script} to run",
+            expected="a module with source code, as of python -m",
+            fix="check the name, and run the command in the folder that contains the package",
+            code="E_FILE_MISSING",
+        )
+    main.__file__ = spec.origin
+    main.__spec__ = spec
+    main.__package__ = spec.parent
+    return code, main
 
 
 def _torchrun_variables(worker_spec: WorkerSpec, restarts: int, max_restarts: int) -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""Unchanged scripts: what a process needs so that a script for one device runs on all ranks."""
+"""Scripts that know one device, on several processes."""

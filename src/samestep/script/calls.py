@@ -1,0 +1,107 @@
+"""Division of the calls of modules in a script that knows one device.
+
+The outermost call of a module with parameters is divided, as that of a module given to `samestep.parallel`. The state
+of the division is kept beside the module: its class, its attributes and its files stay the script's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from samestep.view.compiled import outside_compiler, with_compiler
+from samestep.view.parallel import ParallelModule
+
+# Their calls are those of the module inside, which is the outermost one.
+_TRANSPARENT = (nn.DataParallel,)
+
+
+class OutermostCalls:
+    """Owners of the calls of modules, made at the first outermost call of each module.
+
+    Args:
+        owner_of: makes the owner of a module's calls, on all ranks at the same call.
+    """
+
+    def __init__(self, owner_of: Callable[[nn.Module], ParallelModule]) -> None:
+        self._owner_of = owner_of
+        self._owners: dict[int, tuple[weakref.ref[nn.Module], ParallelModule]] = {}
+        self._thread = threading.get_ident()
+        self._is_inside = False
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Replace `nn.Module.__call__` during the block."""
+        of_torch = nn.Module.__call__
+
+        @functools.wraps(of_torch)
+        def call(module: nn.Module, /, *arguments: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling() or self._is_inside or not self._is_outermost(module):
+                return of_torch(module, *arguments, **options)
+            return self._divided(of_torch, module, arguments, options)
+
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = of_torch  # type: ignore[method-assign]
+
+    def _is_outermost(self, module: nn.Module) -> bool:
+        if isinstance(module, (*_TRANSPARENT, torch.jit.ScriptModule)):
+            return False
+        if self._thread != threading.get_ident():
+            return False
+        return id(module) in self._owners or next(module.parameters(), None) is not None
+
+    def _owner(self, module: nn.Module) -> ParallelModule:
+        found = self._owners.get(id(module))
+        if found is not None and found[0]() is module:
+            return found[1]
+        key = id(module)
+
+        def forget(reference: weakref.ref[nn.Module]) -> None:
+            if key in self._owners and self._owners[key][0] is reference:  # otherwise another module has this address
+                del self._owners[key]
+
+        owner = self._owner_of(module)
+        self._owners[key] = (weakref.ref(module, forget), owner)
+        return owner
+
+    def _divided(
+        self, of_torch: Callable[..., Any], module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        """Call a module; hooks of the module itself see whole batches, as the script outside of it."""
+        self._is_inside = True
+        try:
+            owner = self._owner(module)
+            attributes = module.__dict__
+            own_forward = attributes.get("forward")  # of compiled and patched modules
+            base = own_forward or functools.partial(type(module).forward, module)
+
+            def restore() -> None:
+                if attributes.get("forward") is not entry:
+                    return
+                del attributes["forward"]
+                if own_forward is not None:
+                    attributes["forward"] = own_forward
+
+            @outside_compiler
+            def entry(compiler: Any, *arguments: Any, **options: Any) -> Any:
+                restore()
+                return owner.call(with_compiler(compiler, base), base, arguments, options)
+
+            # For the way from `__call__` to `forward` only: copies and files of the module must not contain it.
+            attributes["forward"] = entry
+            try:
+                return of_torch(module, *arguments, **options)
+            finally:
+                restore()
+        finally:
+            self._is_inside = False

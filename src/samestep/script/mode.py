@@ -1,0 +1,84 @@
+"""Kind of a script: whether it, or a module of its folder, imports Samestep."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from samestep.launcher.source_files import is_users_file
+
+PACKAGE = "samestep"
+
+
+def imports_samestep(script: Path, package: str = "") -> bool:
+    """Whether a script imports Samestep, in its own code or in that of modules which it imports.
+
+    Reads the source, and runs nothing. Modules of the standard library and installed packages are left out.
+
+    Args:
+        script: file of the script.
+        package: complete name of the package that contains it, for relative imports.
+    """
+    depth = package.count(".") + 1 if package else 0
+    path = [str(script.resolve().parents[depth]), *sys.path]
+    waiting = [(script, package)]
+    seen = {script.resolve()}
+    while waiting:
+        file, package = waiting.pop()
+        for name in _imported(file, package):
+            if name.partition(".")[0] == PACKAGE:
+                return True
+            for found in _files(name, path):
+                if found[0].resolve() not in seen:
+                    seen.add(found[0].resolve())
+                    waiting.append(found)
+    return False
+
+
+def _imported(file: Path, package: str) -> Iterator[str]:
+    """Yield the complete names that a file imports; a file that cannot be compiled fails later, with its own error."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join(filter(None, [*parents, base]))
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _files(name: str, path: list[str]) -> Iterator[tuple[Path, str]]:
+    """Yield the user's files that the import of a name runs, each with the name of its package."""
+    parts = name.split(".")
+    locations: list[str] | None = path
+    for number, part in enumerate(parts, start=1):
+        complete = ".".join(parts[:number])
+        spec: ModuleSpec | None = PathFinder.find_spec(complete, locations) if part else None
+        if spec is None:
+            return
+        locations = spec.submodule_search_locations
+        if spec.origin is not None and spec.origin.endswith(".py") and is_users_file(spec.origin):
+            package = complete if locations is not None else complete.rpartition(".")[0]
+            yield Path(spec.origin), package
+        if locations is None:
+            return
+        locations = list(locations)
+
+
+def file_of_module(name: str) -> tuple[Path | None, str]:
+    """Return the file that `python -m name` runs and the name of its package; None if there is none."""
+    found = list(_files(name, ["", *sys.path]))
+    if not found:
+        return None, ""
+    file, package = found[-1]
+    main = file.with_name("__main__.py")
+    return (main, package) if package == name and main.is_file() else (file, package)

@@ -1,0 +1,56 @@
+"""Whether a script imports Samestep is read from its source, and from that of its own modules."""
+
+from pathlib import Path
+
+import pytest
+
+from samestep.script.mode import file_of_module, imports_samestep
+
+
+def written(folder: Path, files: dict[str, str]) -> Path:
+    for name, source in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+    return folder / next(iter(files))
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"train.py": "import torch, json"}, False),
+        ({"train.py": "import samestep"}, True),
+        ({"train.py": "import samestep.errors as e"}, True),
+        ({"train.py": "from samestep import parallel"}, True),
+        ({"train.py": "def f():\n    try:\n        import samestep\n    except ImportError:\n        pass"}, True),
+        ({"train.py": "# import samestep\nprint('import samestep')"}, False),
+        ({"train.py": "import samesteps"}, False),
+        ({"train.py": "import helper", "helper.py": "import samestep"}, True),
+        ({"train.py": "import helper", "helper.py": "import train"}, False),
+        ({"train.py": "from lib.deep import x", "lib/__init__.py": "", "lib/deep.py": "import samestep"}, True),
+        ({"train.py": "from lib import deep", "lib/__init__.py": "", "lib/deep.py": "import samestep"}, True),
+        ({"train.py": "import lib.a", "lib/__init__.py": "", "lib/a.py": "from . import b", "lib/b.py": ""}, False),
+        (
+            {
+                "train.py": "import lib.a",
+                "lib/__init__.py": "",
+                "lib/a.py": "from .b import c",
+                "lib/b.py": "import samestep",
+            },
+            True,
+        ),
+        ({"train.py": "def f(:"}, False),
+    ],
+)
+def test_imports_of_scripts(files: dict[str, str], expected: bool, tmp_path: Path) -> None:
+    assert imports_samestep(written(tmp_path, files)) is expected
+
+
+def test_file_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, {"pkg/__init__.py": "", "pkg/__main__.py": "", "pkg/train.py": "from . import model"})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert file_of_module("pkg") == (tmp_path / "pkg/__main__.py", "pkg")
+    assert file_of_module("pkg.train") == (tmp_path / "pkg/train.py", "pkg")
+    assert file_of_module("no_such_module_at_all") == (None, "")
+    (tmp_path / "pkg/model.py").write_text("import samestep", encoding="utf-8")
+    assert imports_samestep(tmp_path / "pkg/train.py", "pkg")
