@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,13 @@ def test_launched_function_has_the_weights_of_one_process(plain: Path, tmp_path:
 
 
 def run(processes: int, *arguments: object, cwd: Path) -> Done:
-    """Run a script by `samestep run`."""
-    return samestep_command("run", "--processes", processes, *arguments, cwd=cwd)
+    """Run a script by `samestep run`; leave out its first line, which names the mode."""
+    done = samestep_command("run", "--processes", processes, *arguments, cwd=cwd)
+    if processes == 1:
+        return done
+    first, _, rest = done.err.partition("\n")
+    assert first.endswith(f" on {processes} processes: it imports samestep")
+    return replace(done, err=rest)
 
 
 def test_script_says_once_how_its_calls_are_computed(plain: Path, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ _RESOURCE_FIXES = (
 )
 _CODE = re.compile(r" \[E_\w+\]$")
 # Lines that mark a part of the line above with carets, in tracebacks of Python 3.11 and later.
+_RUNNERS = ("samestep.launcher.", "samestep.script.")  # modules around the code of the user
 _MARKS = re.compile(r"^ +[~^]+\n", re.MULTILINE)
 # Limit of a complete text, which is sent to the launcher and written to a log.
 _MAX_TEXT = 5_000_000
@@ -242,7 +243,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _trace(error: BaseException) -> str:
     """Return the indented traceback of an error without frames of the launcher, at most some million characters."""
     frames = error.__traceback__
-    while frames is not None and str(frames.tb_frame.f_globals.get("__name__")).startswith("samestep.launcher."):
+    while frames is not None and str(frames.tb_frame.f_globals.get("__name__")).startswith(_RUNNERS):
         frames = frames.tb_next
     if frames is None and not isinstance(error, SyntaxError):  # which names the file and the line of the script itself
         frames = error.__traceback__

@@ -18,7 +18,7 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, NoReturn
 
 from samestep.distributed.env import hide_ranks, prepare_torch_environment, set_environment
@@ -216,7 +216,7 @@ def run_script(
         set_environment(_torchrun_variables(worker_spec, restarts, max_restarts))
     else:
         hide_ranks()
-    code, main = _main_module(script, is_module=is_module)
+    main = _main_module(script, is_module=is_module)
     sys.argv = [str(main.__file__), *arguments]
     # The module is never removed: when a script drops its models, and the last process group with them, torch waits for
     # gloo threads that may wait for the GIL in turn.
@@ -224,7 +224,7 @@ def run_script(
     process_state.source_files.note_imports()
     try:
         with surroundings():
-            exec(code, vars(main))
+            exec(compile(Path(str(main.__file__)).read_bytes(), str(main.__file__), "exec"), vars(main))
     except EndOfScript:
         return
     except SystemExit as end:
@@ -241,21 +241,18 @@ def run_script(
         ) from error
 
 
-def _main_module(script: Path, *, is_module: bool) -> tuple[CodeType, ModuleType]:
-    """Return the code of a script and its module, and put the folder of its imports first on the path."""
+def _main_module(script: Path, *, is_module: bool) -> ModuleType:
+    """Return the empty module of a script, and put the folder of its imports first on the path."""
     main = ModuleType("__main__")
     if not is_module:
         main.__file__ = str(script)
         sys.path.insert(0, str(script.resolve().parent))
-        return compile(script.read_bytes(), str(script), "exec"), main
+        return main
     sys.path.insert(0, os.getcwd())
-    name = str(script)
-    spec = find_spec(name)
+    spec = find_spec(str(script))
     if spec is not None and spec.submodule_search_locations is not None:
-        name = f"{name}.__main__"
-        spec = find_spec(name)
-    code = spec.loader.get_code(name) if spec is not None and isinstance(spec.loader, SourceFileLoader) else None
-    if spec is None or code is None:
+        spec = find_spec(f"{script}.__main__")
+    if spec is None or not isinstance(spec.loader, SourceFileLoader):
         raise InputError(
             f"there is no module {script} to run",
             expected="a module with source code, as of python -m",
@@ -265,7 +262,7 @@ def _main_module(script: Path, *, is_module: bool) -> tuple[CodeType, ModuleType
     main.__file__ = spec.origin
     main.__spec__ = spec
     main.__package__ = spec.parent
-    return code, main
+    return main
 
 
 def _torchrun_variables(worker_spec: WorkerSpec, restarts: int, max_restarts: int) -> dict[str, str]:
