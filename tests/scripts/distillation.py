@@ -135,7 +135,7 @@ def main():
     torch.manual_seed(config.seed)
     teacher = DeepNN().to(device)
     print(f"DeepNN parameters: {sum(p.numel() for p in teacher.parameters()):,}")
-    train(teacher, train_loader, epochs=config.teacher_epochs, learning_rate=0.005, device=device)
+    train(teacher, train_loader, epochs=config.teacher_epochs, learning_rate=0.003, device=device)
     test_accuracy_deep = test(teacher, test_loader, device)
     for parameter in teacher.parameters():
         parameter.requires_grad_(False)
@@ -143,7 +143,7 @@ def main():
     torch.manual_seed(config.seed)
     student = LightNN().to(device)
     print(f"LightNN parameters: {sum(p.numel() for p in student.parameters()):,}")
-    train_knowledge_distillation(teacher, student, train_loader, learning_rate=0.015, config=config, device=device)
+    train_knowledge_distillation(teacher, student, train_loader, learning_rate=0.01, config=config, device=device)
     test_accuracy_light = test(student, test_loader, device)
     print(f"Teacher accuracy: {test_accuracy_deep:.2f}%")
     print(f"Student accuracy with distillation: {test_accuracy_light:.2f}%")
