@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -9,13 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from samestep.config import Reduction, StrategyConfig
+from samestep.distributed.devices import is_accelerator
+from samestep.distributed.signals import StoppedLoop
 from samestep.distributed.streams import report_line
+from samestep.distributed.world import World, all_gather
 from samestep.global_view import joined_view, owner_of
-from samestep.launcher.job import rank_and_size
+from samestep.launcher.job import process_state, rank_and_size
 from samestep.launcher.worker import run_script
 from samestep.script.calls import OutermostCalls
+from samestep.script.console import shared_console
+from samestep.script.entropy import equal_entropy
 from samestep.script.loaders import own_rows_of_loaders
 from samestep.script.mode import file_of_module, imports_samestep
+from samestep.script.refusals import refusals
 from samestep.session import init
 from samestep.view.batches import ViewOfBatches
 from samestep.view.view import View
@@ -76,11 +83,21 @@ def unchanged(reduction: Reduction = "fast", strategy: StrategyConfig | None = N
     _, size = rank_and_size()
     with ExitStack() as stack:
         if size == 1 and reduction == "fast":
+            stack.enter_context(shared_console(0, 1, lambda data: data or b""))
             stack.enter_context(own_rows_of_loaders(lambda: None))
             yield
             return
-        init(reduction=reduction, strategy=strategy)
+        world = init(reduction=reduction, strategy=strategy)
         view = joined_view(None, reduction)
+        worker = process_state.worker
+        assert worker is not None
+        view.at_first_word = worker.stop.install  # not earlier: SIGTERM must end a script that reaches no word
+        view.interrupt_on(worker.stop)
+        (seed, *_) = all_gather(secrets.token_hex(32), world)
+        stack.enter_context(equal_entropy(bytes.fromhex(seed), view.in_step.seeds))
+        stack.enter_context(shared_console(world.rank, size, partial(_share, view, world)))
+        stack.enter_context(refusals(has_own_device=is_accelerator(view.device)))
+        stack.enter_context(own_rows_of_loaders(partial(_readers, view)))
         options: dict[str, Any] = {
             "microbatches": None,
             "batch_norm": "global",
@@ -88,13 +105,25 @@ def unchanged(reduction: Reduction = "fast", strategy: StrategyConfig | None = N
             "whole": True,
             "strict": False,
         }
-        calls = OutermostCalls(partial(owner_of, **options))
-        stack.enter_context(own_rows_of_loaders(partial(_readers, view)))
-        stack.enter_context(calls.installed())
-        yield
+        stack.enter_context(OutermostCalls(partial(owner_of, **options)).installed())
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not view.is_stopping:
+                raise
+            raise StoppedLoop from None  # on all ranks, as an interrupted script
     if view.ranks.rank == 0:
         for line in summary(view):
             report_line(line)
+
+
+def _share(view: View, world: World, data: bytes | None) -> bytes:
+    """Return the bytes that rank 0 gives, on all ranks."""
+    if world.size == 1:
+        return data or b""
+    view.any_rank(place="standard input")  # otherwise ranks elsewhere would take the message for another
+    (first, *_) = all_gather((data or b"").hex(), world)
+    return bytes.fromhex(first)
 
 
 def _readers(view: View) -> ViewOfBatches | None:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -107,7 +107,7 @@ class View:
     def __init__(self, world: World) -> None:
         self.ranks = Ranks(world)
         self._status = world.context.status
-        self._stop = world.context.stop
+        self._stop: Callable[[], bool] = world.context.stop
         self.is_stopping = False  # a rank has requested the end of the loop; equal on all ranks
         self.strategy = world.strategy
         self.reduction: Reduction = FastReduction(self.ranks, hook=world.strategy.hook)
@@ -119,6 +119,9 @@ class View:
         # How loaders read their batches, by data set.
         self.batch_decisions: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
         self.keeps_rows = True  # large tensors of batches are not gathered
+        # For a script that knows nothing of other ranks, and has not seen them so far.
+        self.at_first_word: Callable[[], None] | None = None
+        self.raises_interrupt = False  # a request to stop is a KeyboardInterrupt, at the same word on all ranks
         self._is_suspended = False
         self._process = os.getpid()
         self._words = 0
@@ -222,14 +225,26 @@ class View:
 
         Raises:
             RankMismatchError: something that must be equal differs between ranks.
+            KeyboardInterrupt: a rank has requested the end of the script.
         """
+        if self.at_first_word is not None:
+            self.at_first_word()
+            self.at_first_word = None
         self._words += 1
         own = [self.in_step.digest(), action, self._words, *fields]
         own += [0] * (_WORD - 1 - len(own))
         words = self.ranks.words([*own, int(self._stop())])
         self.is_stopping |= any(word[-1] for word in words)
         self.in_step.compare([word[0] for word in words])
+        if self.raises_interrupt and self.is_stopping:
+            self.raises_interrupt = False  # what the script does to end needs words too
+            raise KeyboardInterrupt
         return [word[1:-1] for word in words]
+
+    def interrupt_on(self, stop: Callable[[], bool]) -> None:
+        """Raise a `KeyboardInterrupt` on all ranks after `stop` has returned True on one of them."""
+        self._stop = stop
+        self.raises_interrupt = True
 
     def require_same_action(self, words: Iterable[list[int]]) -> None:
         """Require that all ranks do the same.
