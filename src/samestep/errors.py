@@ -55,6 +55,7 @@ CODES = {
     "E_STRATEGY_OPTION": "A strategy option has no effect with this strategy or mesh.",
     "E_PROCESSES": "`--processes` or `--devices` does not name a possible number of ranks.",
     "E_LAUNCHER_GONE": "The launcher of the ranks, or the store of their job, has ended before the ranks.",
+    "E_SCRIPT_FILES": "An unchanged script reads a file that only another process has, or whose content is gone.",
     "E_SCRIPT": "A command needs a recipe, or the run of a script cannot be started again.",
     "E_NOT_A_RUN": "A directory is not a run, there is no run yet, or the directory of a run was replaced.",
     "E_NO_CHECKSUM": "A run has no checksum of a step, or two runs have no checksums of the same steps.",

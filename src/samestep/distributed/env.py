@@ -35,6 +35,11 @@ _RANK_VARIABLES = (
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     *("PMI_RANK", "PMI_SIZE", "PMIX_RANK"),
 )
+# Folders of caches of libraries.
+_CACHE_VARIABLES = (
+    *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+    *("TRITON_HOME", "TORCH_EXTENSIONS_DIR", "MPLCONFIGDIR", "NUMBA_CACHE_DIR", "CUDA_CACHE_PATH"),
+)
 # Prefixes of variables that change the behaviour of torch, its libraries or launchers.
 _PREFIXES = (
     *("ATEN_", "CUBLAS_", "CUDA_", "CUDNN_", "DNNL_", "GLOO_", "GOMP_", "KMP_", "LD_", "MASTER_", "MKL_", "NCCL_"),
@@ -111,6 +116,21 @@ def cache_folder() -> Path:
     """Return the folder of the caches of samples of this account (XDG Base Directory Specification)."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "samestep"
+
+
+def library_caches(temporary: str) -> list[str]:
+    """Return beginnings of paths of caches that several processes may fill: entries are named by content or locked.
+
+    Args:
+        temporary: folder of temporary files.
+    """
+    home = str(Path.home())
+    base = os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache"
+    settings = os.environ.get("XDG_CONFIG_HOME") or f"{home}/.config"
+    names = ("huggingface", "matplotlib", "torch", "torch_extensions", "triton", "numba", "fontconfig")
+    folders = [f"{home}/.triton", f"{home}/.nv", f"{settings}/matplotlib", *(f"{base}/{name}" for name in names)]
+    folders += [path for name in _CACHE_VARIABLES if (path := os.environ.get(name))]
+    return [f"{temporary}/torchinductor_", *folders]
 
 
 def relevant_variables() -> dict[str, str]:

@@ -1,0 +1,411 @@
+"""View of files on ranks other than 0: own changes over the files as they were before rank 0 changed them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from typing import Any
+
+from samestep.distributed.status import RankStatus
+from samestep.errors import RunError
+from samestep.script.file_functions import path_argument
+from samestep.script.file_journal import PATHS, REAL, Exemptions, Journal, key_of
+from samestep.view.fingerprints import script_line
+
+_POLL_SECONDS = 0.01
+_MAX_LINKS = 40
+MISSING = (FileNotFoundError, NotADirectoryError)
+Place = tuple[str, str]  # folder without links, and name
+Token = tuple[str, int]  # key of a path, and which of the closes of files with this key
+
+
+class FileView:
+    """What one rank, and the processes that it forks, see of files.
+
+    A change is made below a private folder, under the same path, and noted. Other paths are read from the real file
+    system; a path that rank 0 has changed since it was ready is read from the copy that rank 0 has kept, or is absent.
+
+    Args:
+        rank: 1 or higher.
+        folder: folder of the launch, without links.
+        status: status of this rank.
+        keep_bytes: content of larger written files is not kept.
+
+    Attributes:
+        files: number of files that were written and closed.
+        private_bytes: size of these files that is kept.
+    """
+
+    def __init__(self, rank: int, folder: str, status: RankStatus, keep_bytes: int) -> None:
+        self.files = 0
+        self.private_bytes = 0
+        self._root = f"{folder}/rank-{rank}"
+        REAL.mkdir(self._root)
+        self._first = Journal(f"{folder}/journal")
+        self._changes = Journal(f"{self._root}.changes")
+        self._reads = Journal(f"{folder}/reads-{rank}")
+        self._exempt = Exemptions(folder)
+        self._status = status
+        self._keep_bytes = keep_bytes
+        self._process = os.getpid()
+        self._local = threading.local()
+        self._is_active = True
+        self._is_ready = False
+        self._has_ended = False  # rank 0
+        self._own: dict[str, dict[str, str]] = defaultdict(dict)  # folder and name to the private path; "": removed
+        self._before: dict[str, dict[str, str]] = defaultdict(dict)  # likewise to the copy of rank 0; "": not existing
+        self._touched: set[str] = set()  # by rank 0, which is not ready
+        self._made: set[str] = set()  # by rank 0, before it was ready
+        self._removed: set[str] = set()  # likewise
+        self._dropped: dict[str, Token | None] = {}  # paths of files without their content, and where it is
+        self._closes: dict[str, list[list[str]]] = defaultdict(list)  # of rank 0, by key: where each content is now
+        self._contents: dict[str, list[str]] = {}  # the same lists of one path by this path; [""] if overwritten
+        self._own_closes: Counter[str] = Counter()
+        self._folders: dict[str, str] = {}  # folders as they are written, and without links
+        self._directory = REAL.getcwd()
+        self._is_moved = False  # the working directory is private
+        self._has_links = False  # which are not in the real file system
+
+    def mark_ready(self) -> None:
+        """Do nothing: the other ranks wait for rank 0 alone."""
+
+    def close(self) -> None:
+        """End the view; replacements that are still held call the functions of the system."""
+        self._is_active = False
+        if self._is_moved:
+            with suppress(FileNotFoundError):
+                REAL.chdir(self._directory)
+        self._reads.append("end")
+
+    # --- places ------------------------------------------------------------------------------------------
+
+    def _find(self, place: Place) -> str | None:
+        """Return the path at which this rank sees a place; None for the real one, "" if it sees nothing."""
+        folder, name = place
+        names = self._own.get(folder)
+        if names is not None and (path := names.get(name)) is not None:
+            return path
+        names = self._before.get(folder)
+        return names.get(name) if names is not None else None
+
+    def _place(self, path: Any, *, follow: bool) -> Place:
+        text: str = path if type(path) is str else os.fsdecode(path)
+        if text[:1] != "/":
+            text = f"{self._directory}/{text}"
+        head, _, name = text.rpartition("/")
+        if name in ("", ".", ".."):
+            head, _, name = self._folder(text).rpartition("/")
+            return head, name
+        folder = self._folders.get(head)
+        place = (self._folder(head) if folder is None else folder, name)
+        return self._followed(place) if follow else place
+
+    def _folder(self, path: str) -> str:
+        """Return a folder without links and dots; "" for the root."""
+        known = self._folders.get(path)
+        if known is None:
+            head, _, name = path.rpartition("/")
+            parent = self._folder(head) if path else ""
+            if name in ("", "."):
+                known = parent
+            elif name == "..":
+                known = parent.rpartition("/")[0]
+            else:
+                known = "/".join(self._followed((parent, name)))
+                if self._first.has_grown():  # perhaps by a link
+                    self._update()
+                    known = "/".join(self._followed((parent, name)))
+            self._folders[path] = known
+        return known
+
+    def _followed(self, place: Place) -> Place:
+        for _ in range(_MAX_LINKS):
+            path = self._find(place)
+            try:
+                path = "/".join(place) if path is None else path
+                if not stat.S_ISLNK(REAL.lstat(path).st_mode):
+                    return place
+                target = REAL.readlink(path)
+            except OSError:
+                return place
+            place = self._place(target if target[:1] == "/" else f"{place[0]}/{target}", follow=False)
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), "/".join(place))
+
+    def _is_own(self, path: str) -> bool:
+        return path.startswith(self._root)
+
+    # --- queries -----------------------------------------------------------------------------------------
+
+    def _query(self, path: Any, call: Callable[[Any], Any], *, follow: bool = True, waits: bool = True) -> Any:
+        """Call a function with the path at which this rank sees `path`, until rank 0 changes nothing meanwhile."""
+        if not isinstance(path, PATHS) or not self._is_active or self._exempt.local.depth:
+            return call(path)
+        while True:
+            place = self._place(path, follow=follow)
+            found = self._find(place)
+            target = found if found is not None else self._real(place, path)
+            location = self._location(found) if found else ""
+            result: Any = None
+            failure: OSError | None = None
+            try:
+                result = call(target)
+            except OSError as error:
+                failure = error
+            is_settled = True
+            if self._first.has_grown() or self._changes.has_grown():
+                self._update()
+                is_settled = self._place(path, follow=follow) == place and self._find(place) == found
+                is_settled = is_settled and (not found or self._location(found) == location)
+            if is_settled and not self._is_ready and waits and found is None:
+                is_nothing = isinstance(failure, MISSING) or result is False or result == []
+                if self._must_wait("/".join(place), is_nothing=is_nothing):
+                    self._wait(lambda: self._is_ready, "the preparation by rank 0", is_preparation=True)
+                    is_settled = False
+            if is_settled and failure is None:
+                return result
+            if is_settled:
+                assert failure is not None
+                failure.filename = path
+                raise failure
+            if hasattr(result, "close"):
+                result.close()
+
+    def _real(self, place: Place, path: Any) -> Any:
+        """Return a path in the real file system, as it was given where this is possible."""
+        return "/".join(place) or "/" if self._is_moved or self._has_links else path
+
+    def _must_wait(self, path: str, *, is_nothing: bool) -> bool:
+        """Whether rank 0, which is not ready, changes the path now, or may create it."""
+        if path in self._touched:
+            return True
+        return is_nothing and not getattr(self._local, "is_quiet", False) and not self._exempt.is_foreign(path)
+
+    def _wait(self, is_over: Callable[[], bool], name: str, *, is_preparation: bool = False) -> None:
+        is_rank = os.getpid() == self._process  # a forked process must not write into the rank's status
+        with self._status.waiting(name) if is_rank else nullcontext():
+            while not is_over() and self._is_active:
+                time.sleep(_POLL_SECONDS)
+                if is_preparation and is_rank:
+                    self._status.heartbeat()  # a preparation takes any time
+                self._update()
+
+    def _update(self) -> None:
+        self._first.update(self._note_first)
+        self._changes.update(self._note_own)
+
+    def _note_first(self, operation: str, path: str = "", other: str = "", is_lost: bool = False) -> None:
+        """Note a line of rank 0's journal; see `FirstWriter`."""
+        if operation in ("ready", "end"):
+            self._touched.clear()
+            self._folders.clear()
+            self._is_ready = True
+            self._has_ended = operation == "end"
+        elif operation == "closed":
+            self._contents[path] = [path]
+            self._closes[key_of(path)].append(self._contents[path])
+        elif operation == "moved":
+            if path in self._contents:
+                self._contents[other] = self._contents.pop(path)
+                self._contents[other][0] = other
+        else:
+            self._contents.pop(path, [""])[0] = ""
+            if not self._is_ready:
+                self._touched.add(path)
+                (self._removed if operation == "removed" else self._made).add(path)
+                return
+            folder, _, name = path.rpartition("/")
+            self._before[folder].setdefault(name, other)
+            self._has_links = self._has_links or stat.S_ISLNK(REAL.lstat(other).st_mode if other else 0)
+            if is_lost:
+                self._dropped.setdefault(other, None)
+
+    def _note_own(
+        self, folder: str, name: str, path: str, is_dropped: bool, token: Token | None, is_link: bool
+    ) -> None:
+        self._own[folder][name] = path
+        self._has_links = self._has_links or is_link
+        self._dropped.pop(path, None)
+        if is_dropped:
+            self._dropped[path] = token
+
+    def _location(self, found: str) -> str:
+        """Return where rank 0 has the content that this rank has not kept; "" if nowhere yet, or not any more."""
+        key, number = self._dropped.get(found) or ("", 1)
+        closes = self._closes[key][number - 1 : number]
+        return closes[0][0] if closes else ""
+
+    def _content(self, path: Any, found: str) -> str:
+        """Return where the content of a file is: at rank 0 if this rank has not kept it."""
+        if found not in self._dropped:
+            return found
+        if (token := self._dropped[found]) is not None:
+            key, number = token
+            self._update()
+            self._wait(lambda: len(self._closes[key]) >= number or self._has_ended, f"{path} from rank 0")
+            if location := self._location(found):
+                return location
+        file, line = script_line(sys._getframe())
+        raise RunError(
+            f"{file}:{line}: {os.fsdecode(path)} is read, but its content is gone or was never written by rank 0",
+            expected=f"a file above {self._keep_bytes} bytes is written by rank 0 too, under the same path except for "
+            "digits, and read before it is written again",
+            fix="choose paths that are equal on all processes, without random text",
+            code="E_SCRIPT_FILES",
+        )
+
+    def _is_noted(self, path: Any) -> bool:
+        """Whether this rank or rank 0 has changed what is at a path."""
+        return isinstance(path, str) and (self._is_own(path) or path in self._dropped)
+
+    def _note_read(self, path: str) -> None:
+        self._reads.append("read", key_of(path.removeprefix(self._root)))
+
+    def query(self, name: str) -> Callable[..., Any]:
+        """Return the replacement of a function of `os` that takes a path and changes nothing."""
+        real = getattr(REAL, name)
+        is_of_link = name in ("lstat", "readlink")
+
+        def call(path: Any, *arguments: Any, **options: Any) -> Any:
+            if type(path) is str and path.startswith(self._root):  # given to a function in C++
+                return real(path, *arguments, **options)
+            follow = not is_of_link and options.get("follow_symlinks", True)
+            return self._query(path, lambda target: real(target, *arguments, **options), follow=follow)
+
+        return call
+
+    def reader(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
+        """Return the replacement of a function that reads a file in C++."""
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            path, put = path_argument(position, keyword, arguments, options)
+            found = self.located(path) if path is not None else None
+            if found is None or not self._is_noted(found):
+                return real(*arguments, **options)
+            given, named = put(self._content(path, found))
+            result = self._exempt.passing(real, *given, **named)
+            self._note_read(found)
+            return result
+
+        return call
+
+    def located(self, path: Any) -> Any:
+        """Return the path at which this rank sees an existing file."""
+        return self._query(path, lambda target: REAL.stat(target) and target)
+
+    def getcwd(self) -> str:
+        """Replace `os.getcwd`."""
+        return self._directory if self._is_active else str(REAL.getcwd())
+
+    def chdir(self, path: Any) -> None:
+        """Replace `os.chdir`."""
+        self._query(path, REAL.chdir)
+        if self._is_active:
+            actual = REAL.getcwd()
+            self._is_moved = self._is_own(actual)
+            self._directory = actual.removeprefix(self._root)
+
+    def listdir(self, path: Any = ".") -> list[Any]:
+        """Replace `os.listdir`."""
+        if isinstance(path, int) or not self._is_active:
+            return list(REAL.listdir(path))
+        return [entry.name for entry in self.scandir(path)]
+
+    def scandir(self, path: Any = ".") -> Any:
+        """Replace `os.scandir`."""
+        path = "." if path is None else path
+        if isinstance(path, int) or not self._is_active:
+            return REAL.scandir(path)
+        folder = "/".join(self._place(path, follow=True)) or "/"
+
+        def read(target: Any) -> Any:
+            is_real = target is path or target == folder
+            if not is_real and not stat.S_ISDIR(REAL.stat(target).st_mode):
+                return REAL.scandir(target)  # raises the error
+            try:
+                with REAL.scandir(path if target is path else folder) as entries:
+                    return {os.fsdecode(entry.name): entry for entry in entries} or []
+            except MISSING:
+                if is_real:
+                    raise
+                return {}  # what is in a private folder is in `_own`
+
+        entries = dict(self._query(path, read))
+        for layer in (self._before, self._own):
+            for name, found in layer.get(folder.rstrip("/"), {}).copy().items():
+                entries.pop(name, None)
+                if found:
+                    entries[name] = _Entry(self, path, name)
+        return _Entries(iter(entries.values()))
+
+    def glob(self, *arguments: Any, **options: Any) -> list[Any]:
+        """Replace `glob.glob`: rank 0 may prepare what was not found."""
+        found: list[Any] = REAL.glob(*arguments, **options)
+        if not found and self._is_active and not self._is_ready:
+            with suppress(*MISSING):
+                self._query(arguments[0] if arguments else options["pathname"], REAL.lstat)
+            found = REAL.glob(*arguments, **options)
+        return found
+
+
+class _Entry(os.PathLike[Any]):
+    """Entry of a folder that this rank or rank 0 has changed; see `os.DirEntry`."""
+
+    def __init__(self, view: FileView, folder: Any, name: str) -> None:
+        self._stat = view.query("stat")
+        self.name = os.fsencode(name) if isinstance(folder, bytes) else name
+        self.path = os.path.join(os.fspath(folder), self.name)
+
+    def __fspath__(self) -> Any:
+        return self.path
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        result: os.stat_result = self._stat(self.path, follow_symlinks=follow_symlinks)
+        return result
+
+    def inode(self) -> int:
+        return self.stat(follow_symlinks=False).st_ino
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        return stat.S_ISDIR(self._mode(follow_symlinks))
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        return stat.S_ISREG(self._mode(follow_symlinks))
+
+    def is_symlink(self) -> bool:
+        return stat.S_ISLNK(self._mode(False))
+
+    def is_junction(self) -> bool:
+        return False
+
+    def _mode(self, follow_symlinks: bool) -> int:
+        try:
+            return self.stat(follow_symlinks=follow_symlinks).st_mode
+        except FileNotFoundError:
+            return 0
+
+
+class _Entries(Iterator[Any]):
+    """Entries of a folder; see `os.scandir`."""
+
+    def __init__(self, entries: Iterator[Any]) -> None:
+        self._entries = entries
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> _Entries:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the iteration."""
+        self._entries = iter(())

@@ -1,0 +1,389 @@
+"""One writer of files for unchanged scripts: rank 0 writes, every rank reads back what it has written itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from samestep.distributed.logging import logger
+from samestep.distributed.status import RankStatus
+from samestep.script.file_functions import Replaced, database_path, path_argument
+from samestep.script.file_journal import (
+    PATHS,
+    READING,
+    REAL,
+    UNNAMED,
+    WRITING,
+    Exemptions,
+    Journal,
+    below,
+    copy_file,
+    key_of,
+    noted_file,
+)
+from samestep.script.overlay import Overlay
+from samestep.view.fingerprints import is_library_file
+
+KEEP_BYTES = 64 * 2**20
+_POLL_SECONDS = 0.01
+_COPIES = 16  # total size of kept copies, in multiples of the limit of one
+
+
+@contextmanager
+def one_writer(
+    rank: int, size: int, folder: str | Path, status: RankStatus, *, keep_bytes: int = KEEP_BYTES
+) -> Iterator[FirstWriter | Overlay]:
+    """Let rank 0 alone write files inside the block, while other ranks see their own changes.
+
+    Rank 0 is first until it calls `mark_ready`: another rank waits where a path does not exist, or is changed by rank
+    0. From then on a rank sees what rank 0 had made by then, and its own changes, but no later changes of rank 0.
+
+    Args:
+        rank: rank of this process.
+        size: number of ranks.
+        folder: existing temporary folder of the launch, the same on all ranks, empty at first.
+        status: status of this rank.
+        keep_bytes: other ranks read larger files that they have written from rank 0.
+
+    Yields:
+        Counts of written files, and `mark_ready()` for the first exchange of rank 0 with other ranks.
+    """
+    place = os.path.realpath(folder)
+    writer: FirstWriter | Overlay
+    if rank == 0:
+        writer = FirstWriter(size, place, status, keep_bytes)
+    else:
+        writer = Overlay(rank, place, status, keep_bytes)
+    replaced = Replaced(writer) if size > 1 else None
+    start_program = subprocess.Popen.__init__
+    if isinstance(writer, FirstWriter) and size > 1:
+        subprocess.Popen.__init__ = writer.program(start_program)  # type: ignore[method-assign]
+    try:
+        yield writer
+    finally:
+        writer.close()
+        subprocess.Popen.__init__ = start_program  # type: ignore[method-assign]
+        if replaced is not None:
+            replaced.undo()
+        if rank:
+            shutil.rmtree(f"{place}/rank-{rank}", ignore_errors=True)  # threads may write still
+
+
+class FirstWriter:
+    """Replacements of functions of files on rank 0, which works on the real file system and notes its changes.
+
+    Lines of the journal: `made PATH`, `changed PATH`, `removed PATH`, each before the operation, with the path of a
+    copy of what was there when rank 0 was ready ("" for nothing) and whether the copy lacks the content; `closed PATH`
+    after a complete file; `moved PATH PATH`; `ready` and `end`.
+
+    Attributes:
+        files: number of files that were written and closed.
+        private_bytes: 0.
+    """
+
+    def __init__(self, size: int, folder: str, status: RankStatus, keep_bytes: int) -> None:
+        self.files = 0
+        self.private_bytes = 0
+        self._folder = folder
+        self._status = status
+        self._keep_bytes = keep_bytes
+        self._copied_bytes = 0
+        self._copies = 0
+        self._exempt = Exemptions(folder)
+        self._journal = Journal(f"{folder}/journal")
+        self._others = [Journal(f"{folder}/reads-{rank}") for rank in range(1, size)]
+        self._other_reads: list[Counter[str]] = [Counter() for _ in self._others]
+        self._reads: Counter[str] = Counter()  # of large files, by key
+        self._large: set[str] = set()  # keys of large files that were written
+        self._changed: set[str] = set()  # since rank 0 is ready
+        self._opened: set[str] = set()  # for writing, at any time
+        self._is_ready = False
+        self._is_active = True
+        self._named: set[tuple[str, int]] = set()  # lines that start programs
+
+    def mark_ready(self) -> None:
+        """Note that preparations are complete; later calls do nothing."""
+        if not self._is_ready:
+            self._changed.clear()
+            self._is_ready = True
+            self._journal.append("ready")
+
+    def close(self) -> None:
+        """End the journal; replacements that are still held call the functions of the system."""
+        self.mark_ready()
+        self._is_active = False
+        self._journal.append("end")
+
+    def replacements(self) -> list[tuple[Any, Any]]:
+        """Return pairs of a function and its replacement."""
+        pairs = [(getattr(REAL, name), getattr(self, name)) for name in ("open", "descriptor", "truncate")]
+        pairs += [(real, self._creation(real, 0)) for real in (REAL.mkdir,)]
+        pairs += [(real, self._creation(real, 1)) for real in (REAL.symlink, REAL.link)]
+        pairs += [(real, self._removal(real)) for real in (REAL.remove, REAL.unlink, REAL.rmdir)]
+        pairs += [(real, self._renaming(real)) for real in (REAL.rename, REAL.replace)]
+        pairs += [(REAL.mkstemp, self._exempt.mkstemp), (REAL.mkdtemp, self._exempt.mkdtemp)]
+        return [*pairs, (REAL.connect, self.connect), (REAL.system, self.system)]
+
+    # --- journal -----------------------------------------------------------------------------------------
+
+    def _change(
+        self, path: Any, *, follow: bool = True, truncates: bool = False, removes: bool = False, is_moved: bool = False
+    ) -> str:
+        """Note a change of a path that follows; return the path without links, or "" if it need not be noted.
+
+        Args:
+            path: any path.
+            follow: a link is followed.
+            truncates: a regular file is written from its beginning.
+            removes: the path is removed.
+            is_moved: the content goes on under another path.
+        """
+        if not self._is_active or not isinstance(path, PATHS):
+            return ""
+        name = self._name(path, follow=follow)
+        state = self._state(name)
+        if self._exempt.covers(name) or (state is None and removes):
+            return ""
+        kind = stat.S_IFMT(state.st_mode) if state is not None else stat.S_IFREG
+        if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
+            return ""
+        if not is_moved:
+            self._hold(name)
+        is_fresh = truncates and state is not None and self._can_begin_again(name, state)
+        copy, is_lost = "", False
+        if state is not None and self._is_ready and name not in self._changed:
+            copy, is_lost = self._keep(name, state, is_unchanged=is_fresh or (removes and not is_moved))
+        operation = "removed" if removes else "made" if state is None else "changed"
+        self._journal.append(operation, name, copy, is_lost)
+        self._changed.add(name)
+        if is_fresh and state is not None:
+            # Whoever has opened the old file goes on to read its content.
+            new = f"{name}.{os.getpid()}"
+            self._journal.append("made", new, "", False)
+            os.close(REAL.descriptor(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, stat.S_IMODE(state.st_mode)))
+            REAL.chmod(new, stat.S_IMODE(state.st_mode))
+            REAL.replace(new, name)
+        self._opened.add(name)
+        return name
+
+    def _name(self, path: Any, *, follow: bool) -> str:
+        text = os.fsdecode(path)
+        if follow:
+            return os.path.realpath(text)
+        head, tail = os.path.split(os.path.abspath(text))
+        return os.path.join(os.path.realpath(head), tail)
+
+    def _state(self, name: str) -> os.stat_result | None:
+        try:
+            state: os.stat_result = REAL.lstat(name)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return state
+
+    def _can_begin_again(self, name: str, state: os.stat_result) -> bool:
+        """Whether a new file can take the place of an old one, which no other file of this process writes."""
+        is_plain = stat.S_ISREG(state.st_mode) and state.st_nlink == 1 and state.st_uid == os.geteuid()
+        is_own = name in self._opened and key_of(name) not in self._large
+        return self._is_ready and is_plain and not is_own and os.access(os.path.dirname(name), os.W_OK)
+
+    def _keep(self, name: str, state: os.stat_result, *, is_unchanged: bool) -> tuple[str, bool]:
+        """Keep what is at a path for other ranks; return the path of the copy, and whether it lacks the content."""
+        self._copies += 1
+        copy = f"{self._folder}/before-{os.getpid()}-{self._copies}"
+        if stat.S_ISDIR(state.st_mode):
+            REAL.mkdir(copy)
+            return copy, False
+        if stat.S_ISLNK(state.st_mode):
+            REAL.symlink(REAL.readlink(name), copy)
+            return copy, False
+        if is_unchanged:
+            with suppress(OSError):  # another file system
+                REAL.link(name, copy)
+                return copy, False
+        is_full = self._copied_bytes + state.st_size > _COPIES * self._keep_bytes
+        is_copied = copy_file(name, copy, -1 if is_full else self._keep_bytes)
+        self._copied_bytes += state.st_size if is_copied else 0
+        return copy, not is_copied
+
+    def _closed(self, name: str, *, is_counted: bool = True) -> None:
+        self.files += 1
+        if not is_counted or not self._is_active:
+            return
+        with suppress(FileNotFoundError):
+            if REAL.stat(name).st_size > self._keep_bytes and self._is_ready:
+                self._large.add(key_of(name))
+        self._journal.append("closed", name)
+
+    def _hold(self, name: str) -> None:
+        """Wait until all ranks have read a large file as often as this one."""
+        key = key_of(name)
+        count = self._reads[key] if key in self._large else 0
+        for other, reads in zip(self._others, self._other_reads, strict=True):
+
+            def note(operation: str, key: str = "", reads: Counter[str] = reads) -> None:
+                reads[key if operation == "read" else "end"] += 1
+
+            while count and not reads["end"]:
+                other.update(note)
+                if reads[key] >= count:
+                    break
+                with self._status.waiting(f"readers of {name}"):
+                    time.sleep(_POLL_SECONDS)
+
+    def _note_read(self, path: Any) -> None:
+        if (
+            self._large
+            and not self._exempt.local.depth
+            and (key := key_of(os.path.realpath(os.fsdecode(path)))) in self._large
+        ):
+            self._reads[key] += 1
+
+    # --- replacements ------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        closefd: bool = True,
+        opener: Any = None,
+    ) -> Any:
+        """Replace `open`."""
+        is_real = opener is not None or not isinstance(file, PATHS) or not self._is_active
+        if is_real or mode in READING:
+            if not is_real:
+                self._note_read(file)
+            return REAL.open(file, mode, buffering, encoding, errors, newline, closefd, opener)
+        REAL.open(os.devnull, mode.replace("x", "w"), buffering, encoding, errors, newline).close()  # checks arguments
+        name = self._change(file, truncates="w" in mode)
+        if not name:
+            return REAL.open(file, mode, buffering, encoding, errors, newline)
+        is_update = "+" in mode
+        how = (mode, buffering, encoding, errors, newline)
+        return noted_file(file, file, how, lambda: self._closed(name, is_counted=not is_update))
+
+    def descriptor(self, path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        """Replace `os.open`."""
+        if flags & WRITING and flags & UNNAMED != UNNAMED:
+            self._change(path, truncates=bool(flags & os.O_TRUNC))
+        return int(REAL.descriptor(path, flags, *arguments, **options))
+
+    def truncate(self, path: Any, length: int) -> None:
+        """Replace `os.truncate`."""
+        self._change(path)
+        REAL.truncate(path, length)
+
+    def connect(self, *arguments: Any, **options: Any) -> Any:
+        """Replace `sqlite3.connect`."""
+        path, _ = database_path(arguments, options)
+        self._change(path)
+        if options.get("uri"):
+            self._name_line(f"opens the database {arguments[:1]}")
+        return REAL.connect(*arguments, **options)
+
+    def _creation(self, real: Callable[..., Any], position: int) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            path: Any = arguments[position] if position < len(arguments) else options.get("path", options.get("dst"))
+            if self._is_active and not os.path.lexists(path):
+                self._change(path, follow=False)
+            return real(*arguments, **options)
+
+        return call
+
+    def _removal(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, **options: Any) -> Any:
+            is_folder = os.path.isdir(path) and not os.path.islink(path)
+            if is_folder == (real is REAL.rmdir):
+                self._change(path, follow=False, removes=True)
+            return real(path, **options)
+
+        return call
+
+    def _renaming(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(src: Any, dst: Any, **options: Any) -> Any:
+            if self._is_active and os.path.lexists(src):
+                self._note_move(self._name(src, follow=False), self._name(dst, follow=False))
+            return real(src, dst, **options)
+
+        return call
+
+    def _note_move(self, source: str, path: str) -> None:
+        is_folder = os.path.isdir(source) and not os.path.islink(source)
+        paths = below(source) if is_folder else [source]
+        for each in paths:
+            new = path + each.removeprefix(source)
+            if self._change(new, follow=False):
+                if self._exempt.covers(each):
+                    self._closed(new)
+                if key_of(each) in self._large:
+                    self._large.add(key_of(new))
+                self._journal.append("moved", each, new)
+        for each in paths:
+            self._change(each, follow=False, removes=True, is_moved=True)
+
+    def reader(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
+        """Return the replacement of a function that reads a file in C++."""
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            path, _ = path_argument(position, keyword, arguments, options)
+            if path is not None and self._is_active:
+                self._note_read(path)
+            return self._exempt.passing(real, *arguments, **options)
+
+        return call
+
+    def writer(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
+        """Return the replacement of a function that writes a file in C++."""
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            path, _ = path_argument(position, keyword, arguments, options)
+            name = self._change(path, truncates=True)
+            result = self._exempt.passing(real, *arguments, **options)
+            if name:
+                self._closed(name)
+            return result
+
+        return call
+
+    # --- programs ----------------------------------------------------------------------------------------
+
+    def program(self, real: Callable[..., None]) -> Callable[..., None]:
+        """Return the replacement of `subprocess.Popen.__init__`."""
+
+        def start(process: Any, args: Any, *arguments: Any, **options: Any) -> None:
+            self._name_program(args if isinstance(args, PATHS) else next(iter(args), ""))
+            real(process, args, *arguments, **options)
+
+        return start
+
+    def system(self, command: Any) -> int:
+        """Replace `os.system`."""
+        self._name_program(command)
+        return int(REAL.system(command))
+
+    def _name_program(self, command: Any) -> None:
+        self._name_line(f"starts the program {os.fsdecode(command).split(' ')[0]!r}")
+
+    def _name_line(self, what: str) -> None:
+        """Log once that a line of the script has effects on every process; programs of libraries are their own."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and is_library_file(frame.f_code.co_filename):
+            if "-packages" in frame.f_code.co_filename:
+                return
+            frame = frame.f_back
+        line = (os.path.relpath(frame.f_code.co_filename), frame.f_lineno)
+        if self._is_active and line not in self._named:
+            self._named.add(line)
+            logger.info("%s:%d %s, on every process", *line, what)

@@ -1,0 +1,377 @@
+"""Changes of files on ranks other than 0, made in a private folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from samestep.script.file_functions import database_path, path_argument
+from samestep.script.file_journal import (
+    PATHS,
+    READING,
+    REAL,
+    UNNAMED,
+    WRITING,
+    below,
+    clear,
+    copy_file,
+    key_of,
+    make_folders,
+    noted_file,
+)
+from samestep.script.file_view import MISSING, FileView, Place
+
+_QUERIES = ("stat", "lstat", "access", "readlink", "listxattr", "getxattr")
+_ATTRIBUTES = ("utime", "chmod", "chown", "lchown", "setxattr", "removexattr")
+
+
+def _error(number: int, *paths: Any) -> OSError:
+    return OSError(number, os.strerror(number), *paths)
+
+
+class Overlay(FileView):
+    """View of files, and replacements of the functions that change files."""
+
+    def replacements(self) -> list[tuple[Any, Any]]:
+        """Return pairs of a function and its replacement."""
+        own = ("open", "descriptor", "listdir", "scandir", "glob", "getcwd", "chdir", "mkdir", "makedirs", "symlink")
+        pairs = [(getattr(REAL, name), getattr(self, name)) for name in (*own, "link", "remove", "rmdir", "truncate")]
+        pairs += [(REAL.unlink, self.remove), (REAL.rename, self.replace), (REAL.replace, self.replace)]
+        pairs += [(REAL.mkstemp, self._exempt.mkstemp), (REAL.mkdtemp, self._exempt.mkdtemp)]
+        pairs += [(getattr(REAL, name), self.query(name)) for name in _QUERIES if hasattr(REAL, name)]
+        pairs += [(getattr(REAL, name), self._attribute(name)) for name in _ATTRIBUTES if hasattr(REAL, name)]
+        return [*pairs, (REAL.connect, self.connect)]
+
+    def _target(self, path: Any, *, follow: bool = False) -> Place | None:
+        """Return the place of a change; None if it is made in the real file system."""
+        if not self._is_active or not isinstance(path, PATHS):
+            return None
+        place = self._place(path, follow=follow)
+        return None if self._exempt.covers("/".join(place)) else place
+
+    def _state(self, place: Place, *, waits: bool = True) -> os.stat_result | None:
+        try:
+            state: os.stat_result = self._query("/".join(place) or "/", REAL.lstat, follow=False, waits=waits)
+        except MISSING:
+            return None
+        return state
+
+    def _private(self, place: Place) -> str:
+        make_folders(f"{self._root}{place[0]}")
+        return f"{self._root}{place[0]}/{place[1]}"
+
+    def _set(self, place: Place, path: str, *, is_dropped: bool = False, token: Any = None) -> None:
+        self._changes.append(*place, path, is_dropped, token, path != "" and os.path.islink(path))
+        self._changes.update(self._note_own)
+
+    def _require_new(self, place: Place, *paths: Any) -> None:
+        """Require that a path does not exist, unless rank 0 made it in this run, and that its folder exists."""
+        state = self._state(place, waits=False)
+        if state is not None and (self._find(place) or "/".join(place) not in self._made):
+            raise _error(errno.EEXIST, *paths)
+        self._require_folder(place, *paths)
+
+    def _require_folder(self, place: Place, *paths: Any) -> None:
+        state = self._state(self._place(place[0] or "/", follow=True))
+        if state is None or not stat.S_ISDIR(state.st_mode):
+            raise _error(errno.ENOENT if state is None else errno.ENOTDIR, *paths)
+
+    # --- content -----------------------------------------------------------------------------------------
+
+    def _opened(self, path: Any, *, copies: bool, creates: bool = True, is_new: bool = False, most: float) -> str:
+        """Prepare the private file for a path that is opened for writing; "" for the real file.
+
+        Args:
+            path: any path.
+            copies: the content remains.
+            creates: the file need not exist.
+            is_new: the file must not exist.
+            most: content of larger files is not copied, because it is not read through the same descriptor.
+        """
+        place = self._target(path, follow=not is_new)
+        if place is None:
+            return ""
+        state = self._state(place, waits=copies or not creates)
+        if is_new or (state is None and creates):
+            self._require_new(place, path)
+        elif state is None:
+            raise _error(errno.ENOENT, path)
+        elif stat.S_ISDIR(state.st_mode):
+            raise _error(errno.EISDIR, path)
+        elif not stat.S_ISREG(state.st_mode):
+            return ""  # a pipe or a device
+        target = self._private(place)
+        is_large = state is not None and state.st_size > most
+
+        def copy(found: Any) -> bool:
+            if found == target and (found not in self._dropped or is_large):
+                return found in self._dropped
+            return not copy_file(found if is_large else self._content(path, found), target, most)
+
+        is_lost = copies and not is_new and state is not None and self._query("/".join(place), copy)
+        self._set(place, target, is_dropped=is_lost)
+        return target
+
+    def _written(self, target: str, *, is_complete: bool) -> None:
+        """Count a private file that was closed, and drop its content if it is large.
+
+        Args:
+            target: private file.
+            is_complete: nothing else, such as a mapping into memory, writes to the file.
+        """
+        path = target.removeprefix(self._root)
+        token = self._closed(path) if is_complete else None
+        with suppress(FileNotFoundError):  # removed or renamed before it was closed
+            size = REAL.stat(target).st_size
+            self.files += 1
+            if token is None or size <= self._keep_bytes or not self._is_active:
+                self.private_bytes += size
+                return
+            REAL.truncate(target, 0)
+            REAL.truncate(target, size)  # the size remains, without blocks
+            folder, _, name = path.rpartition("/")
+            self._set((folder, name), target, is_dropped=True, token=token)
+
+    def _closed(self, path: str) -> tuple[str, int]:
+        key = key_of(path)
+        self._own_closes[key] += 1
+        return key, self._own_closes[key]
+
+    def open(
+        self,
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        closefd: bool = True,
+        opener: Any = None,
+    ) -> Any:
+        """Replace `open`."""
+        if opener is not None or not isinstance(file, PATHS) or not self._is_active:
+            return REAL.open(file, mode, buffering, encoding, errors, newline, closefd, opener)
+        how = (mode, buffering, encoding, errors, newline)
+        if mode in READING:
+
+            def read(target: Any) -> Any:
+                if target is file:
+                    return REAL.open(file, mode, buffering, encoding, errors, newline)
+                if not self._is_noted(target):
+                    return noted_file(file, target, how)
+                return noted_file(file, self._content(file, target), how, lambda: self._note_read(target))
+
+            return self._query(file, read)
+        REAL.open(os.devnull, mode.replace("x", "w"), buffering, encoding, errors, newline).close()  # checks arguments
+        is_update = "+" in mode
+        most = float("inf") if is_update else self._keep_bytes
+        is_kept = "a" in mode or "r" in mode
+        target = self._opened(file, copies=is_kept, creates="r" not in mode, is_new="x" in mode, most=most)
+        if not target:
+            return REAL.open(file, mode, buffering, encoding, errors, newline)
+        return noted_file(file, target, how, lambda: self._written(target, is_complete=not is_update))
+
+    def descriptor(self, path: Any, flags: int, mode: int = 0o777) -> int:
+        """Replace `os.open`."""
+        if not flags & WRITING or flags & UNNAMED == UNNAMED:
+
+            def read(target: Any) -> Any:
+                return REAL.descriptor(self._content(path, target) if target else target, flags, mode)
+
+            return int(self._query(path, read))
+        target = self._opened(
+            path,
+            copies=not flags & os.O_TRUNC,
+            creates=bool(flags & os.O_CREAT),
+            is_new=bool(flags & os.O_CREAT and flags & os.O_EXCL),
+            most=float("inf") if flags & os.O_RDWR else self._keep_bytes,
+        )
+        return int(REAL.descriptor(target or path, flags, mode))
+
+    def writer(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
+        """Return the replacement of a function that writes a file in C++."""
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            path, put = path_argument(position, keyword, arguments, options)
+            target = self._opened(path, copies=False, most=0) if path is not None else ""
+            if not target:
+                return real(*arguments, **options)
+            given, named = put(target)
+            result = real(*given, **named)
+            self._written(target, is_complete=True)
+            return result
+
+        return call
+
+    def connect(self, *arguments: Any, **options: Any) -> Any:
+        """Replace `sqlite3.connect`."""
+        path, put = database_path(arguments, options)
+        target = self._opened(path, copies=True, most=float("inf")) if path is not None else ""
+        given, named = put(target) if target else (arguments, options)
+        return REAL.connect(*given, **named)
+
+    def truncate(self, path: Any, length: int) -> None:
+        """Replace `os.truncate`."""
+        target = "" if isinstance(path, int) else self._opened(path, copies=True, creates=False, most=float("inf"))
+        REAL.truncate(target or path, length)
+
+    # --- names -------------------------------------------------------------------------------------------
+
+    def makedirs(self, *arguments: Any, **options: Any) -> None:
+        """Replace `os.makedirs`: that a folder does not exist is no reason to wait."""
+        self._local.is_quiet = True
+        try:
+            REAL.makedirs(*arguments, **options)
+        finally:
+            self._local.is_quiet = False
+
+    def mkdir(self, path: Any, mode: int = 0o777) -> None:
+        """Replace `os.mkdir`."""
+        place = self._target(path)
+        if place is None:
+            REAL.mkdir(path, mode)
+            return
+        self._require_new(place, path)
+        target = self._private(place)
+        make_folders(target)
+        self._set(place, target)
+
+    def symlink(self, source: Any, path: Any, target_is_directory: bool = False) -> None:
+        """Replace `os.symlink`."""
+        place = self._target(path)
+        if place is None:
+            REAL.symlink(source, path)
+            return
+        self._require_new(place, source, None, path)
+        target = self._private(place)
+        REAL.symlink(source, target)
+        self._set(place, target)
+        self._folders.clear()
+
+    def link(self, source: Any, path: Any, **options: Any) -> None:
+        """Replace `os.link` by a copy."""
+        place = self._target(path)
+        found = self.located(source)
+        if place is None:
+            REAL.link(found, path, **options)
+            return
+        self._require_new(place, path)
+        target = self._private(place)
+        is_lost = not copy_file(found, target, self._keep_bytes) or found in self._dropped
+        self._set(place, target, is_dropped=is_lost, token=self._dropped.get(found))
+
+    def remove(self, path: Any) -> None:
+        """Replace `os.remove`."""
+        self._remove(path, REAL.unlink, is_folder=False)
+
+    def rmdir(self, path: Any) -> None:
+        """Replace `os.rmdir`."""
+        self._remove(path, REAL.rmdir, is_folder=True)
+
+    def _remove(self, path: Any, real: Callable[[Any], None], *, is_folder: bool) -> None:
+        place = self._target(path)
+        if place is None:
+            real(path)
+            return
+        state = self._state(place)
+        found = self._find(place)
+        if state is None and (found is not None or "/".join(place) not in self._removed):
+            raise _error(errno.ENOENT, path)
+        if state is not None and stat.S_ISDIR(state.st_mode) != is_folder:
+            code = errno.ENOTDIR if is_folder else errno.EISDIR
+            raise _error(code, path)
+        if is_folder and state is not None and self.listdir("/".join(place)):
+            raise _error(errno.ENOTEMPTY, path)
+        if is_folder or (found and self._is_own(found)):
+            with suppress(FileNotFoundError):
+                real(f"{self._root}{place[0]}/{place[1]}")
+        self._set(place, "")
+        self._folders.clear()
+
+    def replace(self, source: Any, path: Any) -> None:
+        """Replace `os.replace` and `os.rename`."""
+        place = self._target(path)
+        if place is None and self._target(source) is None:
+            REAL.replace(source, path)
+            return
+        old = self._place(source, follow=False)
+        start = "/".join(old)
+        state = self._state(old)
+        if state is None and self._find(old) is None and start in self._removed:
+            return  # rank 0 has renamed it
+        if state is None:
+            raise _error(errno.ENOENT, source, None, path)
+        place = place or self._place(path, follow=False)
+        if place == old:
+            return
+        if stat.S_ISDIR(state.st_mode) and "/".join(place).startswith(f"{start}/"):
+            raise _error(errno.EINVAL, source, None, path)
+        existing = self._state(place)
+        if existing is None:
+            self._require_folder(place, source, None, path)
+        elif stat.S_ISDIR(existing.st_mode) != stat.S_ISDIR(state.st_mode):
+            raise _error(errno.ENOTDIR if stat.S_ISDIR(state.st_mode) else errno.EISDIR, source, None, path)
+        elif stat.S_ISDIR(existing.st_mode):
+            self.rmdir(path)
+        paths = below(start) if stat.S_ISDIR(state.st_mode) else [start]
+        for each in paths:
+            self._move(each, "/".join(place) + each.removeprefix(start))
+        for each in reversed(paths):
+            self._forget(each)
+        self._folders.clear()
+
+    def _move(self, source: str, path: str) -> None:
+        """Put one file, link or folder under another path."""
+        place = self._place(path, follow=False)
+        is_real = self._exempt.covers(path)
+        target = path if is_real else self._private(place)
+
+        def move(found: Any) -> tuple[bool, Any]:
+            mode = REAL.lstat(found).st_mode
+            is_dropped = found in self._dropped
+            token = self._dropped.get(found)
+            if stat.S_ISDIR(mode):
+                make_folders(target)
+            elif self._is_own(found):
+                REAL.replace(found, target)
+            elif stat.S_ISLNK(mode):
+                clear(target)
+                REAL.symlink(REAL.readlink(found), target)
+            else:
+                is_dropped = not copy_file(found, target, self._keep_bytes) or is_dropped
+            return is_dropped, token
+
+        is_dropped, token = self._query(source, move, follow=False)
+        if self._exempt.covers(source):
+            token = self._closed(path)
+        if not is_real:
+            self._set(place, target, is_dropped=is_dropped, token=token)
+
+    def _forget(self, path: str) -> None:
+        """Remove what is left of a moved file or folder."""
+        place = self._place(path, follow=False)
+        is_real = self._exempt.covers(path)
+        left = path if is_real else f"{self._root}{path}"
+        with suppress(FileNotFoundError):
+            (REAL.rmdir if stat.S_ISDIR(REAL.lstat(left).st_mode) else REAL.unlink)(left)
+        if not is_real:
+            self._set(place, "")
+
+    def _attribute(self, name: str) -> Callable[..., None]:
+        """Return the replacement of a function of `os` that changes an attribute: it does so of own files only."""
+        real = getattr(REAL, name)
+
+        def call(path: Any, *arguments: Any, **options: Any) -> None:
+            follow = name != "lchown" and options.get("follow_symlinks", True)
+            if self._target(path, follow=follow) is None:
+                real(path, *arguments, **options)
+                return
+            found = self._query(path, lambda target: REAL.lstat(target) and target, follow=follow)
+            if isinstance(found, str) and self._is_own(found):
+                real(found, *arguments, **options)
+
+        return call

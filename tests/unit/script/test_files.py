@@ -1,0 +1,640 @@
+"""One writer of files: what each rank sees, and what is in the real file system."""
+
+import builtins
+import bz2
+import csv
+import glob
+import gzip
+import io
+import json
+import logging
+import os
+import pickle
+import shutil
+import sqlite3
+import subprocess
+import tarfile
+import tempfile
+import threading
+import time
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from helpers.file_ranks import KEEP_BYTES, Rank, on_ranks, tree
+
+LARGE = 3 * KEEP_BYTES
+
+# --- libraries: a function writes a file with a value of its rank, and returns what it reads back ------------
+
+
+def _logging(value: int) -> Any:
+    handler = logging.FileHandler("run.log", mode="w")
+    logger = logging.Logger("script")
+    logger.addHandler(handler)
+    logger.info("value %d", value)
+    handler.close()
+    return Path("run.log").read_text() == f"value {value}\n"
+
+
+def _csv(value: int) -> Any:
+    with open("log.csv", "w", newline="") as file:
+        csv.writer(file).writerow(["loss", value])
+    with open("log.csv", "a", newline="") as file:
+        csv.writer(file).writerow(["end", value])
+    with open("log.csv", newline="") as file:
+        return list(csv.reader(file)) == [["loss", str(value)], ["end", str(value)]]
+
+
+def _json_and_pickle(value: int) -> Any:
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        json.dump({"value": value}, open("a.json", "w"))  # noqa: SIM115
+    Path("a.pkl").write_bytes(pickle.dumps(value))
+    with open("a.json") as text, open("a.pkl", "rb") as data:
+        return json.load(text)["value"] == pickle.load(data) == value
+
+
+def _numpy(value: int) -> Any:
+    array = np.full((10, 3), value, dtype=np.float64)
+    np.save("a.npy", array)
+    np.savez("a.npz", first=array)
+    np.savetxt("a.txt", array)
+    array.tofile("a.bin")
+    mapped = np.memmap("a.map", dtype=np.float64, mode="w+", shape=(5000,))  # above the limit
+    mapped[:] = value
+    mapped.flush()
+    loaded = [np.load("a.npy"), np.load("a.npz")["first"], np.loadtxt("a.txt"), np.fromfile("a.bin").reshape(10, 3)]
+    return all((one == value).all() for one in [*loaded, np.memmap("a.map", dtype=np.float64, mode="r")])
+
+
+def _pandas(value: int) -> Any:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"value": [value, value]})
+    frame.to_csv("a.csv", index=False)
+    frame.to_parquet("a.parquet")
+    return bool(
+        (pandas.read_csv("a.csv") == frame).all().all() and (pandas.read_parquet("a.parquet") == frame).all().all()
+    )
+
+
+def _pil(value: int) -> Any:
+    image = pytest.importorskip("PIL.Image")
+    image.new("RGB", (4, 4), (value, 0, 0)).save("a.png")
+    with image.open("a.png") as read:
+        return read.getpixel((0, 0)) == (value, 0, 0)
+
+
+def _matplotlib(value: int) -> Any:
+    pytest.importorskip("matplotlib").use("agg")
+    from matplotlib import pyplot
+
+    figure = pyplot.figure()
+    pyplot.plot([0, value])
+    figure.savefig("a.png", metadata={"Title": str(value)})
+    pyplot.close(figure)
+    return f"Title\x00{value}".encode() in Path("a.png").read_bytes()
+
+
+def _archives(value: int) -> Any:
+    Path("in.txt").write_text(str(value))
+    with zipfile.ZipFile("a.zip", "w") as archive:
+        archive.write("in.txt")
+    with tarfile.open("a.tar", "w") as tar:
+        tar.add("in.txt")
+    with zipfile.ZipFile("a.zip") as archive:
+        archive.extractall("zip")
+    with tarfile.open("a.tar") as tar:
+        tar.extractall("tar", filter="data")
+    with gzip.open("a.gz", "wt") as file:
+        file.write(str(value))
+    with bz2.open("a.bz2", "wt") as file:
+        file.write(str(value))
+    with gzip.open("a.gz", "rt") as first, bz2.open("a.bz2", "rt") as second:
+        texts = [first.read(), second.read(), Path("zip/in.txt").read_text(), Path("tar/in.txt").read_text()]
+    return texts == [str(value)] * 4
+
+
+def _shutil(value: int) -> Any:
+    os.makedirs("a/b")
+    Path("a/b/c").write_text(str(value))
+    shutil.copytree("a", "copy")
+    shutil.move("copy", "moved")
+    shutil.copy2("a/b/c", "moved/d")
+    shutil.rmtree("a")
+    state = (os.path.exists("a"), os.path.exists("copy"), sorted(os.listdir("moved")))
+    return state == (False, False, ["b", "d"]) and Path("moved/b/c").read_text() == str(value)
+
+
+def _pathlib(value: int) -> Any:
+    Path("p/q").mkdir(parents=True)
+    Path("p/q/r").touch()
+    Path("p/q/r").write_text(str(value))
+    Path("p/q/r").rename("p/s")
+    Path("p/link").symlink_to("s")
+    Path("p/q").rmdir()
+    names = sorted(path.name for path in Path("p").iterdir())
+    return names == ["link", "s"] and Path("p/link").read_text() == str(value) and Path("p/link").resolve().name == "s"
+
+
+def _torch(value: int) -> Any:
+    tensor = torch.full((10,), value)
+    torch.save({"a": tensor}, "a.pt")
+    torch.save({"a": tensor}, "old.pt", _use_new_zipfile_serialization=False)
+    with warnings.catch_warnings(action="ignore"):  # deprecated
+        torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), "jit.pt")
+        torch.jit.load("jit.pt")
+    safetensors.torch.save_file({"a": tensor}, "a.safetensors")
+    loaded = [torch.load("a.pt"), torch.load("a.pt", mmap=True), torch.load("old.pt")]
+    loaded.append(safetensors.torch.load_file("a.safetensors"))
+    return all((one["a"] == value).all() for one in loaded)
+
+
+def _tensorboard(value: int) -> Any:
+    board = pytest.importorskip("torch.utils.tensorboard")
+    with board.SummaryWriter("events") as writer:
+        writer.add_scalar("loss", value, 1)
+    (events,) = Path("events").iterdir()
+    return b"loss" in events.read_bytes()
+
+
+def _sqlite(value: int) -> Any:
+    with sqlite3.connect("a.db") as base:
+        base.execute("create table t (x integer)")
+        base.execute("insert into t values (?)", (value,))
+    base.close()
+    base = sqlite3.connect("a.db")
+    rows = base.execute("select x from t").fetchall()
+    base.close()
+    return rows == [(value,)]
+
+
+LIBRARIES = [
+    *(_logging, _csv, _json_and_pickle, _numpy, _pandas, _pil, _matplotlib, _archives, _shutil, _pathlib),
+    *(_torch, _tensorboard, _sqlite),
+]
+
+
+@pytest.mark.parametrize("function", LIBRARIES, ids=lambda function: function.__name__[1:])
+def test_each_rank_reads_what_it_has_written_and_rank_0_alone_writes(function: Any, tmp_path: Path) -> None:
+    def body(rank: Rank) -> Any:
+        rank.exchange()
+        rank.first_later(0.05)
+        return function(rank.rank + 1)
+
+    assert on_ranks(body, tmp_path / "ranks") == [True] * 3
+    os.makedirs(tmp_path / "plain")
+    previous = os.getcwd()
+    os.chdir(tmp_path / "plain")
+    try:
+        assert function(1)
+    finally:
+        os.chdir(previous)
+    real, plain = tree(tmp_path / "ranks"), tree(tmp_path / "plain")
+    if function is _tensorboard:
+        assert len(real) == len(plain)
+    else:
+        assert list(real) == list(plain)
+    if function not in (_archives, _torch, _tensorboard):  # with times, or identifiers
+        assert real == plain
+
+
+# --- order of ranks ------------------------------------------------------------------------------------------
+
+
+def test_later_changes_of_rank_0_are_not_seen_before_the_same_change(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    (work / "old").mkdir(parents=True)
+    for name in ("written", "removed", "appended", "renamed"):
+        (work / name).write_text(f"old {name}")
+    (work / "link").symlink_to("removed")
+
+    def body(rank: Rank) -> Any:
+        rank.exchange()
+        if not rank.is_first:
+            rank.meet()  # rank 0 has made all changes
+        before = [Path(name).read_text() for name in ("written", "removed", "appended", "renamed", "link")]
+        before += [sorted(os.listdir(".")), sorted(glob.glob("*e*")), os.path.exists("new"), os.path.isdir("old")]
+        Path("new").write_text("new")
+        Path("written").write_text("now")
+        os.remove("link")
+        os.symlink("written", "link")
+        os.remove("removed")
+        with open("appended", "a") as file:
+            file.write("!")
+        os.rename("renamed", "renamed again")
+        os.rmdir("old")
+        if rank.is_first:
+            rank.meet()
+        after = [Path(name).read_text() for name in ("new", "written", "appended", "renamed again", "link")]
+        return before, after, sorted(os.listdir("."))
+
+    first, *others = on_ranks(body, work)
+    names = ["appended", "link", "old", "removed", "renamed", "written"]
+    texts = ["old written", "old removed", "old appended", "old renamed", "old removed"]
+    assert first == (
+        [*texts, names, ["appended", "removed", "renamed", "written"], False, True],
+        ["new", "now", "old appended!", "old renamed", "now"],
+        ["appended", "link", "new", "renamed again", "written"],
+    )
+    assert others == [first] * 2
+
+
+def test_a_file_open_for_reading_keeps_its_content(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text("old")
+
+    def body(rank: Rank) -> Any:
+        rank.exchange()
+        with open("state.json") as file:
+            rank.meet()
+            rank.first_earlier()
+            if rank.is_first:
+                Path("state.json").write_text("new")
+            return file.read()
+
+    assert on_ranks(body, tmp_path) == ["old"] * 3
+    assert (tmp_path / "state.json").read_text() == "new"
+
+
+def test_the_header_of_a_log_is_written_once(tmp_path: Path) -> None:
+    def body(rank: Rank) -> Any:
+        rank.exchange()
+        rank.first_earlier()
+        for epoch in range(3):
+            if not os.path.exists("log.csv"):
+                Path("log.csv").write_text("epoch\n")
+            with open("log.csv", "a") as file:
+                file.write(f"{epoch}\n")
+        return Path("log.csv").read_text()
+
+    assert on_ranks(body, tmp_path) == ["epoch\n0\n1\n2\n"] * 3
+
+
+def test_run_folders_with_numbers_and_times(tmp_path: Path) -> None:
+    def body(rank: Rank) -> Any:
+        rank.exchange()
+        rank.first_earlier()
+        os.makedirs("runs", exist_ok=True)
+        numbered = f"runs/{len(os.listdir('runs'))}"
+        os.makedirs(numbered)
+        timed = f"runs/at-{time.time_ns()}"
+        os.makedirs(timed)
+        torch.save(rank.rank, f"{timed}/best.pt")
+        return numbered, torch.load(f"{timed}/best.pt"), len(os.listdir("runs"))
+
+    assert on_ranks(body, tmp_path) == [("runs/0", rank, 2) for rank in range(3)]
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+# --- preparation ---------------------------------------------------------------------------------------------
+
+
+def test_a_download_is_made_once_and_seen_complete(tmp_path: Path) -> None:
+    def body(rank: Rank) -> Any:
+        rank.first_earlier(0.1)
+        downloads = 0
+        os.makedirs("data", exist_ok=True)
+        if not os.path.exists("data/done.txt"):
+            downloads += 1
+            with open("data/done.txt", "w") as file:
+                for part in "abc":
+                    file.write(part)
+                    file.flush()
+                    time.sleep(0.1)
+            Path("data/index").write_text("all")
+        result = (downloads, Path("data/done.txt").read_text(), os.listdir("data") and Path("data/index").read_text())
+        rank.exchange()
+        return result
+
+    assert on_ranks(body, tmp_path) == [(1, "abc", "all"), (0, "abc", "all"), (0, "abc", "all")]
+
+
+@pytest.mark.parametrize("query", ["exists", "open", "glob", "listdir", "torch"])
+def test_what_does_not_exist_is_asked_again_when_rank_0_is_ready(query: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+
+    def body(rank: Rank) -> Any:
+        if rank.is_first:
+            time.sleep(0.2)
+            torch.save(1, "empty/a.pt")
+            rank.writer.mark_ready()
+            return True
+        if query == "open":
+            return len(Path("empty/a.pt").read_bytes()) > 0
+        if query == "torch":
+            return torch.load("empty/a.pt", mmap=True) == 1
+        functions: dict[str, Any] = {"exists": os.path.exists, "glob": glob.glob, "listdir": os.listdir}
+        return bool(functions[query]("empty/*" if query == "glob" else "empty" if query == "listdir" else "empty/a.pt"))
+
+    assert on_ranks(body, tmp_path) == [True] * 3
+
+
+def test_work_that_needs_nothing_of_rank_0_does_not_wait(tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_text("data")
+
+    def body(rank: Rank) -> Any:
+        if rank.is_first:
+            Path("first.log").write_text("start")
+        rank.meet()
+        if not rank.is_first:
+            os.makedirs("runs/own", exist_ok=True)
+            Path("runs/own/log").write_text("start")
+            assert Path("data.txt").read_text() == "data"
+            import colorsys  # noqa: F401
+            import this  # noqa: F401
+
+            assert not os.path.exists("/usr/share/nothing")
+        rank.meet()  # rank 0 is not ready before
+        rank.exchange()
+        return sorted(os.listdir("."))
+
+    assert on_ranks(body, tmp_path) == [["data.txt", "first.log"], *[["data.txt", "first.log", "runs"]] * 2]
+
+
+def test_folders_and_removals_of_rank_0_can_be_repeated(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("old")
+
+    def body(rank: Rank) -> Any:
+        if rank.is_first:
+            os.mkdir("exp")
+            Path("exp/log").write_text("first")
+            os.remove("old")
+            rank.writer.mark_ready()
+        rank.meet()
+        if not rank.is_first:
+            os.mkdir("exp")
+            os.remove("old")
+        with pytest.raises(FileExistsError):
+            os.mkdir("exp")
+        with pytest.raises(FileNotFoundError):
+            os.remove("old")
+        return os.listdir("exp")
+
+    assert on_ranks(body, tmp_path) == [["log"]] * 3
+
+
+def test_a_wait_for_preparation_is_seen_and_counts_as_progress(tmp_path: Path) -> None:
+    def body(rank: Rank) -> Any:
+        if rank.is_first:
+            rank.meet()
+            time.sleep(0.6)
+            rank.writer.mark_ready()
+            return []
+        rank.meet()
+        seen = []
+
+        def watch() -> None:
+            for _ in range(4):
+                time.sleep(0.08)
+                seen.append(rank.status.snapshot)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        assert not os.path.exists("data")
+        thread.join()
+        changes = {snapshot.last_change for snapshot in seen}
+        return [len(changes), seen[1].is_waiting, seen[1].activity, rank.status.snapshot.is_waiting]
+
+    first, *others = on_ranks(body, tmp_path)
+    assert first == []
+    assert others == [[4, True, ", waiting in the preparation by rank 0", False]] * 2
+
+
+# --- large files ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["best.pt", "runs/{}/best.pt"])
+def test_a_large_file_is_read_back_from_rank_0(where: str, tmp_path: Path) -> None:
+    def body(rank: Rank) -> Any:
+        rank.exchange()
+        path = Path(where.format(time.time_ns()))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        results = []
+        for epoch in range(3):
+            (rank.first_later if epoch % 2 else rank.first_earlier)(0.1)
+            torch.save(torch.full((LARGE,), epoch, dtype=torch.uint8), path.with_suffix(".tmp"))
+            os.replace(path.with_suffix(".tmp"), path)
+            results.append((path.stat().st_size > LARGE, torch.load(path).unique().tolist()))
+        kept = sum(file.stat().st_blocks for file in Path(rank.writer._root).rglob("*")) if rank.rank else 0
+        return results, rank.writer.files, rank.writer.private_bytes, kept < 64
+
+    expected = [(True, [epoch]) for epoch in range(3)]
+    assert on_ranks(body, tmp_path, keep_bytes=KEEP_BYTES) == [(expected, 3, 0, True)] * 3
+
+
+def test_rank_0_keeps_a_large_file_until_all_have_read_it(tmp_path: Path) -> None:
+    def body(rank: Rank) -> Any:
+        rank.exchange()
+        results = []
+        for epoch in range(3):
+            Path("a.bin").write_bytes(bytes([epoch]) * LARGE)
+            if not rank.is_first:
+                time.sleep(0.1)
+            with open("a.bin", "rb") as file:
+                if not rank.is_first:
+                    time.sleep(0.1)
+                results.append(set(file.read()))
+        return results
+
+    assert on_ranks(body, tmp_path) == [[{0}, {1}, {2}]] * 3
+
+
+def test_large_content_that_rank_0_never_writes_is_an_error_with_the_line(tmp_path: Path) -> None:
+    def body(rank: Rank) -> Any:
+        rank.exchange()
+        if rank.is_first:
+            return ""
+        Path("own.bin").write_bytes(bytes(LARGE))
+        return Path("own.bin").read_bytes()
+
+    first, *others = on_ranks(body, tmp_path)
+    assert first == ""
+    for text in others:
+        assert "test_files.py:" in text
+        assert "own.bin is read, but its content is gone or was never written by rank 0 [E_SCRIPT_FILES]" in text
+
+
+# --- processes, threads, folders -----------------------------------------------------------------------------
+
+
+class _Files(Dataset[str]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> str:
+        Path(f"worker-{index}").write_text("own")
+        return Path("vocabulary").read_text() + Path(f"worker-{index}").read_text()
+
+
+def test_loader_workers_have_the_view_of_their_rank(tmp_path: Path) -> None:
+    def body(rank: Rank) -> Any:
+        Path("vocabulary").write_text(f"words of {rank.rank} ")
+        loader = DataLoader(_Files(), num_workers=2, batch_size=4, multiprocessing_context="fork")
+        texts = {text for batch in loader for text in batch}
+        rank.exchange()
+        return texts, Path("worker-7").read_text()
+
+    assert on_ranks(body, tmp_path) == [({f"words of {rank} own"}, "own") for rank in range(3)]
+    assert len(tree(tmp_path)) == 9
+
+
+def test_threads_write_and_read(tmp_path: Path) -> None:
+    def body(rank: Rank) -> Any:
+        rank.exchange()
+        errors = []
+
+        def work(name: int) -> None:
+            try:
+                for step in range(30):
+                    with open("common", "a") as file:
+                        file.write(f"{name}\n")
+                    Path(f"{name}.txt").write_text(f"{step} {rank.rank}")
+                    assert Path(f"{name}.txt").read_text() == f"{step} {rank.rank}"
+            except BaseException as error:
+                errors.append(repr(error))
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return errors, len(Path("common").read_text().splitlines())
+
+    assert on_ranks(body, tmp_path) == [([], 120)] * 3
+
+
+def test_working_directory_in_an_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_text("data")
+
+    def body(rank: Rank) -> Any:
+        rank.exchange()
+        rank.first_earlier(0.1 * rank.rank)
+        Path("run").mkdir()
+        os.chdir("run")
+        Path("log").write_text(str(rank.rank))
+        np.ones(3).tofile("a.bin")
+        result = os.getcwd(), Path("../data.txt").read_text(), Path("log").read_text(), sorted(os.listdir("."))
+        os.chdir("..")
+        return *result, os.getcwd(), os.path.abspath("x")
+
+    texts = [(str(tmp_path / "run"), "data", str(rank), ["a.bin", "log"]) for rank in range(3)]
+    assert on_ranks(body, tmp_path) == [(*text, str(tmp_path), str(tmp_path / "x")) for text in texts]
+
+
+def test_temporary_files_and_bytecode_are_real_on_every_rank(tmp_path: Path) -> None:
+    def body(rank: Rank) -> Any:
+        rank.exchange()
+        with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile("w") as file:
+            Path(folder, "a").write_text("text")
+            file.write("text")
+            file.flush()
+            texts = [
+                subprocess.run(["cat", name], capture_output=True, check=True).stdout
+                for name in (f"{folder}/a", file.name)
+            ]
+        os.makedirs("__pycache__", exist_ok=True)
+        Path(f"__pycache__/{rank.rank}.pyc").write_bytes(b"code")
+        Path("/dev/null").write_text("nothing")
+        with tempfile.NamedTemporaryFile("w", dir="."):
+            pass
+        with tempfile.NamedTemporaryFile("w", dir=".", delete=False) as file:
+            file.write(str(rank.rank))
+        os.replace(file.name, "atomic")
+        return (
+            texts,
+            os.path.exists(folder),
+            Path("atomic").read_text(),
+            [name for name in os.listdir(".") if "tmp" in name],
+        )
+
+    assert on_ranks(body, tmp_path) == [([b"text"] * 2, False, str(rank), []) for rank in range(3)]
+    assert sorted(tree(tmp_path)) == ["__pycache__", *(f"__pycache__/{rank}.pyc" for rank in range(3)), "atomic"]
+
+
+def test_programs_of_the_script_are_named_once(tmp_path: Path) -> None:
+    def body(rank: Rank) -> Any:
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("samestep").addHandler(handler)
+        logging.getLogger("samestep").setLevel(logging.INFO)
+        for _ in range(2):
+            subprocess.run(["true", "x"], check=True)
+        os.system("true")
+        return [line.rpartition("/")[2].partition(":")[2].partition(" ")[2] for line in lines]
+
+    named = ["starts the program 'true', on every process"] * 2
+    assert on_ranks(body, tmp_path) == [named, [], []]
+
+
+def test_all_functions_are_restored(tmp_path: Path) -> None:
+    def functions() -> list[Any]:
+        names = [*dir(os), *dir(os)]
+        return [
+            *(getattr(os, name) for name in names),
+            *(builtins.open, io.open, tarfile.bltn_open, tempfile.mkdtemp, glob.glob, torch.save, torch.load),  # type: ignore[attr-defined]
+            *(safetensors.torch.serialize_file, sqlite3.connect, subprocess.Popen.__init__),
+            *(os.supports_fd, os.supports_follow_symlinks, shutil._use_fd_functions),  # type: ignore[attr-defined]
+        ]
+
+    def body(rank: Rank) -> Any:
+        rank.exchange()
+        held = open
+        assert functions() != before
+        return rank.rank, held
+
+    before = functions()
+    previous = os.getcwd()
+    from samestep.distributed.status import local_rank_status
+    from samestep.script.files import one_writer
+
+    try:
+        os.chdir(tmp_path)
+        for rank in (0, 1):
+            (tmp_path / "shared").mkdir(exist_ok=True)
+            with one_writer(rank, 2, tmp_path / "shared", local_rank_status()) as writer:
+                _, held = body(Rank(rank, writer, local_rank_status(), threading.Barrier(1)))
+                with pytest.raises(FileNotFoundError):
+                    os.stat("a")
+            assert functions() == before
+            held("real", "w").close()
+            assert (tmp_path / "real").exists()
+            (tmp_path / "real").unlink()
+    finally:
+        os.chdir(previous)
+    assert not (tmp_path / "shared/rank-1").exists()
+
+
+@pytest.mark.slow
+def test_cost_of_reading_many_files(tmp_path: Path) -> None:
+    for number in range(2000):
+        path = tmp_path / "data" / f"class-{number % 10}" / f"{number}.jpg"
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_bytes(b"image")
+
+    def scan_and_read() -> tuple[float, float]:
+        start = time.perf_counter()
+        paths = [os.path.join(folder, name) for folder, _, names in os.walk(f"{tmp_path}/data") for name in names]
+        middle = time.perf_counter()
+        for path in paths:
+            with open(path, "rb") as file:
+                assert file.read() == b"image"
+        return middle - start, time.perf_counter() - middle
+
+    def body(rank: Rank) -> Any:
+        rank.exchange()
+        os.makedirs("runs")
+        Path("runs/log").write_text("log")
+        return [min(times) for times in zip(*(scan_and_read() for _ in range(5)), strict=True)]
+
+    plain = [min(times) for times in zip(*(scan_and_read() for _ in range(5)), strict=True)]
+    results = on_ranks(body, tmp_path / "work", ranks=2)
+    for name, scan, read in (("plain", *plain), ("rank 0", *results[0]), ("rank 1", *results[1])):
+        print(f"{name}: {scan * 1e3:.1f} ms to list 2,000 files, {read / 2000 * 1e6:.1f} us to open and read one")
+    assert all(seconds > 0 for result in results for seconds in result)
