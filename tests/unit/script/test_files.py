@@ -176,8 +176,8 @@ def _sqlite(value: int) -> Any:
 
 
 LIBRARIES = [
-    *(_logging, _csv, _json_and_pickle, _numpy, _pandas, _pil, _matplotlib, _archives, _shutil, _pathlib),
-    *(_torch, _tensorboard, _sqlite),
+    *(_logging, _csv, _json_and_pickle, _numpy, _pil, _archives, _shutil, _pathlib, _torch, _sqlite),
+    *(pytest.param(function, marks=pytest.mark.slow) for function in (_pandas, _matplotlib, _tensorboard)),
 ]
 
 
@@ -409,6 +409,7 @@ def test_a_wait_for_preparation_is_seen_and_counts_as_progress(tmp_path: Path) -
 # --- large files ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["best.pt", "runs/{}/best.pt"])
 def test_a_large_file_is_read_back_from_rank_0(where: str, tmp_path: Path) -> None:
     def body(rank: Rank) -> Any:
@@ -428,6 +429,7 @@ def test_a_large_file_is_read_back_from_rank_0(where: str, tmp_path: Path) -> No
     assert on_ranks(body, tmp_path, keep_bytes=KEEP_BYTES) == [(expected, 3, 0, True)] * 3
 
 
+@pytest.mark.slow
 def test_rank_0_keeps_a_large_file_until_all_have_read_it(tmp_path: Path) -> None:
     def body(rank: Rank) -> Any:
         rank.exchange()
@@ -472,6 +474,7 @@ class _Files(Dataset[str]):
         return Path("vocabulary").read_text() + Path(f"worker-{index}").read_text()
 
 
+@pytest.mark.slow
 def test_loader_workers_have_the_view_of_their_rank(tmp_path: Path) -> None:
     def body(rank: Rank) -> Any:
         Path("vocabulary").write_text(f"words of {rank.rank} ")
@@ -484,6 +487,7 @@ def test_loader_workers_have_the_view_of_their_rank(tmp_path: Path) -> None:
     assert len(tree(tmp_path)) == 9
 
 
+@pytest.mark.slow
 def test_threads_write_and_read(tmp_path: Path) -> None:
     def body(rank: Rank) -> Any:
         rank.exchange()
