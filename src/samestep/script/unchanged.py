@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from samestep.script.entropy import equal_entropy
 from samestep.script.loaders import own_rows_of_loaders
 from samestep.script.mode import file_of_module, imports_samestep
 from samestep.script.refusals import refusals
+from samestep.script.summary import Summary
 from samestep.session import init
 from samestep.view.batches import ViewOfBatches
 from samestep.view.view import View
@@ -78,14 +79,19 @@ def _surroundings(reduction: Reduction, *, is_unchanged: bool) -> Iterator[None]
 
 
 @contextmanager
-def unchanged(reduction: Reduction = "fast", strategy: StrategyConfig | None = None) -> Iterator[None]:
-    """Give a script that knows one device what it needs on several ranks, during the block."""
+def unchanged(reduction: Reduction = "fast", strategy: StrategyConfig | None = None) -> Iterator[Summary]:
+    """Give a script that knows one device what it needs on several ranks, during the block.
+
+    Yields:
+        What is divided in this rank.
+    """
     _, size = rank_and_size()
     with ExitStack() as stack:
         if size == 1 and reduction == "fast":
             stack.enter_context(shared_console(0, 1, lambda data: data or b""))
-            stack.enter_context(own_rows_of_loaders(lambda: None))
-            yield
+            summary = Summary(stack.enter_context(own_rows_of_loaders(lambda: None)))
+            yield summary
+            summary.report()
             return
         world = init(reduction=reduction, strategy=strategy)
         view = joined_view(None, reduction)
@@ -97,7 +103,7 @@ def unchanged(reduction: Reduction = "fast", strategy: StrategyConfig | None = N
         stack.enter_context(equal_entropy(bytes.fromhex(seed), view.in_step.seeds))
         stack.enter_context(shared_console(world.rank, size, partial(_share, view, world)))
         stack.enter_context(refusals(has_own_device=is_accelerator(view.device)))
-        stack.enter_context(own_rows_of_loaders(partial(_readers, view)))
+        summary = Summary(stack.enter_context(own_rows_of_loaders(partial(_readers, view))), view.modules)
         options: dict[str, Any] = {
             "microbatches": None,
             "batch_norm": "global",
@@ -107,14 +113,13 @@ def unchanged(reduction: Reduction = "fast", strategy: StrategyConfig | None = N
         }
         stack.enter_context(OutermostCalls(partial(owner_of, **options)).installed())
         try:
-            yield
+            yield summary
         except KeyboardInterrupt:
             if not view.is_stopping:
                 raise
             raise StoppedLoop from None  # on all ranks, as an interrupted script
-    if view.ranks.rank == 0:
-        for line in summary(view):
-            report_line(line)
+    if world.is_main:
+        summary.report()
 
 
 def _share(view: View, world: World, data: bytes | None) -> bytes:
@@ -128,13 +133,3 @@ def _share(view: View, world: World, data: bytes | None) -> bytes:
 
 def _readers(view: View) -> ViewOfBatches | None:
     return ViewOfBatches(view) if view.ranks.size > 1 else None
-
-
-def summary(view: View) -> Sequence[str]:
-    """Return lines that say which calls were divided, and why others were whole."""
-    lines = []
-    for module in view.modules:
-        calls = module.divided + module.watched + module.whole
-        reasons = f"; whole: {'; '.join(module.reasons)}" if module.reasons else ""
-        lines.append(f"samestep: {module.module}: {module.divided} of {calls} calls divided{reasons}")
-    return lines

@@ -1,0 +1,1 @@
+"""Unchanged training scripts on several processes, compared with plain Python."""

@@ -1,0 +1,136 @@
+"""One run of an unchanged script in a rank, with a record of its steps, its text and the ways of its calls."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_map_only
+
+from samestep.launcher.job import rank_and_size
+from samestep.launcher.worker import run_script
+from samestep.script.unchanged import unchanged
+from samestep.view.view import View
+
+STEPS = 10  # whose parameters are recorded
+
+
+@dataclass(frozen=True)
+class Observed:
+    """How a script runs.
+
+    Attributes:
+        script: its file.
+        folder: folder in which it runs, and that receives the record.
+        is_plain: by plain Python, on one process.
+        is_double: with float64 as default type.
+        is_permuted: with permuted rows in the outermost calls of modules.
+        reduction: of divided calls.
+    """
+
+    script: Path
+    folder: Path
+    is_plain: bool = False
+    is_double: bool = False
+    is_permuted: bool = False
+    reduction: Any = "fast"
+
+    def run(self) -> None:
+        """Run the script in this rank."""
+        rank, _ = rank_and_size()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        os.chdir(self.folder)
+        if rank == 0:
+            for number, name in ((1, "out"), (2, "err")):
+                descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.dup2(descriptor, number)
+        torch.set_num_threads(1)
+        seed_all()
+        View.divides_small_calls = True
+        if self.is_double:
+            torch.set_default_dtype(torch.float64)
+        run_script(self.script, (), own_group=False, surroundings=partial(self._surroundings, rank))
+
+    @contextmanager
+    def _surroundings(self, rank: int) -> Iterator[None]:
+        steps: list[numpy.ndarray[Any, Any]] = []
+        hook = register_optimizer_step_post_hook(partial(_record, steps))
+        record: dict[str, Any] = {"calls": []}
+        try:
+            if self.is_plain:
+                with permuted_rows() if self.is_permuted else open(os.devnull):
+                    yield
+                return
+            with unchanged(self.reduction) as summary:
+                yield
+                record["calls"] = [vars(one) for one in summary.modules]
+                decisions = [reading.state.decision for reading in summary.readings.values()]
+                record["draws"] = any(decision is not None and decision.draws for decision in decisions)
+        finally:
+            hook.remove()
+            sys.stdout.flush()
+            if rank == 0:
+                (self.folder / "calls.json").write_text(json.dumps(record, default=list), encoding="utf-8")
+                numpy.savez(self.folder / "steps.npz", *steps)
+
+
+def seed_all() -> None:
+    """Seed the global generators: scripts without seeds are compared too."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+def _record(steps: list[Any], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if len(steps) < STEPS:
+        values = [value for group in optimizer.param_groups for value in group["params"]]
+        steps.append(torch.cat([value.detach().double().flatten() for value in values]).numpy())
+
+
+@contextmanager
+def permuted_rows() -> Iterator[None]:
+    """Permute the rows of the batch in the outermost calls of modules with parameters, and those of outputs back."""
+    of_torch = nn.Module.__call__
+    inside = [False]
+    generator = torch.Generator().manual_seed(1)
+
+    def call(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+        tensors: Sequence[Any] = [value for value in (*arguments, *options.values()) if isinstance(value, torch.Tensor)]
+        rows = tensors[0].shape[0] if tensors and tensors[0].dim() else 0
+        if inside[0] or rows < 2 or next(module.parameters(), None) is None:
+            return of_torch(module, *arguments, **options)
+        order = torch.randperm(rows, generator=generator)
+        back = order.argsort()
+
+        def moved(indices: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return value[indices] if value.dim() and value.shape[0] == rows else value
+
+        inside[0] = True
+        try:
+            arguments, options = tree_map_only(torch.Tensor, partial(moved, order), (arguments, options))
+            return tree_map_only(torch.Tensor, partial(moved, back), of_torch(module, *arguments, **options))
+        finally:
+            inside[0] = False
+
+    nn.Module.__call__ = call
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = of_torch
+
+
+def run(observed: Observed) -> None:
+    """Run a script as described, in this rank."""
+    observed.run()
