@@ -212,11 +212,13 @@ def page(verdicts: Sequence[Verdict], machine: dict[str, Any]) -> str:
         rows.append([one.script, result, one.kind, f"{one.divided} / {one.whole}", double, notes])
     header = ["script", "result", "calls", "divided / whole", "float64", "notes"]
     counts = {kind: sum(one.kind == kind for one in verdicts) for kind in ("divided", "mixed", "whole")}
+    wrong = sum(bool(one.problems) for one in verdicts)
+    total = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     return (
         "# Unchanged scripts on 1 to 4 processes\n\n"
-        "Written by `make scripts`. Each script of `tests/scripts` runs by plain Python, and unchanged on 1, 2, 3 and 4\n"
-        "processes: text, parameters of the first 10 steps in float64, and bits with `--exact` on 1, 2 and 3.\n\n"
-        f"{machine_line(machine)}\n\n{len(verdicts)} scripts: {counts}; wrong: {sum(bool(v.problems) for v in verdicts)}.\n\n"
+        "Written by `make scripts`. Each script of `tests/scripts` runs by plain Python, and unchanged on 1, 2, 3 and\n"
+        "4 processes: text, parameters of the first 10 steps in float64, and bits with `--exact` on 1, 2 and 3.\n\n"
+        f"{machine_line(machine)}\n\n{len(verdicts)} scripts: {total}; wrong: {wrong}.\n\n"
         f"{markdown_table(header, rows)}\n"
     )
 

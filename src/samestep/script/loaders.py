@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from samestep.data.own_rows import BatchRanks, OwnRows, own_iterator
-from samestep.view.fingerprints import Line, script_line
+from samestep.view.fingerprints import script_line
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Reading:
 
 
 @contextmanager
-def own_rows_of_loaders(ranks: Callable[[], BatchRanks | None]) -> Iterator[Mapping[tuple[str, Line], Reading]]:
+def own_rows_of_loaders(ranks: Callable[[], BatchRanks | None]) -> Iterator[Mapping[Hashable, Reading]]:
     """Let each rank read its own rows of the batches of every `DataLoader`, during the block.
 
     Batches are those of torch, with one exception: random numbers of a data set are a function of the epoch and the
@@ -57,7 +57,7 @@ def own_rows_of_loaders(ranks: Callable[[], BatchRanks | None]) -> Iterator[Mapp
     Yields:
         How the script's loaders read, one entry for each line that makes iterations.
     """
-    readings: dict[tuple[str, Line], Reading] = {}
+    readings: dict[Hashable, Reading] = {}
     of_torch = DataLoader._get_iterator
     states: weakref.WeakKeyDictionary[DataLoader[Any], OwnRows] = weakref.WeakKeyDictionary()
 
