@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
@@ -11,18 +12,22 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Protocol
 
+from samestep.script.file_journal import PATHS
+
 # These are used by C, and by the import of modules.
 _LOW_MODULES = {"posix", "_io", "_sqlite3"}
-# Functions that open a file in C++: name, position and name of the argument with the path, whether they write; None if
-# the next argument is a mode.
+# Functions and methods that open a file in C++: name, position and name of the argument with the path, whether they
+# write; None if the next argument is a mode.
 _CPP_FUNCTIONS: dict[str, tuple[tuple[str, int, str, bool | None], ...]] = {
     "torch.serialization": (("save", 1, "f", True), ("load", 0, "f", False)),
-    "torch.jit._serialization": (("save", 1, "f", True), ("load", 0, "f", False)),
+    "torch.jit._script": (("RecursiveScriptModule.save", 1, "f", True),),
+    "torch.jit._serialization": (("load", 0, "f", False),),
     "torchvision.io.image": (("write_file", 0, "filename", True), ("read_file", 0, "path", False)),
     "safetensors": (("serialize_file", 1, "filename", True), ("safe_open", 0, "filename", False)),
     "pyarrow": (("OSFile", 0, "path", None),),
     "pyarrow.parquet.core": (("write_table", 1, "where", True), ("read_table", 0, "source", False)),
     "pyarrow.feather": (("write_feather", 1, "dest", True), ("read_feather", 0, "source", False)),
+    "tokenizers": (("Tokenizer.save", 1, "path", True), ("Tokenizer.from_file", 0, "path", False)),
     "cv2": (("imwrite", 0, "filename", True), ("imread", 0, "filename", False)),
 }
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments by position and by name
@@ -47,6 +52,7 @@ class Replaced:
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
         self._pairs: list[tuple[Any, Any]] = []
+        self._methods: list[tuple[Any, str, Any]] = []  # and what was in their place
         self._uses_descriptors = shutil._use_fd_functions  # type: ignore[attr-defined]
         shutil._use_fd_functions = False  # type: ignore[attr-defined]  # `rmtree` uses paths
         self._replace(writer.replacements())
@@ -74,13 +80,25 @@ class Replaced:
         sys.meta_path.remove(self)
         shutil._use_fd_functions = self._uses_descriptors  # type: ignore[attr-defined]
         _replace_everywhere({id(new): real for real, new in self._pairs})
+        for holder, method, before in self._methods:
+            setattr(holder, method, before)
 
     def _replace_in_cpp(self, name: str) -> None:
-        names = vars(sys.modules[name])
-        cases = [(names[case[0]], case[1:]) for case in _CPP_FUNCTIONS[name] if case[0] in names]
-        self._replace([(real, self._in_cpp(real, *where)) for real, where in cases])
+        for function, *where in _CPP_FUNCTIONS[name]:
+            owner, _, method = function.rpartition(".")
+            holder = getattr(sys.modules[name], owner, None) if owner else sys.modules[name]
+            if holder is None or method not in vars(holder):
+                continue
+            before = vars(holder)[method]
+            real = getattr(holder, method)
+            new = functools.update_wrapper(self._in_cpp(real, *where), real, updated=())
+            if owner:
+                self._methods.append((holder, method, before))
+                setattr(holder, method, staticmethod(new) if isinstance(before, staticmethod) else new)
+            else:
+                self._replace([(before, new)])
 
-    def _in_cpp(self, real: Callable[..., Any], position: int, keyword: str, writes: bool | None) -> Callable[..., Any]:
+    def _in_cpp(self, real: Any, position: Any, keyword: Any, writes: Any) -> Callable[..., Any]:
         read = self._writer.reader(real, position, keyword)
         write = self._writer.writer(real, position, keyword)
         if writes is not None:
@@ -134,7 +152,7 @@ def path_argument(
             return arguments, {**options, keyword: path}
         return (*arguments[:position], path, *arguments[position + 1 :]), options
 
-    return value if isinstance(value, str | bytes | os.PathLike) else None, put
+    return value if isinstance(value, PATHS) else None, put
 
 
 def database_path(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Callable[[str], Call]]:

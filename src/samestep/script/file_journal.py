@@ -25,7 +25,19 @@ from samestep.distributed.env import library_caches
 from samestep.view.fingerprints import is_library_file
 
 _OS_NAMES = (
-    *("stat", "lstat", "access", "readlink", "listdir", "scandir", "listxattr", "getxattr", "chdir", "getcwd"),
+    *(
+        "stat",
+        "statvfs",
+        "lstat",
+        "access",
+        "readlink",
+        "listdir",
+        "scandir",
+        "listxattr",
+        "getxattr",
+        "chdir",
+        "getcwd",
+    ),
     *("mkdir", "makedirs", "rename", "replace", "remove", "unlink", "rmdir", "symlink", "link", "truncate"),
     *("utime", "chmod", "chown", "lchown", "setxattr", "removexattr", "system"),
 )
@@ -159,6 +171,11 @@ def below(path: str) -> list[str]:
     return found
 
 
+def begins_again(mode: str) -> bool:
+    """Whether a file opened in this mode is written from its beginning, and its memory is not mapped."""
+    return not set("ar+") & set(mode)
+
+
 def key_of(path: str) -> str:
     """Return the path without numbers, which can differ between ranks as in `runs/2030-01-01`."""
     return re.sub("[0-9]+", "#", path)
@@ -205,7 +222,7 @@ class Exemptions:
 
     def is_foreign(self, path: str) -> bool:
         """Whether nothing that rank 0 prepares has this path, or an import of a library asks for it."""
-        if path.startswith(self._system) or "/<" in path or self._is_temporary(path):
+        if path.startswith(self._system) or "/<" in path or "-packages/" in path or self._is_temporary(path):
             return True
         frame = sys._getframe(1)
         while frame is not None and is_library_file(frame.f_code.co_filename):

@@ -40,7 +40,7 @@ class FileView:
 
     Attributes:
         files: number of files that were written and closed.
-        private_bytes: size of these files that is kept.
+        private_bytes: sum of the sizes of those whose content was kept.
     """
 
     def __init__(self, rank: int, folder: str, status: RankStatus, keep_bytes: int) -> None:

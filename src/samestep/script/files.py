@@ -25,6 +25,7 @@ from samestep.script.file_journal import (
     WRITING,
     Exemptions,
     Journal,
+    begins_again,
     below,
     copy_file,
     key_of,
@@ -104,6 +105,7 @@ class FirstWriter:
         self._other_reads: list[Counter[str]] = [Counter() for _ in self._others]
         self._reads: Counter[str] = Counter()  # of large files, by key
         self._large: set[str] = set()  # keys of large files that were written
+        self._endings: set[str] = set()  # of their names
         self._changed: set[str] = set()  # since rank 0 is ready
         self._opened: set[str] = set()  # for writing, at any time
         self._is_ready = False
@@ -163,7 +165,8 @@ class FirstWriter:
         if state is not None and self._is_ready and name not in self._changed:
             copy, is_lost = self._keep(name, state, is_unchanged=is_fresh or (removes and not is_moved))
         operation = "removed" if removes else "made" if state is None else "changed"
-        self._journal.append(operation, name, copy, is_lost)
+        if operation != "changed" or name not in self._changed or key_of(name) in self._large:
+            self._journal.append(operation, name, copy, is_lost)
         self._changed.add(name)
         if is_fresh and state is not None:
             # Whoever has opened the old file goes on to read its content.
@@ -220,7 +223,7 @@ class FirstWriter:
             return
         with suppress(FileNotFoundError):
             if REAL.stat(name).st_size > self._keep_bytes and self._is_ready:
-                self._large.add(key_of(name))
+                self._note_large(name)
         self._journal.append("closed", name)
 
     def _hold(self, name: str) -> None:
@@ -239,13 +242,14 @@ class FirstWriter:
                 with self._status.waiting(f"readers of {name}"):
                     time.sleep(_POLL_SECONDS)
 
+    def _note_large(self, name: str) -> None:
+        self._large.add(key_of(name))
+        self._endings.add(name[-3:])
+
     def _note_read(self, path: Any) -> None:
-        if (
-            self._large
-            and not self._exempt.local.depth
-            and (key := key_of(os.path.realpath(os.fsdecode(path)))) in self._large
-        ):
-            self._reads[key] += 1
+        # Most reads are of other files, such as images.
+        if self._large and os.fsdecode(path)[-3:] in self._endings and not self._exempt.local.depth:
+            self._reads[key_of(os.path.realpath(os.fsdecode(path)))] += 1
 
     # --- replacements ------------------------------------------------------------------------------------
 
@@ -270,9 +274,8 @@ class FirstWriter:
         name = self._change(file, truncates="w" in mode)
         if not name:
             return REAL.open(file, mode, buffering, encoding, errors, newline)
-        is_update = "+" in mode
         how = (mode, buffering, encoding, errors, newline)
-        return noted_file(file, file, how, lambda: self._closed(name, is_counted=not is_update))
+        return noted_file(file, file, how, lambda: self._closed(name, is_counted=begins_again(mode)))
 
     def descriptor(self, path: Any, flags: int, *arguments: Any, **options: Any) -> int:
         """Replace `os.open`."""
@@ -328,7 +331,7 @@ class FirstWriter:
                 if self._exempt.covers(each):
                     self._closed(new)
                 if key_of(each) in self._large:
-                    self._large.add(key_of(new))
+                    self._note_large(new)
                 self._journal.append("moved", each, new)
         for each in paths:
             self._change(each, follow=False, removes=True, is_moved=True)

@@ -16,6 +16,7 @@ from samestep.script.file_journal import (
     REAL,
     UNNAMED,
     WRITING,
+    begins_again,
     below,
     clear,
     copy_file,
@@ -25,7 +26,7 @@ from samestep.script.file_journal import (
 )
 from samestep.script.file_view import MISSING, FileView, Place
 
-_QUERIES = ("stat", "lstat", "access", "readlink", "listxattr", "getxattr")
+_QUERIES = ("stat", "statvfs", "lstat", "access", "readlink", "listxattr", "getxattr")
 _ATTRIBUTES = ("utime", "chmod", "chown", "lchown", "setxattr", "removexattr")
 
 
@@ -113,7 +114,8 @@ class Overlay(FileView):
             return not copy_file(found if is_large else self._content(path, found), target, most)
 
         is_lost = copies and not is_new and state is not None and self._query("/".join(place), copy)
-        self._set(place, target, is_dropped=is_lost)
+        if is_lost or self._find(place) != target or target in self._dropped:
+            self._set(place, target, is_dropped=is_lost)
         return target
 
     def _written(self, target: str, *, is_complete: bool) -> None:
@@ -121,7 +123,7 @@ class Overlay(FileView):
 
         Args:
             target: private file.
-            is_complete: nothing else, such as a mapping into memory, writes to the file.
+            is_complete: it was written from its beginning, and is not mapped into memory.
         """
         path = target.removeprefix(self._root)
         token = self._closed(path) if is_complete else None
@@ -163,17 +165,18 @@ class Overlay(FileView):
                     return REAL.open(file, mode, buffering, encoding, errors, newline)
                 if not self._is_noted(target):
                     return noted_file(file, target, how)
-                return noted_file(file, self._content(file, target), how, lambda: self._note_read(target))
+                opened = noted_file(file, self._content(file, target), how)
+                self._note_read(target)
+                return opened
 
             return self._query(file, read)
         REAL.open(os.devnull, mode.replace("x", "w"), buffering, encoding, errors, newline).close()  # checks arguments
-        is_update = "+" in mode
-        most = float("inf") if is_update else self._keep_bytes
-        is_kept = "a" in mode or "r" in mode
+        most = float("inf") if "+" in mode else self._keep_bytes
+        is_kept = bool(set("ar") & set(mode))
         target = self._opened(file, copies=is_kept, creates="r" not in mode, is_new="x" in mode, most=most)
         if not target:
             return REAL.open(file, mode, buffering, encoding, errors, newline)
-        return noted_file(file, target, how, lambda: self._written(target, is_complete=not is_update))
+        return noted_file(file, target, how, lambda: self._written(target, is_complete=begins_again(mode)))
 
     def descriptor(self, path: Any, flags: int, mode: int = 0o777) -> int:
         """Replace `os.open`."""

@@ -156,6 +156,13 @@ def _torch(value: int) -> Any:
     return all((one["a"] == value).all() for one in loaded)
 
 
+def _tokenizers(value: int) -> Any:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"word": value}, unk_token="word"))
+    words.save("tokenizer.json")
+    return tokenizers.Tokenizer.from_file("tokenizer.json").encode("word").ids == [value]
+
+
 def _tensorboard(value: int) -> Any:
     board = pytest.importorskip("torch.utils.tensorboard")
     with board.SummaryWriter("events") as writer:
@@ -176,7 +183,7 @@ def _sqlite(value: int) -> Any:
 
 
 LIBRARIES = [
-    *(_logging, _csv, _json_and_pickle, _numpy, _pil, _archives, _shutil, _pathlib, _torch, _sqlite),
+    *(_logging, _csv, _json_and_pickle, _numpy, _pil, _archives, _shutil, _pathlib, _torch, _sqlite, _tokenizers),
     *(pytest.param(function, marks=pytest.mark.slow) for function in (_pandas, _matplotlib, _tensorboard)),
 ]
 
@@ -522,6 +529,7 @@ def test_working_directory_in_an_own_folder(tmp_path: Path) -> None:
         Path("run").mkdir()
         os.chdir("run")
         Path("log").write_text(str(rank.rank))
+        assert shutil.disk_usage(".").free > 0
         np.ones(3).tofile("a.bin")
         result = os.getcwd(), Path("../data.txt").read_text(), Path("log").read_text(), sorted(os.listdir("."))
         os.chdir("..")
