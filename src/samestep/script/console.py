@@ -132,16 +132,15 @@ def shared_console(rank: int, size: int, share: Share) -> Iterator[None]:
         size: number of ranks.
         share: returns the bytes that rank 0 gives, on all ranks, which call it in the same order; others give None.
     """
-    with ExitStack() as stack:
-        if size == 1:
-            stream = stack.enter_context(open(0, encoding=locale.getencoding(), closefd=False))
-            stack.enter_context(replaced(sys, stdin=stream))
+    if size == 1:
+        with open(0, encoding=locale.getencoding(), closefd=False) as own, replaced(sys, stdin=own):
             yield
-            return
-        console = _Console(rank, share)
+        return
+    console = _Console(rank, share)
+    stream = io.TextIOWrapper(io.BufferedReader(_SharedInput(console)), locale.getencoding())
+    with ExitStack() as stack:
         if rank > 0:
             stack.enter_context(_without_input())
-        stream = io.TextIOWrapper(io.BufferedReader(_SharedInput(console)), locale.getencoding())
         stack.enter_context(replaced(sys, stdin=stream))
         stack.enter_context(replaced(getpass, getpass=console.getpass))
         stack.enter_context(replaced(bdb.Bdb, set_trace=_refuse_debugger))

@@ -28,6 +28,7 @@ from samestep.view.fingerprints import Line, script_line
 _BLOCK = 64  # bytes of one hash
 # Names of files, sockets and semaphores, and keys of connections, differ between processes.
 _OWN_BYTES = ("tempfile", "multiprocessing")
+_SEEDING = "samestep.distributed.rng"  # seeds for samples, and restores
 _PASSED = ("random", "secrets", "uuid", __name__)  # modules between a caller and the operating system
 
 
@@ -96,8 +97,9 @@ def equal_entropy(seed: bytes, seeds: MutableMapping[str, tuple[Line, str]]) -> 
     def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             value = next(iter((*arguments, *options.values())), None)
-            if value is not None:
-                seeds[name] = script_line(sys._getframe(1)), repr(value)[:40]
+            caller = sys._getframe(1)
+            if value is not None and caller.f_globals.get("__name__") != _SEEDING:
+                seeds[name] = script_line(caller), repr(value)[:40]
             return function(*arguments, **options)
 
         return call

@@ -78,7 +78,7 @@ def refusals(*, has_own_device: bool) -> Iterator[None]:
         stack.enter_context(replaced(nn.SyncBatchNorm, convert_sync_batchnorm=staticmethod(_convert_sync_batchnorm)))
         if has_own_device:
             stack.enter_context(visible_devices_kept(_report_visible_devices))
-        stack.enter_context(_plain_start_method())
+        stack.enter_context(plain_start_method())
         stack.enter_context(_children_without_training())
         yield
 
@@ -110,7 +110,7 @@ def _report_visible_devices(value: str | None) -> None:
 
 
 @contextmanager
-def _plain_start_method() -> Iterator[None]:
+def plain_start_method() -> Iterator[None]:
     """Let `multiprocessing` start processes as in plain Python: that of a rank would use the server of the ranks."""
     method = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method(None, force=True)  # the default of the system
@@ -178,6 +178,7 @@ def _end_child(error: BaseException | None) -> NoReturn:
     """End a child process at the end of the script, before it takes part in the end of the rank."""
     code = error.code if isinstance(error, SystemExit) else error
     if code is not None and not isinstance(code, int):
-        traceback.print_exception(error)
+        if not isinstance(error, InputError):  # the parent reports that the child trains
+            traceback.print_exception(error)
         code = EXIT_FAILED
     exit_process(code or EXIT_DONE)

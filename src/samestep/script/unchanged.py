@@ -22,7 +22,7 @@ from samestep.script.console import shared_console
 from samestep.script.entropy import equal_entropy
 from samestep.script.loaders import own_rows_of_loaders
 from samestep.script.mode import file_of_module, imports_samestep
-from samestep.script.refusals import refusals
+from samestep.script.refusals import plain_start_method, refusals
 from samestep.script.summary import Summary
 from samestep.session import init
 from samestep.view.batches import ViewOfBatches
@@ -89,6 +89,7 @@ def unchanged(reduction: Reduction = "fast", strategy: StrategyConfig | None = N
     with ExitStack() as stack:
         if size == 1 and reduction == "fast":
             stack.enter_context(shared_console(0, 1, lambda data: data or b""))
+            stack.enter_context(plain_start_method())
             summary = Summary(stack.enter_context(own_rows_of_loaders(lambda: None)))
             yield summary
             summary.report()

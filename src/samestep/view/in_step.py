@@ -178,9 +178,16 @@ class InStep:
         pairs = ((facts[0], rank, fact) for facts in rows for rank, fact in enumerate(facts))
         error = next(_difference(*pair) for pair in pairs if pair[0][:2] != pair[2][:2])
         other = next((rank for rank, one in enumerate(seeds) if one != seeds[0]), None)
-        if other is not None:
-            error.add_note(f"ranks 0 and {other} have different seeds{_unequal(seeds[0], seeds[other])}")
-        raise error
+        if other is None:
+            raise error
+        cause = RankMismatchError(
+            f"ranks 0 and {other} have different seeds{_unequal(seeds[0], seeds[other])}",
+            expected="the same seeds on every rank",
+            fix="a number as seed; or no seed at all: generators without one are equal on all ranks of samestep run",
+            code="E_RANK_SETTINGS",
+        )
+        cause.add_note(error.value)
+        raise cause
 
     def _begin(self) -> Line:
         """Add values that have arrived from accelerators since the last event; return the line of the script."""

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import samestep
+from samestep.distributed.rng import seed_generators
 from samestep.script.entropy import equal_entropy
 
 SEED = b"sixteen bytes or"
@@ -137,6 +138,14 @@ def test_last_seeds_are_recorded_with_their_lines() -> None:
     }
     assert all(line[0] == __file__ for line, _ in seeds.values())
     assert seeds["numpy.random.seed"][0][1] == seeds["random.seed"][0][1] + 1
+
+
+def test_seeds_of_samples_are_not_recorded() -> None:
+    seeds: dict[str, Any] = {}
+    with equal_entropy(SEED, seeds):
+        random.seed(3)
+        seed_generators(4)
+    assert [(name, value) for name, (_, value) in seeds.items()] == [("random.seed", "3")]
 
 
 def _child(connection: Any) -> None:
