@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,6 +22,7 @@ from samestep.launcher.worker import run_script
 from samestep.script.calls import OutermostCalls
 from samestep.script.console import shared_console
 from samestep.script.entropy import equal_entropy
+from samestep.script.files import one_writer
 from samestep.script.loaders import own_rows_of_loaders
 from samestep.script.mode import file_of_module, imports_samestep
 from samestep.script.refusals import plain_start_method, refusals
@@ -85,7 +88,7 @@ def unchanged(reduction: Reduction = "fast", strategy: StrategyConfig | None = N
     Yields:
         What is divided in this rank.
     """
-    _, size = rank_and_size()
+    rank, size = rank_and_size()
     with ExitStack() as stack:
         if size == 1 and reduction == "fast":
             stack.enter_context(shared_console(0, 1, lambda data: data or b""))
@@ -94,13 +97,16 @@ def unchanged(reduction: Reduction = "fast", strategy: StrategyConfig | None = N
             yield summary
             summary.report()
             return
+        folder = ""
+        if rank == 0:
+            folder = tempfile.mkdtemp(prefix="samestep-")
+            process_state.session.callback(shutil.rmtree, folder, ignore_errors=True)  # after the end of the world
         world = init(reduction=reduction, strategy=strategy)
         view = joined_view(None, reduction)
         worker = process_state.worker
         assert worker is not None
-        view.at_first_word = worker.stop.install  # not earlier: SIGTERM must end a script that reaches no word
         view.interrupt_on(worker.stop)
-        (seed, *_) = all_gather(secrets.token_hex(32), world)
+        (folder, seed), *_ = all_gather([folder, secrets.token_hex(32)], world)
         stack.enter_context(equal_entropy(bytes.fromhex(seed), view.in_step.seeds))
         stack.enter_context(shared_console(world.rank, size, partial(_share, view, world)))
         stack.enter_context(refusals(has_own_device=is_accelerator(view.device)))
@@ -113,6 +119,13 @@ def unchanged(reduction: Reduction = "fast", strategy: StrategyConfig | None = N
             "strict": False,
         }
         stack.enter_context(OutermostCalls(partial(owner_of, **options)).installed())
+        writer = stack.enter_context(one_writer(rank, size, folder, worker.rank_status))
+
+        def begin() -> None:
+            writer.mark_ready()
+            worker.stop.install()  # not earlier: SIGTERM must end a script that reaches no word
+
+        view.at_first_word = begin
         try:
             yield summary
         except KeyboardInterrupt:
