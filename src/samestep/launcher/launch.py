@@ -32,7 +32,7 @@ from samestep.errors import InputError
 from samestep.launcher.failure import RankError, StoppedError
 from samestep.launcher.fork_server import SETUP, ForkServer, start_server
 from samestep.launcher.orphans import end_orphans
-from samestep.launcher.pickling import portable, unpack
+from samestep.launcher.pickling import ByName, portable, unpack
 from samestep.launcher.preflight import require_machine
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER, StackFile
 from samestep.launcher.worker import WorkerSpec
@@ -47,8 +47,7 @@ PRELOAD = (
     "torch._dynamo",
     "torch.nn.parallel",
     "cloudpickle",
-    "samestep.global_view",
-    "samestep.loading",
+    "samestep.script.unchanged",
 )
 
 
@@ -74,8 +73,10 @@ def launch(
 ) -> Any:
     """Run `function(*arguments)` in `processes` ranks on this machine.
 
-    Each rank joins the others with `samestep.init()`. SIGINT, SIGTERM, SIGUSR1 and SIGHUP request the end at a step
-    boundary; a second SIGINT ends all ranks at once. No rank outlives this process.
+    A function that does not use Samestep runs as a script does under `samestep run`: it takes its process for the only
+    one, and the calls of its models are divided. In another one, each rank joins the others with `samestep.init()`.
+    SIGINT, SIGTERM, SIGUSR1 and SIGHUP request the end at a step boundary; a second SIGINT ends all ranks at once. No
+    rank outlives this process.
 
     Args:
         function: importable by name, as for `multiprocessing`, or defined in a notebook.
@@ -99,7 +100,10 @@ def launch(
     config = LaunchConfig(hang_after, grace, log_dir=log_dir)
     call = portable(partial(function, *arguments))
     environment = {**(environment or {}), **({SHARE_GPU: "1"} if share_gpu else {})}
-    result = run_workers(call, processes=processes, launch_config=config, preload=preload, environment=environment)
+    in_mode = ByName("samestep.script.unchanged", "call")  # a higher level, which only ranks import
+    result = run_workers(
+        in_mode, call, processes=processes, launch_config=config, preload=preload, environment=environment
+    )
     if result.is_stopped:
         raise StoppedError("the training loop ended on request", fix="call samestep.launch again to continue")
     return result.value

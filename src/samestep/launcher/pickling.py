@@ -35,14 +35,14 @@ class ByValue:
     """Function that is sent by value."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+        self.function = function
 
     def __call__(self, *arguments: Any) -> Any:
-        return self._function(*arguments)
+        return self.function(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
         try:
-            data = _dumps(self._function)
+            data = _dumps(self.function)
         except Exception as error:  # boundary: pickling calls methods of user objects
             raise InputError(
                 f"the function cannot be sent to ranks: {message_of(error)}",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
 from samestep.launcher.source_files import is_users_file
 
@@ -82,3 +85,44 @@ def file_of_module(name: str) -> tuple[Path | None, str]:
     file, package = found[-1]
     main = file.with_name("__main__.py")
     return (main, package) if package == name and main.is_file() else (file, package)
+
+
+def uses_samestep(function: Callable[..., Any]) -> bool:
+    """Whether a function uses Samestep, itself or in functions that it names; of a notebook, which is no file.
+
+    A function of a module uses what the module imports.
+    """
+    waiting: list[Any] = [function]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        while isinstance(value, functools.partial):
+            value = value.func
+        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        if str(name).partition(".")[0] == PACKAGE:
+            return True
+        if id(value) in seen or isinstance(value, ModuleType):
+            continue
+        seen.add(id(value))
+        module = sys.modules.get(str(name))
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and name != "__main__":
+            if is_users_file(file) and imports_samestep(Path(file), getattr(module, "__package__", "") or ""):
+                return True
+        elif isinstance(value, type):
+            waiting += vars(value).values()
+        elif isinstance(value, FunctionType):
+            names = _names(value.__code__)
+            if PACKAGE in names:
+                return True
+            waiting += [value.__globals__[one] for one in names if one in value.__globals__]
+    return False
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that code and the functions in it use."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _names(constant)
+    return names

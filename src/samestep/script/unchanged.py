@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,14 @@ from samestep.distributed.streams import report_line
 from samestep.distributed.world import World, all_gather
 from samestep.global_view import joined_view, owner_of
 from samestep.launcher.job import process_state, rank_and_size
+from samestep.launcher.pickling import ByValue
 from samestep.launcher.worker import run_script
 from samestep.script.calls import OutermostCalls
 from samestep.script.console import shared_console
 from samestep.script.entropy import equal_entropy
 from samestep.script.files import one_writer
 from samestep.script.loaders import own_rows_of_loaders
-from samestep.script.mode import file_of_module, imports_samestep
+from samestep.script.mode import file_of_module, imports_samestep, uses_samestep
 from samestep.script.refusals import plain_start_method, refusals
 from samestep.script.summary import Summary
 from samestep.session import init
@@ -64,6 +65,16 @@ def run(
         is_module=is_module,
         surroundings=partial(_surroundings, reduction, is_unchanged=is_unchanged),
     )
+
+
+def call(function: Callable[[], Any]) -> Any:
+    """Return the result of a function in this rank, with the calls of its models divided unless it uses Samestep."""
+    if isinstance(function, ByValue):
+        function = function.function
+    if uses_samestep(function):
+        return function()
+    with unchanged():
+        return function()
 
 
 def _mode(is_unchanged: bool, own_group: bool) -> str:

@@ -1,10 +1,13 @@
 """Whether a script imports Samestep is read from its source, and from that of its own modules."""
 
+import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from samestep.script.mode import file_of_module, imports_samestep
+from samestep.script.mode import file_of_module, imports_samestep, uses_samestep
 
 
 def written(folder: Path, files: dict[str, str]) -> Path:
@@ -54,3 +57,34 @@ def test_file_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert file_of_module("no_such_module_at_all") == (None, "")
     (tmp_path / "pkg/model.py").write_text("import samestep", encoding="utf-8")
     assert imports_samestep(tmp_path / "pkg/train.py", "pkg")
+
+
+def of_notebook(source: str) -> Callable[..., object]:
+    """Return the function `f` of cells of a notebook."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    exec(source, names)
+    function = names["f"]
+    assert callable(function)
+    return function
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import torch\ndef f():\n    return torch.ones(1)", False),
+        ("import samestep\ndef f():\n    return samestep.init()", True),
+        ("import samestep\ndef f():\n    return 1", False),
+        ("def f():\n    import samestep", True),
+        ("from samestep.errors import InputError\ndef f():\n    raise InputError", True),
+        ("import samestep\ndef g():\n    return [samestep for _ in ()]\ndef f():\n    return g()", True),
+        ("import samestep\nclass A:\n    def b(self):\n        samestep.init()\ndef f():\n    A().b()", True),
+    ],
+)
+def test_functions_of_notebooks(source: str, expected: bool) -> None:
+    assert uses_samestep(of_notebook(source)) is expected
+    assert uses_samestep(partial(of_notebook(source), 1)) is expected
+
+
+def test_function_of_a_module_uses_what_the_module_imports() -> None:
+    assert uses_samestep(of_notebook)
+    assert not uses_samestep(json.dumps)
