@@ -55,7 +55,7 @@ def own_rows_of_loaders(ranks: Callable[[], BatchRanks | None]) -> Iterator[Mapp
         ranks: returns the ranks that read the batches of one loader together.
 
     Yields:
-        How the script's loaders read, one entry for each line that makes iterations.
+        How the script's loaders read, one entry for each data set and line that iterates.
     """
     readings: dict[Hashable, Reading] = {}
     of_torch = DataLoader._get_iterator
@@ -68,7 +68,7 @@ def own_rows_of_loaders(ranks: Callable[[], BatchRanks | None]) -> Iterator[Mapp
             state = states[loader] = OwnRows(together)
             line = script_line(sys._getframe(2))
             name = type(loader.dataset).__name__
-            readings[name, line] = Reading(name, state)
+            readings[name, line, id(loader.dataset)] = Reading(name, state)  # one line may read data sets by turns
             if together is not None:
                 state.decisions, state.key = together.decisions_of(loader.dataset, loader.collate_fn, line)
         return own_iterator(loader, state)

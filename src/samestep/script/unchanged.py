@@ -13,6 +13,7 @@ from typing import Any
 
 from samestep.config import Reduction, StrategyConfig
 from samestep.distributed.devices import is_accelerator
+from samestep.distributed.logging import logger
 from samestep.distributed.signals import StoppedLoop
 from samestep.distributed.streams import report_line
 from samestep.distributed.world import World, all_gather
@@ -27,6 +28,7 @@ from samestep.script.files import one_writer
 from samestep.script.loaders import own_rows_of_loaders
 from samestep.script.mode import file_of_module, imports_samestep, uses_samestep
 from samestep.script.refusals import plain_start_method, refusals
+from samestep.script.replaced import replaced
 from samestep.script.summary import Summary
 from samestep.session import init
 from samestep.view.batches import ViewOfBatches
@@ -117,6 +119,7 @@ def unchanged(reduction: Reduction = "fast", strategy: StrategyConfig | None = N
         worker = process_state.worker
         assert worker is not None
         view.interrupt_on(worker.stop)
+        stack.enter_context(replaced(logger, propagate=False))  # not to the handlers and files of the script
         (folder, seed), *_ = all_gather([folder, secrets.token_hex(32)], world)
         stack.enter_context(equal_entropy(bytes.fromhex(seed), view.in_step.seeds))
         stack.enter_context(shared_console(world.rank, size, partial(_share, view, world)))
