@@ -72,10 +72,19 @@ def test_migrated_script_gives_the_same_loss(name: str, tmp_path: Path) -> None:
     loss = printed_loss(after, cwd=tmp_path)
     assert loss == pytest.approx(expected, abs=2e-4)
     (tmp_path / "several").mkdir()
-    devices = [3] if name == "lightning" else []  # the argument of Lightning's trainer
-    done = samestep("run", "--processes", 3, after, *devices, cwd=tmp_path / "several")
+    done = samestep("run", "--processes", 3, after, cwd=tmp_path / "several")
     assert done.code == 0, done.err
     assert loss_in(done.out) == loss, "one and three processes"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["lightning_trainer", "accelerate_loop", "transformers_trainer"])
+def test_script_of_a_framework_prints_the_same_loss_unchanged(name: str, tmp_path: Path) -> None:
+    script = EXAMPLES.parent / f"frameworks/{name}.py"
+    expected = printed_loss(script, cwd=tmp_path)
+    done = samestep("run", "--processes", 3, script, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert loss_in(done.out) == pytest.approx(expected, abs=1.1e-4)
 
 
 @pytest.mark.long

@@ -10,9 +10,6 @@ NAMES = {
     "plain": "plain",
     "data_parallel": "data-parallel",
     "ddp": "ddp",
-    "accelerate": "accelerate",
-    "lightning": "lightning",
-    "transformers": "transformers",
 }
 
 

@@ -7,7 +7,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,11 +50,12 @@ class Observed:
     def run(self) -> None:
         """Run the script in this rank."""
         rank, _ = rank_and_size()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        os.chdir(self.folder)
+        work = self.folder / "work"
+        work.mkdir(parents=True, exist_ok=True)
+        os.chdir(work)
         if rank == 0:
             for number, name in ((1, "out"), (2, "err")):
-                descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                descriptor = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 os.dup2(descriptor, number)
         torch.set_num_threads(1)
         seed_all()
@@ -69,11 +70,12 @@ class Observed:
         hook = register_optimizer_step_post_hook(partial(_record, steps))
         record: dict[str, Any] = {"calls": []}
         try:
+            around: AbstractContextManager[Any] = permuted_rows() if self.is_permuted else nullcontext()
             if self.is_plain:
-                with permuted_rows() if self.is_permuted else open(os.devnull):
+                with around:
                     yield
                 return
-            with unchanged(self.reduction) as summary:
+            with unchanged(self.reduction) as summary, around:
                 yield
                 record["calls"] = [vars(one) for one in summary.modules]
                 decisions = [reading.state.decision for reading in summary.readings.values()]

@@ -1,12 +1,10 @@
-"""Training with Lightning's trainer: `samestep run --processes 3 lightning_after.py`."""
+"""Training with the trainer of Lightning."""
 
 import lightning
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
-
-import samestep
 
 torch.manual_seed(0)
 images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
@@ -34,8 +32,6 @@ class Digits(lightning.LightningModule):
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", devices=1, **quiet)
 model = Digits()
-model.net = samestep.parallel(model.net)
 trainer.fit(model, DataLoader(train, batch_size=64))
 values = trainer.test(model, DataLoader(test, batch_size=64), verbose=False)
-if samestep.is_main():
-    print(f"loss {values[0]['loss']:.4f}")
+trainer.print(f"loss {values[0]['loss']:.4f}")

@@ -1,4 +1,4 @@
-"""Training loop with Accelerate: `samestep run --processes 2 accelerate_after.py`."""
+"""Training loop with Accelerate."""
 
 import torch
 from accelerate import Accelerator
@@ -6,15 +6,12 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-import samestep
-
-samestep.init()  # before the Accelerator, which then sees one process
 accelerator = Accelerator()
 torch.manual_seed(0)
 images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
 data = TensorDataset(images.float() / 16, labels)
 train, test = random_split(data, [1400, 397])
-model = samestep.parallel(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
+model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 batches, tests = DataLoader(train, batch_size=64), DataLoader(test, batch_size=64)
 model, optimizer, batches, tests = accelerator.prepare(model, optimizer, batches, tests)
@@ -28,5 +25,4 @@ for _ in range(3):
 with torch.no_grad():
     pairs = [accelerator.gather_for_metrics((model(x), y)) for x, y in tests]
     losses = [nn.functional.cross_entropy(x, y, reduction="sum") for x, y in pairs]
-if samestep.is_main():
-    print(f"loss {sum(losses) / len(test):.4f}")
+accelerator.print(f"loss {sum(losses) / len(test):.4f}")

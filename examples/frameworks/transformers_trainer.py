@@ -1,12 +1,10 @@
-"""Training with the trainer of Transformers: `samestep run --processes 3 transformers_after.py`."""
+"""Training with the trainer of Transformers."""
 
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import random_split
 from transformers import Trainer, TrainingArguments
-
-import samestep
 
 torch.manual_seed(0)
 images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
@@ -24,8 +22,6 @@ class Digits(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-samestep.init()  # before the arguments, which then see one process
-model = samestep.parallel(Digits())
 arguments = TrainingArguments(
     num_train_epochs=3,
     learning_rate=0.01,
@@ -37,8 +33,7 @@ arguments = TrainingArguments(
     disable_tqdm=True,
     use_cpu=True,
 )
-trainer = Trainer(model, arguments, train_dataset=train, eval_dataset=test)
+trainer = Trainer(Digits(), arguments, train_dataset=train, eval_dataset=test)
 trainer.train()
 values = trainer.evaluate()
-if samestep.is_main():
-    print(f"loss {values['eval_loss']:.4f}")
+print(f"loss {values['eval_loss']:.4f}")
