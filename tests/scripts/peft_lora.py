@@ -44,7 +44,7 @@ def main():
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=8,
-        lora_alpha=32,
+        lora_alpha=16,
         lora_dropout=0.05,
         target_modules=["c_attn", "c_proj"],
         fan_in_fan_out=True,
@@ -52,7 +52,7 @@ def main():
     model = get_peft_model(base, config)
     model.print_trainable_parameters()
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=2e-2)
+    optimizer = torch.optim.AdamW(trainable, lr=2e-3)
     print(f"before: {evaluate(model, val):.4f}")
     for epoch in range(2):
         for step, (tokens,) in enumerate(train):

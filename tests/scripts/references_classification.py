@@ -125,9 +125,9 @@ class Textures(torch.utils.data.Dataset):
     def __init__(self, count, seed, train):
         generator = torch.Generator().manual_seed(seed)
         self.targets = torch.randint(0, 4, (count,), generator=generator)
-        self.noise = torch.rand(count, 3, 24, 24, generator=generator) * 0.6
+        self.noise = torch.rand(count, 3, 36, 36, generator=generator) * 0.6
         steps = (
-            [v2.RandomCrop(20), v2.RandomHorizontalFlip(), v2.ColorJitter(0.2, 0.2)] if train else [v2.CenterCrop(20)]
+            [v2.RandomCrop(32), v2.RandomHorizontalFlip(), v2.ColorJitter(0.2, 0.2)] if train else [v2.CenterCrop(32)]
         )
         self.transform = v2.Compose([*steps, v2.Normalize([0.5] * 3, [0.3] * 3)])
 
@@ -136,7 +136,7 @@ class Textures(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         label = int(self.targets[index])
-        stripes = (torch.arange(24) // (label + 1) % 2).to(self.noise.dtype) * 0.4
+        stripes = (torch.arange(36) // (label + 1) % 2).to(self.noise.dtype) * 0.4
         return self.transform(self.noise[index] + stripes), label
 
 
@@ -148,7 +148,7 @@ def main(args):
     def collate_fn(batch):
         return mixup(*torch.utils.data.default_collate(batch))
 
-    train_set = Textures(192, 1, train=True)
+    train_set = Textures(144, 1, train=True)
     train_loader = torch.utils.data.DataLoader(
         train_set,
         batch_size=args.batch_size,
