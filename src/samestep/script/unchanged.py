@@ -115,6 +115,8 @@ def unchanged(reduction: Reduction = "fast", strategy: StrategyConfig | None = N
             folder = tempfile.mkdtemp(prefix="samestep-")
             process_state.session.callback(shutil.rmtree, folder, ignore_errors=True)  # after the end of the world
         world = init(reduction=reduction, strategy=strategy)
+        if logger.handlers:  # otherwise a script that configures logging would have its lines, in log files too
+            stack.enter_context(replaced(logger, propagate=False))
         view = joined_view(None, reduction)
         worker = process_state.worker
         assert worker is not None

@@ -53,7 +53,7 @@ def train_epoch(model, optimizer, loader):
     """Return the mean loss of an epoch."""
     model.train()
     total = 0.0
-    for x, y in loader:
+    for x, y in loader:  # named
         loss = F.cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()

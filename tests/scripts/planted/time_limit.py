@@ -14,7 +14,7 @@ limit = 0.6
 t0 = time.process_time()
 done = 0
 while time.process_time() - t0 < limit if steps is None else done < steps:
-    for x, y in loader:
+    for x, y in loader:  # named
         loss = F.cross_entropy(model(x), y)  # named
         optimizer.zero_grad()
         loss.backward()
