@@ -177,8 +177,8 @@ def begins_again(mode: str) -> bool:
 
 
 def key_of(path: str) -> str:
-    """Return the path without numbers, which can differ between ranks as in `runs/2030-01-01`."""
-    return re.sub("[0-9]+", "#", path)
+    """Return the path without numbers and names of `tempfile`, which can differ between ranks."""
+    return re.sub("tmp[a-z0-9_]{8}|[0-9]+", "#", path)
 
 
 class _Local(threading.local):

@@ -248,6 +248,7 @@ class FileView:
         if (token := self._dropped[found]) is not None:
             key, number = token
             self._update()
+            self._reads.append("wait", key, number)
             self._wait(lambda: len(self._closes[key]) >= number or self._has_ended, f"{path} from rank 0")
             if location := self._location(found):
                 return location

@@ -103,6 +103,7 @@ class FirstWriter:
         self._journal = Journal(f"{folder}/journal")
         self._others = [Journal(f"{folder}/reads-{rank}") for rank in range(1, size)]
         self._other_reads: list[Counter[str]] = [Counter() for _ in self._others]
+        self._closes: Counter[str] = Counter()  # by key
         self._reads: Counter[str] = Counter()  # of large files, by key
         self._large: set[str] = set()  # keys of large files that were written
         self._endings: set[str] = set()  # of their names
@@ -224,6 +225,7 @@ class FirstWriter:
         with suppress(FileNotFoundError):
             if REAL.stat(name).st_size > self._keep_bytes and self._is_ready:
                 self._note_large(name)
+        self._closes[key_of(name)] += 1
         self._journal.append("closed", name)
 
     def _hold(self, name: str) -> None:
@@ -232,8 +234,12 @@ class FirstWriter:
         count = self._reads[key] if key in self._large else 0
         for other, reads in zip(self._others, self._other_reads, strict=True):
 
-            def note(operation: str, key: str = "", reads: Counter[str] = reads) -> None:
-                reads[key if operation == "read" else "end"] += 1
+            def note(operation: str, key: str = "", number: int = 0, reads: Counter[str] = reads) -> None:
+                # A rank that waits for a file that is not written yet has passed all reads before: this is no peer.
+                if operation == "end" or (operation == "wait" and number > self._closes[key]):
+                    reads["end"] += 1
+                else:
+                    reads[key] += operation == "read"
 
             while count and not reads["end"]:
                 other.update(note)

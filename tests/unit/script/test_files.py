@@ -454,6 +454,24 @@ def test_rank_0_keeps_a_large_file_until_all_have_read_it(tmp_path: Path) -> Non
     assert on_ranks(body, tmp_path) == [[{0}, {1}, {2}]] * 3
 
 
+@pytest.mark.parametrize("name", ["temporary", "random"])
+def test_a_large_file_below_a_random_name(name: str, tmp_path: Path) -> None:
+    def body(rank: Rank) -> Any:
+        rank.exchange()
+        folder = tempfile.mkdtemp(dir=".") if name == "temporary" else "".join("abc"[rank.rank] for _ in range(9))
+        os.makedirs(folder, exist_ok=True)
+        path = Path(folder, "best.pt")
+        path.write_bytes(b"1" * LARGE)
+        content = path.read_bytes()
+        shutil.rmtree(folder)
+        return len(content)
+
+    first, *others = on_ranks(body, tmp_path)
+    assert first == LARGE
+    for result in others:
+        assert result == LARGE if name == "temporary" else "[E_SCRIPT_FILES]" in result
+
+
 def test_large_content_that_rank_0_never_writes_is_an_error_with_the_line(tmp_path: Path) -> None:
     def body(rank: Rank) -> Any:
         rank.exchange()
