@@ -288,3 +288,62 @@ def test_runs_folder_that_cannot_be_created(refused: Callable[..., str], tmp_pat
     err = refused("run", "--processes", 2, "--runs", "sibling.py/runs", path)
     assert re.match(r"error: sibling.py/runs/script-\S+/logs cannot be created: .* \[E_OUTPUT]", err)
     assert "--runs DIR" in err
+
+
+EXPLAINED = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(64, 3, 32, 32), torch.randint(4, (64,)))
+layers = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4)
+model = nn.Sequential(*layers)
+model = nn.DataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for epoch in range(3):
+    for rows, targets in DataLoader(data, batch_size=32):
+        nn.functional.cross_entropy(model(rows), targets).backward()
+    optimizer.step()
+with torch.no_grad():
+    model(rows[:1])
+torch.save(model.state_dict(), "model.pt")
+"""
+
+
+@pytest.mark.slow
+def test_summary_explains_what_was_divided_with_lines(tmp_path: Path) -> None:
+    script(tmp_path, EXPLAINED)
+    done = samestep("run", "--processes", 2, "--explain", "script.py", cwd=tmp_path)
+    assert (done.code, done.out) == (0, "")
+    lines = [line.removeprefix("samestep: ") for line in done.err.splitlines() if line.startswith("samestep: ")]
+    assert lines[1] == "Sequential: 5 of 7 calls divided; whole: first of its kind (1), fewer rows than ranks (1)"
+    assert re.fullmatch(
+        r"\d+% of the time of model calls was divided; calls took \d+% of the run: "
+        r"at most [12]\.\d times as fast as one process",
+        lines[2],
+    )
+    assert lines[3:6] == [
+        "TensorDataset: each process reads its own samples (rank 0: 112 of 192)",
+        "the batch size is global: 32 rows are 16 on each process; 64 would need the memory per process that 32 need "
+        "on one process",
+        "calls, by line of the script:",
+    ]
+    assert re.sub(r"\d\.\d\d s", "T", "\n".join(sorted(lines[6:9]))).splitlines() == [
+        "  script.py:14 Sequential: 1 whole, T, largest batch 32: first of its kind",
+        "  script.py:14 Sequential: 5 divided, T, largest batch 32",
+        "  script.py:17 Sequential: 1 whole without gradients, T, largest batch 1: fewer rows than ranks",
+    ]
+    assert lines[9:] == [
+        "  backwards before a step: 2 (3 steps)",
+        "lines of the script that run in another way on several processes:",
+        "  script.py:13 DataLoader of TensorDataset: each process reads its own samples",
+        "  script.py:6 torch.manual_seed(0)",
+        "  script.py:10: DataParallel is the module itself: Samestep divides its calls",
+        "  files that rank 0 alone has written: 1",
+    ]
+    (path,) = tmp_path.glob("runs/script-*/summary.json")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert content["lines"] == lines[1:5]
+    assert content["explanation"] == lines[5:]
+    assert content["accumulation"] == {"2": 3}

@@ -27,7 +27,7 @@ class Options(FaultOptions):
     0 is written to files.
     """
 
-    example: ClassVar = "samestep run --processes 2 train.py --epochs 3"
+    example: ClassVar = "samestep run --processes 2 --explain train.py --epochs 3"
 
     processes: str = option(
         "number of ranks; auto: one per GPU, or one per core without GPUs, at most 8; or MIN:MAX (default auto)",
@@ -37,6 +37,11 @@ class Options(FaultOptions):
     runs: Path = option("folder of runs (default runs)", "DIR", default=Path("runs"))
     own_group: bool = option("set torchrun's variables, for a script that creates its own process group", default=False)
     exact: bool = option("the same bits on every number of processes up to 8", default=False)
+    explain: bool = option(
+        "print the decision about each line that calls a model at the end, beside the summary; RUN/summary.json has "
+        "both during the run, too",
+        default=False,
+    )
     module: bool = option("SCRIPT is the name of a module, as of python -m", default=False, flag="-m")
     script: Path = argument("SCRIPT", "a Python file")
     arguments: Sequence[str] = argument("...", "arguments of the script", nargs=argparse.REMAINDER)
@@ -47,7 +52,8 @@ def run(options: Options) -> int:
     if not options.module:
         require_file(options.script)
     stem = options.script.name if options.module else options.script.stem
-    log_dir = options.runs / timed_name(options.runs, stem) / "logs"
+    folder = options.runs / timed_name(options.runs, stem)
+    log_dir = folder / "logs"
     processes = options.process_range()
     function = ByName("samestep.script.unchanged", "run")
     call = partial(
@@ -57,6 +63,8 @@ def run(options: Options) -> int:
         is_module=options.module,
         own_group=options.own_group,
         reduction="exact" if options.exact else "fast",
+        explains=options.explain,
+        folder=folder.resolve() if processes[1] > 1 else None,
     )
     starts = itertools.count()
 

@@ -92,6 +92,7 @@ class OwnRows:
         skips: samples that raise `DataError` are left out.
         leaves_out: number of batches at the start of an iteration that are not read.
         skipped: error lines of the samples that were left out on this rank.
+        samples: number of samples that this rank has read (`read`), and of those of whole batches (`needed`).
         decisions: decisions of the first batches of loaders, by key.
         key: key of the loader.
     """
@@ -102,6 +103,7 @@ class OwnRows:
     skips: bool = False
     leaves_out: int = 0
     skipped: list[str] = field(default_factory=list)
+    samples: Counter[str] = field(default_factory=Counter)
     decisions: MutableMapping[Hashable, Decision] = field(default_factory=dict)
     key: Hashable = None
 
@@ -245,6 +247,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         """Return the whole batch of a reading, after an exchange between the ranks."""
         state = self.state
         ranks = state.ranks
+        state.samples.update(read=reading.samples, needed=len(pending.indices))
         if pending.request.how == "own" or ranks is None or ranks.rank == 0:
             state.skipped += reading.skipped  # others have left out the same samples of a batch that is read whole
         if ranks is None or not ranks.can_send():

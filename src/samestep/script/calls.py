@@ -7,16 +7,21 @@ of the division is kept beside the module: its class, its attributes and its fil
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
 
+from samestep.script.records import Records
+from samestep.script.replaced import replaced
 from samestep.view.compiled import outside_compiler, with_compiler
+from samestep.view.fingerprints import script_line
 from samestep.view.parallel import ParallelModule
 
 # Their calls are those of the module inside, which is the outermost one.
@@ -28,10 +33,12 @@ class OutermostCalls:
 
     Args:
         owner_of: makes the owner of a module's calls, on all ranks at the same call.
+        records: receives the times of calls and backwards.
     """
 
-    def __init__(self, owner_of: Callable[[nn.Module], ParallelModule]) -> None:
+    def __init__(self, owner_of: Callable[[nn.Module], ParallelModule], records: Records) -> None:
         self._owner_of = owner_of
+        self._records = records
         self._owners: dict[int, tuple[weakref.ref[nn.Module], ParallelModule]] = {}
         self._thread = threading.get_ident()
         self._is_inside = False
@@ -48,10 +55,27 @@ class OutermostCalls:
             return self._divided(of_torch, module, arguments, options)
 
         nn.Module.__call__ = call  # type: ignore[method-assign]
+        # Not `backward` and `grad` themselves, by which tensors with rows elsewhere are dispatched. Private.
+        backward = self._timed(vars(torch.autograd)["_engine_run_backward"])
         try:
-            yield
+            with self._records.steps_counted(), replaced(torch.autograd, _engine_run_backward=backward):
+                yield
         finally:
             nn.Module.__call__ = of_torch  # type: ignore[method-assign]
+
+    def _timed(self, run_backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that also records the backwards of the script, which are in no call and no backward."""
+
+        @functools.wraps(run_backward)
+        def timed(*arguments: Any, **options: Any) -> Any:
+            if self._is_inside or self._thread != threading.get_ident() or torch._C._current_graph_task_id() != -1:
+                return run_backward(*arguments, **options)
+            began = perf_counter()
+            result = run_backward(*arguments, **options)
+            self._records.add_backward(began, script_line(sys._getframe(1)))
+            return result
+
+        return timed
 
     def _is_outermost(self, module: nn.Module) -> bool:
         if isinstance(module, (*_TRANSPARENT, torch.jit.ScriptModule)):
@@ -81,6 +105,7 @@ class OutermostCalls:
         self._is_inside = True
         try:
             owner = self._owner(module)
+            begin = self._records.begin_call(owner.summary)
             attributes = module.__dict__
             own_forward = attributes.get("forward")  # of compiled and patched modules
             base = own_forward or functools.partial(type(module).forward, module)
@@ -100,8 +125,10 @@ class OutermostCalls:
             # For the way from `__call__` to `forward` only: copies and files of the module must not contain it.
             attributes["forward"] = entry
             try:
-                return of_torch(module, *arguments, **options)
+                result = of_torch(module, *arguments, **options)
             finally:
                 restore()
+            self._records.end_call(owner.summary, begin, script_line(sys._getframe(2)))
+            return result
         finally:
             self._is_inside = False

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from samestep.data.own_rows import BatchRanks, OwnRows, own_iterator
-from samestep.view.fingerprints import script_line
+from samestep.view.fingerprints import Line, script_line
 
 
 @dataclass
@@ -22,26 +22,30 @@ class Reading:
 
     Attributes:
         dataset: class of the data set.
+        line: line of the script.
         state: state of the loaders.
     """
 
     dataset: str
+    line: Line
     state: OwnRows
 
-    def lines(self) -> Iterator[str]:
-        """Yield lines for the summary."""
+    @property
+    def draws(self) -> bool:
+        """Whether the data set draws random numbers."""
+        return self.state.decision is not None and self.state.decision.draws
+
+    @property
+    def how(self) -> str:
+        """How batches are read; "" on one process."""
         decision = self.state.decision
+        if self.state.ranks is None:
+            return ""
         if decision is None:
-            return
-        if self.state.ranks is not None and decision.how != "own":
-            yield f"{self.dataset}: batches read whole on every process: {decision.reason}"
-        elif self.state.ranks is not None:
-            yield f"{self.dataset}: each process reads its own samples"
-        if decision.draws:
-            yield (
-                f"{self.dataset} draws random numbers: those of a sample depend on the epoch and its index, equal on "
-                "every number of processes, and are not those of plain Python"
-            )
+            return "batches read whole on every process: no batch with several samples that have an index"
+        if decision.how != "own":
+            return f"batches read whole on every process: {decision.reason}"
+        return "each process reads its own samples"
 
 
 @contextmanager
@@ -68,7 +72,10 @@ def own_rows_of_loaders(ranks: Callable[[], BatchRanks | None]) -> Iterator[Mapp
             state = states[loader] = OwnRows(together)
             line = script_line(sys._getframe(2))
             name = type(loader.dataset).__name__
-            readings[name, line, id(loader.dataset)] = Reading(name, state)  # one line may read data sets by turns
+            key = (name, line, id(loader.dataset))  # one line may read data sets by turns
+            if key in readings:  # the loader is made again in each epoch
+                state.samples = readings[key].state.samples
+            readings[key] = Reading(name, line, state)
             if together is not None:
                 state.decisions, state.key = together.decisions_of(loader.dataset, loader.collate_fn, line)
         return own_iterator(loader, state)

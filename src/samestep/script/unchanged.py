@@ -6,7 +6,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from samestep.script.loaders import own_rows_of_loaders
 from samestep.script.mode import file_of_module, imports_samestep, uses_samestep
 from samestep.script.refusals import plain_start_method, refusals
 from samestep.script.replaced import replaced
-from samestep.script.summary import Summary
+from samestep.script.summary import FILE, Summary
 from samestep.session import init
 from samestep.view.batches import ViewOfBatches
 from samestep.view.view import View
@@ -44,6 +44,8 @@ def run(
     is_module: bool = False,
     own_group: bool = False,
     reduction: Reduction = "fast",
+    explains: bool = False,
+    folder: Path | None = None,
 ) -> None:
     """Run a script in this rank, with the calls of its models divided unless it imports Samestep.
 
@@ -55,17 +57,23 @@ def run(
         is_module: run a module, as `python -m`.
         own_group: the script creates a process group of its own; nothing is divided.
         reduction: reduction of divided calls.
+        explains: print details in the summary.
+        folder: folder of the run, which receives the summary; None for none.
     """
     rank, size = rank_and_size()
     file, package = file_of_module(str(script)) if is_module else (script, "")
     is_unchanged = not own_group and not (file is not None and imports_samestep(file, package))
     if rank == 0 and size > 1:
         report_line(f"samestep: {script} on {size} processes: {_mode(is_unchanged, own_group)}")
+    path = folder / FILE if folder is not None and rank == 0 else None
+    surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if is_unchanged:
+        surroundings = partial(unchanged, reduction, explains=explains, path=path)
     run_script(
         *(script, arguments, restarts, max_restarts),
         own_group=own_group,
         is_module=is_module,
-        surroundings=partial(_surroundings, reduction, is_unchanged=is_unchanged),
+        surroundings=surroundings,
     )
 
 
@@ -86,17 +94,20 @@ def _mode(is_unchanged: bool, own_group: bool) -> str:
 
 
 @contextmanager
-def _surroundings(reduction: Reduction, *, is_unchanged: bool) -> Iterator[None]:
-    if not is_unchanged:
-        yield
-        return
-    with unchanged(reduction):
-        yield
-
-
-@contextmanager
-def unchanged(reduction: Reduction = "fast", strategy: StrategyConfig | None = None) -> Iterator[Summary]:
+def unchanged(
+    reduction: Reduction = "fast",
+    strategy: StrategyConfig | None = None,
+    *,
+    explains: bool = False,
+    path: Path | None = None,
+) -> Iterator[Summary]:
     """Give a script that knows one device what it needs on several ranks, during the block.
+
+    Args:
+        reduction: reduction of divided calls.
+        strategy: strategy of the world.
+        explains: print details in the summary.
+        path: file that receives the summary during the run and at its end, or None.
 
     Yields:
         What is divided in this rank.
@@ -106,7 +117,7 @@ def unchanged(reduction: Reduction = "fast", strategy: StrategyConfig | None = N
         if size == 1 and reduction == "fast":
             stack.enter_context(shared_console(0, 1, lambda data: data or b""))
             stack.enter_context(plain_start_method())
-            summary = Summary(stack.enter_context(own_rows_of_loaders(lambda: None)))
+            summary = Summary(stack.enter_context(own_rows_of_loaders(lambda: None)), explains=explains)
             yield summary
             summary.report()
             return
@@ -126,7 +137,14 @@ def unchanged(reduction: Reduction = "fast", strategy: StrategyConfig | None = N
         stack.enter_context(equal_entropy(bytes.fromhex(seed), view.in_step.seeds))
         stack.enter_context(shared_console(world.rank, size, partial(_share, view, world)))
         stack.enter_context(refusals(has_own_device=is_accelerator(view.device)))
-        summary = Summary(stack.enter_context(own_rows_of_loaders(partial(_readers, view))), view.modules)
+        summary = Summary(
+            *(stack.enter_context(own_rows_of_loaders(partial(_readers, view))), view.modules, size),
+            has_host_times=is_accelerator(view.device),
+            explains=explains,
+            seeds=view.in_step.seeds,
+            path=path,
+        )
+        stack.enter_context(summary.messages())
         options: dict[str, Any] = {
             "microbatches": None,
             "batch_norm": "global",
@@ -134,8 +152,9 @@ def unchanged(reduction: Reduction = "fast", strategy: StrategyConfig | None = N
             "whole": True,
             "strict": False,
         }
-        stack.enter_context(OutermostCalls(partial(owner_of, **options)).installed())
+        stack.enter_context(OutermostCalls(partial(owner_of, **options), summary.records).installed())
         writer = stack.enter_context(one_writer(rank, size, folder, worker.rank_status))
+        summary.writer = writer
 
         def begin() -> None:
             writer.mark_ready()

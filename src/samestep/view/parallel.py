@@ -116,6 +116,7 @@ class ParallelModule:
         assert module is not None
         leaves, spec = tree_flatten((arguments, options))
         rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), 0)
+        self.summary.rows = rows
         slices = self._slices(rows)
         if slices is None:
             self._count_whole("fewer rows than microbatches" if self.is_exact else "fewer rows than ranks")

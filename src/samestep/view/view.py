@@ -76,6 +76,8 @@ class ModuleSummary:
         watched: number of first calls of a kind, which are computed whole.
         whole: number of other calls that were computed whole.
         reasons: reasons for whole calls.
+        last_reason: the last one of them.
+        rows: rows of the last call.
         lines: lines that were logged about the module.
     """
 
@@ -84,10 +86,13 @@ class ModuleSummary:
     watched: int = 0
     whole: int = 0
     reasons: list[str] = field(default_factory=list)
+    last_reason: str = ""
+    rows: int = 0
     lines: set[str] = field(default_factory=set)
 
     def add_reason(self, reason: str) -> None:
         """Add a reason once."""
+        self.last_reason = reason
         if reason not in self.reasons:
             self.reasons.append(reason)
 
