@@ -34,6 +34,8 @@ from samestep.session import init
 from samestep.view.batches import ViewOfBatches
 from samestep.view.view import View
 
+_OPTIONS: dict[str, Any] = {"microbatches": None, "batch_norm": "global", "whole": True, "strict": False}
+
 
 def run(
     script: Path,
@@ -115,16 +117,11 @@ def unchanged(
     rank, size = rank_and_size()
     with ExitStack() as stack:
         if size == 1 and reduction == "fast":
-            stack.enter_context(shared_console(0, 1, lambda data: data or b""))
-            stack.enter_context(plain_start_method())
-            summary = Summary(stack.enter_context(own_rows_of_loaders(lambda: None)), explains=explains)
+            summary = _alone(stack, explains=explains)
             yield summary
             summary.report()
             return
-        folder = ""
-        if rank == 0:
-            folder = tempfile.mkdtemp(prefix="samestep-")
-            process_state.session.callback(shutil.rmtree, folder, ignore_errors=True)  # after the end of the world
+        folder = _temporary_folder() if rank == 0 else ""
         world = init(reduction=reduction, strategy=strategy)
         if logger.handlers:  # otherwise a script that configures logging would have its lines, in log files too
             stack.enter_context(replaced(logger, propagate=False))
@@ -132,7 +129,6 @@ def unchanged(
         worker = process_state.worker
         assert worker is not None
         view.interrupt_on(worker.stop)
-        stack.enter_context(replaced(logger, propagate=False))  # not to the handlers and files of the script
         (folder, seed), *_ = all_gather([folder, secrets.token_hex(32)], world)
         stack.enter_context(equal_entropy(bytes.fromhex(seed), view.in_step.seeds))
         stack.enter_context(shared_console(world.rank, size, partial(_share, view, world)))
@@ -145,14 +141,8 @@ def unchanged(
             path=path,
         )
         stack.enter_context(summary.messages())
-        options: dict[str, Any] = {
-            "microbatches": None,
-            "batch_norm": "global",
-            "reduction": reduction,
-            "whole": True,
-            "strict": False,
-        }
-        stack.enter_context(OutermostCalls(partial(owner_of, **options), summary.records).installed())
+        calls = OutermostCalls(partial(owner_of, reduction=reduction, **_OPTIONS), summary.records)
+        stack.enter_context(calls.installed())
         writer = stack.enter_context(one_writer(rank, size, folder, worker.rank_status))
         summary.writer = writer
 
@@ -161,14 +151,34 @@ def unchanged(
             worker.stop.install()  # not earlier: SIGTERM must end a script that reaches no word
 
         view.at_first_word = begin
-        try:
+        with _ending_on_request(view):
             yield summary
-        except KeyboardInterrupt:
-            if not view.is_stopping:
-                raise
-            raise StoppedLoop from None  # on all ranks, as an interrupted script
     if world.is_main:
         summary.report()
+
+
+def _alone(stack: ExitStack, *, explains: bool) -> Summary:
+    """Give a script on one process what it needs, until the stack is closed."""
+    stack.enter_context(shared_console(0, 1, lambda data: data or b""))
+    stack.enter_context(plain_start_method())
+    return Summary(stack.enter_context(own_rows_of_loaders(lambda: None)), explains=explains)
+
+
+@contextmanager
+def _ending_on_request(view: View) -> Iterator[None]:
+    """End an interrupted script on all ranks."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not view.is_stopping:
+            raise
+        raise StoppedLoop from None
+
+
+def _temporary_folder() -> str:
+    folder = tempfile.mkdtemp(prefix="samestep-")
+    process_state.session.callback(shutil.rmtree, folder, ignore_errors=True)  # after the end of the world
+    return folder
 
 
 def _share(view: View, world: World, data: bytes | None) -> bytes:
