@@ -64,7 +64,8 @@ class RowMessages:
         wide = wide.double() if part.is_floating_point() else wide.long()
         words = self._word("numbers", part, wide.view(torch.int64).tolist())
         every = torch.tensor([word[4 : 4 + len(wide)] for word in words]).view(wide.dtype)
-        return every.sum(0).to(part.dtype).view(part.shape)
+        # No view: the script may write into the result, as `loss += ...` does.
+        return every.view(len(words), *part.shape).sum(0).to(part.dtype)
 
     def require_raised_on_all(self) -> None:
         """Report an exception of an operation on the own rows.
