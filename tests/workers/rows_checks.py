@@ -132,8 +132,8 @@ def _train(models: list[nn.Module], x: torch.Tensor, y: torch.Tensor) -> list[fl
     for _ in range(5):
         hidden = models[0](x).tanh()
         output = models[1](hidden)
-        loss = nn.functional.cross_entropy(output, y)
-        loss += hidden.square().mean() + (output * hidden[:, :2]).sum() * 1e-3
+        loss = hidden.square().mean()
+        loss += nn.functional.cross_entropy(output, y) + (output * hidden[:, :2]).sum() * 1e-3
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
