@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -22,7 +22,8 @@ class Options(JsonOption, DeviceOption, StrategyOptions, SubjectOptions):
     """Show that several numbers of processes give the same results, and write a certificate.
 
     The first steps, the last batch of the epoch and one evaluation of a recipe, or a complete script, run on each
-    number of processes and are compared with those of the first number. If results differ, experiments find the cause.
+    number of processes and are compared with those of the first number; those of a script that does not import
+    samestep with plain Python. If results differ, experiments find the cause.
     Exit codes: 0 equal, 1 failed run, 2 invalid input, 3 different.
     """
 
@@ -36,6 +37,7 @@ class Options(JsonOption, DeviceOption, StrategyOptions, SubjectOptions):
     reduction: Literal["exact", "fast"] | None = option(
         "exact requires equal bits, fast equality to rounding; a recipe runs with it (default: the subject's)"
     )
+    exact: bool = option("the same as --reduction exact; an unchanged script runs with it", default=False)
     double: bool = option("use float64, which separates rounding from wrong results", default=False)
     kill_at: int | None = option("also kill a rank in this step, and resume", "STEP")
     resume_on: int | None = option("number of processes after the kill", "N")
@@ -48,6 +50,9 @@ def run(options: Options) -> int:
     # Imported here: the other commands do not need these modules.
     from samestep.tools.verify.verification import calls_text, explanation, summary, table, verify, write_certificate
 
+    if options.exact and options.reduction == "fast":
+        raise option_conflict("--exact and --reduction fast")
+    options = replace(options, reduction="exact" if options.exact else options.reduction)
     subject = _subject(options)
     _check(options, subject.recipe)
     with output_folder(options.out, f"verify-{Path(subject.name).stem}") as folder:
@@ -72,7 +77,11 @@ def run(options: Options) -> int:
 def _subject(options: Options) -> Subject:
     script = options.script()
     if script is not None:
-        return Subject(name=script.name, script=script, arguments=tuple(options.script_arguments))
+        from samestep.script.mode import imports_samestep
+
+        is_unchanged = not imports_samestep(script)
+        arguments = tuple(options.script_arguments)
+        return Subject(name=script.name, script=script, arguments=arguments, is_unchanged=is_unchanged)
     reduction = [] if options.reduction is None else [f"step.reduction={options.reduction}"]
     overrides = [*options.strategy_overrides(), *reduction, *options.overrides]
     recipe = load_resolved(options.recipe, overrides, options.note)

@@ -28,6 +28,12 @@ from samestep.view.parallel import ParallelModule
 _TRANSPARENT = (nn.DataParallel,)
 
 
+def is_divisible(module: nn.Module) -> bool:
+    """Whether an outermost call of a module is divided: it has parameters, and is no wrapper of another module."""
+    is_wrapper = isinstance(module, (*_TRANSPARENT, torch.jit.ScriptModule))
+    return not is_wrapper and next(module.parameters(), None) is not None
+
+
 class OutermostCalls:
     """Owners of the calls of modules, made at the first outermost call of each module.
 
@@ -78,11 +84,9 @@ class OutermostCalls:
         return timed
 
     def _is_outermost(self, module: nn.Module) -> bool:
-        if isinstance(module, (*_TRANSPARENT, torch.jit.ScriptModule)):
-            return False
         if self._thread != threading.get_ident():
             return False
-        return id(module) in self._owners or next(module.parameters(), None) is not None
+        return id(module) in self._owners or is_divisible(module)
 
     def _owner(self, module: nn.Module) -> ParallelModule:
         found = self._owners.get(id(module))

@@ -119,7 +119,7 @@ def unchanged(
         if size == 1 and reduction == "fast":
             summary = _alone(stack, explains=explains)
             yield summary
-            summary.report()
+            _report(summary)
             return
         folder = _temporary_folder() if rank == 0 else ""
         world = init(reduction=reduction, strategy=strategy)
@@ -154,6 +154,11 @@ def unchanged(
         with _ending_on_request(view):
             yield summary
     if world.is_main:
+        _report(summary)
+
+
+def _report(summary: Summary) -> None:
+    if not process_state.is_experiment:
         summary.report()
 
 

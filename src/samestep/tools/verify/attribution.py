@@ -10,9 +10,8 @@ from typing import Any
 
 from samestep.launcher.failure import Failure
 from samestep.tools.verify.causes import Cause, Finding
-from samestep.tools.verify.compare import Comparison, Difference, Tolerance, compare, first_of
-from samestep.tools.verify.trials import Note, Record, TrialRunner
-from samestep.units import plural
+from samestep.tools.verify.compare import TEXTS, Comparison, Difference, Tolerance, compare, first_of
+from samestep.tools.verify.trials import PLAIN, Note, Record, TrialRunner, described
 
 # Errors of a rank that performs other operations than the others.
 _DESYNC_ERRORS = ("RankDesyncError", "PeerLostError")
@@ -91,7 +90,7 @@ class Attribution:
             "outputs": self._forward,
             "loss": self._loss,
             "gradients": self._backward,
-            "printed": self._printed,
+            **dict.fromkeys(TEXTS, self._printed),
         }
         if first.quantity == "evaluation" and first.stage != "outputs":
             seen = "the evaluation reads or computes other samples"
@@ -117,12 +116,12 @@ class Attribution:
         uninterrupted = self._runner.run(self._many, self._reference)
         if compare(self._reference, uninterrupted, self._tolerance).failing:
             return None
-        evidence = f"the uninterrupted run of {plural(self._many, 'process')} equals the reference"
+        evidence = f"the uninterrupted run of {described(self._many)} equals the reference"
         return Finding(Cause.RESUME, first, (evidence, *_failure_text(self._other.failure)))
 
     def _check_repetition(self, first: Difference) -> Finding | None:
         """Return a finding if two runs of the reference differ."""
-        if first.stage == "printed":
+        if first.stage in TEXTS:
             return None  # compared with a repeated run already
         second = self._runner.repeat(self._reference)
         # Ranks are compared by bits, and so are their repetitions.
@@ -135,7 +134,7 @@ class Attribution:
 
     def _unrepeated(self, first: Difference) -> Finding:
         """Return the cause of a difference of two runs of the reference."""
-        evidence = f"{plural(self._one, 'process')}, run twice, differ between the runs: {first.location}"
+        evidence = f"{described(self._one)}, run twice, differ between the runs: {first.location}"
         if first.stage in ("inputs", "targets"):
             finding = self._inputs(first)
             return Finding(finding.cause, first, (evidence, *finding.evidence))
@@ -159,7 +158,7 @@ class Attribution:
     def _check_rounding(self, first: Difference) -> Finding | None:
         """Return a finding if equal bits are required of a fast reduction."""
         is_fast = self._tolerance is None and not self._reference.is_exact
-        if not is_fast or first.distance is None or first.stage == "printed" or first.ranks is not None:
+        if not is_fast or first.distance is None or first.stage in TEXTS or first.ranks is not None:
             return None
         evidence = f"the distance is {first.distance:.1e}"
         size = float("inf")
@@ -198,7 +197,7 @@ class Attribution:
             if any(batch["is_last"] for batch in batches):
                 evidence = (
                     f"step {first.step}, the last batch of the epoch with {batches[-1]['size']} samples, is present on "
-                    f"{plural(self._one, 'process')} and missing on {plural(self._many, 'process')}"
+                    f"{described(self._one)} and missing on {described(self._many)}"
                 )
                 return Finding(Cause.LAST_BATCH, first, (evidence,))
         if failure is not None:
@@ -312,11 +311,11 @@ class Attribution:
         return Finding(Cause.UNSYNCHRONISED, first, (seen, f"{first.tensor} is a {kind}"))
 
     def _printed(self, first: Difference) -> Finding:
-        evidence = ("weights, losses and outputs of all calls are equal, but not the numbers that rank 0 prints",)
+        evidence = ("weights, losses and outputs of all calls are equal, but not what rank 0 prints or writes",)
         return Finding(Cause.EVALUATION, first, (*evidence, first.detail))
 
     def _threads_differ(self, first: Difference) -> str | None:
-        if first.stage == "printed" or not self._note_exists(first):
+        if first.stage in TEXTS or not self._note_exists(first):
             return None
         one, other = (note["threads"] for note in self._notes(first))
         return None if one == other else f"ranks compute with {one} and {other} threads"
@@ -337,7 +336,8 @@ class Attribution:
         remaining = self._compare_under(**changes).first
         if remaining is not None and remaining.order_key <= first.order_key:
             return None
-        runs = f"{self._one} and {plural(self._many, 'process')}"
+        one = described(PLAIN) if self._one == PLAIN else self._one
+        runs = f"{one} and {described(self._many)}"
         result = f"{runs} are equal" if remaining is None else f"{runs} differ later only: {remaining.location}"
         return Finding(cause, first, (*evidence, f"{_EXPERIMENTS[cause]}, {result}"))
 

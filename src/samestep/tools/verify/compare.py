@@ -14,8 +14,7 @@ from itertools import zip_longest
 from typing import Any
 
 from samestep.tools.verify.printed import Printed, differing_lines
-from samestep.tools.verify.trials import Note, Record
-from samestep.units import plural
+from samestep.tools.verify.trials import Note, Record, described
 
 # Stages in the order of cause and effect, as named in a location. Those of calls are ordered by call first.
 STAGES = {
@@ -34,7 +33,9 @@ STAGES = {
     "optimizer": "optimizer state",
     "steps": "number of steps",
     "printed": "printed numbers",
+    "files": "written files",
 }
+TEXTS = ("printed", "files")  # stages without a step
 _OF_CALLS = ("calls", "arguments", "outputs")
 # Rows of the certificate's table.
 QUANTITIES = {
@@ -51,6 +52,7 @@ QUANTITIES = {
     "optimizer": "optimizer state",
     "evaluation": "evaluation",
     "printed": "printed numbers",
+    "files": "written files",
 }
 # Quantities of the stages that are not named like one.
 _QUANTITY_OF_STAGE = {"settings": "rates", "steps": "order", "calls": "arguments"}
@@ -85,7 +87,7 @@ class Tolerance:
 
     def at(self, quantity: str, step: int) -> float:
         """Return the tolerance of a quantity in a step."""
-        quantities = self.distances if quantity == "printed" else (quantity,)
+        quantities = self.distances if quantity in TEXTS else (quantity,)
         by_step = [pair for name in quantities for pair in self.distances.get(name, {}).items()]
         earlier = (size for number, size in by_step if number <= step)
         return max(4 * self.eps, min(math.sqrt(self.eps), _FACTOR * max(earlier, default=0.0)))
@@ -121,7 +123,7 @@ class Difference:
     @property
     def location(self) -> str:
         """Location as text: `step 2, call 1 of Net, outputs`."""
-        words = [] if self.stage == "printed" else [f"step {self.step}" if self.step else "samestep.parallel"]
+        words = [] if self.stage in TEXTS else [f"step {self.step}" if self.step else "samestep.parallel"]
         if self.module is not None and self.number is not None:
             words.append(f"call {self.number + 1} of {self.module}")
         elif self.number is not None and self.stage in ("order", "inputs", "targets"):
@@ -184,7 +186,7 @@ def first_of(differences: list[Difference]) -> Difference | None:
 
 
 def compare(
-    reference: Record, other: Record, tolerance: Tolerance | None, printed: Printed | None = None
+    reference: Record, other: Record, tolerance: Tolerance | None, texts: Mapping[str, Printed] | None = None
 ) -> Comparison:
     """Compare `other` with `reference`, bit for bit or within a tolerance; also the ranks of `other`, bit for bit.
 
@@ -194,9 +196,9 @@ def compare(
         reference: the first trial.
         other: the second trial.
         tolerance: of rounding; None for equal bits.
-        printed: lines of repeated runs of the reference; None compares no printed numbers.
+        texts: lines of repeated runs of the reference, by quantity; None compares none.
     """
-    result = Comparison(other.label or plural(other.processes, "process"))
+    result = Comparison(other.label or described(other.processes))
     weights = _weights(reference)
     for number in sorted({*reference.steps, *other.steps}):
         comparer = _Comparer(result, weights, tolerance, number)
@@ -213,11 +215,11 @@ def compare(
             comparer.compare_ranks(other.steps[number])
     _compare_modules(result, reference, other)
     _compare_ends(result, reference, other, tolerance, weights)
-    if printed is not None and not other.label and other.failure is None:
+    for stage, printed in (texts or {}).items() if not other.label and other.failure is None else ():
         comparer = _Comparer(result, weights, tolerance, max(reference.steps, default=0) + 2)
-        result.compared["printed"] += printed.count
-        for detail, size in differing_lines(printed, other.output, is_exact=tolerance is None):
-            comparer.add("printed", size, detail=detail)
+        result.compared[stage] += printed.count if stage == "printed" else len(printed.lines)
+        for detail, size in differing_lines(printed, other.texts[stage], is_exact=tolerance is None):
+            comparer.add(stage, size, detail=detail)
     return result
 
 
@@ -232,7 +234,7 @@ def _weights(record: Record) -> Collection[str]:
 def _compare_modules(result: Comparison, reference: Record, other: Record) -> None:
     """Compare the weights of the modules with divided calls."""
     comparer = _Comparer(result, (), None, 0)
-    ranks = [other.notes("module", rank) for rank in range(other.processes)]
+    ranks = [other.notes("module", rank) for rank in range(len(other.events))]
     for number, note in enumerate(reference.modules):
         present = [notes[number] for notes in ranks if number < len(notes)] if not other.label else []
         for rank, one in enumerate(present):
@@ -247,7 +249,7 @@ def _compare_ends(
     """Compare the events after the last step, or before a failure."""
     ends = [
         next(iter([*other.notes("end", rank), *other.notes("unfinished", rank)]), None)
-        for rank in range(other.processes)
+        for rank in range(len(other.events))
     ]
     first = ends[0] if ends else None
     if first is None:

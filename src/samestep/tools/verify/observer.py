@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.launcher.job import process_state
 from samestep.launcher.worker import EndOfScript
+from samestep.script.calls import is_divisible
 from samestep.strategies.divided_parameters import split_of
 from samestep.tools.verify.interventions import ModelInterventions
 from samestep.tools.verify.tensor_comparison import StepTensors, digest_any, digest_rows, full, leaves
@@ -34,7 +36,8 @@ class Observer:
     """Writes one line of JSON for each step of an optimizer, and applies interventions.
 
     A note of a step has the events since the step before: batches of loaders, outermost calls of the modules that
-    the script gives to `samestep.parallel`, losses of backwards, then the gradients and the state of the optimizer.
+    the script gives to `samestep.parallel`, or of all modules, losses of backwards, then the gradients and the state of
+    the optimizer.
 
     Args:
         trial: the trial.
@@ -44,18 +47,21 @@ class Observer:
         ends_script: whether the script ends after the steps of the trial.
 
     Attributes:
+        rank: this rank.
         last_event: time of the last note, in seconds of the monotonic clock.
     """
 
     def __init__(self, trial: Trial, rank: int, size: int, file: TextIO, *, ends_script: bool) -> None:
         self._trial = trial
-        self._rank = rank
+        self.rank = rank
         self._size = size
         self._file = file
         self._most_steps = trial.steps if ends_script else None
         self._interventions = ModelInterventions(trial.interventions, trial.accuracy)
         self._tensors = StepTensors(trial.folder, trial.reference, keeps=rank == 0)
         self._labels: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._outermost: Mapping[str, Any] | None = None  # options of the modules of an unchanged script
+        self._modules = 0  # that were observed
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._process = os.getpid()
         self._eps = 0.0  # accuracy of the least accurate weights
@@ -69,14 +75,7 @@ class Observer:
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         process_state.observe_module = self._add_module
-        call = nn.Module.__call__
         backward = torch.autograd.backward
-
-        @wraps(call)
-        def observed(module: nn.Module, *arguments: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling() or not self._is_own(module):
-                return call(module, *arguments, **options)
-            return self._observe_call(call, module, arguments, options)
 
         @wraps(backward)
         def observed_backward(tensors: Any, *arguments: Any, **options: Any) -> None:
@@ -85,12 +84,29 @@ class Observer:
                 self._losses += [float(root.detach()) for root in roots if root.numel() == 1]
             backward(tensors, *arguments, **options)
 
-        nn.Module.__call__ = observed  # type: ignore[method-assign]
         torch.autograd.backward = observed_backward
         for name in _CLIPPING:
             clipping = self._observed_clipping(name, getattr(nn.utils, name))
             setattr(nn.utils, name, clipping)
             setattr(sys.modules["torch.nn.utils.clip_grad"], name, clipping)
+
+    def observe_calls(self, outermost: Mapping[str, Any] | None = None) -> None:
+        """Observe calls of modules; permanent.
+
+        Args:
+            outermost: options of division, to observe the outermost calls of all modules with parameters; None for the
+                modules that the script gives to `samestep.parallel`.
+        """
+        self._outermost = outermost
+        call = nn.Module.__call__
+
+        @wraps(call)
+        def observed(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling() or not self._is_own(module):
+                return call(module, *arguments, **options)
+            return self._observe_call(call, module, arguments, options)
+
+        nn.Module.__call__ = observed  # type: ignore[method-assign]
 
     def write(self, kind: str, facts: Mapping[str, Any]) -> None:
         """Write one line, and flush the file: a killed rank leaves the lines of all earlier events."""
@@ -143,19 +159,23 @@ class Observer:
         self._interventions.prepare(module)
         floating = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
         self._eps = max([self._eps, *(torch.finfo(dtype).eps for dtype in floating)])
-        number = len(self._labels)
-        label = type(module).__name__ + (f" {number + 1}" if number else "")
+        is_unchanged = self._outermost is not None
+        if is_unchanged and self._modules:
+            gc.collect()  # the state has no modules of which only cycles are left
+        self._modules += 1
+        label = type(module).__name__ + (f" {self._modules}" if self._modules > 1 else "")
         self._labels[module] = label
-        self.write("module", {"name": label, "options": dict(options), "before": _digests(self._state())})
+        before = {} if is_unchanged else _digests(self._state())
+        self.write("module", {"name": label, "options": dict(options), "before": before})
 
     def _is_own(self, module: nn.Module) -> bool:
         """Whether a call is one of the script, of an observed module, and not part of another call."""
-        return (
-            not self._is_inside
-            and module in self._labels
-            and threading.current_thread() is threading.main_thread()
-            and torch._C._current_graph_task_id() == -1
-        )
+        is_part = self._is_inside or torch._C._current_graph_task_id() != -1
+        if is_part or threading.current_thread() is not threading.main_thread():
+            return False
+        if self._outermost is not None and module not in self._labels and is_divisible(module):
+            self._add_module(module, self._outermost)
+        return module in self._labels
 
     def _observe_call(
         self, call: Callable[..., Any], module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
@@ -207,7 +227,7 @@ class Observer:
             if process_state.world is not None:
                 process_state.world.barrier()  # no rank ends while another needs it
             raise EndOfScript
-        if self._trial.kill_at == self._steps + 1 and self._rank == self._size - 1:
+        if self._trial.kill_at == self._steps + 1 and self.rank == self._size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         self._interventions.before_step(optimizer, self._steps)
         named = self._parameters(optimizer)
@@ -276,11 +296,13 @@ class Observer:
 
     def _named(self, entries: Callable[[nn.Module], Iterable[tuple[str, torch.Tensor]]]) -> list[tuple[str, Any]]:
         """Return named tensors of all observed modules; those after the first have the class in the name."""
-        result = []
+        result: dict[int, tuple[str, Any]] = {}  # by identity: calls of a module and of its parts may be observed
         for module, label in list(self._labels.items()):
             prefix = f"{label}: " if " " in label else ""
-            result += [(prefix + name, value) for name, value in entries(module) if not nn.parameter.is_lazy(value)]
-        return result
+            for name, value in entries(module):
+                if not nn.parameter.is_lazy(value):
+                    result.setdefault(id(value), (prefix + name, value))
+        return list(result.values())
 
     def _state(self) -> dict[str, torch.Tensor]:
         """Return the parameters and the persistent buffers of all observed modules, by name; a collective."""

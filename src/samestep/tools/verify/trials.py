@@ -18,9 +18,11 @@ from samestep.launcher.launch import LaunchConfig, RankError, StoppedError, run_
 from samestep.launcher.pickling import ByName
 from samestep.launcher.watchdog import HANG_AFTER
 from samestep.tools.timing import stop_errors
+from samestep.tools.verify.written import put_back
 from samestep.units import plural
 
 _WORKER = "samestep.tools.verify.worker"
+PLAIN = 0  # number of processes that stands for plain Python: one process, in which nothing is divided
 
 Note = Mapping[str, Any]
 
@@ -68,11 +70,21 @@ class Record:
         file = self.folder / "output-0.log"
         return file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
 
+    @property
+    def texts(self) -> dict[str, list[str]]:
+        """Lines that rank 0 printed, and those of the files that it has written, by quantity."""
+        return {"printed": self.output, "files": list(self.end.get("files", []))}
+
+
+def described(processes: int) -> str:
+    """Return a number of processes as text."""
+    return "plain Python" if processes == PLAIN else plural(processes, "process")
+
 
 def read_record(folder: Path, processes: int, failure: Failure | None = None) -> Record:
     """Read the record of a trial; a line that a killed rank did not complete is dropped."""
     events: list[tuple[Note, ...]] = []
-    for rank in range(processes):
+    for rank in range(processes or 1):
         file = folder / f"rank-{rank}.jsonl"
         text = file.read_text(encoding="utf-8") if file.exists() else ""
         events.append(tuple(json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()))
@@ -104,8 +116,9 @@ class Subject:
 
     name: str
     recipe: Recipe | None = None
-    script: Path | None = None  # Python file that uses `samestep.parallel`
+    script: Path | None = None
     arguments: tuple[str, ...] = ()  # command-line arguments of the script
+    is_unchanged: bool = False  # the script does not import Samestep: it runs as by `samestep run`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,14 +193,14 @@ class TrialRunner:
         interventions = replace(self.conditions.interventions, **changes)
         key = (processes, interventions, reference.folder if reference else None)
         if key not in self._records:
-            self._report(plural(processes, "process"), interventions)
+            self._report(described(processes), interventions)
             self._records[key] = self._launch(processes, interventions, reference)
         return self._records[key]
 
     def repeat(self, record: Record, **changes: Any) -> Record:
         """Repeat a run and measure distances from the first."""
         interventions = replace(self.conditions.interventions, **changes)
-        self._report(f"{plural(record.processes, 'process')} again", interventions)
+        self._report(f"{described(record.processes)} again", interventions)
         return self._launch(record.processes, interventions, record)
 
     def run_killed(self, processes: int, kill_at: int, resume_on: int, reference: Record, **changes: Any) -> Record:
@@ -226,10 +239,14 @@ class TrialRunner:
         with stop_errors("the verification was stopped before the certificate"):
             try:
                 result = run_workers(
-                    run, self.subject, trial, processes=processes, launch_config=config, preload=self._preload
+                    run, self.subject, trial, processes=processes or 1, launch_config=config, preload=self._preload
                 )
             except RankError as error:
                 result, failure = None, error.failure
+            finally:
+                for each in (folder, trial.killed):
+                    if each is not None and trial.kill_at is None:
+                        put_back(each)
             if result is not None and result.stop_signal is not None:
                 raise StoppedError("stopped")
         if trial.kill_at is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -22,10 +22,9 @@ from samestep.recipes.recipe_files import recipe_data
 from samestep.tools.templates import render
 from samestep.tools.verify.attribution import Attribution
 from samestep.tools.verify.causes import Cause, Finding
-from samestep.tools.verify.compare import QUANTITIES, Comparison, Tolerance, accepted, compare, first_of
+from samestep.tools.verify.compare import QUANTITIES, TEXTS, Comparison, Tolerance, accepted, compare, first_of
 from samestep.tools.verify.printed import Printed
-from samestep.tools.verify.trials import Conditions, Note, Record, Subject, TrialRunner
-from samestep.units import plural
+from samestep.tools.verify.trials import PLAIN, Conditions, Note, Record, Subject, TrialRunner, described
 
 FORMAT = 4
 
@@ -57,24 +56,26 @@ def verify(
 
     Raises:
         RankError: the subject fails on the first number of processes.
-        InputError: a script made no training step, or does not use `samestep.parallel`.
+        InputError: a script made no training step, or its models are not divided.
     """
     with TemporaryDirectory(prefix=".trials-", dir=folder) as trials:
         runner = TrialRunner(subject, conditions, Path(trials), preload=preload, progress=progress)
-        reference = _run_reference(runner, processes[0])
+        specification, readings = _specification(runner, processes[0])
+        reference = _run_reference(runner, specification)
         tolerance = _measure_tolerance(runner, reference)
-        plans: list[Plan] = [partial(runner.run, number) for number in processes[1:]] or [runner.repeat]
+        remaining = processes if specification == PLAIN else processes[1:]
+        plans: list[Plan] = [partial(runner.run, number) for number in remaining] or [runner.repeat]
         if kill_at is not None:
             assert resume_on is not None
             plans += [partial(runner.run_killed, number, kill_at, resume_on) for number in processes]
         others = [plan(reference) for plan in plans]
         comparisons = _compare(runner, reference, others, tolerance)
-        notes: list[str] = []
+        notes = list(readings)
         if tolerance is not None and not conditions.interventions.double:
-            notes = _accept_rounding(runner, processes[0], plans, comparisons)
+            notes += _accept_rounding(runner, specification, plans, comparisons)
         findings = _attribute_first(runner, reference, others, comparisons, tolerance)
         notes += [] if findings else _rounding_note(others, tolerance)
-        if not findings and subject.script is not None and max(processes) > 1:
+        if not findings and subject.script is not None and not subject.is_unchanged and max(processes) > 1:
             findings = _check_orders(runner, max(processes), reference, tolerance)
         runs = [reference, *(other for other in others if not other.label)]
         return {
@@ -83,9 +84,23 @@ def verify(
             "calls": {str(run.processes): _calls_data(run) for run in runs},
             "findings": [finding.data() for finding in findings],
             "notes": notes,
-            "environment": _environment(reference),
+            "environment": _environment(runs[-1]),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
+
+
+def _specification(runner: TrialRunner, first: int) -> tuple[int, list[str]]:
+    """Return the number of processes of the reference, and how an unchanged script reads its data.
+
+    The reference of an unchanged script is plain Python, unless equal bits are required, or its data sets draw random
+    numbers: those are a function of the index of a sample on any number of processes, one included.
+    """
+    if not runner.subject.is_unchanged:
+        return first, []
+    requires_bits = bool(runner.conditions.requires_bits)
+    reference = _run_reference(runner, first if requires_bits else PLAIN)
+    end = runner.run(first, None if requires_bits else reference).end
+    return first if requires_bits or end.get("draws") else PLAIN, list(end.get("readings", []))
 
 
 def _run_reference(runner: TrialRunner, processes: int) -> Record:
@@ -95,10 +110,15 @@ def _run_reference(runner: TrialRunner, processes: int) -> Record:
     has_own_group = failure is not None and failure.code == "E_LAUNCH"
     if failure is not None and not has_own_group:
         raise RankError(failure)
+    problem = "does not use samestep.parallel"
+    expected = "a script that gives its model to samestep.parallel"
+    if runner.subject.is_unchanged:
+        problem = "distributes its work itself" if has_own_group else "calls no module with parameters"
+        expected = "a script for one process that trains a torch.nn.Module"
     if has_own_group or not reference.modules:
         raise InputError(
-            f"{name} does not use samestep.parallel",
-            expected="a script that gives its model to samestep.parallel",
+            f"{name} {problem}",
+            expected=expected,
             fix=f"samestep audit -- COMMAND for a script with DistributedDataParallel, such as torchrun {name}",
             code="E_NOTHING_OBSERVED",
         )
@@ -124,16 +144,25 @@ def _compare(
     runner: TrialRunner, reference: Record, others: Sequence[Record], tolerance: Tolerance | None
 ) -> list[Comparison]:
     """Compare the runs; if printed numbers differ, without those that differ between two equal runs."""
-    perturbed = reference.output
+    perturbed = reference.texts
     if tolerance is not None:
-        perturbed = runner.run(reference.processes, reference, perturbed=True).output
-    comparisons = [compare(reference, other, tolerance, Printed(reference.output, perturbed)) for other in others]
-    if not any(comparison.verdict("printed") == "differs" for comparison in comparisons):
+        perturbed = runner.run(reference.processes, reference, perturbed=True).texts
+    comparisons = [compare(reference, other, tolerance, _printed(reference, perturbed)) for other in others]
+    if not any(comparison.verdict(text) == "differs" for comparison in comparisons for text in TEXTS):
         return comparisons
-    repeated = runner.repeat(reference).output
+    repeated = runner.repeat(reference).texts
     # Numbers that vary between equal runs by more than rounding, such as times, count as varying in both.
-    lines = [one if one != line else two for line, one, two in zip(reference.output, repeated, perturbed, strict=False)]
-    return [compare(reference, other, tolerance, Printed(reference.output, lines)) for other in others]
+    varying = {
+        text: [
+            one if one != line else two for line, one, two in zip(lines, repeated[text], perturbed[text], strict=False)
+        ]
+        for text, lines in reference.texts.items()
+    }
+    return [compare(reference, other, tolerance, _printed(reference, varying)) for other in others]
+
+
+def _printed(reference: Record, repeated: Mapping[str, Sequence[str]]) -> dict[str, Printed]:
+    return {text: Printed(lines, repeated[text]) for text, lines in reference.texts.items()}
 
 
 def _accept_rounding(
@@ -147,7 +176,7 @@ def _accept_rounding(
             continue
         reference = runner.run(processes, double=True)
         perturbed = runner.run(processes, reference, double=True, perturbed=True)
-        printed = Printed(reference.output, perturbed.output)
+        printed = _printed(reference, perturbed.texts)
         exact = compare(reference, plan(reference, double=True), Tolerance.of(reference, perturbed), printed)
         comparisons[number] = accepted(comparison, exact)
         if comparisons[number] is not comparison:
@@ -214,7 +243,7 @@ def _conditions_data(
         "arguments": list(subject.arguments),
         "recipe": recipe_data(subject.recipe) if subject.recipe is not None else None,
         "sources": reference.end.get("sources", {}),
-        "reference": plural(reference.processes, "process"),
+        "reference": described(reference.processes),
         "level": "bits" if tolerance is None else "rounding",
         "tolerances": {} if tolerance is None else tolerance.data(),
         "double": conditions.interventions.double,
@@ -267,10 +296,10 @@ def table(data: dict[str, Any]) -> str:
     runs = data["comparisons"]
     labels = [_short(run["processes"]) for run in runs]
     rows = {f"against {data['reference'].partition(' ')[0]}, on": labels}
-    rows |= {name: [run["quantities"][name] for run in runs] for name in QUANTITIES.values()}
+    rows |= {name: [run["quantities"][name] for run in runs] for name in _rows(runs)}
     if data["tolerances"]:
         labels.append("at most")
-        for name in QUANTITIES.values():
+        for name in _rows(runs):
             rows[name].append(data["tolerances"].get(name, ""))
     columns = [max(len(label), 9) + 2 for label in labels]
     width = max(len(name) for name in rows) + 2
@@ -278,6 +307,12 @@ def table(data: dict[str, Any]) -> str:
         (name.ljust(width) + "".join(cell.rjust(size) for cell, size in zip(cells, columns, strict=True))).rstrip()
         for name, cells in rows.items()
     )
+
+
+def _rows(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the quantities of the table: files only if some were written."""
+    is_written = any(run["quantities"][QUANTITIES["files"]] != "-" for run in runs)
+    return [name for key, name in QUANTITIES.items() if key != "files" or is_written]
 
 
 def calls_text(data: dict[str, Any]) -> str:

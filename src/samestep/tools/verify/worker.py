@@ -7,26 +7,35 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from samestep.checkpoint.contents import Progress
 from samestep.checkpoint.state import load, pack
 from samestep.checkpoint.store import CheckpointFolder
-from samestep.config import Recipe, RunOptions, StrategyConfig
+from samestep.config import Recipe, Reduction, RunOptions, StrategyConfig
+from samestep.distributed.rng import seed_generators
 from samestep.errors import EXIT_FAILED
 from samestep.global_view import any_rank
 from samestep.launcher.job import process_state, rank_and_size
 from samestep.launcher.worker import run_script
 from samestep.microbatches import Cursor
+from samestep.script.loaders import Reading
+from samestep.script.unchanged import unchanged
 from samestep.tools.verify.interventions import apply_to_process
 from samestep.tools.verify.loading import observe_loaders
 from samestep.tools.verify.observer import Observer
-from samestep.tools.verify.trials import Subject, Trial
+from samestep.tools.verify.trials import PLAIN, Subject, Trial
+from samestep.tools.verify.written import describe_files, noted_files
 
 if TYPE_CHECKING:
     from samestep.recipes.driver import Driver
+
+_SEED = 0
 
 
 def run(subject: Subject, trial: Trial) -> None:
@@ -36,19 +45,22 @@ def run(subject: Subject, trial: Trial) -> None:
     with (trial.folder / f"rank-{rank}.jsonl").open("a") as file:
         observer = Observer(trial, rank, size, file, ends_script=subject.script is not None)
         observer.install()
+        if not subject.is_unchanged:
+            observer.observe_calls()
         observe_loaders(observer.add_batch)
         process_state.is_experiment = True
         _watch_progress(observer, trial.patience)
         try:
+            facts: dict[str, Any] = {}
             if subject.recipe is not None:
                 _run_recipe(subject.recipe, trial)
             else:
-                _run_script(subject, trial, trial.folder / f"output-{rank}.log")
+                facts = _run_script(subject, trial, trial.folder / f"output-{rank}.log", observer)
         except BaseException:
             observer.end("unfinished")
             raise
         process_state.source_files.note_imports()
-        observer.end("end", sources=process_state.source_files.hashes)
+        observer.end("end", sources=process_state.source_files.hashes, **facts)
 
 
 def _run_recipe(recipe: Recipe, trial: Trial) -> None:
@@ -95,13 +107,47 @@ def _save(driver: Driver, checkpoints: CheckpointFolder, progress: Progress) -> 
     driver.world.barrier()  # the kill of the last rank must not interrupt the write
 
 
-def _run_script(subject: Subject, trial: Trial, log: Path) -> None:
-    """Run the script as `samestep run` does, with standard output in a file."""
+def _run_script(subject: Subject, trial: Trial, log: Path, observer: Observer) -> dict[str, Any]:
+    """Run the script as `samestep run` does, with standard output in a file; return facts for the note on its end."""
     assert subject.script is not None
     process_state.checkpoint_root = scratch = trial.scratch.resolve()
     arguments = tuple(argument.replace("{folder}", str(scratch)) for argument in subject.arguments)
     with log.open("a") as output, contextlib.redirect_stdout(output):
-        run_script(subject.script, arguments, own_group=False)
+        if not subject.is_unchanged:
+            run_script(subject.script, arguments, own_group=False)
+            return {}
+        start = Path.cwd()
+        facts: dict[str, Any] = {}
+        surroundings = partial(_unchanged, trial, observer, facts)
+        run_script(subject.script, arguments, own_group=False, surroundings=surroundings)
+    if observer.rank == 0:
+        facts["files"] = describe_files(trial.folder, scratch, start, bits=bool(trial.requires_bits))
+    return facts
+
+
+@contextmanager
+def _unchanged(trial: Trial, observer: Observer, facts: dict[str, Any]) -> Iterator[None]:
+    """Give an unchanged script what it needs, unless it runs in plain Python, and observe it, during the block.
+
+    Args:
+        trial: the trial.
+        observer: observes the script.
+        facts: receives how data were read.
+    """
+    reduction: Reduction = "exact" if trial.requires_bits else "fast"
+    seed_generators(_SEED)  # scripts without seeds can be compared
+    with ExitStack() as stack:
+        stack.enter_context(noted_files(trial.folder, trial.scratch))
+        readings: Mapping[Any, Reading] = {}
+        if trial.processes != PLAIN:
+            readings = stack.enter_context(unchanged(reduction)).readings
+        observer.observe_calls({"strategy": None, "reduction": reduction, "batch_norm": "global"})
+        try:
+            yield
+        finally:
+            decisions = [reading.state.decision for reading in readings.values()]
+            facts["draws"] = any(decision is not None and decision.draws for decision in decisions)
+            facts["readings"] = list(dict.fromkeys(line for reading in readings.values() for line in reading.lines()))
 
 
 def _watch_progress(observer: Observer, patience: float) -> None:

@@ -75,7 +75,7 @@ def test_equal_records_on_different_ranks_are_equal() -> None:
     assert result.first is None
     assert {result.verdict(quantity) for quantity in QUANTITIES} == {"bits", "-"}
     assert result.compared["order"] == 12
-    assert [quantity for quantity in QUANTITIES if result.verdict(quantity) == "-"] == ["printed"]
+    assert [quantity for quantity in QUANTITIES if result.verdict(quantity) == "-"] == ["printed", "files"]
 
 
 CHANGES = {
@@ -177,10 +177,10 @@ def test_printed_numbers_are_compared(tmp_path: Path) -> None:
         (tmp_path / name / "output-0.log").write_text(text, encoding="utf-8")
         records.append(record(folder=tmp_path / name))
     one, other = records
-    result = compare(one, other, None, Printed(one.output, one.output))
+    result = compare(one, other, None, {"printed": Printed(one.output, one.output)})
     assert result.first is not None
     assert result.first.location == "printed numbers: 'accuracy 0.75' and 'accuracy 0.76'"
-    assert compare(one, one, None, Printed(one.output, one.output)).verdict("printed") == "bits"
+    assert compare(one, one, None, {"printed": Printed(one.output, one.output)}).verdict("printed") == "bits"
 
 
 def test_failure_on_ranks_is_compared_up_to_it() -> None:
