@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from helpers.recorded import count_calls
-from helpers.system import Running, here, samestep, tree, until
+from helpers.system import Running, answer, here, samestep, tree, until
 from samestep.cli.main import main
-from samestep.errors import EXIT_DONE, EXIT_INPUT, EXIT_STOPPED
+from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_INPUT, EXIT_STOPPED
 
 PLANTED = Path(__file__).parents[1] / "planted"
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
@@ -71,10 +71,9 @@ def test_invalid_input_is_an_error(input_error: InputErrorText, arguments: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["other", "by_hand"])
-def test_script_without_parallel_is_one_for_the_audit(input_error: InputErrorText, name: str) -> None:
-    text = input_error(f"{name}.py", "--processes", "2,1")
-    assert f"error: {name}.py does not use samestep.parallel" in text
+def test_script_that_distributes_itself_is_one_for_the_audit(input_error: InputErrorText) -> None:
+    text = input_error("by_hand.py", "--processes", "2,1")
+    assert "error: by_hand.py distributes its work itself" in text
     assert "samestep audit -- COMMAND" in text
 
 
@@ -221,3 +220,96 @@ def test_killed_script_resumes_from_the_checkpoints_of_its_trial(saving: Path) -
     assert begins(saving) == [0, 0, 0, 0, 4, 0, 4, 0]
     shutil.rmtree(saving / "out")
     assert tree(saving) == before
+
+
+UNCHANGED = """
+import csv, os
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+inputs = torch.randn(400, 64)
+data = TensorDataset(inputs, inputs.sum(dim=1).gt(0).long())
+model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Dropout(0.1), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+os.makedirs("results/new", exist_ok=True)
+with open("results/losses.csv", "w", newline="") as file:
+    for batch, targets in DataLoader(data, batch_size=128, shuffle=True):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(batch), targets)
+        loss.backward()
+        optimizer.step()
+        csv.writer(file).writerow([loss.item()])
+os.remove("results/stale.txt")
+print(f"loss {loss.item():.4f}")
+torch.save({"model": model.state_dict(), "epoch": 1}, "results/new/model.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--exact",)])
+def test_unchanged_script_equals_plain_python_and_leaves_no_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    (tmp_path / "train.py").write_text(UNCHANGED, encoding="utf-8")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "losses.csv").write_text("0.1\n", encoding="utf-8")
+    (tmp_path / "results" / "stale.txt").write_text("stale", encoding="utf-8")
+    before = tree(tmp_path)
+    arguments = ("--processes", "1,2,3", *options, "--json", "--out", "out")
+    assert here("verify", "train.py", *arguments, cwd=tmp_path) == EXIT_DONE
+    certificate = answer(capsys)
+    assert certificate["reference"] == ("1 process" if options else "plain Python")
+    assert [one["processes"] for one in certificate["comparisons"]][-2:] == ["2 processes", "3 processes"]
+    for comparison in certificate["comparisons"]:
+        # Four losses, the weights and the number of the epoch; the names of two files.
+        assert comparison["compared"]["written files"] == 4 + 6 + 1 + 2
+        assert comparison["compared"]["printed numbers"] == 1
+        assert (comparison["first_difference"] is None) >= bool(options)
+    for processes in ("2", "3"):
+        [calls] = certificate["calls"][processes]
+        assert (calls["module"], calls["divided"], calls["whole"]) == ("Sequential", 3, 0)
+    assert "TensorDataset: each process reads its own samples" in certificate["notes"]
+    shutil.rmtree(tmp_path / "out")
+    assert tree(tmp_path) == before
+
+
+BY_PROCESS = """
+import os, torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    {}
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+OF_PROCESS = {
+    "model.register_forward_hook(lambda *call: call[2] * (1 + os.getpid() / 1e7)); "
+    "loss = model(torch.ones(8, 4)).sum()": "random state in the model",
+    "loss = model(torch.full((8, 4), os.getpid() / 1e7)).sum()": "data order",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", OF_PROCESS)
+def test_cause_of_a_difference_of_an_unchanged_script_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    (tmp_path / "train.py").write_text(BY_PROCESS.format(line), encoding="utf-8")
+    code = here("verify", "train.py", "--processes", "1,2", "--json", "--out", "out", cwd=tmp_path)
+    certificate = answer(capsys)
+    assert (code, [one["cause"] for one in certificate["findings"]]) == (EXIT_DIFFERS, [OF_PROCESS[line]])
+
+
+@pytest.mark.slow
+def test_time_limit_of_an_unchanged_script_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = "import time; begin = time.perf_counter()\nwhile time.perf_counter() - begin < 0.5:\n    time.sleep(0.01)"
+    script = BY_PROCESS.replace("for _ in range(2):", lines).format("loss = model(torch.ones(8, 4)).sum()")
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    code = here("verify", "train.py", "--processes", "1,2", "--json", "--out", "out", cwd=tmp_path)
+    [finding] = answer(capsys)["findings"]
+    assert code == EXIT_DIFFERS
+    assert finding["cause"] in ("different steps on different ranks", "data order")

@@ -62,6 +62,17 @@ FIXES = {
 }
 
 
+# In a script that does not import Samestep.
+_FIXES_OF_UNCHANGED = {
+    Cause.DATA_ORDER: "give the model values that depend on seeded generators and files, not on the process or the time",
+    Cause.AUGMENTATION: "draw from the global generators of Python, NumPy or torch inside the data set",
+    Cause.THREADS: "set one number of threads: torch.set_num_threads(1)",
+    Cause.RESUME: "save and restore model, optimizer, schedule, scaler, steps and the position in the data",
+    Cause.EVALUATION: "print and write results of seeded computations; not of the process",
+    Cause.DIVERGED: "let nothing that differs between processes, such as the time, decide on calls and steps",
+}
+
+
 @dataclass(frozen=True)
 class Finding:
     """Cause with evidence."""
@@ -70,11 +81,12 @@ class Finding:
     first: Difference | None  # first difference; None if a run ended before one
     evidence: tuple[str, ...] = ()  # observations and results of experiments, one sentence each
 
-    def data(self) -> dict[str, Any]:
-        """Return the finding as plain data."""
+    def data(self, *, is_unchanged: bool) -> dict[str, Any]:
+        """Return the finding, in a script that imports Samestep or one that does not, as plain data."""
+        fixes = {**FIXES, **_FIXES_OF_UNCHANGED} if is_unchanged else FIXES
         return {
             "cause": self.cause.value,
             "where": self.first.location if self.first else None,
             "evidence": list(self.evidence),
-            "fix": FIXES[self.cause],
+            "fix": fixes[self.cause],
         }

@@ -60,7 +60,7 @@ def verify(
     """
     with TemporaryDirectory(prefix=".trials-", dir=folder) as trials:
         runner = TrialRunner(subject, conditions, Path(trials), preload=preload, progress=progress)
-        specification, readings = _specification(runner, processes[0])
+        specification = _specification(runner, processes[0])
         reference = _run_reference(runner, specification)
         tolerance = _measure_tolerance(runner, reference)
         remaining = processes if specification == PLAIN else processes[1:]
@@ -70,7 +70,7 @@ def verify(
             plans += [partial(runner.run_killed, number, kill_at, resume_on) for number in processes]
         others = [plan(reference) for plan in plans]
         comparisons = _compare(runner, reference, others, tolerance)
-        notes = list(readings)
+        notes = list(others[-1].end.get("readings", []))
         if tolerance is not None and not conditions.interventions.double:
             notes += _accept_rounding(runner, specification, plans, comparisons)
         findings = _attribute_first(runner, reference, others, comparisons, tolerance)
@@ -82,25 +82,23 @@ def verify(
             **_conditions_data(subject, conditions, reference, tolerance, holds=not findings),
             "comparisons": [_comparison_data(comparison) for comparison in comparisons],
             "calls": {str(run.processes): _calls_data(run) for run in runs},
-            "findings": [finding.data() for finding in findings],
+            "findings": [finding.data(is_unchanged=subject.is_unchanged) for finding in findings],
             "notes": notes,
             "environment": _environment(runs[-1]),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
 
 
-def _specification(runner: TrialRunner, first: int) -> tuple[int, list[str]]:
-    """Return the number of processes of the reference, and how an unchanged script reads its data.
+def _specification(runner: TrialRunner, first: int) -> int:
+    """Return the number of processes of the reference.
 
     The reference of an unchanged script is plain Python, unless equal bits are required, or its data sets draw random
     numbers: those are a function of the index of a sample on any number of processes, one included.
     """
-    if not runner.subject.is_unchanged:
-        return first, []
-    requires_bits = bool(runner.conditions.requires_bits)
-    reference = _run_reference(runner, first if requires_bits else PLAIN)
-    end = runner.run(first, None if requires_bits else reference).end
-    return first if requires_bits or end.get("draws") else PLAIN, list(end.get("readings", []))
+    if not runner.subject.is_unchanged or runner.conditions.requires_bits:
+        return first
+    draws = runner.run(first, _run_reference(runner, PLAIN)).end.get("draws", False)
+    return first if draws else PLAIN
 
 
 def _run_reference(runner: TrialRunner, processes: int) -> Record:
