@@ -64,7 +64,7 @@ FIXES = {
 
 # In a script that does not import Samestep.
 _FIXES_OF_UNCHANGED = {
-    Cause.DATA_ORDER: "give the model values that depend on seeded generators and files, not on the process or the time",
+    Cause.DATA_ORDER: "give the model values of seeded generators and files, not of the process or the time",
     Cause.AUGMENTATION: "draw from the global generators of Python, NumPy or torch inside the data set",
     Cause.THREADS: "set one number of threads: torch.set_num_threads(1)",
     Cause.RESUME: "save and restore model, optimizer, schedule, scaler, steps and the position in the data",

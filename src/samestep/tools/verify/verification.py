@@ -77,14 +77,14 @@ def verify(
         notes += [] if findings else _rounding_note(others, tolerance)
         if not findings and subject.script is not None and not subject.is_unchanged and max(processes) > 1:
             findings = _check_orders(runner, max(processes), reference, tolerance)
-        runs = [reference, *(other for other in others if not other.label)]
+        runs = [run for run in (reference, *others) if not run.label and run.processes != PLAIN]
         return {
             **_conditions_data(subject, conditions, reference, tolerance, holds=not findings),
             "comparisons": [_comparison_data(comparison) for comparison in comparisons],
             "calls": {str(run.processes): _calls_data(run) for run in runs},
             "findings": [finding.data(is_unchanged=subject.is_unchanged) for finding in findings],
             "notes": notes,
-            "environment": _environment(runs[-1]),
+            "environment": _environment(runs[0]),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
 
