@@ -228,7 +228,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-inputs = torch.randn(400, 64)
+inputs = torch.randn(512, 64)
 data = TensorDataset(inputs, inputs.sum(dim=1).gt(0).long())
 model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Dropout(0.1), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
