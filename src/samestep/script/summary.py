@@ -79,7 +79,7 @@ class Summary:
             yield "no calls to divide: the script has called no module with parameters"
         yield from lines_of_calls(records)
         yield from self._times()
-        yield from self._data()
+        yield from self.data_lines()
         trainings = [record for record in records if record.has_gradients]
         yield from self.records.advice(self.size)
         divided = [record.rows for record in trainings if record.way == "divided"]
@@ -114,7 +114,8 @@ class Summary:
         of_run = min(records.model_seconds / records.run_seconds, 1.0)
         yield f"{text}; calls took {of_run:.0%} of the run: at most {self.speed_up:.1f} times as fast as one process"
 
-    def _data(self) -> Iterator[str]:
+    def data_lines(self) -> Iterator[str]:
+        """Yield lines about how data sets are read."""
         counts: dict[tuple[str, str], Counter[str]] = {}
         for reading in self.readings.values():
             if reading.how:

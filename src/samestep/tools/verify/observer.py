@@ -145,7 +145,8 @@ class Observer:
             eps=self._eps,
             device=accelerator_module().get_device_name(device) if is_gpu else "cpu",
             summaries=[
-                {name: value for name, value in vars(summary).items() if name != "lines"} for summary in summaries
+                {name: getattr(summary, name) for name in ("module", "divided", "watched", "whole", "reasons")}
+                for summary in summaries
             ],
             **facts,
         )

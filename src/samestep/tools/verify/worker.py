@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ from samestep.global_view import any_rank
 from samestep.launcher.job import process_state, rank_and_size
 from samestep.launcher.worker import run_script
 from samestep.microbatches import Cursor
-from samestep.script.loaders import Reading
+from samestep.script.summary import Summary
 from samestep.script.unchanged import unchanged
 from samestep.tools.verify.interventions import apply_to_process
 from samestep.tools.verify.loading import observe_loaders
@@ -138,16 +138,15 @@ def _unchanged(trial: Trial, observer: Observer, facts: dict[str, Any]) -> Itera
     seed_generators(_SEED)  # scripts without seeds can be compared
     with ExitStack() as stack:
         stack.enter_context(noted_files(trial.folder, trial.scratch))
-        readings: Mapping[Any, Reading] = {}
+        summary = Summary({})
         if trial.processes != PLAIN:
-            readings = stack.enter_context(unchanged(reduction)).readings
+            summary = stack.enter_context(unchanged(reduction))
         observer.observe_calls({"strategy": None, "reduction": reduction, "batch_norm": "global"})
         try:
             yield
         finally:
-            decisions = [reading.state.decision for reading in readings.values()]
-            facts["draws"] = any(decision is not None and decision.draws for decision in decisions)
-            facts["readings"] = list(dict.fromkeys(line for reading in readings.values() for line in reading.lines()))
+            facts["draws"] = any(reading.draws for reading in summary.readings.values())
+            facts["readings"] = list(summary.data_lines())
 
 
 def _watch_progress(observer: Observer, patience: float) -> None:
