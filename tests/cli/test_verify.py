@@ -314,3 +314,32 @@ def test_time_limit_of_an_unchanged_script_is_named(tmp_path: Path, capsys: pyte
     [finding] = answer(capsys)["findings"]
     assert code == EXIT_DIFFERS
     assert finding["cause"] in ("different steps on different ranks", "data order")
+
+
+DRAWING = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.rand(4)
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for batch in DataLoader(Noisy(), batch_size=6):
+    optimizer.zero_grad()
+    model(batch).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_data_that_draw_are_compared_with_the_first_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(DRAWING, encoding="utf-8")
+    assert here("verify", "train.py", "--processes", "1,2", "--json", "--out", "out", cwd=tmp_path) == EXIT_DONE
+    certificate = answer(capsys)
+    assert (certificate["reference"], certificate["steps"]) == ("1 process", [1, 2, 3, 4])
+    assert any("are not those of plain Python" in note for note in certificate["notes"])
