@@ -48,7 +48,7 @@ class Options(FaultOptions):
 
 
 def run(options: Options) -> int:
-    """Run the script; return 0 if every rank succeeded, 130 after a request to stop."""
+    """Run the script; return its exit code if every rank succeeded, 130 after a request to stop."""
     if not options.module:
         require_file(options.script)
     stem = options.script.name if options.module else options.script.stem
@@ -77,4 +77,4 @@ def run(options: Options) -> int:
         result = options.launch_with_restarts(processes, attempt, log_dir=log_dir)
     if result.stop_signal is not None or result.is_stopped:
         return EXIT_STOPPED
-    return EXIT_DONE
+    return int(result.value or EXIT_DONE)

@@ -112,6 +112,7 @@ class FirstWriter:
         self._is_ready = False
         self._is_active = True
         self._named: set[tuple[str, int]] = set()  # lines that start programs
+        self._names_programs = True
 
     def mark_ready(self) -> None:
         """Note that preparations are complete; later calls do nothing."""
@@ -382,6 +383,15 @@ class FirstWriter:
         self._name_program(command)
         return int(REAL.system(command))
 
+    @contextmanager
+    def unnamed(self) -> Iterator[None]:
+        """Name no programs inside the block, which rank 0 alone runs."""
+        self._names_programs = False
+        try:
+            yield
+        finally:
+            self._names_programs = True
+
     def _name_program(self, command: Any) -> None:
         self._name_line(f"starts the program {os.fsdecode(command).split(' ')[0]!r}")
 
@@ -393,6 +403,6 @@ class FirstWriter:
                 return
             frame = frame.f_back
         line = (os.path.relpath(frame.f_code.co_filename), frame.f_lineno)
-        if self._is_active and line not in self._named:
+        if self._is_active and self._names_programs and line not in self._named:
             self._named.add(line)
             logger.info("%s:%d %s, on every process", *line, what)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -17,6 +18,7 @@ from samestep.distributed.logging import logger
 from samestep.distributed.signals import StoppedLoop
 from samestep.distributed.streams import report_line
 from samestep.distributed.world import World, all_gather
+from samestep.errors import EXIT_DONE, EXIT_FAILED
 from samestep.global_view import joined_view, owner_of
 from samestep.launcher.job import process_state, rank_and_size
 from samestep.launcher.pickling import ByValue
@@ -24,9 +26,10 @@ from samestep.launcher.worker import run_script
 from samestep.script.calls import OutermostCalls
 from samestep.script.console import shared_console
 from samestep.script.entropy import equal_entropy
-from samestep.script.files import one_writer
+from samestep.script.files import FirstWriter, one_writer
 from samestep.script.loaders import own_rows_of_loaders
 from samestep.script.mode import file_of_module, imports_samestep, uses_samestep
+from samestep.script.programs import FirstRankPrograms, programs_of_first_rank
 from samestep.script.refusals import plain_start_method, refusals
 from samestep.script.replaced import replaced
 from samestep.script.summary import FILE, Summary
@@ -48,7 +51,7 @@ def run(
     reduction: Reduction = "fast",
     explains: bool = False,
     folder: Path | None = None,
-) -> None:
+) -> int:
     """Run a script in this rank, with the calls of its models divided unless it imports Samestep.
 
     Args:
@@ -61,6 +64,9 @@ def run(
         reduction: reduction of divided calls.
         explains: print details in the summary.
         folder: folder of the run, which receives the summary; None for none.
+
+    Returns:
+        The exit code of the script.
     """
     rank, size = rank_and_size()
     file, package = file_of_module(str(script)) if is_module else (script, "")
@@ -71,12 +77,26 @@ def run(
     surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
     if is_unchanged:
         surroundings = partial(unchanged, reduction, explains=explains, path=path)
-    run_script(
-        *(script, arguments, restarts, max_restarts),
-        own_group=own_group,
-        is_module=is_module,
-        surroundings=surroundings,
-    )
+    try:
+        run_script(
+            *(script, arguments, restarts, max_restarts),
+            own_group=own_group,
+            is_module=is_module,
+            surroundings=surroundings,
+        )
+    except SystemExit as end:
+        if not is_unchanged or size == 1:
+            raise
+        return _exit_code(end)
+    return EXIT_DONE
+
+
+def _exit_code(end: SystemExit) -> int:
+    """Return the exit code of a script, of which all ranks end at the same point; text is printed, as by Python."""
+    if end.code is None or isinstance(end.code, int):
+        return int(end.code or 0) & 0xFF  # as the system keeps it
+    print(end.code, file=sys.stderr)
+    return EXIT_FAILED
 
 
 def call(function: Callable[[], Any]) -> Any:
@@ -145,6 +165,9 @@ def unchanged(
         stack.enter_context(calls.installed())
         writer = stack.enter_context(one_writer(rank, size, folder, worker.rank_status))
         summary.writer = writer
+        unnamed = writer.unnamed if isinstance(writer, FirstWriter) else nullcontext
+        programs = FirstRankPrograms(rank, folder, worker.rank_status, unnamed)
+        stack.enter_context(programs_of_first_rank(programs))
 
         def begin() -> None:
             writer.mark_ready()
