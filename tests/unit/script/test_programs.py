@@ -1,0 +1,70 @@
+"""A program that a script runs to its end runs on rank 0 alone; other ranks receive what it has returned."""
+
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samestep.distributed.status import local_rank_status
+from samestep.script.programs import FirstRankPrograms, programs_of_first_rank
+
+APPEND = "echo line >> log.txt"
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[FirstRankPrograms]:
+    """Two ranks in one process, of which the first runs before the second."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return [FirstRankPrograms(rank, str(folder), local_rank_status(), nullcontext) for rank in range(2)]
+
+
+def test_program_runs_once(ranks: list[FirstRankPrograms]) -> None:
+    codes = [rank.system(APPEND) for _ in range(2) for rank in ranks]
+    codes += [rank.run(APPEND, shell=True, check=True).returncode for rank in ranks]
+    assert codes == [0] * 6
+    assert Path("log.txt").read_text(encoding="utf-8") == "line\n" * 3
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_output_is_that_of_rank_0(ranks: list[FirstRankPrograms], is_text: bool) -> None:
+    command = [sys.executable, "-c", "import os, sys; print(os.getpid()); print('no', file=sys.stderr); sys.exit(3)"]
+    first, second = (rank.run(command, capture_output=True, text=is_text, check=False) for rank in ranks)
+    assert first.returncode == second.returncode == 3
+    assert (first.stdout, first.stderr) == (second.stdout, second.stderr)
+    assert first.stderr == ("no\n" if is_text else b"no\n")
+
+
+def test_functions_of_subprocess_use_it(ranks: list[FirstRankPrograms]) -> None:
+    seen: list[Any] = []
+    for rank in ranks:
+        with programs_of_first_rank(rank):
+            code = subprocess.call(APPEND, shell=True)
+            text = subprocess.check_output("cat log.txt; echo $$", shell=True, text=True)
+            seen.append((code, text, subprocess.getoutput("cat log.txt")))
+    assert seen[0] == seen[1]
+    assert Path("log.txt").read_text(encoding="utf-8") == "line\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "kind"),
+    [
+        ("exit 4", {"shell": True, "check": True}, subprocess.CalledProcessError),
+        ("sleep 5", {"shell": True, "timeout": 0.05}, subprocess.TimeoutExpired),
+        (["no-such-program"], {}, FileNotFoundError),
+    ],
+)
+def test_errors_are_those_of_rank_0(
+    ranks: list[FirstRankPrograms], command: Any, options: dict[str, Any], kind: type[Exception]
+) -> None:
+    errors = []
+    for rank in ranks:
+        with pytest.raises(kind) as raised:
+            rank.run(command, **options)
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
