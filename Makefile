@@ -20,7 +20,7 @@ GPU_PY ?= $(if $(wildcard .venv/bin/python),$(PY),$(PYTHON))
 PYTEST := $(PY) -m pytest -n 3 --dist loadfile
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-slow test-long faults soak plain-loop lint types format bench plain-loop-speed gpu gpu-wheels nccl docs clean
+.PHONY: demo test test-slow test-long faults soak plain-loop scripts lint types format bench plain-loop-speed gpu gpu-wheels nccl docs clean
 
 demo: .venv/.installed
 	.venv/bin/samestep $(DEMO)
@@ -47,6 +47,10 @@ soak: .venv/.installed
 plain-loop: .venv/.installed
 	PYTHONPATH=tests:. $(PY) -m plain_loop.runner --result $(RESULTS)/plain_loop_scripts.json $(PLAIN_LOOP)
 	PYTHONPATH=tests:. $(PY) -m plain_loop.exact --result $(RESULTS)/plain_loop_scripts.json $(PLAIN_LOOP)
+
+# Unchanged scripts against plain Python, on 1 to 4 processes; an hour on two cores.
+scripts: .venv/.installed
+	PYTHONPATH=tests:. $(PY) -m unchanged.runner --result $(RESULTS)/unchanged_scripts.json $(SCRIPTS)
 
 lint: .venv/.installed
 	$(PY) -m ruff check .
