@@ -52,9 +52,10 @@ def test_killed_run_resumes_on_another_number_of_ranks(
 def test_second_start_of_a_finished_run_says_so(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     first, second = [samestep_command("run", "--processes", 2, "script.py", cwd=tmp_path) for _ in range(2)]
-    assert (first.code, first.out, first.err) == (0, "0\n1\n", "")
+    mode = "samestep: script.py on 2 processes: it imports samestep\n"
+    assert (first.code, first.out, first.err) == (0, "0\n1\n", mode)
     assert (second.code, second.out) == (0, "")
-    assert second.err == "this run is complete: 2 of 2 epochs were trained by earlier starts\n"
+    assert second.err == mode + "this run is complete: 2 of 2 epochs were trained by earlier starts\n"
 
 
 @pytest.mark.parametrize(

@@ -149,9 +149,9 @@ class FileView:
             return call(path)
         while True:
             place = self._place(path, follow=follow)
-            found = self._find(place)
-            target = found if found is not None else self._real(place, path)
-            location = self._location(found) if found else ""
+            seen_at = self._find(place)
+            target = seen_at if seen_at is not None else self._real(place, path)
+            location = self._location(seen_at) if seen_at else ""
             result: Any = None
             failure: OSError | None = None
             try:
@@ -161,9 +161,9 @@ class FileView:
             is_settled = True
             if self._first.has_grown() or self._changes.has_grown():
                 self._update()
-                is_settled = self._place(path, follow=follow) == place and self._find(place) == found
-                is_settled = is_settled and (not found or self._location(found) == location)
-            if is_settled and not self._is_ready and waits and found is None:
+                is_settled = self._place(path, follow=follow) == place and self._find(place) == seen_at
+                is_settled = is_settled and (not seen_at or self._location(seen_at) == location)
+            if is_settled and not self._is_ready and waits and seen_at is None:
                 is_nothing = isinstance(failure, MISSING) or result is False or result == []
                 if self._must_wait("/".join(place), is_nothing=is_nothing):
                     self._wait(lambda: self._is_ready, "the preparation by rank 0", is_preparation=True)
@@ -235,22 +235,22 @@ class FileView:
         if is_dropped:
             self._dropped[path] = token
 
-    def _location(self, found: str) -> str:
+    def _location(self, seen_at: str) -> str:
         """Return where rank 0 has the content that this rank has not kept; "" if nowhere yet, or not any more."""
-        key, number = self._dropped.get(found) or ("", 1)
+        key, number = self._dropped.get(seen_at) or ("", 1)
         closes = self._closes[key][number - 1 : number]
         return closes[0][0] if closes else ""
 
-    def _content(self, path: Any, found: str) -> str:
+    def _content(self, path: Any, seen_at: str) -> str:
         """Return where the content of a file is: at rank 0 if this rank has not kept it."""
-        if found not in self._dropped:
-            return found
-        if (token := self._dropped[found]) is not None:
+        if seen_at not in self._dropped:
+            return seen_at
+        if (token := self._dropped[seen_at]) is not None:
             key, number = token
             self._update()
             self._reads.append("wait", key, number)
             self._wait(lambda: len(self._closes[key]) >= number or self._has_ended, f"{path} from rank 0")
-            if location := self._location(found):
+            if location := self._location(seen_at):
                 return location
         file, line = script_line(sys._getframe())
         raise RunError(
@@ -286,12 +286,12 @@ class FileView:
 
         def call(*arguments: Any, **options: Any) -> Any:
             path, put = path_argument(position, keyword, arguments, options)
-            found = self.located(path) if path is not None else None
-            if found is None or not self._is_noted(found):
+            seen_at = self.located(path) if path is not None else None
+            if seen_at is None or not self._is_noted(seen_at):
                 return real(*arguments, **options)
-            given, named = put(self._content(path, found))
-            result = self._exempt.passing(real, *given, **named)
-            self._note_read(found)
+            positional, named = put(self._content(path, seen_at))
+            result = self._exempt.passing(real, *positional, **named)
+            self._note_read(seen_at)
             return result
 
         return call
@@ -339,20 +339,20 @@ class FileView:
 
         entries = dict(self._query(path, read))
         for layer in (self._before, self._own):
-            for name, found in layer.get(folder.rstrip("/"), {}).copy().items():
+            for name, seen_at in layer.get(folder.rstrip("/"), {}).copy().items():
                 entries.pop(name, None)
-                if found:
+                if seen_at:
                     entries[name] = _Entry(self, path, name)
         return _Entries(iter(entries.values()))
 
     def glob(self, *arguments: Any, **options: Any) -> list[Any]:
-        """Replace `glob.glob`: rank 0 may prepare what was not found."""
-        found: list[Any] = REAL.glob(*arguments, **options)
-        if not found and self._is_active and not self._is_ready:
+        """Replace `glob.glob`: rank 0 may prepare what is missing."""
+        seen_at: list[Any] = REAL.glob(*arguments, **options)
+        if not seen_at and self._is_active and not self._is_ready:
             with suppress(*MISSING):
                 self._query(arguments[0] if arguments else options["pathname"], REAL.lstat)
-            found = REAL.glob(*arguments, **options)
-        return found
+            seen_at = REAL.glob(*arguments, **options)
+        return seen_at
 
 
 class _Entry(os.PathLike[Any]):

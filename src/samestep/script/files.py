@@ -171,7 +171,7 @@ class FirstWriter:
             self._journal.append(operation, name, copy, is_lost)
         self._changed.add(name)
         if is_fresh and state is not None:
-            # Whoever has opened the old file goes on to read its content.
+            # Readers that have opened the old file go on with its content.
             new = f"{name}.{os.getpid()}"
             self._journal.append("made", new, "", False)
             os.close(REAL.descriptor(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, stat.S_IMODE(state.st_mode)))

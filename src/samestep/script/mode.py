@@ -34,10 +34,10 @@ def imports_samestep(script: Path, package: str = "") -> bool:
         for name in _imported(file, package):
             if name.partition(".")[0] == PACKAGE:
                 return True
-            for found in _files(name, path):
-                if found[0].resolve() not in seen:
-                    seen.add(found[0].resolve())
-                    waiting.append(found)
+            for imported in _files(name, path):
+                if imported[0].resolve() not in seen:
+                    seen.add(imported[0].resolve())
+                    waiting.append(imported)
     return False
 
 
@@ -79,10 +79,10 @@ def _files(name: str, path: list[str]) -> Iterator[tuple[Path, str]]:
 
 def file_of_module(name: str) -> tuple[Path | None, str]:
     """Return the file that `python -m name` runs and the name of its package; None if there is none."""
-    found = list(_files(name, ["", *sys.path]))
-    if not found:
+    files = list(_files(name, ["", *sys.path]))
+    if not files:
         return None, ""
-    file, package = found[-1]
+    file, package = files[-1]
     main = file.with_name("__main__.py")
     return (main, package) if package == name and main.is_file() else (file, package)
 

@@ -108,10 +108,10 @@ class Overlay(FileView):
         target = self._private(place)
         is_large = state is not None and state.st_size > most
 
-        def copy(found: Any) -> bool:
-            if found == target and (found not in self._dropped or is_large):
-                return found in self._dropped
-            return not copy_file(found if is_large else self._content(path, found), target, most)
+        def copy(seen_at: Any) -> bool:
+            if seen_at == target and (seen_at not in self._dropped or is_large):
+                return seen_at in self._dropped
+            return not copy_file(seen_at if is_large else self._content(path, seen_at), target, most)
 
         is_lost = copies and not is_new and state is not None and self._query("/".join(place), copy)
         if is_lost or self._find(place) != target or target in self._dropped:
@@ -203,8 +203,8 @@ class Overlay(FileView):
             target = self._opened(path, copies=False, most=0) if path is not None else ""
             if not target:
                 return real(*arguments, **options)
-            given, named = put(target)
-            result = real(*given, **named)
+            positional, named = put(target)
+            result = real(*positional, **named)
             self._written(target, is_complete=True)
             return result
 
@@ -214,8 +214,8 @@ class Overlay(FileView):
         """Replace `sqlite3.connect`."""
         path, put = database_path(arguments, options)
         target = self._opened(path, copies=True, most=float("inf")) if path is not None else ""
-        given, named = put(target) if target else (arguments, options)
-        return REAL.connect(*given, **named)
+        positional, named = put(target) if target else (arguments, options)
+        return REAL.connect(*positional, **named)
 
     def truncate(self, path: Any, length: int) -> None:
         """Replace `os.truncate`."""
@@ -258,14 +258,14 @@ class Overlay(FileView):
     def link(self, source: Any, path: Any, **options: Any) -> None:
         """Replace `os.link` by a copy."""
         place = self._target(path)
-        found = self.located(source)
+        seen_at = self.located(source)
         if place is None:
-            REAL.link(found, path, **options)
+            REAL.link(seen_at, path, **options)
             return
         self._require_new(place, path)
         target = self._private(place)
-        is_lost = not copy_file(found, target, self._keep_bytes) or found in self._dropped
-        self._set(place, target, is_dropped=is_lost, token=self._dropped.get(found))
+        is_lost = not copy_file(seen_at, target, self._keep_bytes) or seen_at in self._dropped
+        self._set(place, target, is_dropped=is_lost, token=self._dropped.get(seen_at))
 
     def remove(self, path: Any) -> None:
         """Replace `os.remove`."""
@@ -281,15 +281,15 @@ class Overlay(FileView):
             real(path)
             return
         state = self._state(place)
-        found = self._find(place)
-        if state is None and (found is not None or "/".join(place) not in self._removed):
+        seen_at = self._find(place)
+        if state is None and (seen_at is not None or "/".join(place) not in self._removed):
             raise _error(errno.ENOENT, path)
         if state is not None and stat.S_ISDIR(state.st_mode) != is_folder:
             code = errno.ENOTDIR if is_folder else errno.EISDIR
             raise _error(code, path)
         if is_folder and state is not None and self.listdir("/".join(place)):
             raise _error(errno.ENOTEMPTY, path)
-        if is_folder or (found and self._is_own(found)):
+        if is_folder or (seen_at and self._is_own(seen_at)):
             with suppress(FileNotFoundError):
                 real(f"{self._root}{place[0]}/{place[1]}")
         self._set(place, "")
@@ -333,19 +333,19 @@ class Overlay(FileView):
         is_real = self._exempt.covers(path)
         target = path if is_real else self._private(place)
 
-        def move(found: Any) -> tuple[bool, Any]:
-            mode = REAL.lstat(found).st_mode
-            is_dropped = found in self._dropped
-            token = self._dropped.get(found)
+        def move(seen_at: Any) -> tuple[bool, Any]:
+            mode = REAL.lstat(seen_at).st_mode
+            is_dropped = seen_at in self._dropped
+            token = self._dropped.get(seen_at)
             if stat.S_ISDIR(mode):
                 make_folders(target)
-            elif self._is_own(found):
-                REAL.replace(found, target)
+            elif self._is_own(seen_at):
+                REAL.replace(seen_at, target)
             elif stat.S_ISLNK(mode):
                 clear(target)
-                REAL.symlink(REAL.readlink(found), target)
+                REAL.symlink(REAL.readlink(seen_at), target)
             else:
-                is_dropped = not copy_file(found, target, self._keep_bytes) or is_dropped
+                is_dropped = not copy_file(seen_at, target, self._keep_bytes) or is_dropped
             return is_dropped, token
 
         is_dropped, token = self._query(source, move, follow=False)
@@ -373,8 +373,8 @@ class Overlay(FileView):
             if self._target(path, follow=follow) is None:
                 real(path, *arguments, **options)
                 return
-            found = self._query(path, lambda target: REAL.lstat(target) and target, follow=follow)
-            if isinstance(found, str) and self._is_own(found):
-                real(found, *arguments, **options)
+            seen_at = self._query(path, lambda target: REAL.lstat(target) and target, follow=follow)
+            if isinstance(seen_at, str) and self._is_own(seen_at):
+                real(seen_at, *arguments, **options)
 
         return call
