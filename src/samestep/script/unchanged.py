@@ -22,13 +22,14 @@ from samestep.errors import EXIT_DONE, EXIT_FAILED
 from samestep.global_view import joined_view, owner_of
 from samestep.launcher.job import process_state, rank_and_size
 from samestep.launcher.pickling import ByValue
-from samestep.launcher.worker import run_script
+from samestep.launcher.worker import WorkerSpec, run_script
 from samestep.script.calls import OutermostCalls
 from samestep.script.console import shared_console
 from samestep.script.entropy import equal_entropy
 from samestep.script.files import FirstWriter, one_writer
 from samestep.script.loaders import own_rows_of_loaders
 from samestep.script.mode import file_of_module, imports_samestep, uses_samestep
+from samestep.script.overlay import Overlay
 from samestep.script.programs import FirstRankPrograms, programs_of_first_rank
 from samestep.script.refusals import plain_start_method, refusals
 from samestep.script.replaced import replaced
@@ -163,11 +164,8 @@ def unchanged(
         stack.enter_context(summary.messages())
         calls = OutermostCalls(partial(owner_of, reduction=reduction, **_OPTIONS), summary.records)
         stack.enter_context(calls.installed())
-        writer = stack.enter_context(one_writer(rank, size, folder, worker.rank_status))
+        writer = _one_writer(stack, worker, folder)
         summary.writer = writer
-        unnamed = writer.unnamed if isinstance(writer, FirstWriter) else nullcontext
-        programs = FirstRankPrograms(rank, folder, worker.rank_status, unnamed)
-        stack.enter_context(programs_of_first_rank(programs))
 
         def begin() -> None:
             writer.mark_ready()
@@ -178,6 +176,15 @@ def unchanged(
             yield summary
     if world.is_main:
         _report(summary)
+
+
+def _one_writer(stack: ExitStack, worker: WorkerSpec, folder: str) -> FirstWriter | Overlay:
+    """Let rank 0 alone write files and run programs, until the stack is closed."""
+    writer = stack.enter_context(one_writer(worker.rank, worker.size, folder, worker.rank_status))
+    unnamed = writer.unnamed if isinstance(writer, FirstWriter) else nullcontext
+    programs = FirstRankPrograms(worker.rank, folder, worker.rank_status, unnamed)
+    stack.enter_context(programs_of_first_rank(programs))
+    return writer
 
 
 def _report(summary: Summary) -> None:
