@@ -416,7 +416,7 @@ def test_a_wait_for_preparation_is_seen_and_counts_as_progress(tmp_path: Path) -
 # --- large files ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long  # waits without end on a busy machine
 @pytest.mark.parametrize("where", ["best.pt", "runs/{}/best.pt"])
 def test_a_large_file_is_read_back_from_rank_0(where: str, tmp_path: Path) -> None:
     def body(rank: Rank) -> Any:
