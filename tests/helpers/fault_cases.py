@@ -440,7 +440,7 @@ CASES = [
         "rank 2 leaves the loop",
         command=loop("fewer batches", 2, 6, *HANG),
         code=1,
-        report=r"error: rank 0 (is at an operation .*, rank 2 at the end|reached .* while rank 2 reached).*\[E_RANK_DESYNC\]",
+        report=r"error: rank 0 (is at an operation .*, rank 2 at the end|reached .* while rank 2 ).*\[E_RANK_DESYNC\]",
     ),
     Case(
         "rank 2 leaves the loop, restarts allowed",
