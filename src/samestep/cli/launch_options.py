@@ -26,6 +26,8 @@ from samestep.launcher.restarts import RestartPolicy
 from samestep.launcher.watchdog import HANG_AFTER
 from samestep.units import parse_duration
 
+_MOST_ON_CORES = 8  # ranks of `auto` on a machine without GPUs
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions(DeviceOption):
@@ -34,7 +36,7 @@ class LaunchOptions(DeviceOption):
     group: ClassVar = "machine (results do not depend on these options)"
 
     processes: str | None = option(
-        "number of ranks, or auto: one per GPU, or one per core on a machine without GPUs; or MIN:MAX for fewer ranks "
+        "number of ranks, or auto: one per GPU, or one per core without GPUs, at most 8; or MIN:MAX for fewer ranks "
         "after failures (default 1)",
         "N",
     )
@@ -103,7 +105,8 @@ class LaunchOptions(DeviceOption):
         if self.selected_devices is not None:
             available = len(self.selected_devices)
         else:
-            available = (len(gpu_names()) if self.device != "cpu" else 0) or usable_processors()
+            gpus = len(gpu_names()) if self.device != "cpu" else 0
+            available = gpus or min(usable_processors(), _MOST_ON_CORES)
         if recipe is None:
             return available
         strategy = recipe.strategy

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,8 @@ _RESOURCE_FIXES = (
     (re.compile("Too many open files|received 0 items of ancdata"), "ulimit -n 65536, or LimitNOFILE= of the service"),
 )
 _CODE = re.compile(r" \[E_\w+\]$")
+_PACKAGE = os.path.join(str(Path(__file__).parents[1]), "")
 # Lines that mark a part of the line above with carets, in tracebacks of Python 3.11 and later.
-_RUNNERS = ("samestep.launcher.", "samestep.script.")  # modules around the code of the user
 _MARKS = re.compile(r"^ +[~^]+\n", re.MULTILINE)
 # Limit of a complete text, which is sent to the launcher and written to a log.
 _MAX_TEXT = 5_000_000
@@ -241,20 +242,40 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _trace(error: BaseException) -> str:
-    """Return the indented traceback of an error without frames of the launcher, at most some million characters."""
-    frames = error.__traceback__
-    while frames is not None and str(frames.tb_frame.f_globals.get("__name__")).startswith(_RUNNERS):
-        frames = frames.tb_next
-    if frames is None and not isinstance(error, SyntaxError):  # which names the file and the line of the script itself
-        frames = error.__traceback__
+    """Return the indented traceback of an error, at most some million characters.
+
+    Frames of Samestep are left out around code of the script and of other libraries.
+    """
     try:
-        parts = traceback.format_exception(type(error), error, frames)
+        complete = traceback.TracebackException.from_exception(error)
+        for one in _chain(complete):
+            one.stack = _without_own_frames(one)
+        parts = list(complete.format())
     except Exception:  # boundary: formatting calls code of the user's exception
-        parts = traceback.format_tb(frames)
+        parts = traceback.format_tb(error.__traceback__)
     trace = _MARKS.sub("", "".join(parts)).rstrip()
     if len(trace) > _MAX_TEXT:
         trace = f"{trace[: _MAX_TEXT // 2]}\n... {len(trace):,} characters ...\n{trace[-_MAX_TEXT // 2 :]}"
     return indented(trace)
+
+
+def _chain(error: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    """Yield an exception, and those that it came from or consists of."""
+    yield error
+    for one in (error.__cause__, error.__context__, *(error.exceptions or ())):
+        if one is not None:
+            yield from _chain(one)
+
+
+def _without_own_frames(error: traceback.TracebackException) -> traceback.StackSummary:
+    """Return the frames without those of Samestep; with those from the script's code on, if the error is its own."""
+    frames = list(error.stack)
+    kept = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
+    # A syntax error names the line of the script by itself.
+    is_syntax_error = error.exc_type is not None and issubclass(error.exc_type, SyntaxError)
+    if not is_syntax_error and frames and frames[-1] not in kept:
+        kept = frames[frames.index(kept[0]) :] if kept else frames
+    return traceback.StackSummary.from_list(kept)
 
 
 def _spaced(activity: str) -> str:

@@ -162,6 +162,6 @@ def require_microbatches(microbatches: int | None, size: int) -> None:
         raise InputError(
             f"{size} ranks divide the calls of a module into {number} microbatches",
             expected="at least one microbatch for each rank",
-            fix=f"samestep.parallel(model, microbatches={size}) on every number of ranks",
+            fix=f"{number} processes; or samestep.parallel(model, microbatches={size}) on every number of processes",
             code="E_TOO_MANY_RANKS",
         )

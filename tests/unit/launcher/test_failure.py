@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samestep import errors
 from samestep.errors import InputError, NonFiniteError, PeerLostError
 from samestep.launcher.failure import MEMORY_FIX, Failure, first_cause
 
@@ -128,10 +129,37 @@ def test_early_exit(exit_code: int, is_script: bool, expected: str, hint: str) -
     assert lines[1].startswith(f"  fix:      {hint}")
 
 
+def of_package(source: str) -> Any:
+    """Return the function `run` of source code, as one of the package."""
+    spaces: dict[str, Any] = {}
+    exec(compile(source, errors.__file__, "exec"), spaces)
+    return spaces["run"]
+
+
+def fails_in_script(*_: object) -> None:
+    raise ValueError("in the script")
+
+
+def test_frames_of_the_package_are_left_out_around_code_of_the_script() -> None:
+    around = of_package("def run(function):\n    return function(function)\n")
+    with pytest.raises(ValueError, match="in the script") as caught:
+        around(fails_in_script)
+    text = Failure.of_exception(0, caught.value).text
+    assert "in fails_in_script" in text
+    assert "in run" not in text
+
+
+def test_frames_of_the_package_are_kept_after_the_script_in_an_error_of_their_own() -> None:
+    own = of_package("def run(number):\n    return 1 / number\n")
+    with pytest.raises(ZeroDivisionError) as caught:
+        own(0)
+    text = Failure.of_exception(0, caught.value).text
+    assert "in run" in text
+    assert "test_failure.py" in text
+
+
 def test_syntax_error_without_other_frames_has_no_frames_of_the_launcher() -> None:
-    spaces = {"__name__": "samestep.launcher.worker"}
-    exec("def run(text):\n    exec(compile(text, 'script.py', 'exec'))\n", spaces)
-    run: Any = spaces["run"]
+    run = of_package("def run(text):\n    exec(compile(text, 'script.py', 'exec'))\n")
     with pytest.raises(SyntaxError) as caught:
         run("review text")
     caught.value.__traceback__ = caught.value.__traceback__ and caught.value.__traceback__.tb_next
