@@ -36,6 +36,7 @@ from samestep.script.replaced import replaced
 from samestep.script.summary import FILE, Summary
 from samestep.session import init
 from samestep.view.batches import ViewOfBatches
+from samestep.view.ranks import require_microbatches
 from samestep.view.view import View
 
 _OPTIONS: dict[str, Any] = {"microbatches": None, "batch_norm": "global", "whole": True, "strict": False}
@@ -142,6 +143,7 @@ def unchanged(
             yield summary
             _report(summary)
             return
+        require_microbatches(None, size)
         folder = _temporary_folder() if rank == 0 else ""
         world = init(reduction=reduction, strategy=strategy)
         if logger.handlers:  # otherwise a script that configures logging would have its lines, in log files too
