@@ -168,12 +168,7 @@ def unchanged(
         stack.enter_context(calls.installed())
         writer = _one_writer(stack, worker, folder)
         summary.writer = writer
-
-        def begin() -> None:
-            writer.mark_ready()
-            worker.stop.install()  # not earlier: SIGTERM must end a script that reaches no word
-
-        view.at_first_word = begin
+        view.at_first_word = partial(_begin, writer, worker)
         with _ending_on_request(view):
             yield summary
     if world.is_main:
@@ -187,6 +182,12 @@ def _one_writer(stack: ExitStack, worker: WorkerSpec, folder: str) -> FirstWrite
     programs = FirstRankPrograms(worker.rank, folder, worker.rank_status, unnamed)
     stack.enter_context(programs_of_first_rank(programs))
     return writer
+
+
+def _begin(writer: FirstWriter | Overlay, worker: WorkerSpec) -> None:
+    """Notice that the script reaches the other ranks for the first time."""
+    writer.mark_ready()
+    worker.stop.install()  # not earlier: SIGTERM must end a script that reaches no word
 
 
 def _report(summary: Summary) -> None:
