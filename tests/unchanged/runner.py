@@ -108,6 +108,11 @@ def different_line(one: str, other: str) -> str | None:
     return None if len(first) == len(second) else f"{len(first)} and {len(second)} lines"
 
 
+def same_words(one: str, other: str) -> bool:
+    """Whether two texts are equal apart from their numbers with decimals."""
+    return [_NUMBER.sub("#", line) for line in rounded(one)] == [_NUMBER.sub("#", line) for line in rounded(other)]
+
+
 def distance(one: Path, other: Path) -> float:
     """Return the largest relative distance of the parameters of steps."""
     largest = 0.0
@@ -179,15 +184,16 @@ class Comparison:
                 self._note_calls(run)
 
     def _is_rounding(self, base: Path, run: Path) -> bool:
-        """Whether permuted rows change the text too, and the steps of a run are as close as with permuted rows."""
+        """Whether permuted rows change the numbers too, and the steps of a run are as close as with permuted rows."""
         if self.permuted is None:
             self.permuted = self.run("permuted", 1, is_plain=not self.verdict.note, is_permuted=True)
-        if (
-            self.permuted is None
-            or different_line((base / "out").read_text(), (self.permuted / "out").read_text()) is None
-        ):
+        if self.permuted is None:
             return False
-        if not distance(base, run) <= FACTOR * distance(base, self.permuted):
+        expected, text, permuted = ((folder / "out").read_text() for folder in (base, run, self.permuted))
+        if not same_words(expected, text) or different_line(expected, permuted) is None:
+            return False
+        limit = FACTOR * distance(base, self.permuted)
+        if not 0.0 < distance(base, run) <= limit:
             return False
         self.verdict.is_rounded = True
         return True
