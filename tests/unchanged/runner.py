@@ -76,10 +76,10 @@ def execute(observed: Observed, processes: int) -> str:
 
 
 def rounded(text: str) -> list[str]:
-    """Return the lines of a text with numbers rounded to 3 digits, and without times."""
+    """Return the lines of a text, without lines with times, as of progress bars."""
     lines = []
     for line in re.split(r"[\r\n]+", _TIMES.sub("TIME", text)):
-        if "TIME" not in line:  # of a progress bar
+        if "TIME" not in line:
             lines.append(line.rstrip())
     return lines
 

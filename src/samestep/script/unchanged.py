@@ -1,4 +1,7 @@
-"""Run of a script on several processes: what a script that knows one device needs, around its own code."""
+"""Run of a script on several processes: what a script that knows one device needs, around its own code.
+
+Decisions: docs/decisions/unchanged.md
+"""
 
 from __future__ import annotations
 
