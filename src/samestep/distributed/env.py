@@ -211,25 +211,28 @@ def variables_of_subprocess(variables: Mapping[str, str]) -> Iterator[None]:
 def visible_devices_kept(report: Callable[[str | None], None]) -> Iterator[None]:
     """Ignore changes of CUDA_VISIBLE_DEVICES inside the block, after `report(new value)`, None if it is removed."""
     variables: Any = type(os.environ)
-    before = variables.__setitem__, variables.__delitem__
+    set_before = variables.__setitem__
+    delete_before = variables.__delitem__
 
     def set_item(self: Any, name: str, value: str) -> None:
         if name == _VISIBLE:
             report(value)
         else:
-            before[0](self, name, value)
+            set_before(self, name, value)
 
     def delete_item(self: Any, name: str) -> None:
         if name == _VISIBLE:
             report(None)
         else:
-            before[1](self, name)
+            delete_before(self, name)
 
-    variables.__setitem__, variables.__delitem__ = set_item, delete_item
+    variables.__setitem__ = set_item
+    variables.__delitem__ = delete_item
     try:
         yield
     finally:
-        variables.__setitem__, variables.__delitem__ = before
+        variables.__setitem__ = set_before
+        variables.__delitem__ = delete_before
 
 
 def enter_fork_server() -> int:
