@@ -23,6 +23,7 @@ from samestep.view.thread_modes import ThreadModes
 _SEED = 20260  # of the choices of a trial; never of a rank
 _NOISE = 65_537  # numbers that are repeated, since a random number for each parameter takes time
 _OTHER_DRAWS = 5  # seed
+_ROUNDING = 1e-6  # of running means that are zero but for float32
 _LARGE = 1000.0  # times the value of a row
 # Change of the rows: masks of a batch with padding, or one row with large values, with other random draws.
 Change = Literal["masks", "rows"]
@@ -217,14 +218,14 @@ class Run:
 
 
 def _moved(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Return a parameter moved by noise of 1 % of its standard deviation, or of 0.01."""
+    """Return a parameter moved by noise of 1 % of its standard deviation, at least 0.0001; 0.01 if all are equal."""
     if not (value.is_floating_point() or value.is_complex()) or not value.numel():
         return value
     scale = 0.01
     if value.numel() > 1:
         deviation = float(value.flatten()[:_NOISE].abs().std())
         if 0 < deviation < float("inf"):
-            scale *= deviation
+            scale *= max(deviation, 0.01)  # biases after one step; with less, means after batch norm were rounding
     return value.add_(_repeated(noise, value), alpha=scale)
 
 
@@ -235,8 +236,8 @@ def _repeated(noise: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _without_zeros(value: torch.Tensor) -> torch.Tensor:
-    """Let a tensor of zeros, such as a weight that begins at zero, have small numbers that hide no term."""
-    if value.is_floating_point() and value.numel() and not bool(value.any()):
+    """Let a tensor of zeros, or of their rounding, have small numbers that hide no term, and can be compared."""
+    if value.is_floating_point() and value.numel() and float(value.abs().max()) < _ROUNDING:
         numbers = min(value.numel(), _NOISE)
         noise = torch.rand(numbers, generator=torch.Generator().manual_seed(_SEED), dtype=value.dtype)
         value.add_(_repeated(noise, value), alpha=0.01)

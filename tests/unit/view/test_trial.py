@@ -535,6 +535,19 @@ def test_layers_with_a_rule(layer: nn.Module) -> None:
     assert tried(module, x(3)).minimum_rows == 1
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_means_that_are_zero_but_for_rounding(affine: bool) -> None:
+    """After batch norm without a nonlinearity, as in EfficientNet and ShuffleNet, the means of a layer are its bias."""
+    module = nn.Sequential(
+        nn.Linear(3, 64), nn.BatchNorm1d(64, affine=affine), nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64)
+    )
+    for _ in range(2):
+        module(x(3))  # statistics are not those of the beginning
+    if affine:
+        nn.init.normal_(module[1].bias, std=1e-10)
+    assert tried(module, x(3)).outputs == (ROWS,)
+
+
 def test_one_row_alone_may_be_another_matter() -> None:
     division = tried(Call(lambda m, v: m.l(v).squeeze(), l=nn.Linear(3, 2)), x(3))
     assert division.minimum_rows == 2
