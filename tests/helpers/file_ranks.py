@@ -4,9 +4,11 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ class Rank:
 
     def exchange(self) -> None:
         """Meet the other ranks, as a training step does."""
-        self.writer.mark_ready()
+        self.writer.exchange()
         self.meet()
 
     def meet(self) -> None:
@@ -78,10 +80,13 @@ def _run(body: Any, folder: Path, shared: Path, rank: int, ranks: int, status: A
     os.chdir(folder)
     try:
         with one_writer(rank, ranks, shared, status, keep_bytes=keep) as writer:
-            return body(Rank(rank, writer, status, barrier))
+            result = body(Rank(rank, writer, status, barrier))
     except BaseException:
         barrier.abort()
         return traceback.format_exc()
+    with suppress(threading.BrokenBarrierError):
+        barrier.wait(30)  # rank 0 exists until all have ended, as in a world
+    return result
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:

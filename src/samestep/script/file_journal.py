@@ -91,6 +91,24 @@ class Journal:
             self._end += len(complete)
 
 
+class Exchanges:
+    """Number of exchanges that rank 0 has begun, in a file."""
+
+    def __init__(self, folder: str) -> None:
+        self._descriptor = REAL.descriptor(f"{folder}/exchanges", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._number = 0
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def advance(self) -> None:
+        """Count an exchange that rank 0 begins."""
+        self._number += 1
+        os.pwrite(self._descriptor, self._number.to_bytes(8), 0)
+
+    def read(self) -> int:
+        """Return the number."""
+        return int.from_bytes(os.pread(self._descriptor, 8, 0))
+
+
 class NotedFile(io.FileIO):
     """File that calls a function after it was closed, in the process that opened it."""
 

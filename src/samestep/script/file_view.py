@@ -16,7 +16,7 @@ from typing import Any
 from samestep.distributed.status import RankStatus
 from samestep.errors import RunError
 from samestep.script.file_functions import path_argument
-from samestep.script.file_journal import PATHS, REAL, Exemptions, Journal, key_of
+from samestep.script.file_journal import PATHS, REAL, Exchanges, Exemptions, Journal, key_of
 from samestep.view.fingerprints import script_line
 
 _POLL_SECONDS = 0.01
@@ -50,7 +50,8 @@ class FileView:
         REAL.mkdir(self._root)
         self._first = Journal(f"{folder}/journal")
         self._changes = Journal(f"{self._root}.changes")
-        self._reads = Journal(f"{folder}/reads-{rank}")
+        self._exchanges = Exchanges(folder)
+        self._own_exchanges = 0
         self._exempt = Exemptions(folder)
         self._status = status
         self._keep_bytes = keep_bytes
@@ -76,13 +77,16 @@ class FileView:
     def mark_ready(self) -> None:
         """Do nothing: the other ranks wait for rank 0 alone."""
 
+    def exchange(self) -> None:
+        """Note the beginning of an exchange with the other ranks."""
+        self._own_exchanges += 1
+
     def close(self) -> None:
         """End the view; replacements that are still held call the functions of the system."""
         self._is_active = False
         if self._is_moved:
             with suppress(FileNotFoundError):
                 REAL.chdir(self._directory)
-        self._reads.append("end")
 
     # --- places ------------------------------------------------------------------------------------------
 
@@ -208,14 +212,13 @@ class FileView:
             self._is_ready = True
             self._has_ended = operation == "end"
         elif operation == "closed":
+            self._note_location(path, "")
             self._contents[path] = [path]
             self._closes[key_of(path)].append(self._contents[path])
         elif operation == "moved":
-            if path in self._contents:
-                self._contents[other] = self._contents.pop(path)
-                self._contents[other][0] = other
+            self._note_location(path, other)
         else:
-            self._contents.pop(path, [""])[0] = ""
+            self._note_location(path, "")
             if not self._is_ready:
                 self._touched.add(path)
                 (self._removed if operation == "removed" else self._made).add(path)
@@ -225,6 +228,13 @@ class FileView:
             self._has_links = self._has_links or stat.S_ISLNK(REAL.lstat(other).st_mode if other else 0)
             if is_lost:
                 self._dropped.setdefault(other, None)
+
+    def _note_location(self, path: str, location: str) -> None:
+        """Note that the content at a path of rank 0 is elsewhere now; "" for nowhere."""
+        content = self._contents.pop(path, None)
+        if content is not None:
+            content[0] = location
+            self._contents[location] = content
 
     def _note_own(
         self, folder: str, name: str, path: str, is_dropped: bool, token: Token | None, is_link: bool
@@ -247,9 +257,14 @@ class FileView:
             return seen_at
         if (token := self._dropped[seen_at]) is not None:
             key, number = token
-            self._update()
-            self._reads.append("wait", key, number)
-            self._wait(lambda: len(self._closes[key]) >= number or self._has_ended, f"{path} from rank 0")
+
+            def is_over() -> bool:
+                # At a later exchange rank 0 waits for this rank, and does not write the file any more.
+                is_passed = self._exchanges.read() > self._own_exchanges or self._has_ended
+                self._update()
+                return is_passed or len(self._closes[key]) >= number
+
+            self._wait(is_over, f"{path} from rank 0")
             if location := self._location(seen_at):
                 return location
         file, line = script_line(sys._getframe())
@@ -264,9 +279,6 @@ class FileView:
     def _is_noted(self, path: Any) -> bool:
         """Whether this rank or rank 0 has changed what is at a path."""
         return isinstance(path, str) and (self._is_own(path) or path in self._dropped)
-
-    def _note_read(self, path: str) -> None:
-        self._reads.append("read", key_of(path.removeprefix(self._root)))
 
     def query(self, name: str) -> Callable[..., Any]:
         """Return the replacement of a function of `os` that takes a path and changes nothing."""
@@ -289,10 +301,13 @@ class FileView:
             seen_at = self.located(path) if path is not None else None
             if seen_at is None or not self._is_noted(seen_at):
                 return real(*arguments, **options)
-            positional, named = put(self._content(path, seen_at))
-            result = self._exempt.passing(real, *positional, **named)
-            self._note_read(seen_at)
-            return result
+            # Opened here, because the content of rank 0 can go elsewhere.
+            descriptor = self._query(path, lambda target: REAL.descriptor(self._content(path, target), os.O_RDONLY))
+            try:
+                positional, named = put(f"/dev/fd/{descriptor}" if seen_at in self._dropped else seen_at)
+                return self._exempt.passing(real, *positional, **named)
+            finally:
+                os.close(descriptor)
 
         return call
 

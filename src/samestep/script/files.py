@@ -7,8 +7,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,19 +21,19 @@ from samestep.script.file_journal import (
     REAL,
     UNNAMED,
     WRITING,
+    Exchanges,
     Exemptions,
     Journal,
     begins_again,
     below,
     copy_file,
-    key_of,
     noted_file,
 )
 from samestep.script.overlay import Overlay
 from samestep.view.fingerprints import is_library_file
 
 KEEP_BYTES = 64 * 2**20
-_POLL_SECONDS = 0.01
+_MAX_HELD = 256  # large files; a process has 1,024 descriptors
 _COPIES = 16  # total size of kept copies, in multiples of the limit of one
 
 
@@ -61,7 +59,7 @@ def one_writer(
     place = os.path.realpath(folder)
     writer: FirstWriter | Overlay
     if rank == 0:
-        writer = FirstWriter(size, place, status, keep_bytes)
+        writer = FirstWriter(place, keep_bytes)
     else:
         writer = Overlay(rank, place, status, keep_bytes)
     replaced = Replaced(writer) if size > 1 else None
@@ -84,29 +82,30 @@ class FirstWriter:
 
     Lines of the journal: `made PATH`, `changed PATH`, `removed PATH`, each before the operation, with the path of a
     copy of what was there when rank 0 was ready ("" for nothing) and whether the copy lacks the content; `closed PATH`
-    after a complete file; `moved PATH PATH`; `ready` and `end`.
+    after a complete file; `moved PATH PATH` when its content can be read elsewhere ("" for nowhere), before it can no
+    longer be read at the first path; `ready` and `end`.
+
+    Rank 0 waits for no other rank. A large file that it changes or removes stays open, so that its content can be read
+    through `/proc`, until the other ranks have passed the point at which it was changed.
 
     Attributes:
         files: number of files that were written and closed.
         private_bytes: 0.
     """
 
-    def __init__(self, size: int, folder: str, status: RankStatus, keep_bytes: int) -> None:
+    def __init__(self, folder: str, keep_bytes: int) -> None:
         self.files = 0
         self.private_bytes = 0
         self._folder = folder
-        self._status = status
         self._keep_bytes = keep_bytes
         self._copied_bytes = 0
         self._copies = 0
         self._exempt = Exemptions(folder)
         self._journal = Journal(f"{folder}/journal")
-        self._others = [Journal(f"{folder}/reads-{rank}") for rank in range(1, size)]
-        self._other_reads: list[Counter[str]] = [Counter() for _ in self._others]
-        self._closes: Counter[str] = Counter()  # by key
-        self._reads: Counter[str] = Counter()  # of large files, by key
-        self._large: set[str] = set()  # keys of large files that were written
-        self._endings: set[str] = set()  # of their names
+        self._exchanges = Exchanges(folder)
+        self._large: set[str] = set()  # large files that were written, and not changed since
+        self._held: list[int] = []  # descriptors of such files that were changed since the last exchange
+        self._passed: list[int] = []  # since the one before
         self._changed: set[str] = set()  # since rank 0 is ready
         self._opened: set[str] = set()  # for writing, at any time
         self._is_ready = False
@@ -120,6 +119,15 @@ class FirstWriter:
             self._changed.clear()
             self._is_ready = True
             self._journal.append("ready")
+
+    def exchange(self) -> None:
+        """Note the beginning of an exchange with the other ranks, which have reached the exchange before it."""
+        self.mark_ready()
+        for descriptor in self._passed:
+            self._release(descriptor)
+        self._passed = self._held
+        self._held = []
+        self._exchanges.advance()
 
     def close(self) -> None:
         """End the journal; replacements that are still held call the functions of the system."""
@@ -140,7 +148,7 @@ class FirstWriter:
     # --- journal -----------------------------------------------------------------------------------------
 
     def _change(
-        self, path: Any, *, follow: bool = True, truncates: bool = False, removes: bool = False, is_moved: bool = False
+        self, path: Any, *, follow: bool = True, truncates: bool = False, removes: bool = False, replaces: bool = False
     ) -> str:
         """Note a change of a path that follows; return the path without links, or "" if it need not be noted.
 
@@ -149,7 +157,7 @@ class FirstWriter:
             follow: a link is followed.
             truncates: a regular file is written from its beginning.
             removes: the path is removed.
-            is_moved: the content goes on under another path.
+            replaces: no path leads to the old file any more, so that its content does not change.
         """
         if not self._is_active or not isinstance(path, PATHS):
             return ""
@@ -160,14 +168,14 @@ class FirstWriter:
         kind = stat.S_IFMT(state.st_mode) if state is not None else stat.S_IFREG
         if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
             return ""
-        if not is_moved:
-            self._hold(name)
         is_fresh = truncates and state is not None and self._can_begin_again(name, state)
+        if name in self._large:
+            self._hold(name, is_in_place=not (is_fresh or replaces))
         copy, is_lost = "", False
         if state is not None and self._is_ready and name not in self._changed:
-            copy, is_lost = self._keep(name, state, is_unchanged=is_fresh or (removes and not is_moved))
+            copy, is_lost = self._keep(name, state, is_unchanged=is_fresh or replaces)
         operation = "removed" if removes else "made" if state is None else "changed"
-        if operation != "changed" or name not in self._changed or key_of(name) in self._large:
+        if operation != "changed" or name not in self._changed:
             self._journal.append(operation, name, copy, is_lost)
         self._changed.add(name)
         if is_fresh and state is not None:
@@ -197,8 +205,8 @@ class FirstWriter:
     def _can_begin_again(self, name: str, state: os.stat_result) -> bool:
         """Whether a new file can take the place of an old one, which no other file of this process writes."""
         is_plain = stat.S_ISREG(state.st_mode) and state.st_nlink == 1 and state.st_uid == os.geteuid()
-        is_own = name in self._opened and key_of(name) not in self._large
-        return self._is_ready and is_plain and not is_own and os.access(os.path.dirname(name), os.W_OK)
+        is_free = name in self._large or (self._is_ready and name not in self._opened)
+        return is_plain and is_free and os.access(os.path.dirname(name), os.W_OK)
 
     def _keep(self, name: str, state: os.stat_result, *, is_unchanged: bool) -> tuple[str, bool]:
         """Keep what is at a path for other ranks; return the path of the copy, and whether it lacks the content."""
@@ -210,7 +218,7 @@ class FirstWriter:
         if stat.S_ISLNK(state.st_mode):
             REAL.symlink(REAL.readlink(name), copy)
             return copy, False
-        if is_unchanged:
+        if is_unchanged and state.st_nlink == 1:
             with suppress(OSError):  # another file system
                 REAL.link(name, copy)
                 return copy, False
@@ -224,39 +232,35 @@ class FirstWriter:
         if not is_counted or not self._is_active:
             return
         with suppress(FileNotFoundError):
-            if REAL.stat(name).st_size > self._keep_bytes and self._is_ready:
-                self._note_large(name)
-        self._closes[key_of(name)] += 1
+            if REAL.stat(name).st_size > self._keep_bytes:
+                self._large.add(name)
         self._journal.append("closed", name)
 
-    def _hold(self, name: str) -> None:
-        """Wait until all ranks have read a large file as often as this one."""
-        key = key_of(name)
-        count = self._reads[key] if key in self._large else 0
-        for other, reads in zip(self._others, self._other_reads, strict=True):
+    def _hold(self, name: str, *, is_in_place: bool = False) -> str:
+        """Keep a large file, which is changed now, open for ranks that have not read it yet; return where to read it.
 
-            def note(operation: str, key: str = "", number: int = 0, reads: Counter[str] = reads) -> None:
-                # A rank that waits for a file that is not written yet has passed all reads before: this is no peer.
-                if operation == "end" or (operation == "wait" and number > self._closes[key]):
-                    reads["end"] += 1
-                else:
-                    reads[key] += operation == "read"
+        Args:
+            name: path of the file.
+            is_in_place: the file itself is changed, so that a copy of it is needed.
+        """
+        self._large.remove(name)
+        location = ""
+        with suppress(OSError):  # then a rank that reads the file has an error
+            copy = f"{self._folder}/held"
+            if is_in_place:
+                copy_file(name, copy, float("inf"))
+            self._held.append(REAL.descriptor(copy if is_in_place else name, os.O_RDONLY))
+            location = _through(self._held[-1])
+            if is_in_place:
+                REAL.unlink(copy)
+            if len(self._held) > _MAX_HELD:
+                self._release(self._held.pop(0))
+        self._journal.append("moved", name, location)
+        return location
 
-            while count and not reads["end"]:
-                other.update(note)
-                if reads[key] >= count:
-                    break
-                with self._status.waiting(f"readers of {name}"):
-                    time.sleep(_POLL_SECONDS)
-
-    def _note_large(self, name: str) -> None:
-        self._large.add(key_of(name))
-        self._endings.add(name[-3:])
-
-    def _note_read(self, path: Any) -> None:
-        # Most reads are of other files, such as images.
-        if self._large and os.fsdecode(path)[-3:] in self._endings and not self._exempt.local.depth:
-            self._reads[key_of(os.path.realpath(os.fsdecode(path)))] += 1
+    def _release(self, descriptor: int) -> None:
+        self._journal.append("moved", _through(descriptor), "")
+        os.close(descriptor)
 
     # --- replacements ------------------------------------------------------------------------------------
 
@@ -274,8 +278,6 @@ class FirstWriter:
         """Replace `open`."""
         is_real = opener is not None or not isinstance(file, PATHS) or not self._is_active
         if is_real or mode in READING:
-            if not is_real:
-                self._note_read(file)
             return REAL.open(file, mode, buffering, encoding, errors, newline, closefd, opener)
         REAL.open(os.devnull, mode.replace("x", "w"), buffering, encoding, errors, newline).close()  # checks arguments
         name = self._change(file, truncates="w" in mode)
@@ -316,40 +318,54 @@ class FirstWriter:
         def call(path: Any, **options: Any) -> Any:
             is_folder = os.path.isdir(path) and not os.path.islink(path)
             if is_folder == (real is REAL.rmdir):
-                self._change(path, follow=False, removes=True)
+                self._change(path, follow=False, removes=True, replaces=True)
             return real(path, **options)
 
         return call
 
     def _renaming(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(src: Any, dst: Any, **options: Any) -> Any:
+            moves: list[tuple[str, str | None]] = []
             if self._is_active and os.path.lexists(src):
-                self._note_move(self._name(src, follow=False), self._name(dst, follow=False))
-            return real(src, dst, **options)
+                moves = self._note_move(self._name(src, follow=False), self._name(dst, follow=False))
+            result = real(src, dst, **options)
+            for path, location in moves:
+                if location is None:
+                    self._closed(path)
+                else:
+                    self._journal.append("moved", location, path)
+                    self._large.add(path)
+            return result
 
         return call
 
-    def _note_move(self, source: str, path: str) -> None:
+    def _note_move(self, source: str, path: str) -> list[tuple[str, str | None]]:
+        """Note a move that follows.
+
+        Returns:
+            New path of each large file, and where it can be read meanwhile; None for a file that each rank had for
+            itself.
+        """
+        if source == path:
+            return []
         is_folder = os.path.isdir(source) and not os.path.islink(source)
         paths = below(source) if is_folder else [source]
+        moves: list[tuple[str, str | None]] = []
         for each in paths:
             new = path + each.removeprefix(source)
-            if self._change(new, follow=False):
+            if self._change(new, follow=False, replaces=True):
                 if self._exempt.covers(each):
-                    self._closed(new)
-                if key_of(each) in self._large:
-                    self._note_large(new)
-                self._journal.append("moved", each, new)
+                    moves.append((new, None))
+                elif each in self._large:
+                    moves.append((new, self._hold(each)))
         for each in paths:
-            self._change(each, follow=False, removes=True, is_moved=True)
+            self._change(each, follow=False, removes=True)
+        return moves
 
     def reader(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
         """Return the replacement of a function that reads a file in C++."""
 
         def call(*arguments: Any, **options: Any) -> Any:
-            path, _ = path_argument(position, keyword, arguments, options)
-            if path is not None and self._is_active:
-                self._note_read(path)
             return self._exempt.passing(real, *arguments, **options)
 
         return call
@@ -406,3 +422,8 @@ class FirstWriter:
         if self._is_active and self._names_programs and line not in self._named:
             self._named.add(line)
             logger.info("%s:%d %s, on every process", *line, what)
+
+
+def _through(descriptor: int) -> str:
+    """Return the path through which other processes open a file of this process."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"

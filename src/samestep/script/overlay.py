@@ -163,11 +163,7 @@ class Overlay(FileView):
             def read(target: Any) -> Any:
                 if target is file:
                     return REAL.open(file, mode, buffering, encoding, errors, newline)
-                if not self._is_noted(target):
-                    return noted_file(file, target, how)
-                opened = noted_file(file, self._content(file, target), how)
-                self._note_read(target)
-                return opened
+                return noted_file(file, self._content(file, target), how)
 
             return self._query(file, read)
         REAL.open(os.devnull, mode.replace("x", "w"), buffering, encoding, errors, newline).close()  # checks arguments

@@ -171,7 +171,7 @@ def unchanged(
         stack.enter_context(calls.installed())
         writer = _one_writer(stack, worker, folder)
         summary.writer = writer
-        view.at_first_word = partial(_begin, writer, worker)
+        view.before_word = partial(_begin, view, writer, worker)
         with _ending_on_request(view):
             yield summary
     if world.is_main:
@@ -187,10 +187,11 @@ def _one_writer(stack: ExitStack, worker: WorkerSpec, folder: str) -> FirstWrite
     return writer
 
 
-def _begin(writer: FirstWriter | Overlay, worker: WorkerSpec) -> None:
-    """Notice that the script reaches the other ranks for the first time."""
-    writer.mark_ready()
+def _begin(view: View, writer: FirstWriter | Overlay, worker: WorkerSpec) -> None:
+    """Prepare for the exchanges with other ranks, before the first one."""
     worker.stop.install()  # not earlier: SIGTERM must end a script that reaches no word
+    writer.exchange()
+    view.before_word = writer.exchange
 
 
 def _report(summary: Summary) -> None:

@@ -124,8 +124,7 @@ class View:
         # How loaders read their batches, by data set.
         self.batch_decisions: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
         self.keeps_rows = True  # large tensors of batches are not gathered
-        # For a script that knows nothing of other ranks, and has not seen them so far.
-        self.at_first_word: Callable[[], None] | None = None
+        self.before_word: Callable[[], None] | None = None
         self.raises_interrupt = False  # a request to stop is a KeyboardInterrupt, at the same word on all ranks
         self._is_suspended = False
         self._process = os.getpid()
@@ -232,9 +231,8 @@ class View:
             RankMismatchError: something that must be equal differs between ranks.
             KeyboardInterrupt: a rank has requested the end of the script.
         """
-        if self.at_first_word is not None:
-            self.at_first_word()
-            self.at_first_word = None
+        if self.before_word is not None:
+            self.before_word()
         self._words += 1
         own = [self.in_step.digest(), action, self._words, *fields]
         own += [0] * (_WORD - 1 - len(own))

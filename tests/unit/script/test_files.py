@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import pickle
+import random
 import shutil
 import sqlite3
 import subprocess
@@ -29,6 +30,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from helpers.file_ranks import KEEP_BYTES, Rank, on_ranks, tree
+from samestep.errors import RunError
+from samestep.script.file_journal import Journal
 
 LARGE = 3 * KEEP_BYTES
 
@@ -416,7 +419,7 @@ def test_a_wait_for_preparation_is_seen_and_counts_as_progress(tmp_path: Path) -
 # --- large files ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long  # waits without end on a busy machine
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["best.pt", "runs/{}/best.pt"])
 def test_a_large_file_is_read_back_from_rank_0(where: str, tmp_path: Path) -> None:
     def body(rank: Rank) -> Any:
@@ -454,6 +457,47 @@ def test_rank_0_keeps_a_large_file_until_all_have_read_it(tmp_path: Path) -> Non
     assert on_ranks(body, tmp_path) == [[{0}, {1}, {2}]] * 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_no_order_of_ranks_shows_another_version_of_a_large_file(seed: int, tmp_path: Path) -> None:
+    def body(rank: Rank) -> Any:
+        draws = random.Random(3 * seed + rank.rank)
+        append = Journal.append
+
+        def slow_append(journal: Journal, *entry: Any) -> None:
+            time.sleep(draws.choice([0, 0, 0.05]))
+            append(journal, *entry)
+            time.sleep(draws.choice([0, 0, 0.05]))
+
+        Journal.append = slow_append  # type: ignore[method-assign]
+        rank.exchange()
+        results = []
+        for epoch in range(4):
+            Path("a.tmp").write_bytes(bytes([epoch]) * LARGE)
+            os.replace("a.tmp", "a.bin")
+            with open("a.bin", "rb") as file:
+                results.append(set(file.read()))
+            if epoch == 2:
+                with open("a.bin", "r+b") as file:  # in place
+                    file.write(bytes([9]))
+        os.remove("a.bin")
+        return results
+
+    assert on_ranks(body, tmp_path) == [[{0}, {1}, {2}, {3}]] * 3
+
+
+def test_large_files_of_passed_exchanges_are_closed(tmp_path: Path) -> None:
+    def body(rank: Rank) -> Any:
+        counts = []
+        for epoch in range(3):
+            Path("a.bin").write_bytes(bytes([epoch]) * LARGE)
+            rank.exchange()
+            counts.append(len(os.listdir(f"/proc/{os.getpid()}/fd")))
+        return counts[2] - counts[1]
+
+    assert on_ranks(body, tmp_path) == [0] * 3
+
+
 @pytest.mark.parametrize("name", ["temporary", "random"])
 def test_a_large_file_below_a_random_name(name: str, tmp_path: Path) -> None:
     def body(rank: Rank) -> Any:
@@ -472,16 +516,24 @@ def test_a_large_file_below_a_random_name(name: str, tmp_path: Path) -> None:
         assert result == LARGE if name == "temporary" else "[E_SCRIPT_FILES]" in result
 
 
-def test_large_content_that_rank_0_never_writes_is_an_error_with_the_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("waits", [False, True], ids=["ends", "waits"])
+def test_large_content_that_rank_0_never_writes_is_an_error_with_the_line(waits: bool, tmp_path: Path) -> None:
     def body(rank: Rank) -> Any:
         rank.exchange()
         if rank.is_first:
-            return ""
+            if waits:
+                rank.writer.exchange()
+                time.sleep(1)
+            return waits
         Path("own.bin").write_bytes(bytes(LARGE))
-        return Path("own.bin").read_bytes()
+        start = time.monotonic()
+        with pytest.raises(RunError) as raised:
+            Path("own.bin").read_bytes()
+        assert time.monotonic() - start < 0.9
+        return str(raised.value)
 
     first, *others = on_ranks(body, tmp_path)
-    assert first == ""
+    assert first == waits
     for text in others:
         assert "test_files.py:" in text
         assert "own.bin is read, but its content is gone or was never written by rank 0 [E_SCRIPT_FILES]" in text

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -61,7 +62,7 @@ def noted_files(folder: Path, scratch: Path) -> Iterator[None]:
         if size == 1:  # no other rank needs a replacement of the functions of files
             assert process_state.worker is not None
             (folder / "writer").mkdir()
-            functions = Replaced(FirstWriter(1, str(folder / "writer"), process_state.worker.rank_status, 0))
+            functions = Replaced(FirstWriter(str(folder / "writer"), sys.maxsize))
             stack.callback(functions.undo)
         yield
 
