@@ -13,9 +13,11 @@ from typing import ClassVar
 
 from samestep.cli.launch_options import FaultOptions
 from samestep.cli.options import argument, option, output_folder, require_file, timed_name
+from samestep.distributed.streams import report_line
 from samestep.errors import EXIT_DONE, EXIT_STOPPED
 from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
 from samestep.launcher.pickling import ByName
+from samestep.script.mode import mode_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,7 @@ def run(options: Options) -> int:
     """Run the script; return its exit code if every rank succeeded, 130 after a request to stop."""
     if not options.module:
         require_file(options.script)
+    mode = mode_of(options.script, is_module=options.module, own_group=options.own_group)
     stem = options.script.name if options.module else options.script.stem
     folder = options.runs / timed_name(options.runs, stem)
     log_dir = folder / "logs"
@@ -61,7 +64,7 @@ def run(options: Options) -> int:
         options.script,
         tuple(options.arguments),
         is_module=options.module,
-        own_group=options.own_group,
+        mode=mode,
         reduction="exact" if options.exact else "fast",
         explains=options.explain,
         folder=folder.resolve() if processes[1] > 1 else None,
@@ -69,6 +72,8 @@ def run(options: Options) -> int:
     starts = itertools.count()
 
     def attempt(count: int, config: LaunchConfig) -> LaunchResult:
+        if count > 1:
+            report_line(f"samestep: {options.script} on {count} processes: {mode}")
         restarts = (next(starts), options.max_restarts)
         return run_workers(call, *restarts, processes=count, launch_config=config, environment=options.environment)
 

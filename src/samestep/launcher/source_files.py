@@ -16,11 +16,14 @@ from functools import cache
 from importlib.machinery import PathFinder, all_suffixes
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError
 from samestep.report_limits import printable
 from samestep.units import plural
+
+if TYPE_CHECKING:
+    from samestep.distributed.world import World
 
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 _MAX_NAMED = 10  # modules in one error
@@ -83,6 +86,8 @@ class SourceFiles:
         Raises:
             InputError: a module of two ranks differs.
         """
+        from samestep.distributed.world import all_gather  # imports torch, which launchers do without
+
         self.note_imports()
         (main_host, first), *others = all_gather([socket.gethostname(), self._hashes], world)
         for rank, (host, hashes) in enumerate(others, 1):

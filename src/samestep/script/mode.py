@@ -1,4 +1,4 @@
-"""Kind of a script: whether it, or a module of its folder, imports Samestep."""
+"""Mode of a script: whether it, or a module of its folder, imports Samestep."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from enum import StrEnum
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -14,6 +15,22 @@ from typing import Any
 from samestep.launcher.source_files import is_users_file
 
 PACKAGE = "samestep"
+
+
+class Mode(StrEnum):
+    """How a script runs on several processes, as the first line of a run says."""
+
+    UNCHANGED = "calls of its models are divided"
+    SAMESTEP = "it imports samestep"
+    OWN_GROUP = "it creates a process group of its own"
+
+
+def mode_of(script: Path, *, is_module: bool, own_group: bool) -> Mode:
+    """Return the mode of a script, or of a module with its name as `script`."""
+    if own_group:
+        return Mode.OWN_GROUP
+    file, package = _file_of_module(str(script)) if is_module else (script, "")
+    return Mode.SAMESTEP if file is not None and imports_samestep(file, package) else Mode.UNCHANGED
 
 
 def imports_samestep(script: Path, package: str = "") -> bool:
@@ -77,7 +94,7 @@ def _files(name: str, path: list[str]) -> Iterator[tuple[Path, str]]:
         locations = list(locations)
 
 
-def file_of_module(name: str) -> tuple[Path | None, str]:
+def _file_of_module(name: str) -> tuple[Path | None, str]:
     """Return the file that `python -m name` runs and the name of its package; None if there is none."""
     files = list(_files(name, ["", *sys.path]))
     if not files:

@@ -19,7 +19,6 @@ from samestep.config import Reduction, StrategyConfig
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.logging import logger
 from samestep.distributed.signals import StoppedLoop
-from samestep.distributed.streams import report_line
 from samestep.distributed.world import World, all_gather
 from samestep.errors import EXIT_DONE, EXIT_FAILED
 from samestep.global_view import joined_view, owner_of
@@ -31,7 +30,7 @@ from samestep.script.console import shared_console
 from samestep.script.entropy import equal_entropy
 from samestep.script.files import FirstWriter, one_writer
 from samestep.script.loaders import own_rows_of_loaders
-from samestep.script.mode import file_of_module, imports_samestep, uses_samestep
+from samestep.script.mode import Mode, uses_samestep
 from samestep.script.overlay import Overlay
 from samestep.script.programs import FirstRankPrograms, programs_of_first_rank
 from samestep.script.refusals import plain_start_method, refusals
@@ -51,21 +50,21 @@ def run(
     restarts: int = 0,
     max_restarts: int = 0,
     *,
+    mode: Mode,
     is_module: bool = False,
-    own_group: bool = False,
     reduction: Reduction = "fast",
     explains: bool = False,
     folder: Path | None = None,
 ) -> int:
-    """Run a script in this rank, with the calls of its models divided unless it imports Samestep.
+    """Run a script in this rank.
 
     Args:
         script: file, or the name of a module with `is_module`.
         arguments: arguments of the script.
         restarts: number of earlier starts.
         max_restarts: largest number of restarts.
+        mode: calls of models are divided in the mode `UNCHANGED`.
         is_module: run a module, as `python -m`.
-        own_group: the script creates a process group of its own; nothing is divided.
         reduction: reduction of divided calls.
         explains: print details in the summary.
         folder: folder of the run, which receives the summary; None for none.
@@ -73,24 +72,19 @@ def run(
     Returns:
         The exit code of the script.
     """
-    rank, size = rank_and_size()
-    file, package = file_of_module(str(script)) if is_module else (script, "")
-    is_unchanged = not own_group and not (file is not None and imports_samestep(file, package))
-    if rank == 0 and size > 1:
-        report_line(f"samestep: {script} on {size} processes: {_mode(is_unchanged, own_group)}")
-    path = folder / FILE if folder is not None and rank == 0 else None
     surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
-    if is_unchanged:
+    if mode is Mode.UNCHANGED:
+        path = folder / FILE if folder is not None else None
         surroundings = partial(unchanged, reduction, explains=explains, path=path)
     try:
         run_script(
             *(script, arguments, restarts, max_restarts),
-            own_group=own_group,
+            own_group=mode is Mode.OWN_GROUP,
             is_module=is_module,
             surroundings=surroundings,
         )
     except SystemExit as end:
-        if not is_unchanged or size == 1:
+        if mode is not Mode.UNCHANGED:
             raise
         return _exit_code(end)
     return EXIT_DONE
@@ -114,12 +108,6 @@ def call(function: Callable[[], Any]) -> Any:
         return function()
 
 
-def _mode(is_unchanged: bool, own_group: bool) -> str:
-    if own_group:
-        return "it creates a process group of its own"
-    return "calls of its models are divided" if is_unchanged else "it imports samestep"
-
-
 @contextmanager
 def unchanged(
     reduction: Reduction = "fast",
@@ -134,48 +122,66 @@ def unchanged(
         reduction: reduction of divided calls.
         strategy: strategy of the world.
         explains: print details in the summary.
-        path: file that receives the summary during the run and at its end, or None.
+        path: file that receives the summary of rank 0 during the run and at its end, or None.
 
     Yields:
         What is divided in this rank.
     """
     rank, size = rank_and_size()
-    with ExitStack() as stack:
-        if size == 1 and reduction == "fast":
-            summary = _alone(stack, explains=explains)
+    is_reporting = rank == 0 and not process_state.is_experiment
+    try:
+        with ExitStack() as stack:
+            if size == 1 and reduction == "fast":
+                summary = _alone(stack)
+            else:
+                summary = _together(stack, reduction, strategy, path if rank == 0 else None)
+            summary.explains = explains
             yield summary
-            _report(summary)
-            return
-        require_microbatches(None, size)
-        folder = _temporary_folder() if rank == 0 else ""
-        world = init(reduction=reduction, strategy=strategy)
-        if logger.handlers:  # otherwise a script that configures logging would have its lines, in log files too
-            stack.enter_context(replaced(logger, propagate=False))
-        view = joined_view(None, reduction)
-        worker = process_state.worker
-        assert worker is not None
-        view.interrupt_on(worker.stop)
-        (folder, seed), *_ = all_gather([folder, secrets.token_hex(32)], world)
-        stack.enter_context(equal_entropy(bytes.fromhex(seed), view.in_step.seeds))
-        stack.enter_context(shared_console(world.rank, size, partial(_share, view, world)))
-        stack.enter_context(refusals(has_own_device=is_accelerator(view.device)))
-        summary = Summary(
-            *(stack.enter_context(own_rows_of_loaders(partial(_readers, view))), view.modules, size),
-            has_host_times=is_accelerator(view.device),
-            explains=explains,
-            seeds=view.in_step.seeds,
-            path=path,
-        )
-        stack.enter_context(summary.messages())
-        calls = OutermostCalls(partial(owner_of, reduction=reduction, **_OPTIONS), summary.records)
-        stack.enter_context(calls.installed())
-        writer = _one_writer(stack, worker, folder)
-        summary.writer = writer
-        view.before_word = partial(_begin, view, writer, worker)
-        with _ending_on_request(view):
-            yield summary
-    if world.is_main:
-        _report(summary)
+    except SystemExit:  # a usual end of a script
+        if is_reporting:
+            summary.report()
+        raise
+    if is_reporting:
+        summary.report()
+
+
+def _alone(stack: ExitStack) -> Summary:
+    """Give a script on one process what it needs, until the stack is closed."""
+    stack.enter_context(shared_console(0, 1, lambda data: data or b""))
+    stack.enter_context(plain_start_method())
+    return Summary(stack.enter_context(own_rows_of_loaders(lambda: None)))
+
+
+def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig | None, path: Path | None) -> Summary:
+    """Join the other ranks, and give a script what it needs among them, until the stack is closed."""
+    rank, size = rank_and_size()
+    require_microbatches(None, size)
+    folder = _temporary_folder() if rank == 0 else ""
+    world = init(reduction=reduction, strategy=strategy)
+    if logger.handlers:  # otherwise a script that configures logging would have its lines, in log files too
+        stack.enter_context(replaced(logger, propagate=False))
+    view = joined_view(None, reduction)
+    worker = process_state.worker
+    assert worker is not None
+    view.interrupt_on(worker.stop)
+    (folder, seed), *_ = all_gather([folder, secrets.token_hex(32)], world)
+    stack.enter_context(equal_entropy(bytes.fromhex(seed), view.in_step.seeds))
+    stack.enter_context(shared_console(rank, size, partial(_share, view, world)))
+    stack.enter_context(refusals(has_own_device=is_accelerator(view.device)))
+    summary = Summary(
+        *(stack.enter_context(own_rows_of_loaders(partial(_readers, view))), view.modules, size),
+        has_host_times=is_accelerator(view.device),
+        seeds=view.in_step.seeds,
+        path=path,
+    )
+    stack.enter_context(summary.messages())
+    calls = OutermostCalls(partial(owner_of, reduction=reduction, **_OPTIONS), summary.records)
+    stack.enter_context(calls.installed())
+    writer = _one_writer(stack, worker, folder)
+    summary.writer = writer
+    view.before_word = partial(_begin, view, writer, worker)
+    stack.enter_context(_ending_on_request(view))
+    return summary
 
 
 def _one_writer(stack: ExitStack, worker: WorkerSpec, folder: str) -> FirstWriter | Overlay:
@@ -192,18 +198,6 @@ def _begin(view: View, writer: FirstWriter | Overlay, worker: WorkerSpec) -> Non
     worker.stop.install()  # not earlier: SIGTERM must end a script that reaches no word
     writer.exchange()
     view.before_word = writer.exchange
-
-
-def _report(summary: Summary) -> None:
-    if not process_state.is_experiment:
-        summary.report()
-
-
-def _alone(stack: ExitStack, *, explains: bool) -> Summary:
-    """Give a script on one process what it needs, until the stack is closed."""
-    stack.enter_context(shared_console(0, 1, lambda data: data or b""))
-    stack.enter_context(plain_start_method())
-    return Summary(stack.enter_context(own_rows_of_loaders(lambda: None)), explains=explains)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.script.mode import file_of_module, imports_samestep, uses_samestep
+from samestep.script.mode import Mode, imports_samestep, mode_of, uses_samestep
 
 
 def written(folder: Path, files: dict[str, str]) -> Path:
@@ -49,14 +49,28 @@ def test_imports_of_scripts(files: dict[str, str], expected: bool, tmp_path: Pat
     assert imports_samestep(written(tmp_path, files)) is expected
 
 
-def test_file_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path, {"pkg/__init__.py": "", "pkg/__main__.py": "", "pkg/train.py": "from . import model"})
+def test_mode_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"pkg/__init__.py": "", "pkg/__main__.py": "", "pkg/train.py": "from . import model"}
+    written(tmp_path, files | {"pkg/model.py": "import samestep"})
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert file_of_module("pkg") == (tmp_path / "pkg/__main__.py", "pkg")
-    assert file_of_module("pkg.train") == (tmp_path / "pkg/train.py", "pkg")
-    assert file_of_module("no_such_module_at_all") == (None, "")
-    (tmp_path / "pkg/model.py").write_text("import samestep", encoding="utf-8")
-    assert imports_samestep(tmp_path / "pkg/train.py", "pkg")
+    modes = {
+        name: mode_of(Path(name), is_module=True, own_group=False)
+        for name in ("pkg", "pkg.__main__", "pkg.train", "no_such_module_at_all")
+    }
+    assert modes == dict.fromkeys(modes, Mode.UNCHANGED) | {"pkg.train": Mode.SAMESTEP}
+
+
+@pytest.mark.parametrize(
+    ("source", "own_group", "mode"),
+    [
+        ("import torch", False, Mode.UNCHANGED),
+        ("import samestep", False, Mode.SAMESTEP),
+        ("import torch", True, Mode.OWN_GROUP),
+    ],
+)
+def test_mode_of_a_script(source: str, own_group: bool, mode: Mode, tmp_path: Path) -> None:
+    script = written(tmp_path, {"train.py": source})
+    assert mode_of(script, is_module=False, own_group=own_group) is mode
 
 
 def of_notebook(source: str) -> Callable[..., object]:
