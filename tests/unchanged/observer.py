@@ -78,8 +78,7 @@ class Observed:
             with unchanged(self.reduction) as summary, around:
                 yield
                 record["calls"] = [vars(one) for one in summary.modules]
-                decisions = [reading.state.decision for reading in summary.readings.values()]
-                record["draws"] = any(decision is not None and decision.draws for decision in decisions)
+                record["draws"] = any(reading.state.draws for reading in summary.readings.values())
         finally:
             hook.remove()
             sys.stdout.flush()

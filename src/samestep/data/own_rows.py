@@ -95,6 +95,7 @@ class OwnRows:
         samples: number of samples that this rank has read (`read`), and of those of whole batches (`needed`).
         decisions: decisions of the first batches of loaders, by key.
         key: key of the loader.
+        has_drawn: a sample has drawn a random number before a decision.
     """
 
     ranks: BatchRanks | None
@@ -106,6 +107,7 @@ class OwnRows:
     samples: Counter[str] = field(default_factory=Counter)
     decisions: MutableMapping[Hashable, Decision] = field(default_factory=dict)
     key: Hashable = None
+    has_drawn: bool = False
 
     @property
     def decision(self) -> Decision | None:
@@ -115,6 +117,12 @@ class OwnRows:
     @decision.setter
     def decision(self, decision: Decision) -> None:
         self.decisions[self.key] = decision
+
+    @property
+    def draws(self) -> bool:
+        """Whether samples draw random numbers, and are seeded one by one."""
+        decision = self.decision
+        return self.has_drawn if decision is None else decision.draws
 
 
 def own_iterator(loader: DataLoader[Any], state: OwnRows) -> _BaseDataLoaderIter:
@@ -201,25 +209,24 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         decision = self.state.decision
         bounds = [(0, len(indices))] if ranks is None else ranks.bounds(len(indices))
         how = "whole" if decision is None else decision.how
-        if (
-            decision is None
-            and len(indices) > 1
-            and not any(pending.request.how == "check" for pending in self._pending)
-        ):
+        if decision is None and len(indices) > 1 and not self._awaits_decision():
             how = "check"
         if how == "own" and bounds is None:
             how = "whole"
         slices: Bounds = []
         if how == "check":
             slices = microbatch_bounds(len(indices), min(_SLICES, len(indices)))
-        draws = decision is not None and decision.draws
-        request = Request(how, indices, repeats, self._seed, self._epoch, draws, slices)
+        request = Request(how, indices, repeats, self._seed, self._epoch, self.state.draws, slices)
         self._pending.append(_Pending(indices, request, bounds))
         if how == "own" and ranks is not None and bounds is not None:
             start, stop = bounds[ranks.rank]
             own_repeats = None if repeats is None else repeats[start:stop]
             request = request._replace(indices=indices[start:stop], repeats=own_repeats)
         return request
+
+    def _awaits_decision(self) -> bool:
+        is_checked = any(pending.request.how == "check" for pending in self._pending)
+        return is_checked and self.state.decision is None
 
     def _counted(self, indices: list[Any]) -> list[int]:
         repeats = []
@@ -313,6 +320,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
             logger.info("%s: batches read whole on every process: %s", type(self._script_dataset).__name__, reason)
 
     def _draw_from_now_on(self) -> None:
+        self.state.has_drawn = True
         decision = self.state.decision
         if decision is not None:
             self.state.decision = Decision(decision.how, True, decision.plan, decision.reason)
@@ -383,8 +391,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         """Read a batch whole in this process."""
         decision = self.state.decision
         how = "whole" if decision is None or decision.how == "own" else decision.how
-        draws = decision.draws if decision is not None else pending.request.draws
-        reading = self._reader.__getitems__(pending.request._replace(how=how, draws=draws))
+        reading = self._reader.__getitems__(pending.request._replace(how=how, draws=self.state.draws))
         if reading.drew:  # before a decision
             reading = self._reader.__getitems__(pending.request._replace(how=how, draws=True))
         if raises and reading.failure is not None:
@@ -408,13 +415,13 @@ class _WorkersIterator(_MultiProcessingDataLoaderIter, _OwnRowsIterator):
 
     def _try_put_index(self) -> None:
         # No worker reads ahead before the decision, since it would read whole batches.
-        if self._reads_samples and self.state.decision is None and self._pending:
+        if self._reads_samples and self._awaits_decision():
             self._held += 1
         else:
             super()._try_put_index()
 
     def _release(self) -> None:
-        while self._held and (self.state.decision is not None or not self._pending):
+        while self._held and not self._awaits_decision():
             self._held -= 1
             super()._try_put_index()
 

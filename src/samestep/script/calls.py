@@ -20,7 +20,7 @@ from torch import nn
 
 from samestep.script.records import Records
 from samestep.script.replaced import replaced
-from samestep.view.compiled import outside_compiler, with_compiler
+from samestep.view.compiled import ForwardOfCalls, with_compiler
 from samestep.view.fingerprints import script_line
 from samestep.view.parallel import ParallelModule
 
@@ -45,7 +45,8 @@ class OutermostCalls:
     def __init__(self, owner_of: Callable[[nn.Module], ParallelModule], records: Records) -> None:
         self._owner_of = owner_of
         self._records = records
-        self._owners: dict[int, tuple[weakref.ref[nn.Module], ParallelModule]] = {}
+        self._owners: dict[int, tuple[weakref.ref[nn.Module], ParallelModule, ForwardOfCalls]] = {}
+        self._forward: tuple[Any, Any] = None, None  # attribute of the module in a call, and its own one before
         self._thread = threading.get_ident()
         self._is_inside = False
 
@@ -56,7 +57,7 @@ class OutermostCalls:
 
         @functools.wraps(of_torch)
         def call(module: nn.Module, /, *arguments: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling() or self._is_inside or not self._is_outermost(module):
+            if self._is_inside or torch.compiler.is_compiling() or not self._is_outermost(module):
                 return of_torch(module, *arguments, **options)
             return self._divided(of_torch, module, arguments, options)
 
@@ -88,19 +89,33 @@ class OutermostCalls:
             return False
         return id(module) in self._owners or is_divisible(module)
 
-    def _owner(self, module: nn.Module) -> ParallelModule:
-        found = self._owners.get(id(module))
-        if found is not None and found[0]() is module:
-            return found[1]
+    def _owner(self, module: nn.Module) -> tuple[ParallelModule, ForwardOfCalls]:
+        known = self._owners.get(id(module))
+        if known is not None and known[0]() is module:
+            return known[1:]
         key = id(module)
 
         def forget(reference: weakref.ref[nn.Module]) -> None:
             if key in self._owners and self._owners[key][0] is reference:  # otherwise another module has this address
                 del self._owners[key]
 
+        def compute(module: nn.Module, compiler: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            eager = self._put_back(module) or functools.partial(type(module).forward, module)
+            return owner.call(with_compiler(compiler, eager), eager, arguments, options)
+
         owner = self._owner_of(module)
-        self._owners[key] = (weakref.ref(module, forget), owner)
-        return owner
+        self._owners[key] = weakref.ref(module, forget), owner, ForwardOfCalls(compute, type(module).forward)
+        return self._owners[key][1:]
+
+    def _put_back(self, module: nn.Module) -> Any:
+        """Give its own attribute `forward`, of compiled and patched modules, back to a module; return it, or None."""
+        attributes = module.__dict__
+        used, own = self._forward
+        if used is not None and attributes.get("forward") is used:
+            del attributes["forward"]
+            if own is not None:
+                attributes["forward"] = own
+        return own
 
     def _divided(
         self, of_torch: Callable[..., Any], module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
@@ -108,30 +123,17 @@ class OutermostCalls:
         """Call a module; hooks of the module itself see whole batches, as the script outside of it."""
         self._is_inside = True
         try:
-            owner = self._owner(module)
+            owner, forward = self._owner(module)
             begin = self._records.begin_call(owner.summary)
-            attributes = module.__dict__
-            own_forward = attributes.get("forward")  # of compiled and patched modules
-            base = own_forward or functools.partial(type(module).forward, module)
-
-            def restore() -> None:
-                if attributes.get("forward") is not entry:
-                    return
-                del attributes["forward"]
-                if own_forward is not None:
-                    attributes["forward"] = own_forward
-
-            @outside_compiler
-            def entry(compiler: Any, *arguments: Any, **options: Any) -> Any:
-                restore()
-                return owner.call(with_compiler(compiler, base), base, arguments, options)
-
             # For the way from `__call__` to `forward` only: copies and files of the module must not contain it.
-            attributes["forward"] = entry
+            attributes = module.__dict__
+            self._forward = forward.__get__(module), attributes.get("forward")
+            attributes["forward"] = self._forward[0]
             try:
                 result = of_torch(module, *arguments, **options)
             finally:
-                restore()
+                self._put_back(module)
+                self._forward = None, None
             self._records.end_call(owner.summary, begin, script_line(sys._getframe(2)))
             return result
         finally:

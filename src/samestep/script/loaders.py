@@ -31,11 +31,6 @@ class Reading:
     state: OwnRows
 
     @property
-    def draws(self) -> bool:
-        """Whether the data set draws random numbers."""
-        return self.state.decision is not None and self.state.decision.draws
-
-    @property
     def how(self) -> str:
         """How batches are read; "" on one process."""
         decision = self.state.decision

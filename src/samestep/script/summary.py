@@ -124,7 +124,7 @@ class Summary:
         for (dataset, how), count in counts.items():
             samples = f" (rank 0: {count['read']:,} of {count['needed']:,})" if count["needed"] else ""
             yield f"{dataset}: {how}{samples}"
-        drawing = dict.fromkeys(reading.dataset for reading in self.readings.values() if reading.draws)
+        drawing = dict.fromkeys(reading.dataset for reading in self.readings.values() if reading.state.draws)
         if drawing:
             yield (
                 f"{', '.join(drawing)}: random numbers of a sample depend on the epoch and its index, equal on every "

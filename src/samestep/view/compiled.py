@@ -52,21 +52,6 @@ class ForwardOfCalls:
         return types.MethodType(self._forward, instance)
 
 
-def outside_compiler(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `call` with the running compiler, or None, and the arguments, outside of it."""
-
-    def forward(*arguments: Any, **options: Any) -> Any:
-        compiler = _eval_frame.set_eval_frame(None)
-        try:
-            return call(compiler, *arguments, **options)
-        finally:
-            _eval_frame.set_eval_frame(compiler)
-
-    if "torch._dynamo" in sys.modules:
-        sys.modules["torch._dynamo"].eval_frame.skip_code(forward.__code__)
-    return forward
-
-
 def with_compiler(compiler: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs `function` as the compiler would."""
     if compiler is None:

@@ -145,7 +145,7 @@ def _unchanged(trial: Trial, observer: Observer, facts: dict[str, Any]) -> Itera
         try:
             yield
         finally:
-            facts["draws"] = any(reading.draws for reading in summary.readings.values())
+            facts["draws"] = any(reading.state.draws for reading in summary.readings.values())
             facts["readings"] = list(summary.data_lines())
 
 
