@@ -23,9 +23,6 @@ ERRORS = {
 }
 # These end with an error only if ranks happen to differ.
 BY_CHANCE = ("time_limit",)
-OPEN = {
-    "numbered_folder": "a listing before the first step may show what rank 0 has made",
-}
 INPUT = "2\n0.05\n0.02\n"
 
 
@@ -80,11 +77,7 @@ def require_error(done: Done, script: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("obstacle", OBSTACLES)
-def test_obstacle_changes_nothing_or_is_named(
-    request: pytest.FixtureRequest, obstacle: str, base: str, tmp_path: Path
-) -> None:
-    if obstacle in OPEN:
-        request.applymarker(pytest.mark.xfail(reason=OPEN[obstacle], strict=False))
+def test_obstacle_changes_nothing_or_is_named(obstacle: str, base: str, tmp_path: Path) -> None:
     script = FOLDER / f"{obstacle}.py"
     done = run_on_three(script, base, tmp_path / "three")
     if obstacle in ERRORS and not (obstacle in BY_CHANCE and done.code == 0):

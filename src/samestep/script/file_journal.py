@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import glob
 import io
 import json
 import os
@@ -22,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from samestep.distributed.env import library_caches
-from samestep.view.fingerprints import is_library_file
+from samestep.view.fingerprints import is_library_file, script_line
 
 _OS_NAMES = (
     *(
@@ -45,7 +44,6 @@ _OS_NAMES = (
 REAL = SimpleNamespace(
     open=builtins.open,
     descriptor=os.open,
-    glob=glob.glob,
     mkstemp=tempfile._mkstemp_inner,  # type: ignore[attr-defined]
     mkdtemp=tempfile.mkdtemp,
     connect=sqlite3.connect,
@@ -197,6 +195,12 @@ def begins_again(mode: str) -> bool:
 def key_of(path: str) -> str:
     """Return the path without numbers and names of `tempfile`, which can differ between ranks."""
     return re.sub("tmp[a-z0-9_]{8}|[0-9]+", "#", path)
+
+
+def listing_of(folder: str) -> str:
+    """Return the name of the listings of a folder by the current line of the script."""
+    file, line = script_line(sys._getframe(1))
+    return f"{folder} {file}:{line}"
 
 
 class _Local(threading.local):

@@ -16,7 +16,7 @@ from typing import Any
 from samestep.distributed.status import RankStatus
 from samestep.errors import RunError
 from samestep.script.file_functions import path_argument
-from samestep.script.file_journal import PATHS, REAL, Exchanges, Exemptions, Journal, key_of
+from samestep.script.file_journal import PATHS, REAL, Exchanges, Exemptions, Journal, key_of, listing_of
 from samestep.view.fingerprints import script_line
 
 _POLL_SECONDS = 0.01
@@ -63,7 +63,9 @@ class FileView:
         self._own: dict[str, dict[str, str]] = defaultdict(dict)  # folder and name to the private path; "": removed
         self._before: dict[str, dict[str, str]] = defaultdict(dict)  # likewise to the copy of rank 0; "": not existing
         self._touched: set[str] = set()  # by rank 0, which is not ready
-        self._made: set[str] = set()  # by rank 0, before it was ready
+        self._made: dict[str, int] = {}  # by rank 0, before it was ready; the values are their numbers
+        self._listings: dict[str, list[int]] = defaultdict(list)  # by rank 0, likewise: length of `_made` at each
+        self._own_listings: Counter[str] = Counter()
         self._removed: set[str] = set()  # likewise
         self._dropped: dict[str, Token | None] = {}  # paths of files without their content, and where it is
         self._closes: dict[str, list[list[str]]] = defaultdict(list)  # of rank 0, by key: where each content is now
@@ -147,11 +149,29 @@ class FileView:
 
     # --- queries -----------------------------------------------------------------------------------------
 
-    def _query(self, path: Any, call: Callable[[Any], Any], *, follow: bool = True, waits: bool = True) -> Any:
-        """Call a function with the path at which this rank sees `path`, until rank 0 changes nothing meanwhile."""
+    def _query(
+        self,
+        path: Any,
+        call: Callable[[Any], Any],
+        *,
+        follow: bool = True,
+        waits: bool = True,
+        is_listed: Callable[[], bool] | None = None,
+    ) -> Any:
+        """Call a function with the path at which this rank sees `path`, until rank 0 changes nothing meanwhile.
+
+        Args:
+            path: any path.
+            call: function of the path.
+            follow: a link is followed.
+            waits: wait for the preparation by rank 0, if it may change the result.
+            is_listed: whether rank 0 has listed this folder as often as this rank, or is ready.
+        """
         if not isinstance(path, PATHS) or not self._is_active or self._exempt.local.depth:
             return call(path)
+        is_prepared = is_listed or (lambda: self._is_ready)
         while True:
+            was_prepared = is_prepared()
             place = self._place(path, follow=follow)
             seen_at = self._find(place)
             target = seen_at if seen_at is not None else self._real(place, path)
@@ -167,11 +187,11 @@ class FileView:
                 self._update()
                 is_settled = self._place(path, follow=follow) == place and self._find(place) == seen_at
                 is_settled = is_settled and (not seen_at or self._location(seen_at) == location)
-            if is_settled and not self._is_ready and waits and seen_at is None:
-                is_nothing = isinstance(failure, MISSING) or result is False or result == []
+            if is_settled and not was_prepared and waits and seen_at is None:
+                is_nothing = isinstance(failure, MISSING) or result is False or is_listed is not None
                 if self._must_wait("/".join(place), is_nothing=is_nothing):
-                    self._wait(lambda: self._is_ready, "the preparation by rank 0", is_preparation=True)
-                    is_settled = False
+                    self._wait(is_prepared, "the preparation by rank 0", is_preparation=True)
+                is_settled = not is_prepared()
             if is_settled and failure is None:
                 return result
             if is_settled:
@@ -217,11 +237,16 @@ class FileView:
             self._closes[key_of(path)].append(self._contents[path])
         elif operation == "moved":
             self._note_location(path, other)
+        elif operation == "listed":
+            self._listings[path].append(len(self._made))
         else:
             self._note_location(path, "")
             if not self._is_ready:
                 self._touched.add(path)
-                (self._removed if operation == "removed" else self._made).add(path)
+                if operation == "made":
+                    self._made.setdefault(path, len(self._made))
+                elif operation == "removed":
+                    self._removed.add(path)
                 return
             folder, _, name = path.rpartition("/")
             self._before[folder].setdefault(name, other)
@@ -346,28 +371,28 @@ class FileView:
                 return REAL.scandir(target)  # raises the error
             try:
                 with REAL.scandir(path if target is path else folder) as entries:
-                    return {os.fsdecode(entry.name): entry for entry in entries} or []
+                    return {os.fsdecode(entry.name): entry for entry in entries}
             except MISSING:
                 if is_real:
                     raise
                 return {}  # what is in a private folder is in `_own`
 
-        entries = dict(self._query(path, read))
+        # A listing of rank 0 does not contain what it made later, nor does the same listing of this rank.
+        listing = listing_of(folder)
+        self._own_listings[listing] += 1
+        number = self._own_listings[listing]
+        entries = dict(
+            self._query(path, read, is_listed=lambda: self._is_ready or len(self._listings[listing]) >= number)
+        )
+        for number_made in self._listings[listing][number - 1 : number]:
+            for name in [name for name in entries if self._made.get(f"{folder}/{name}", -1) >= number_made]:
+                del entries[name]
         for layer in (self._before, self._own):
             for name, seen_at in layer.get(folder.rstrip("/"), {}).copy().items():
                 entries.pop(name, None)
                 if seen_at:
                     entries[name] = _Entry(self, path, name)
         return _Entries(iter(entries.values()))
-
-    def glob(self, *arguments: Any, **options: Any) -> list[Any]:
-        """Replace `glob.glob`: rank 0 may prepare what is missing."""
-        seen_at: list[Any] = REAL.glob(*arguments, **options)
-        if not seen_at and self._is_active and not self._is_ready:
-            with suppress(*MISSING):
-                self._query(arguments[0] if arguments else options["pathname"], REAL.lstat)
-            seen_at = REAL.glob(*arguments, **options)
-        return seen_at
 
 
 class _Entry(os.PathLike[Any]):

@@ -27,6 +27,7 @@ from samestep.script.file_journal import (
     begins_again,
     below,
     copy_file,
+    listing_of,
     noted_file,
 )
 from samestep.script.overlay import Overlay
@@ -83,7 +84,7 @@ class FirstWriter:
     Lines of the journal: `made PATH`, `changed PATH`, `removed PATH`, each before the operation, with the path of a
     copy of what was there when rank 0 was ready ("" for nothing) and whether the copy lacks the content; `closed PATH`
     after a complete file; `moved PATH PATH` when its content can be read elsewhere ("" for nowhere), before it can no
-    longer be read at the first path; `ready` and `end`.
+    longer be read at the first path; `listed FOLDER LINE` before a listing, until rank 0 is ready; `ready` and `end`.
 
     Rank 0 waits for no other rank. A large file that it changes or removes stays open, so that its content can be read
     through `/proc`, until the other ranks have passed the point at which it was changed.
@@ -138,6 +139,7 @@ class FirstWriter:
     def replacements(self) -> list[tuple[Any, Any]]:
         """Return pairs of a function and its replacement."""
         pairs = [(getattr(REAL, name), getattr(self, name)) for name in ("open", "descriptor", "truncate")]
+        pairs += [(real, self._listing(real)) for real in (REAL.listdir, REAL.scandir)]
         pairs += [(real, self._creation(real, 0)) for real in (REAL.mkdir,)]
         pairs += [(real, self._creation(real, 1)) for real in (REAL.symlink, REAL.link)]
         pairs += [(real, self._removal(real)) for real in (REAL.remove, REAL.unlink, REAL.rmdir)]
@@ -304,6 +306,15 @@ class FirstWriter:
         if options.get("uri"):
             self._name_line(f"opens the database {arguments[:1]}")
         return REAL.connect(*arguments, **options)
+
+    def _listing(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any = ".") -> Any:
+            path = "." if path is None else path
+            if not self._is_ready and isinstance(path, PATHS) and not self._exempt.local.depth:
+                self._journal.append("listed", listing_of(self._name(path, follow=True)))
+            return real(path)
+
+        return call
 
     def _creation(self, real: Callable[..., Any], position: int) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:

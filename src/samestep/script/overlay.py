@@ -39,7 +39,7 @@ class Overlay(FileView):
 
     def replacements(self) -> list[tuple[Any, Any]]:
         """Return pairs of a function and its replacement."""
-        own = ("open", "descriptor", "listdir", "scandir", "glob", "getcwd", "chdir", "mkdir", "makedirs", "symlink")
+        own = ("open", "descriptor", "listdir", "scandir", "getcwd", "chdir", "mkdir", "makedirs", "symlink")
         pairs = [(getattr(REAL, name), getattr(self, name)) for name in (*own, "link", "remove", "rmdir", "truncate")]
         pairs += [(REAL.unlink, self.remove), (REAL.rename, self.replace), (REAL.replace, self.replace)]
         pairs += [(REAL.mkstemp, self._exempt.mkstemp), (REAL.mkdtemp, self._exempt.mkdtemp)]

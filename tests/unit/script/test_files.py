@@ -345,6 +345,38 @@ def test_what_does_not_exist_is_asked_again_when_rank_0_is_ready(query: str, tmp
     assert on_ranks(body, tmp_path) == [True] * 3
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize(
+    "query",
+    [
+        lambda path: os.listdir(f"{path}/."),
+        lambda path: glob.glob(f"{path}/run*"),
+        lambda path: list(Path(path).iterdir()),
+    ],
+)
+def test_a_listing_shows_what_it_shows_on_rank_0(query: Any, is_late: bool, tmp_path: Path) -> None:
+    (tmp_path / "old/run0").mkdir(parents=True)
+
+    def body(rank: Rank) -> Any:
+        if is_late:
+            rank.first_earlier()
+        else:
+            rank.first_later()
+        names = []
+        for folder in ("old", "new"):
+            for _ in range(2):
+                os.makedirs(folder, exist_ok=True)
+                names.append(f"{folder}/run{len(query(folder))}")
+                os.mkdir(names[-1])
+                Path(f"{names[-1]}/model").write_text(names[-1])
+        rank.exchange()
+        names.append(f"new/run{len(query('new'))}")
+        return names, Path("new/run0/model").read_text(), sorted(os.listdir("old"))
+
+    names = ["old/run1", "old/run2", "new/run0", "new/run1", "new/run2"]
+    assert on_ranks(body, tmp_path) == [(names, "new/run0", ["run0", "run1", "run2"])] * 3
+
+
 def test_work_that_needs_nothing_of_rank_0_does_not_wait(tmp_path: Path) -> None:
     (tmp_path / "data.txt").write_text("data")
 
