@@ -89,7 +89,10 @@ class ExactRuns:
             if first is None:
                 first = next(iter(facts))
                 verdict.calls, verdict.reasons = _calls(outcomes[0].summary)
-            if run.hung:
+            fails = any(outcome.code for outcome in outcomes)
+            if fails and self.script.expected != "error" and not errors <= {*self.script.allowed, TOO_MANY}:
+                verdict.problem = f"{run.processes} processes fail: {outcomes[0].errors[-2000:]}"
+            elif run.hung:
                 verdict.problem = f"{run.processes} processes hang: {outcomes[0].errors[-2000:]}"
             elif facts == {first}:
                 if run.strategy == "ddp":

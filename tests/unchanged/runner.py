@@ -80,7 +80,7 @@ def rounded(text: str) -> list[str]:
     lines = []
     for line in re.split(r"[\r\n]+", _TIMES.sub("TIME", text)):
         if "TIME" not in line:
-            lines.append(line.rstrip())
+            lines.append(" ".join(line.split()))
     return lines
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import time
@@ -35,7 +34,11 @@ _RESOURCE_FIXES = (
     (re.compile("Too many open files|received 0 items of ancdata"), "ulimit -n 65536, or LimitNOFILE= of the service"),
 )
 _CODE = re.compile(r" \[E_\w+\]$")
-_PACKAGE = os.path.join(str(Path(__file__).parents[1]), "")
+# Code through which a call of the script passes on its way to the script's own code.
+_PASSED = tuple(
+    str(Path(__file__).parents[1] / name)
+    for name in ("launcher", "script", "global_view.py", "view/compiled.py", "view/parallel.py")
+)
 # Lines that mark a part of the line above with carets, in tracebacks of Python 3.11 and later.
 _MARKS = re.compile(r"^ +[~^]+\n", re.MULTILINE)
 # Limit of a complete text, which is sent to the launcher and written to a log.
@@ -244,7 +247,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _trace(error: BaseException) -> str:
     """Return the indented traceback of an error, at most some million characters.
 
-    Frames of Samestep are left out around code of the script and of other libraries.
+    Frames of the ways of calls are left out around other code.
     """
     try:
         complete = traceback.TracebackException.from_exception(error)
@@ -268,9 +271,9 @@ def _chain(error: traceback.TracebackException) -> Iterator[traceback.TracebackE
 
 
 def _without_own_frames(error: traceback.TracebackException) -> traceback.StackSummary:
-    """Return the frames without those of Samestep; with those from the script's code on, if the error is its own."""
+    """Return the frames without those of the ways of calls; if the error comes from these, from the script on."""
     frames = list(error.stack)
-    kept = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
+    kept = [frame for frame in frames if not frame.filename.startswith(_PASSED)]
     # A syntax error names the line of the script by itself.
     is_syntax_error = error.exc_type is not None and issubclass(error.exc_type, SyntaxError)
     if not is_syntax_error and frames and frames[-1] not in kept:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep import errors
+from samestep import global_view
 from samestep.errors import InputError, NonFiniteError, PeerLostError
 from samestep.launcher.failure import MEMORY_FIX, Failure, first_cause
 
@@ -132,7 +132,7 @@ def test_early_exit(exit_code: int, is_script: bool, expected: str, hint: str) -
 def of_package(source: str) -> Any:
     """Return the function `run` of source code, as one of the package."""
     spaces: dict[str, Any] = {}
-    exec(compile(source, errors.__file__, "exec"), spaces)
+    exec(compile(source, global_view.__file__, "exec"), spaces)
     return spaces["run"]
 
 
