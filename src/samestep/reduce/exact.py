@@ -34,7 +34,9 @@ class ExactReduction:
         """Return the sum over all microbatches, in the order of the tree."""
         copies = [part.detach().resolve_conj().resolve_neg().contiguous().clone().view(-1) for part in parts]
         leaves = {(number, number + 1): copy for number, copy in zip(self.own, copies, strict=True)}
-        return self._sum_over_ranks(list(self.merge(leaves).values())).view(parts[0].shape)
+        total = self._sum_over_ranks(list(self.merge(leaves).values()))
+        # `data`: a view could not be written in place, as `loss *= ...` does.
+        return total.view(parts[0].shape).data
 
     def merge(self, sums: Mapping[Node, torch.Tensor]) -> dict[Node, torch.Tensor]:
         """Return the sums with all pairs of subtrees added of which both are there."""
