@@ -70,6 +70,16 @@ class ExactRuns:
     def all(self) -> list[Run]:
         return self.runs
 
+    def _fails(self, run: Run) -> bool:
+        """Whether a script fails that plain Python ends without an error."""
+        outcomes = run.outcomes()
+        if self.script.expected == "error" or {outcome.error for outcome in outcomes} <= {
+            *self.script.allowed,
+            TOO_MANY,
+        }:
+            return False
+        return any(outcome.code for outcome in outcomes)
+
     def verdict(self) -> ExactVerdict:
         """Return the verdict; all runs have ended."""
         verdict = ExactVerdict(self.script.name, seconds=max(run.seconds for run in self.runs))
@@ -89,11 +99,8 @@ class ExactRuns:
             if first is None:
                 first = next(iter(facts))
                 verdict.calls, verdict.reasons = _calls(outcomes[0].summary)
-            fails = any(outcome.code for outcome in outcomes)
-            if fails and self.script.expected != "error" and not errors <= {*self.script.allowed, TOO_MANY}:
-                verdict.problem = f"{run.processes} processes fail: {outcomes[0].errors[-2000:]}"
-            elif run.hung:
-                verdict.problem = f"{run.processes} processes hang: {outcomes[0].errors[-2000:]}"
+            if run.hung or self._fails(run):
+                verdict.problem = f"{run.processes} processes hang or fail: {outcomes[0].errors[-2000:]}"
             elif facts == {first}:
                 if run.strategy == "ddp":
                     verdict.equal.append(run.processes)

@@ -270,7 +270,8 @@ class ParallelModule:
         self.summary.watched += 1
         if kind.watched_reason is not None:
             self._decide_whole(kind, kind.watched_reason)
-        elif self.is_exact and not watched.is_first_again:  # a whole call has other bits, and a resumed run has another first call
+        elif self.is_exact and not watched.is_first_again:
+            # A whole call has other bits, and a resumed run has another first call.
             before.restore()
             return self._call_of_kind(kind, call)
         return watched.result
