@@ -38,10 +38,12 @@ from samestep.script.replaced import replaced
 from samestep.script.summary import FILE, Summary
 from samestep.session import init
 from samestep.view.batches import ViewOfBatches
-from samestep.view.ranks import require_microbatches
+from samestep.view.ranks import MOST_MICROBATCHES, require_microbatches
 from samestep.view.view import View
 
-_OPTIONS: dict[str, Any] = {"microbatches": None, "batch_norm": "global", "whole": True, "strict": False}
+_OPTIONS: dict[str, Any] = {"batch_norm": "global", "whole": True, "strict": False}
+# Of divided calls. Under `exact` a number of its own: the first call of a module may have few rows.
+_MICROBATCHES: dict[str, int | None] = {"fast": None, "exact": MOST_MICROBATCHES}
 
 
 def run(
@@ -175,7 +177,8 @@ def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig |
         path=path,
     )
     stack.enter_context(summary.messages())
-    calls = OutermostCalls(partial(owner_of, reduction=reduction, **_OPTIONS), summary.records)
+    options = {**_OPTIONS, "reduction": reduction, "microbatches": _MICROBATCHES[reduction]}
+    calls = OutermostCalls(partial(owner_of, **options), summary.records)
     stack.enter_context(calls.installed())
     writer = _one_writer(stack, worker, folder)
     summary.writer = writer
