@@ -225,6 +225,31 @@ def test_invalid_arguments_of_a_script(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().err == ""  # parsers report by themselves
 
 
+FAILS_IN_TRAINING = """
+import torch
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([weight])
+for number in range(STEPS):
+    weight.square().sum().backward()
+    optimizer.step()
+raise OSError("the disk is full")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("steps", "activity"), [(0, "before the first optimizer step"), (3, "after optimizer step 3")]
+)
+def test_failure_names_the_step_of_an_unchanged_script(tmp_path: Path, steps: int, activity: str) -> None:
+    text = FAILS_IN_TRAINING.replace("STEPS", str(steps))
+    done = samestep("run", "--processes", 2, script(tmp_path, text), cwd=tmp_path)
+    assert done.code == 1
+    (title,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert re.sub(r"rank \d", "rank R", title) == (
+        f"error: rank R failed {activity}: OSError: the disk is full [E_RANK_FAILED]"
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("end", "code"), [("None", 0), ("0", 0), ("7", 7), ("'no data'", 1)])
 @pytest.mark.parametrize("processes", [1, 2])

@@ -78,6 +78,7 @@ class RankStatus:
         self._lock = threading.Lock()  # communication has a thread of its own
         self._version = 0
         self._is_inside = False
+        self._shows_steps = False
         self._step_began = time.monotonic()
         self._waited_before = 0.0
         self._values: dict[str, Any] = asdict(StatusSnapshot())  # a dataclass costs more per change
@@ -151,7 +152,9 @@ class RankStatus:
         own = now - self._step_began - (waited - self._waited_before)
         self._step_began = now
         self._waited_before = waited
-        self._update(steps=self._values["steps"] + 1, compute_seconds=self._values["compute_seconds"] + own)
+        steps = self._values["steps"] + 1
+        changes = {"activity": f"after optimizer step {steps}"} if self._shows_steps else {}
+        self._update(steps=steps, compute_seconds=self._values["compute_seconds"] + own, **changes)
 
     def heartbeat(self) -> None:
         """Record progress inside a long operation."""
@@ -169,6 +172,11 @@ class RankStatus:
     def begin_script(self) -> None:
         """Record that this rank runs a script."""
         self._update(is_script=True)
+
+    def show_steps(self) -> None:
+        """Record steps of optimizers as activity, for a script that knows of no operation of all ranks."""
+        self._shows_steps = True
+        self._update(activity="before the first optimizer step")
 
     def finish(self) -> None:
         """Record the end of `samestep.init()`; the rank is not watched until its next operation."""

@@ -166,6 +166,7 @@ def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig |
     worker = process_state.worker
     assert worker is not None
     view.interrupt_on(worker.stop)
+    worker.rank_status.show_steps()
     (folder, seed), *_ = all_gather([folder, secrets.token_hex(32)], world)
     stack.enter_context(equal_entropy(bytes.fromhex(seed), view.in_step.seeds))
     stack.enter_context(shared_console(rank, size, partial(_share, view, world)))

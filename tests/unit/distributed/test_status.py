@@ -56,6 +56,18 @@ def test_rank_of_a_plain_loop_rests_between_its_calls(board: StatusBoard) -> Non
     assert seen == [False, True, False, True]
 
 
+def test_script_without_operations_shows_its_steps(board: StatusBoard) -> None:
+    status = board.rank_status(0)
+    with status.operation("samestep.init()"):
+        pass
+    status.show_steps()
+    activities = [board.read(0).activity]
+    for _ in range(2):
+        status.end_step()
+        activities.append(board.read(0).activity)
+    assert activities == ["before the first optimizer step", "after optimizer step 1", "after optimizer step 2"]
+
+
 def test_checkpoints_and_the_end_are_recorded(board: StatusBoard) -> None:
     status = board.rank_status(0)
     status.checkpoint_saved()
