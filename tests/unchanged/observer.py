@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
-from samestep.launcher.job import rank_and_size
+from samestep.launcher.job import process_state, rank_and_size
 from samestep.launcher.worker import run_script
 from samestep.script.unchanged import unchanged
 from samestep.view.view import View
@@ -77,7 +77,8 @@ class Observed:
                 return
             with unchanged(self.reduction) as summary, around:
                 yield
-                record["calls"] = [vars(one) for one in summary.modules]
+                if process_state.view is not None:
+                    record["calls"] = [vars(one) for one in process_state.view.modules]
                 record["draws"] = any(reading.state.draws for reading in summary.readings.values())
         finally:
             hook.remove()

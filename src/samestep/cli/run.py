@@ -40,8 +40,8 @@ class Options(FaultOptions):
     own_group: bool = option("set torchrun's variables, for a script that creates its own process group", default=False)
     exact: bool = option("the same bits on every number of processes up to 8", default=False)
     explain: bool = option(
-        "print the decision about each line that calls a model at the end, beside the summary; RUN/summary.json has "
-        "both during the run, too",
+        "add the decision about each line that calls a model to the summary at the end; RUN/summary.json has both "
+        "during the run, too",
         default=False,
     )
     module: bool = option("SCRIPT is the name of a module, as of python -m", default=False, flag="-m")

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,7 +20,6 @@ from samestep.errors import RunError
 from samestep.script.loaders import Reading
 from samestep.script.records import Records, lines_of_calls
 from samestep.view.fingerprints import Line
-from samestep.view.view import ModuleSummary
 
 FILE = "summary.json"
 _WITH_LINE = re.compile(r"[^\s:]+:\d+[: ]")  # messages about a line of the script
@@ -32,7 +31,6 @@ class Summary:
 
     Attributes:
         readings: how the loaders of the script read.
-        modules: calls of its modules.
         size: number of ranks.
         has_host_times: calls are computed on an accelerator, so times are those of the host.
         explains: whether the lines have details.
@@ -43,7 +41,6 @@ class Summary:
     """
 
     readings: Mapping[Hashable, Reading]
-    modules: Sequence[ModuleSummary] = ()
     size: int = 1
     has_host_times: bool = False
     explains: bool = False

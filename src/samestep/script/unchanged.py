@@ -172,7 +172,8 @@ def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig |
     stack.enter_context(shared_console(rank, size, partial(_share, view, world)))
     stack.enter_context(refusals(has_own_device=is_accelerator(view.device)))
     summary = Summary(
-        *(stack.enter_context(own_rows_of_loaders(partial(_readers, view))), view.modules, size),
+        stack.enter_context(own_rows_of_loaders(partial(_readers, view))),
+        size,
         has_host_times=is_accelerator(view.device),
         seeds=view.in_step.seeds,
         path=path,
