@@ -237,9 +237,7 @@ raise OSError("the disk is full")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("steps", "activity"), [(0, "before the first optimizer step"), (3, "after optimizer step 3")]
-)
+@pytest.mark.parametrize(("steps", "activity"), [(0, "before the first optimizer step"), (3, "after optimizer step 3")])
 def test_failure_names_the_step_of_an_unchanged_script(tmp_path: Path, steps: int, activity: str) -> None:
     text = FAILS_IN_TRAINING.replace("STEPS", str(steps))
     done = samestep("run", "--processes", 2, script(tmp_path, text), cwd=tmp_path)
