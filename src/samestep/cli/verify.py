@@ -11,6 +11,7 @@ from samestep.cli.options import DeviceOption, JsonOption, integers, option, opt
 from samestep.cli.recipe_options import StrategyOptions, SubjectOptions, load_resolved
 from samestep.config import Recipe, resolve_mesh
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
+from samestep.script.mode import imports_samestep
 from samestep.tools.verify.trials import Conditions, Interventions, Subject
 
 _STEPS = 3
@@ -77,8 +78,6 @@ def run(options: Options) -> int:
 def _subject(options: Options) -> Subject:
     script = options.script()
     if script is not None:
-        from samestep.script.mode import imports_samestep
-
         is_unchanged = not imports_samestep(script)
         arguments = tuple(options.script_arguments)
         return Subject(name=script.name, script=script, arguments=arguments, is_unchanged=is_unchanged)

@@ -18,7 +18,7 @@ from samestep.launcher.launch import LaunchConfig, RankError, StoppedError, run_
 from samestep.launcher.pickling import ByName
 from samestep.launcher.watchdog import HANG_AFTER
 from samestep.tools.timing import stop_errors
-from samestep.tools.verify.written import put_back
+from samestep.tools.verify.written import restore_files
 from samestep.units import plural
 
 _WORKER = "samestep.tools.verify.worker"
@@ -246,7 +246,7 @@ class TrialRunner:
             finally:
                 for each in (folder, trial.killed):
                     if each is not None and trial.kill_at is None:
-                        put_back(each)
+                        restore_files(each)
             if result is not None and result.stop_signal is not None:
                 raise StoppedError("stopped")
         if trial.kill_at is None:

@@ -30,7 +30,7 @@ from samestep.tools.verify.interventions import apply_to_process
 from samestep.tools.verify.loading import observe_loaders
 from samestep.tools.verify.observer import Observer
 from samestep.tools.verify.trials import PLAIN, Subject, Trial
-from samestep.tools.verify.written import describe_files, noted_files
+from samestep.tools.verify.written import describe_files, recorded_files
 
 if TYPE_CHECKING:
     from samestep.recipes.driver import Driver
@@ -137,7 +137,7 @@ def _unchanged(trial: Trial, observer: Observer, facts: dict[str, Any]) -> Itera
     reduction: Reduction = "exact" if trial.requires_bits else "fast"
     seed_generators(_SEED)  # scripts without seeds can be compared
     with ExitStack() as stack:
-        stack.enter_context(noted_files(trial.folder, trial.scratch))
+        stack.enter_context(recorded_files(trial.folder, trial.scratch))
         summary = Summary({})
         if trial.processes != PLAIN:
             summary = stack.enter_context(unchanged(reduction))

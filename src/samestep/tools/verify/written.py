@@ -1,6 +1,6 @@
-"""Files that an unchanged script writes in a trial: their contents for the comparison, and what was there before.
+"""Files that an unchanged script writes in a trial: their contents are compared.
 
-A trial ends without traces: its files are removed, and changed or removed ones are put back.
+The end of a trial restores the previous state: new files are removed, and changed or removed ones are copied back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from samestep.launcher.job import process_state, rank_and_size
+from samestep.launcher.job import rank_and_size
 from samestep.script.file_functions import Replaced
 from samestep.script.file_journal import PATHS, Journal, copy_file
 from samestep.script.files import FirstWriter
@@ -27,17 +27,20 @@ from samestep.script.replaced import replaced
 from samestep.tools.verify.tensor_comparison import digest, leaves
 
 _JOURNAL = "written.jsonl"
-_ABSENT, _FILE, _FOLDER, _LINK = "absent", "file", "folder", "link"  # what was at a path
+_ABSENT = "absent"
+_FILE = "file"
+_FOLDER = "folder"
+_LINK = "link"
 _OWN_NUMBER = re.compile(r"\d{4,}")  # a process id or a time in the name of a file
 
 
 @contextmanager
-def noted_files(folder: Path, scratch: Path) -> Iterator[None]:
-    """Note and keep what is at each path of rank 0 before its first change, during the block.
+def recorded_files(folder: Path, scratch: Path) -> Iterator[None]:
+    """Record the state of each path before rank 0 changes it for the first time, during the block.
 
     Args:
-        folder: folder of the trial, with its own files.
-        scratch: folder of the script in it.
+        folder: folder of the trial, which receives the records.
+        scratch: the script's folder in it, whose files count as those of the script.
     """
     rank, size = rank_and_size()
     if rank > 0:
@@ -46,29 +49,28 @@ def noted_files(folder: Path, scratch: Path) -> Iterator[None]:
     journal = Journal(str(folder / _JOURNAL))
     own = os.path.realpath(folder) + os.sep
     inside = os.path.realpath(scratch) + os.sep
-    seen: set[str] = set()
+    recorded: set[str] = set()
     change = FirstWriter._change
 
-    def noted(self: FirstWriter, path: Any, *, follow: bool = True, **options: bool) -> str:
+    def recording(self: FirstWriter, path: Any, *, follow: bool = True, **options: bool) -> str:
         name = self._name(path, follow=follow) if isinstance(path, PATHS) else ""
         is_own = not name or self._exempt.covers(name) or (name.startswith(own) and not name.startswith(inside))
-        if not is_own and name not in seen:
-            seen.add(name)
-            journal.append(name, *_kept(name, folder / f"before-{len(seen)}"))
+        if not is_own and name not in recorded:
+            recorded.add(name)
+            journal.append(name, *_copied(name, folder / f"before-{len(recorded)}"))
         return change(self, path, follow=follow, **options)
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(FirstWriter, _change=noted))
+        stack.enter_context(replaced(FirstWriter, _change=recording))
         if size == 1:  # no other rank needs a replacement of the functions of files
-            assert process_state.worker is not None
             (folder / "writer").mkdir()
             functions = Replaced(FirstWriter(str(folder / "writer"), sys.maxsize))
             stack.callback(functions.undo)
         yield
 
 
-def _kept(name: str, copy: Path) -> tuple[str, str]:
-    """Return what is at a path, and where its content is kept, or the target of a link."""
+def _copied(name: str, copy: Path) -> tuple[str, str]:
+    """Return the kind of a path, and the path of a copy of a file, or the target of a link."""
     try:
         mode = os.lstat(name).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -81,14 +83,14 @@ def _kept(name: str, copy: Path) -> tuple[str, str]:
     return _FILE, str(copy)
 
 
-def put_back(folder: Path) -> None:
-    """Undo the changes of the trial in a folder."""
+def restore_files(folder: Path) -> None:
+    """Restore the state of all paths before the trial in a folder."""
     for name, kind, content in reversed(_entries(folder)):
         if kind == _FOLDER:
             os.makedirs(name, exist_ok=True)
             continue
         if os.path.isdir(name) and not os.path.islink(name):
-            with suppress(OSError):  # with files that are not known
+            with suppress(OSError):  # it contains files without a record
                 os.rmdir(name)
             continue
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -100,14 +102,15 @@ def put_back(folder: Path) -> None:
 
 
 def _entries(folder: Path) -> list[list[str]]:
+    """Return path, kind, and copy or target, of each path that changed, in the order of the first changes."""
     journal = folder / _JOURNAL
     return list(map(json.loads, journal.read_text(encoding="utf-8").splitlines())) if journal.exists() else []
 
 
 def describe_files(folder: Path, scratch: Path, start: Path, *, bits: bool) -> list[str]:
-    """Return the lines of all files that rank 0 has written, and the tensors of those of `torch.save`.
+    """Describe all files that rank 0 has written: lines of text, and tensors of `torch.save`.
 
-    Of other binary files only the name is compared.
+    Other binary files have a line with their name only.
 
     Args:
         folder: folder of the trial.
