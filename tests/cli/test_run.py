@@ -225,6 +225,39 @@ def test_invalid_arguments_of_a_script(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().err == ""  # parsers report by themselves
 
 
+FORKS = """
+import os, sys
+child = os.fork()
+if child == 0:
+    sys.exit(5)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_exit_code_of_a_child_is_its_own(tmp_path: Path, processes: int) -> None:
+    done = samestep("run", "--processes", processes, script(tmp_path, FORKS), cwd=tmp_path)
+    assert (done.code, done.out) == (0, "5\n")
+
+
+LEAVES = """
+import atexit, sys
+atexit.register(print, "first")
+atexit.register(lambda: open("left", "a").write("x"))
+END
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(("end", "code"), [("pass", 0), ("sys.exit(3)", 3), ("raise OSError", 1)])
+def test_functions_of_atexit_are_called(tmp_path: Path, processes: int, end: str, code: int) -> None:
+    done = samestep("run", "--processes", processes, script(tmp_path, LEAVES.replace("END", end)), cwd=tmp_path)
+    assert (done.code, done.out) == (code, "first\n")
+    assert (tmp_path / "left").read_text() == "x"
+
+
 FAILS_IN_TRAINING = """
 import torch
 weight = torch.nn.Parameter(torch.ones(1))

@@ -18,7 +18,7 @@ PACKAGE = "samestep"
 
 
 class Mode(StrEnum):
-    """How a script runs on several processes, as the first line of a run says."""
+    """How a script runs on several processes: text of the first line of a run."""
 
     UNCHANGED = "calls of its models are divided"
     SAMESTEP = "it imports samestep"

@@ -164,18 +164,24 @@ def _children_without_training() -> Iterator[None]:
             require_no_training()
         return result
 
+    with report, replaced(os, fork=forked, waitpid=waited), children_ended():
+        yield
+        require_no_training()
+
+
+@contextmanager
+def children_ended() -> Iterator[None]:
+    """End forked children at the end of the block: a child must not take part in the end of the rank."""
     process = os.getpid()
-    with report, replaced(os, fork=forked, waitpid=waited):
-        try:
-            yield
-            require_no_training()
-        finally:
-            if os.getpid() != process:
-                _end_child(sys.exc_info()[1])
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            _end_child(sys.exc_info()[1])
 
 
 def _end_child(error: BaseException | None) -> NoReturn:
-    """End a child process at the end of the script, before it takes part in the end of the rank."""
+    """End a child process with the exit code of the script, which it has run to its end."""
     code = error.code if isinstance(error, SystemExit) else error
     if code is not None and not isinstance(code, int):
         if not isinstance(error, InputError):  # the parent reports that the child trains

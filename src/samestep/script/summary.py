@@ -142,14 +142,14 @@ class Summary:
         for backwards, steps in self.records.accumulation.most_common(1):
             yield f"  backwards before a step: {backwards} ({steps:,} steps)"
         readings = [reading for reading in self.readings.values() if reading.how]
-        met = [f"{self._place(one.line)} DataLoader of {one.dataset}: {one.how}" for one in readings]
-        met += [f"{self._place(line)} {name}({value})" for name, (line, value) in self.seeds.items()]
-        met += self._messages
+        treated = [f"{self._place(one.line)} DataLoader of {one.dataset}: {one.how}" for one in readings]
+        treated += [f"{self._place(line)} {name}({value})" for name, (line, value) in self.seeds.items()]
+        treated += self._messages
         if self.writer is not None and self.writer.files:
-            met.append(f"files that rank 0 alone has written: {self.writer.files:,}")
-        if met:
+            treated.append(f"files that rank 0 alone has written: {self.writer.files:,}")
+        if treated:
             yield "lines of the script that run in another way on several processes:"
-        yield from (f"  {line}" for line in dict.fromkeys(met))
+        yield from (f"  {line}" for line in dict.fromkeys(treated))
 
     def _place(self, line: Line) -> str:
         file, number = line

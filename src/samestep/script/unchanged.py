@@ -28,12 +28,13 @@ from samestep.launcher.worker import WorkerSpec, run_script
 from samestep.script.calls import OutermostCalls
 from samestep.script.console import shared_console
 from samestep.script.entropy import equal_entropy
+from samestep.script.exits import exit_functions_called
 from samestep.script.files import FirstWriter, one_writer
 from samestep.script.loaders import own_rows_of_loaders
 from samestep.script.mode import Mode, uses_samestep
 from samestep.script.overlay import Overlay
 from samestep.script.programs import FirstRankPrograms, programs_of_first_rank
-from samestep.script.refusals import plain_start_method, refusals
+from samestep.script.refusals import children_ended, plain_start_method, refusals
 from samestep.script.replaced import replaced
 from samestep.script.summary import FILE, Summary
 from samestep.session import init
@@ -151,6 +152,8 @@ def _alone(stack: ExitStack) -> Summary:
     """Give a script on one process what it needs, until the stack is closed."""
     stack.enter_context(shared_console(0, 1, lambda data: data or b""))
     stack.enter_context(plain_start_method())
+    stack.enter_context(children_ended())
+    stack.enter_context(exit_functions_called())
     return Summary(stack.enter_context(own_rows_of_loaders(lambda: None)))
 
 
@@ -185,6 +188,7 @@ def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig |
     writer = _one_writer(stack, worker, folder)
     summary.writer = writer
     view.before_word = partial(_begin, view, writer, worker)
+    stack.enter_context(exit_functions_called())
     stack.enter_context(_ending_on_request(view))
     return summary
 

@@ -244,9 +244,9 @@ class TrialRunner:
             except RankError as error:
                 result, failure = None, error.failure
             finally:
-                for each in (folder, trial.killed):
-                    if each is not None and trial.kill_at is None:
-                        restore_files(each)
+                for changed in (folder, trial.killed):
+                    if changed is not None and trial.kill_at is None:
+                        restore_files(changed)
             if result is not None and result.stop_signal is not None:
                 raise StoppedError("stopped")
         if trial.kill_at is None:

@@ -1,0 +1,66 @@
+"""Functions of `atexit` are called at the end of the block."""
+
+import atexit
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from samestep.script.exits import exit_functions_called
+
+
+def registered(end: Callable[[], Any] = lambda: None) -> list[Any]:
+    """Return the calls of functions that were registered before `end`, during the block, which must end then."""
+    calls: list[Any] = []
+    removed = calls.clear
+    try:
+        with exit_functions_called():
+            atexit.register(calls.append, "first")
+
+            @atexit.register
+            def nested() -> None:
+                calls.append("second")
+                atexit.register(calls.append, "third")
+
+            atexit.register(removed)
+            atexit.unregister(removed)
+            assert calls == []
+            end()
+    except (SystemExit, OSError) as error:
+        calls.append(type(error))
+    return calls
+
+
+def fail(error: BaseException) -> Callable[[], Any]:
+    def end() -> None:
+        raise error
+
+    return end
+
+
+@pytest.mark.parametrize("error", [SystemExit(2), OSError()])
+def test_the_last_one_is_called_first(error: BaseException) -> None:
+    assert registered() == ["second", "third", "first"]
+    assert registered(fail(error)) == ["second", "third", "first", type(error)]
+
+
+def test_an_error_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert registered(lambda: atexit.register(fail(OSError("no space")))) == ["second", "third", "first"]
+    assert capsys.readouterr().err.endswith("OSError: no space\n")
+
+
+def test_temporary_folders_are_removed_but_not_those_of_before() -> None:
+    with tempfile.TemporaryDirectory() as before:
+        with exit_functions_called():
+            inside = tempfile.TemporaryDirectory()
+            assert os.path.isdir(inside.name)
+        assert not os.path.exists(inside.name)
+        assert os.path.isdir(before)
+
+
+def test_everything_is_restored() -> None:
+    before = dict(vars(atexit))
+    registered()
+    assert dict(vars(atexit)) == before
