@@ -24,21 +24,8 @@ from samestep.distributed.env import library_caches
 from samestep.view.fingerprints import is_library_file, script_line
 
 _OS_NAMES = (
-    *(
-        "stat",
-        "statvfs",
-        "lstat",
-        "access",
-        "readlink",
-        "listdir",
-        "scandir",
-        "listxattr",
-        "getxattr",
-        "chdir",
-        "getcwd",
-    ),
-    *("mkdir", "makedirs", "rename", "replace", "remove", "unlink", "rmdir", "symlink", "link", "truncate"),
-    *("utime", "chmod", "chown", "lchown", "setxattr", "removexattr", "system"),
+    "stat statvfs lstat access readlink listdir scandir listxattr getxattr chdir getcwd mkdir makedirs rename replace "
+    "remove unlink rmdir symlink link truncate utime chmod chown lchown setxattr removexattr"
 )
 # The functions of this process before a replacement; not names of this module, which would be replaced too.
 REAL = SimpleNamespace(
@@ -47,7 +34,7 @@ REAL = SimpleNamespace(
     mkstemp=tempfile._mkstemp_inner,  # type: ignore[attr-defined]
     mkdtemp=tempfile.mkdtemp,
     connect=sqlite3.connect,
-    **{name: getattr(os, name) for name in _OS_NAMES if hasattr(os, name)},
+    **{name: getattr(os, name) for name in _OS_NAMES.split() if hasattr(os, name)},
 )
 PATHS = (str, bytes, os.PathLike)
 READING = frozenset({"r", "rb", "br", "rt", "tr"})
@@ -144,6 +131,29 @@ def noted_file(name: Any, target: str, how: How, on_close: Callable[[], None] | 
     return text
 
 
+def open_function(open_path: Callable[[Any, How], Any], is_active: Callable[[], bool]) -> Callable[..., Any]:
+    """Return the replacement of `open`, which calls `open_path` with a path and valid arguments while it is active."""
+
+    def open(
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        closefd: bool = True,
+        opener: Any = None,
+    ) -> Any:
+        how = (mode, buffering, encoding, errors, newline)
+        if opener is not None or not isinstance(file, PATHS) or not is_active():
+            return REAL.open(file, *how, closefd, opener)
+        if mode not in READING:
+            REAL.open(os.devnull, mode.replace("x", "w"), *how[1:]).close()  # raises an error of the arguments
+        return open_path(file, how)
+
+    return open
+
+
 def clear(path: str) -> None:
     """Remove a file or link, unless there is none."""
     with suppress(FileNotFoundError):
@@ -181,10 +191,10 @@ def make_folders(path: str) -> None:
 
 def below(path: str) -> list[str]:
     """Return a path and all paths below it, a folder before its content."""
-    found = [path]
+    paths = [path]
     for folder, folders, files in os.walk(path):
-        found += [f"{folder}/{name}" for name in (*folders, *files)]
-    return found
+        paths += [f"{folder}/{name}" for name in (*folders, *files)]
+    return paths
 
 
 def begins_again(mode: str) -> bool:

@@ -83,6 +83,15 @@ class FileView:
         """Note the beginning of an exchange with the other ranks."""
         self._own_exchanges += 1
 
+    def has_passed(self) -> bool:
+        """Whether rank 0 is at a later point of the script, where it waits for this rank or has ended.
+
+        What it did before is noted then.
+        """
+        is_passed = self._exchanges.read() > self._own_exchanges
+        self._update()
+        return is_passed or self._has_ended
+
     def close(self) -> None:
         """End the view; replacements that are still held call the functions of the system."""
         self._is_active = False
@@ -173,9 +182,9 @@ class FileView:
         while True:
             was_prepared = is_prepared()
             place = self._place(path, follow=follow)
-            seen_at = self._find(place)
-            target = seen_at if seen_at is not None else self._real(place, path)
-            location = self._location(seen_at) if seen_at else ""
+            actual = self._find(place)
+            target = actual if actual is not None else self._real(place, path)
+            location = self._location(actual) if actual else ""
             result: Any = None
             failure: OSError | None = None
             try:
@@ -185,9 +194,9 @@ class FileView:
             is_settled = True
             if self._first.has_grown() or self._changes.has_grown():
                 self._update()
-                is_settled = self._place(path, follow=follow) == place and self._find(place) == seen_at
-                is_settled = is_settled and (not seen_at or self._location(seen_at) == location)
-            if is_settled and not was_prepared and waits and seen_at is None:
+                is_settled = self._place(path, follow=follow) == place and self._find(place) == actual
+                is_settled = is_settled and (not actual or self._location(actual) == location)
+            if is_settled and not was_prepared and waits and actual is None:
                 is_nothing = isinstance(failure, MISSING) or result is False or is_listed is not None
                 if self._must_wait("/".join(place), is_nothing=is_nothing):
                     self._wait(is_prepared, "the preparation by rank 0", is_preparation=True)
@@ -270,27 +279,21 @@ class FileView:
         if is_dropped:
             self._dropped[path] = token
 
-    def _location(self, seen_at: str) -> str:
+    def _location(self, actual: str) -> str:
         """Return where rank 0 has the content that this rank has not kept; "" if nowhere yet, or not any more."""
-        key, number = self._dropped.get(seen_at) or ("", 1)
+        key, number = self._dropped.get(actual) or ("", 1)
         closes = self._closes[key][number - 1 : number]
         return closes[0][0] if closes else ""
 
-    def _content(self, path: Any, seen_at: str) -> str:
+    def _content(self, path: Any, actual: str) -> str:
         """Return where the content of a file is: at rank 0 if this rank has not kept it."""
-        if seen_at not in self._dropped:
-            return seen_at
-        if (token := self._dropped[seen_at]) is not None:
+        if actual not in self._dropped:
+            return actual
+        if (token := self._dropped[actual]) is not None:
             key, number = token
 
-            def is_over() -> bool:
-                # At a later exchange rank 0 waits for this rank, and does not write the file any more.
-                is_passed = self._exchanges.read() > self._own_exchanges or self._has_ended
-                self._update()
-                return is_passed or len(self._closes[key]) >= number
-
-            self._wait(is_over, f"{path} from rank 0")
-            if location := self._location(seen_at):
+            self._wait(lambda: self.has_passed() or len(self._closes[key]) >= number, f"{path} from rank 0")
+            if location := self._location(actual):
                 return location
         file, line = script_line(sys._getframe())
         raise RunError(
@@ -323,13 +326,13 @@ class FileView:
 
         def call(*arguments: Any, **options: Any) -> Any:
             path, put = path_argument(position, keyword, arguments, options)
-            seen_at = self.located(path) if path is not None else None
-            if seen_at is None or not self._is_noted(seen_at):
+            actual = self.located(path) if path is not None else None
+            if actual is None or not self._is_noted(actual):
                 return real(*arguments, **options)
             # Opened here, because the content of rank 0 can go elsewhere.
             descriptor = self._query(path, lambda target: REAL.descriptor(self._content(path, target), os.O_RDONLY))
             try:
-                positional, named = put(f"/dev/fd/{descriptor}" if seen_at in self._dropped else seen_at)
+                positional, named = put(f"/dev/fd/{descriptor}" if actual in self._dropped else actual)
                 return self._exempt.passing(real, *positional, **named)
             finally:
                 os.close(descriptor)
@@ -348,9 +351,9 @@ class FileView:
         """Replace `os.chdir`."""
         self._query(path, REAL.chdir)
         if self._is_active:
-            actual = REAL.getcwd()
-            self._is_moved = self._is_own(actual)
-            self._directory = actual.removeprefix(self._root)
+            folder = REAL.getcwd()
+            self._is_moved = self._is_own(folder)
+            self._directory = folder.removeprefix(self._root)
 
     def listdir(self, path: Any = ".") -> list[Any]:
         """Replace `os.listdir`."""
@@ -388,11 +391,11 @@ class FileView:
             for name in [name for name in entries if self._made.get(f"{folder}/{name}", -1) >= number_made]:
                 del entries[name]
         for layer in (self._before, self._own):
-            for name, seen_at in layer.get(folder.rstrip("/"), {}).copy().items():
+            for name, actual in layer.get(folder.rstrip("/"), {}).copy().items():
                 entries.pop(name, None)
-                if seen_at:
+                if actual:
                     entries[name] = _Entry(self, path, name)
-        return _Entries(iter(entries.values()))
+        return Entries(iter(entries.values()))
 
 
 class _Entry(os.PathLike[Any]):
@@ -432,7 +435,7 @@ class _Entry(os.PathLike[Any]):
             return 0
 
 
-class _Entries(Iterator[Any]):
+class Entries(Iterator[Any]):
     """Entries of a folder; see `os.scandir`."""
 
     def __init__(self, entries: Iterator[Any]) -> None:
@@ -441,7 +444,7 @@ class _Entries(Iterator[Any]):
     def __next__(self) -> Any:
         return next(self._entries)
 
-    def __enter__(self) -> _Entries:
+    def __enter__(self) -> Entries:
         return self
 
     def __exit__(self, *error: object) -> None:

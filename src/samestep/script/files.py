@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from samestep.distributed.logging import logger
 from samestep.distributed.status import RankStatus
 from samestep.script.file_functions import Replaced, database_path, path_argument
 from samestep.script.file_journal import (
@@ -23,15 +20,16 @@ from samestep.script.file_journal import (
     WRITING,
     Exchanges,
     Exemptions,
+    How,
     Journal,
     begins_again,
     below,
     copy_file,
     listing_of,
     noted_file,
+    open_function,
 )
 from samestep.script.overlay import Overlay
-from samestep.view.fingerprints import is_library_file
 
 KEEP_BYTES = 64 * 2**20
 _MAX_HELD = 256  # large files; a process has 1,024 descriptors
@@ -64,14 +62,10 @@ def one_writer(
     else:
         writer = Overlay(rank, place, status, keep_bytes)
     replaced = Replaced(writer) if size > 1 else None
-    start_program = subprocess.Popen.__init__
-    if isinstance(writer, FirstWriter) and size > 1:
-        subprocess.Popen.__init__ = writer.program(start_program)  # type: ignore[method-assign]
     try:
         yield writer
     finally:
         writer.close()
-        subprocess.Popen.__init__ = start_program  # type: ignore[method-assign]
         if replaced is not None:
             replaced.undo()
         if rank:
@@ -111,8 +105,6 @@ class FirstWriter:
         self._opened: set[str] = set()  # for writing, at any time
         self._is_ready = False
         self._is_active = True
-        self._named: set[tuple[str, int]] = set()  # lines that start programs
-        self._names_programs = True
 
     def mark_ready(self) -> None:
         """Note that preparations are complete; later calls do nothing."""
@@ -130,6 +122,10 @@ class FirstWriter:
         self._held = []
         self._exchanges.advance()
 
+    def has_passed(self) -> bool:
+        """Whether rank 0 is at a later point of the script than this rank."""
+        return False
+
     def close(self) -> None:
         """End the journal; replacements that are still held call the functions of the system."""
         self.mark_ready()
@@ -138,14 +134,15 @@ class FirstWriter:
 
     def replacements(self) -> list[tuple[Any, Any]]:
         """Return pairs of a function and its replacement."""
-        pairs = [(getattr(REAL, name), getattr(self, name)) for name in ("open", "descriptor", "truncate")]
+        pairs = [(REAL.open, open_function(self.open, lambda: self._is_active))]
+        pairs += [(REAL.descriptor, self.descriptor), (REAL.truncate, self.truncate)]
         pairs += [(real, self._listing(real)) for real in (REAL.listdir, REAL.scandir)]
         pairs += [(real, self._creation(real, 0)) for real in (REAL.mkdir,)]
         pairs += [(real, self._creation(real, 1)) for real in (REAL.symlink, REAL.link)]
         pairs += [(real, self._removal(real)) for real in (REAL.remove, REAL.unlink, REAL.rmdir)]
         pairs += [(real, self._renaming(real)) for real in (REAL.rename, REAL.replace)]
         pairs += [(REAL.mkstemp, self._exempt.mkstemp), (REAL.mkdtemp, self._exempt.mkdtemp)]
-        return [*pairs, (REAL.connect, self.connect), (REAL.system, self.system)]
+        return [*pairs, (REAL.connect, self.connect)]
 
     # --- journal -----------------------------------------------------------------------------------------
 
@@ -266,27 +263,12 @@ class FirstWriter:
 
     # --- replacements ------------------------------------------------------------------------------------
 
-    def open(
-        self,
-        file: Any,
-        mode: str = "r",
-        buffering: int = -1,
-        encoding: str | None = None,
-        errors: str | None = None,
-        newline: str | None = None,
-        closefd: bool = True,
-        opener: Any = None,
-    ) -> Any:
+    def open(self, file: Any, how: How) -> Any:
         """Replace `open`."""
-        is_real = opener is not None or not isinstance(file, PATHS) or not self._is_active
-        if is_real or mode in READING:
-            return REAL.open(file, mode, buffering, encoding, errors, newline, closefd, opener)
-        REAL.open(os.devnull, mode.replace("x", "w"), buffering, encoding, errors, newline).close()  # checks arguments
-        name = self._change(file, truncates="w" in mode)
+        name = self._change(file, truncates="w" in how[0]) if how[0] not in READING else ""
         if not name:
-            return REAL.open(file, mode, buffering, encoding, errors, newline)
-        how = (mode, buffering, encoding, errors, newline)
-        return noted_file(file, file, how, lambda: self._closed(name, is_counted=begins_again(mode)))
+            return REAL.open(file, *how)
+        return noted_file(file, file, how, lambda: self._closed(name, is_counted=begins_again(how[0])))
 
     def descriptor(self, path: Any, flags: int, *arguments: Any, **options: Any) -> int:
         """Replace `os.open`."""
@@ -303,8 +285,6 @@ class FirstWriter:
         """Replace `sqlite3.connect`."""
         path, _ = database_path(arguments, options)
         self._change(path)
-        if options.get("uri"):
-            self._name_line(f"opens the database {arguments[:1]}")
         return REAL.connect(*arguments, **options)
 
     def _listing(self, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -393,46 +373,6 @@ class FirstWriter:
             return result
 
         return call
-
-    # --- programs ----------------------------------------------------------------------------------------
-
-    def program(self, real: Callable[..., None]) -> Callable[..., None]:
-        """Return the replacement of `subprocess.Popen.__init__`."""
-
-        def start(process: Any, args: Any, *arguments: Any, **options: Any) -> None:
-            self._name_program(args if isinstance(args, PATHS) else next(iter(args), ""))
-            real(process, args, *arguments, **options)
-
-        return start
-
-    def system(self, command: Any) -> int:
-        """Replace `os.system`."""
-        self._name_program(command)
-        return int(REAL.system(command))
-
-    @contextmanager
-    def unnamed(self) -> Iterator[None]:
-        """Name no programs inside the block, which rank 0 alone runs."""
-        self._names_programs = False
-        try:
-            yield
-        finally:
-            self._names_programs = True
-
-    def _name_program(self, command: Any) -> None:
-        self._name_line(f"starts the program {os.fsdecode(command).split(' ')[0]!r}")
-
-    def _name_line(self, what: str) -> None:
-        """Log once that a line of the script has effects on every process; programs of libraries are their own."""
-        frame = sys._getframe(1)
-        while frame.f_back is not None and is_library_file(frame.f_code.co_filename):
-            if "-packages" in frame.f_code.co_filename:
-                return
-            frame = frame.f_back
-        line = (os.path.relpath(frame.f_code.co_filename), frame.f_lineno)
-        if self._is_active and self._names_programs and line not in self._named:
-            self._named.add(line)
-            logger.info("%s:%d %s, on every process", *line, what)
 
 
 def _through(descriptor: int) -> str:

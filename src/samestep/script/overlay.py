@@ -16,6 +16,7 @@ from samestep.script.file_journal import (
     REAL,
     UNNAMED,
     WRITING,
+    How,
     begins_again,
     below,
     clear,
@@ -23,6 +24,7 @@ from samestep.script.file_journal import (
     key_of,
     make_folders,
     noted_file,
+    open_function,
 )
 from samestep.script.file_view import MISSING, FileView, Place
 
@@ -39,12 +41,13 @@ class Overlay(FileView):
 
     def replacements(self) -> list[tuple[Any, Any]]:
         """Return pairs of a function and its replacement."""
-        own = ("open", "descriptor", "listdir", "scandir", "getcwd", "chdir", "mkdir", "makedirs", "symlink")
+        own = ("descriptor", "listdir", "scandir", "getcwd", "chdir", "mkdir", "makedirs", "symlink")
         pairs = [(getattr(REAL, name), getattr(self, name)) for name in (*own, "link", "remove", "rmdir", "truncate")]
         pairs += [(REAL.unlink, self.remove), (REAL.rename, self.replace), (REAL.replace, self.replace)]
         pairs += [(REAL.mkstemp, self._exempt.mkstemp), (REAL.mkdtemp, self._exempt.mkdtemp)]
         pairs += [(getattr(REAL, name), self.query(name)) for name in _QUERIES if hasattr(REAL, name)]
         pairs += [(getattr(REAL, name), self._attribute(name)) for name in _ATTRIBUTES if hasattr(REAL, name)]
+        pairs.append((REAL.open, open_function(self.open, lambda: self._is_active)))
         return [*pairs, (REAL.connect, self.connect)]
 
     def _target(self, path: Any, *, follow: bool = False) -> Place | None:
@@ -108,10 +111,10 @@ class Overlay(FileView):
         target = self._private(place)
         is_large = state is not None and state.st_size > most
 
-        def copy(seen_at: Any) -> bool:
-            if seen_at == target and (seen_at not in self._dropped or is_large):
-                return seen_at in self._dropped
-            return not copy_file(seen_at if is_large else self._content(path, seen_at), target, most)
+        def copy(actual: Any) -> bool:
+            if actual == target and (actual not in self._dropped or is_large):
+                return actual in self._dropped
+            return not copy_file(actual if is_large else self._content(path, actual), target, most)
 
         is_lost = copies and not is_new and state is not None and self._query("/".join(place), copy)
         if is_lost or self._find(place) != target or target in self._dropped:
@@ -143,35 +146,22 @@ class Overlay(FileView):
         self._own_closes[key] += 1
         return key, self._own_closes[key]
 
-    def open(
-        self,
-        file: Any,
-        mode: str = "r",
-        buffering: int = -1,
-        encoding: str | None = None,
-        errors: str | None = None,
-        newline: str | None = None,
-        closefd: bool = True,
-        opener: Any = None,
-    ) -> Any:
+    def open(self, file: Any, how: How) -> Any:
         """Replace `open`."""
-        if opener is not None or not isinstance(file, PATHS) or not self._is_active:
-            return REAL.open(file, mode, buffering, encoding, errors, newline, closefd, opener)
-        how = (mode, buffering, encoding, errors, newline)
+        mode = how[0]
         if mode in READING:
 
             def read(target: Any) -> Any:
                 if target is file:
-                    return REAL.open(file, mode, buffering, encoding, errors, newline)
+                    return REAL.open(file, *how)
                 return noted_file(file, self._content(file, target), how)
 
             return self._query(file, read)
-        REAL.open(os.devnull, mode.replace("x", "w"), buffering, encoding, errors, newline).close()  # checks arguments
         most = float("inf") if "+" in mode else self._keep_bytes
         is_kept = bool(set("ar") & set(mode))
         target = self._opened(file, copies=is_kept, creates="r" not in mode, is_new="x" in mode, most=most)
         if not target:
-            return REAL.open(file, mode, buffering, encoding, errors, newline)
+            return REAL.open(file, *how)
         return noted_file(file, target, how, lambda: self._written(target, is_complete=begins_again(mode)))
 
     def descriptor(self, path: Any, flags: int, mode: int = 0o777) -> int:
@@ -254,14 +244,14 @@ class Overlay(FileView):
     def link(self, source: Any, path: Any, **options: Any) -> None:
         """Replace `os.link` by a copy."""
         place = self._target(path)
-        seen_at = self.located(source)
+        actual = self.located(source)
         if place is None:
-            REAL.link(seen_at, path, **options)
+            REAL.link(actual, path, **options)
             return
         self._require_new(place, path)
         target = self._private(place)
-        is_lost = not copy_file(seen_at, target, self._keep_bytes) or seen_at in self._dropped
-        self._set(place, target, is_dropped=is_lost, token=self._dropped.get(seen_at))
+        is_lost = not copy_file(actual, target, self._keep_bytes) or actual in self._dropped
+        self._set(place, target, is_dropped=is_lost, token=self._dropped.get(actual))
 
     def remove(self, path: Any) -> None:
         """Replace `os.remove`."""
@@ -277,15 +267,15 @@ class Overlay(FileView):
             real(path)
             return
         state = self._state(place)
-        seen_at = self._find(place)
-        if state is None and (seen_at is not None or "/".join(place) not in self._removed):
+        actual = self._find(place)
+        if state is None and (actual is not None or "/".join(place) not in self._removed):
             raise _error(errno.ENOENT, path)
         if state is not None and stat.S_ISDIR(state.st_mode) != is_folder:
             code = errno.ENOTDIR if is_folder else errno.EISDIR
             raise _error(code, path)
         if is_folder and state is not None and self.listdir("/".join(place)):
             raise _error(errno.ENOTEMPTY, path)
-        if is_folder or (seen_at and self._is_own(seen_at)):
+        if is_folder or (actual and self._is_own(actual)):
             with suppress(FileNotFoundError):
                 real(f"{self._root}{place[0]}/{place[1]}")
         self._set(place, "")
@@ -329,19 +319,19 @@ class Overlay(FileView):
         is_real = self._exempt.covers(path)
         target = path if is_real else self._private(place)
 
-        def move(seen_at: Any) -> tuple[bool, Any]:
-            mode = REAL.lstat(seen_at).st_mode
-            is_dropped = seen_at in self._dropped
-            token = self._dropped.get(seen_at)
+        def move(actual: Any) -> tuple[bool, Any]:
+            mode = REAL.lstat(actual).st_mode
+            is_dropped = actual in self._dropped
+            token = self._dropped.get(actual)
             if stat.S_ISDIR(mode):
                 make_folders(target)
-            elif self._is_own(seen_at):
-                REAL.replace(seen_at, target)
+            elif self._is_own(actual):
+                REAL.replace(actual, target)
             elif stat.S_ISLNK(mode):
                 clear(target)
-                REAL.symlink(REAL.readlink(seen_at), target)
+                REAL.symlink(REAL.readlink(actual), target)
             else:
-                is_dropped = not copy_file(seen_at, target, self._keep_bytes) or is_dropped
+                is_dropped = not copy_file(actual, target, self._keep_bytes) or is_dropped
             return is_dropped, token
 
         is_dropped, token = self._query(source, move, follow=False)
@@ -369,8 +359,8 @@ class Overlay(FileView):
             if self._target(path, follow=follow) is None:
                 real(path, *arguments, **options)
                 return
-            seen_at = self._query(path, lambda target: REAL.lstat(target) and target, follow=follow)
-            if isinstance(seen_at, str) and self._is_own(seen_at):
-                real(seen_at, *arguments, **options)
+            actual = self._query(path, lambda target: REAL.lstat(target) and target, follow=follow)
+            if isinstance(actual, str) and self._is_own(actual):
+                real(actual, *arguments, **options)
 
         return call

@@ -196,8 +196,7 @@ def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig |
 def _one_writer(stack: ExitStack, worker: WorkerSpec, folder: str) -> FirstWriter | Overlay:
     """Let rank 0 alone write files and run programs, until the stack is closed."""
     writer = stack.enter_context(one_writer(worker.rank, worker.size, folder, worker.rank_status))
-    unnamed = writer.unnamed if isinstance(writer, FirstWriter) else nullcontext
-    programs = FirstRankPrograms(worker.rank, folder, worker.rank_status, unnamed)
+    programs = FirstRankPrograms(worker.rank, folder, worker.rank_status, writer.has_passed)
     stack.enter_context(programs_of_first_rank(programs))
     return writer
 

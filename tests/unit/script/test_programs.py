@@ -1,14 +1,16 @@
 """A program that a script runs to its end runs on rank 0 alone; other ranks receive what it has returned."""
 
+import logging
+import os
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from samestep.distributed.status import local_rank_status
+from samestep.errors import RunError
 from samestep.script.programs import FirstRankPrograms, programs_of_first_rank
 
 APPEND = "echo line >> log.txt"
@@ -21,7 +23,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[FirstRankProg
     folder.mkdir()
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    return [FirstRankPrograms(rank, str(folder), local_rank_status(), nullcontext) for rank in range(2)]
+    return [FirstRankPrograms(rank, str(folder), local_rank_status(), lambda: False) for rank in range(2)]
 
 
 def test_program_runs_once(ranks: list[FirstRankPrograms]) -> None:
@@ -68,3 +70,27 @@ def test_errors_are_those_of_rank_0(
             rank.run(command, **options)
         errors.append(str(raised.value))
     assert errors[0] == errors[1]
+
+
+def test_started_programs_are_named_once_on_rank_0(
+    ranks: list[FirstRankPrograms], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("samestep"), "propagate", True)
+    caplog.set_level(logging.INFO, "samestep")
+    before = (subprocess.Popen.__init__, subprocess.run, subprocess.call, os.system)
+    for rank in ranks:
+        with programs_of_first_rank(rank):
+            for _ in range(2):
+                assert subprocess.Popen(["true", "x"]).wait() == 0
+            subprocess.run(["true"], check=True)
+            os.system("true")
+    assert (subprocess.Popen.__init__, subprocess.run, subprocess.call, os.system) == before
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message.partition(" ")[2] == "starts the program 'true', on every process"
+    assert "test_programs.py:" in message
+
+
+def test_program_that_rank_0_has_passed_is_an_error_with_the_line(tmp_path: Path) -> None:
+    programs = FirstRankPrograms(1, str(tmp_path), local_rank_status(), lambda: True)
+    with pytest.raises(RunError, match=r"test_programs\.py:\d+: the program did not run to its end on rank 0"):
+        programs.system("true")

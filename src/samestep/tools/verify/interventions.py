@@ -21,6 +21,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from samestep.data.own_rows import OwnRows
 from samestep.distributed.rng import microbatch_seed, preserved_generators
+from samestep.script.file_view import Entries
 from samestep.tools.verify.tensor_comparison import digest_any
 from samestep.tools.verify.trials import Interventions
 
@@ -184,23 +185,4 @@ def _reorder_directories(rank: int) -> None:
         return entries[start:] + entries[:start]
 
     os.listdir = lambda *arguments: reordered(list_names(*arguments))
-    os.scandir = lambda *arguments: _Entries(reordered(list(scan(*arguments))))  # type: ignore[assignment]
-
-
-class _Entries(Iterator[Any]):
-    """Entries of a directory, in place of the iterator of `os.scandir`."""
-
-    def __init__(self, entries: list[Any]) -> None:
-        self._entries = iter(entries)
-
-    def __next__(self) -> Any:
-        return next(self._entries)
-
-    def __enter__(self) -> _Entries:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._entries = iter(())
+    os.scandir = lambda *arguments: Entries(iter(reordered(list(scan(*arguments)))))  # type: ignore[assignment]
