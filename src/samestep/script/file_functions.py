@@ -17,14 +17,15 @@ from samestep.script.file_journal import PATHS
 
 # These are used by C, and by the import of modules.
 _LOW_MODULES = {"posix", "_io", "_sqlite3"}
-# Functions and methods that open a file in C++: name, position and name of the argument with the path, and whether they
-# write.
-_CPP_FUNCTIONS: dict[str, tuple[tuple[str, int, str, bool], ...]] = {
+# Functions and methods that open a file in C++: name, position and name of the argument with the path, whether they
+# write; None if the next argument is a mode.
+_CPP_FUNCTIONS: dict[str, tuple[tuple[str, int, str, bool | None], ...]] = {
     "torch.serialization": (("save", 1, "f", True), ("load", 0, "f", False)),
     "torch.jit._script": (("RecursiveScriptModule.save", 1, "f", True),),
     "torch.jit._serialization": (("load", 0, "f", False),),
     "torchvision.io.image": (("write_file", 0, "filename", True), ("read_file", 0, "path", False)),
     "safetensors": (("serialize_file", 1, "filename", True), ("safe_open", 0, "filename", False)),
+    "pyarrow": (("OSFile", 0, "path", None),),  # pandas writes and reads Parquet by it
     "pyarrow.parquet.core": (("write_table", 1, "where", True), ("read_table", 0, "source", False)),
     "pyarrow.feather": (("write_feather", 1, "dest", True), ("read_feather", 0, "source", False)),
     "tokenizers": (("Tokenizer.save", 1, "path", True), ("Tokenizer.from_file", 0, "path", False)),
@@ -84,20 +85,31 @@ class Replaced:
             setattr(holder, method, before)
 
     def _replace_in_cpp(self, name: str) -> None:
-        for function, position, keyword, writes in _CPP_FUNCTIONS[name]:
+        for function, *where in _CPP_FUNCTIONS[name]:
             owner, _, method = function.rpartition(".")
             holder = getattr(sys.modules[name], owner, None) if owner else sys.modules[name]
             if holder is None or method not in vars(holder):
                 continue
             before = vars(holder)[method]
             real = getattr(holder, method)
-            replacement = self._writer.writer if writes else self._writer.reader
-            new = functools.update_wrapper(replacement(real, position, keyword), real, updated=())
+            new = functools.update_wrapper(self._in_cpp(real, *where), real, updated=())
             if owner:
                 self._methods.append((holder, method, before))
                 setattr(holder, method, staticmethod(new) if isinstance(before, staticmethod) else new)
             else:
                 self._replace([(before, new)])
+
+    def _in_cpp(self, real: Any, position: Any, keyword: Any, writes: Any) -> Callable[..., Any]:
+        read = self._writer.reader(real, position, keyword)
+        write = self._writer.writer(real, position, keyword)
+        if writes is not None:
+            return write if writes else read
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            mode = options.get("mode", "".join(map(str, arguments[position + 1 : position + 2])))
+            return (write if set("wax+") & set(mode) else read)(*arguments, **options)
+
+        return call
 
     def _replace(self, pairs: list[tuple[Any, Any]]) -> None:
         self._pairs += pairs

@@ -15,7 +15,6 @@ from typing import Any
 
 from samestep.distributed.status import RankStatus
 from samestep.errors import RunError
-from samestep.script.file_functions import path_argument
 from samestep.script.file_journal import PATHS, REAL, Exchanges, Exemptions, Journal, key_of, listing_of
 from samestep.view.fingerprints import script_line
 
@@ -40,12 +39,10 @@ class FileView:
 
     Attributes:
         files: number of files that were written and closed.
-        private_bytes: sum of the sizes of those whose content was kept.
     """
 
     def __init__(self, rank: int, folder: str, status: RankStatus, keep_bytes: int) -> None:
         self.files = 0
-        self.private_bytes = 0
         self._root = f"{folder}/rank-{rank}"
         REAL.mkdir(self._root)
         self._first = Journal(f"{folder}/journal")
@@ -268,7 +265,8 @@ class FileView:
         content = self._contents.pop(path, None)
         if content is not None:
             content[0] = location
-            self._contents[location] = content
+            if location:
+                self._contents[location] = content
 
     def _note_own(
         self, folder: str, name: str, path: str, is_dropped: bool, token: Token | None, is_link: bool
@@ -291,7 +289,6 @@ class FileView:
             return actual
         if (token := self._dropped[actual]) is not None:
             key, number = token
-
             self._wait(lambda: self.has_passed() or len(self._closes[key]) >= number, f"{path} from rank 0")
             if location := self._location(actual):
                 return location
@@ -304,10 +301,6 @@ class FileView:
             code="E_SCRIPT_FILES",
         )
 
-    def _is_noted(self, path: Any) -> bool:
-        """Whether this rank or rank 0 has changed what is at a path."""
-        return isinstance(path, str) and (self._is_own(path) or path in self._dropped)
-
     def query(self, name: str) -> Callable[..., Any]:
         """Return the replacement of a function of `os` that takes a path and changes nothing."""
         real = getattr(REAL, name)
@@ -318,24 +311,6 @@ class FileView:
                 return real(path, *arguments, **options)
             follow = not is_of_link and options.get("follow_symlinks", True)
             return self._query(path, lambda target: real(target, *arguments, **options), follow=follow)
-
-        return call
-
-    def reader(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        """Return the replacement of a function that reads a file in C++."""
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            path, put = path_argument(position, keyword, arguments, options)
-            actual = self.located(path) if path is not None else None
-            if actual is None or not self._is_noted(actual):
-                return real(*arguments, **options)
-            # Opened here, because the content of rank 0 can go elsewhere.
-            descriptor = self._query(path, lambda target: REAL.descriptor(self._content(path, target), os.O_RDONLY))
-            try:
-                positional, named = put(f"/dev/fd/{descriptor}" if actual in self._dropped else actual)
-                return self._exempt.passing(real, *positional, **named)
-            finally:
-                os.close(descriptor)
 
         return call
 

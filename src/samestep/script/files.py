@@ -85,12 +85,10 @@ class FirstWriter:
 
     Attributes:
         files: number of files that were written and closed.
-        private_bytes: 0.
     """
 
     def __init__(self, folder: str, keep_bytes: int) -> None:
         self.files = 0
-        self.private_bytes = 0
         self._folder = folder
         self._keep_bytes = keep_bytes
         self._copied_bytes = 0
@@ -137,7 +135,7 @@ class FirstWriter:
         pairs = [(REAL.open, open_function(self.open, lambda: self._is_active))]
         pairs += [(REAL.descriptor, self.descriptor), (REAL.truncate, self.truncate)]
         pairs += [(real, self._listing(real)) for real in (REAL.listdir, REAL.scandir)]
-        pairs += [(real, self._creation(real, 0)) for real in (REAL.mkdir,)]
+        pairs.append((REAL.mkdir, self._creation(REAL.mkdir, 0)))
         pairs += [(real, self._creation(real, 1)) for real in (REAL.symlink, REAL.link)]
         pairs += [(real, self._removal(real)) for real in (REAL.remove, REAL.unlink, REAL.rmdir)]
         pairs += [(real, self._renaming(real)) for real in (REAL.rename, REAL.replace)]
@@ -323,7 +321,7 @@ class FirstWriter:
             for path, location in moves:
                 if location is None:
                     self._closed(path)
-                else:
+                elif location:
                     self._journal.append("moved", location, path)
                     self._large.add(path)
             return result

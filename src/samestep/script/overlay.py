@@ -134,7 +134,6 @@ class Overlay(FileView):
             size = REAL.stat(target).st_size
             self.files += 1
             if token is None or size <= self._keep_bytes or not self._is_active:
-                self.private_bytes += size
                 return
             REAL.truncate(target, 0)
             REAL.truncate(target, size)  # the size remains, without blocks
@@ -180,6 +179,25 @@ class Overlay(FileView):
             most=float("inf") if flags & os.O_RDWR else self._keep_bytes,
         )
         return int(REAL.descriptor(target or path, flags, mode))
+
+    def reader(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
+        """Return the replacement of a function that reads a file in C++."""
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            path, put = path_argument(position, keyword, arguments, options)
+            if path is None:
+                return real(*arguments, **options)
+            try:
+                descriptor = self.descriptor(path, os.O_RDONLY)  # another file can be at the path later
+            except MISSING:
+                return real(*arguments, **options)  # perhaps a URL
+            try:
+                positional, named = put(f"/dev/fd/{descriptor}")
+                return self._exempt.passing(real, *positional, **named)
+            finally:
+                os.close(descriptor)
+
+        return call
 
     def writer(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
         """Return the replacement of a function that writes a file in C++."""
@@ -319,22 +337,22 @@ class Overlay(FileView):
         is_real = self._exempt.covers(path)
         target = path if is_real else self._private(place)
 
-        def move(actual: Any) -> tuple[bool, Any]:
+        def copy(actual: Any) -> tuple[str, bool]:
             mode = REAL.lstat(actual).st_mode
             is_dropped = actual in self._dropped
-            token = self._dropped.get(actual)
             if stat.S_ISDIR(mode):
                 make_folders(target)
-            elif self._is_own(actual):
-                REAL.replace(actual, target)
             elif stat.S_ISLNK(mode):
                 clear(target)
                 REAL.symlink(REAL.readlink(actual), target)
-            else:
+            elif not self._is_own(actual):
                 is_dropped = not copy_file(actual, target, self._keep_bytes) or is_dropped
-            return is_dropped, token
+            return actual, is_dropped
 
-        is_dropped, token = self._query(source, move, follow=False)
+        actual, is_dropped = self._query(source, copy, follow=False)
+        token = self._dropped.get(actual)
+        if self._is_own(actual) and stat.S_ISREG(REAL.lstat(actual).st_mode):
+            REAL.replace(actual, target)
         if self._exempt.covers(source):
             token = self._closed(path)
         if not is_real:
