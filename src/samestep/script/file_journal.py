@@ -215,6 +215,7 @@ def listing_of(folder: str) -> str:
 
 class _Local(threading.local):
     depth = 0  # of calls of `passing`
+    is_quiet = False  # what does not exist is no reason to wait for rank 0
 
 
 class Exemptions:

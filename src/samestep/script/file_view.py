@@ -6,7 +6,6 @@ import errno
 import os
 import stat
 import sys
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -53,7 +52,6 @@ class FileView:
         self._status = status
         self._keep_bytes = keep_bytes
         self._process = os.getpid()
-        self._local = threading.local()
         self._is_active = True
         self._is_ready = False
         self._has_ended = False  # rank 0
@@ -72,9 +70,6 @@ class FileView:
         self._directory = REAL.getcwd()
         self._is_moved = False  # the working directory is private
         self._has_links = False  # which are not in the real file system
-
-    def mark_ready(self) -> None:
-        """Do nothing: the other ranks wait for rank 0 alone."""
 
     def exchange(self) -> None:
         """Note the beginning of an exchange with the other ranks."""
@@ -215,7 +210,7 @@ class FileView:
         """Whether rank 0, which is not ready, changes the path now, or may create it."""
         if path in self._touched:
             return True
-        return is_nothing and not getattr(self._local, "is_quiet", False) and not self._exempt.is_foreign(path)
+        return is_nothing and not self._exempt.local.is_quiet and not self._exempt.is_foreign(path)
 
     def _wait(self, is_over: Callable[[], bool], name: str, *, is_preparation: bool = False) -> None:
         is_rank = os.getpid() == self._process  # a forked process must not write into the rank's status
@@ -365,11 +360,12 @@ class FileView:
         for number_made in self._listings[listing][number - 1 : number]:
             for name in [name for name in entries if self._made.get(f"{folder}/{name}", -1) >= number_made]:
                 del entries[name]
-        for layer in (self._before, self._own):
-            for name, actual in layer.get(folder.rstrip("/"), {}).copy().items():
+        changes = self._before.get(folder.rstrip("/"), {}) | self._own.get(folder.rstrip("/"), {})
+        for name, actual in changes.items():
+            if actual:
+                entries[name] = _Entry(self, path, name)  # in the place that it has for rank 0, if it exists there
+            else:
                 entries.pop(name, None)
-                if actual:
-                    entries[name] = _Entry(self, path, name)
         return Entries(iter(entries.values()))
 
 

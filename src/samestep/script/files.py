@@ -42,7 +42,7 @@ def one_writer(
 ) -> Iterator[FirstWriter | Overlay]:
     """Let rank 0 alone write files inside the block, while other ranks see their own changes.
 
-    Rank 0 is first until it calls `mark_ready`: another rank waits where a path does not exist, or is changed by rank
+    Rank 0 is first until its first exchange: another rank waits where a path does not exist, or is changed by rank
     0. From then on a rank sees what rank 0 had made by then, and its own changes, but no later changes of rank 0.
 
     Args:
@@ -53,7 +53,7 @@ def one_writer(
         keep_bytes: other ranks read larger files that they have written from rank 0.
 
     Yields:
-        Counts of written files, and `mark_ready()` for the first exchange of rank 0 with other ranks.
+        Number of written files, and `exchange()` for the beginning of each exchange with other ranks.
     """
     place = os.path.realpath(folder)
     writer: FirstWriter | Overlay

@@ -230,11 +230,11 @@ class Overlay(FileView):
 
     def makedirs(self, *arguments: Any, **options: Any) -> None:
         """Replace `os.makedirs`: that a folder does not exist is no reason to wait."""
-        self._local.is_quiet = True
+        self._exempt.local.is_quiet = True
         try:
             REAL.makedirs(*arguments, **options)
         finally:
-            self._local.is_quiet = False
+            self._exempt.local.is_quiet = False
 
     def mkdir(self, path: Any, mode: int = 0o777) -> None:
         """Replace `os.mkdir`."""

@@ -302,6 +302,24 @@ def test_run_folders_with_numbers_and_times(tmp_path: Path) -> None:
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
+def test_listings_have_the_order_of_rank_0(tmp_path: Path) -> None:
+    def body(rank: Rank) -> Any:
+        rank.exchange()
+        if not rank.is_first:
+            rank.meet()
+        os.mkdir("new")
+        for number in (7, 3, 9, 1, 8, 2):
+            Path(f"new/{number}").touch()
+        os.remove("new/9")
+        if rank.is_first:
+            rank.meet()
+        return os.listdir("new"), [entry.name for entry in os.scandir("new")]
+
+    first, *others = on_ranks(body, tmp_path)
+    assert sorted(first[0]) == ["1", "2", "3", "7", "8"]
+    assert others == [first] * 2
+
+
 # --- preparation ---------------------------------------------------------------------------------------------
 
 
