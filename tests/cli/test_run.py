@@ -245,6 +245,8 @@ LEAVES = """
 import atexit, sys
 atexit.register(print, "first")
 atexit.register(lambda: open("left", "a").write("x"))
+open_file = open("open", "w")
+open_file.write("y")
 END
 """
 
@@ -252,10 +254,10 @@ END
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize(("end", "code"), [("pass", 0), ("sys.exit(3)", 3), ("raise OSError", 1)])
-def test_functions_of_atexit_are_called(tmp_path: Path, processes: int, end: str, code: int) -> None:
+def test_ends_as_in_plain_python(tmp_path: Path, processes: int, end: str, code: int) -> None:
     done = samestep("run", "--processes", processes, script(tmp_path, LEAVES.replace("END", end)), cwd=tmp_path)
     assert (done.code, done.out) == (code, "first\n")
-    assert (tmp_path / "left").read_text() == "x"
+    assert [(tmp_path / name).read_text() for name in ("left", "open")] == ["x", "y"]
 
 
 FAILS_IN_TRAINING = """

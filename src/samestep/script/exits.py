@@ -1,4 +1,4 @@
-"""Functions of a script for its exit, as of `atexit` and temporary folders: the process of a rank ends without them.
+"""End of a script as in plain Python: the process of a rank ends without functions of `atexit`, and loses open files.
 
 Private: `weakref.finalize._registry`.
 """
@@ -6,6 +6,8 @@ Private: `weakref.finalize._registry`.
 from __future__ import annotations
 
 import atexit
+import gc
+import io
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -48,3 +50,39 @@ def _call(function: Callable[[], Any]) -> None:
         function()
     except Exception:  # boundary: as in plain Python, an error changes neither the others nor the exit code
         traceback.print_exc()
+
+
+@contextmanager
+def files_closed() -> Iterator[None]:
+    """Close the files that are opened inside the block and never closed: the end of plain Python writes them."""
+    before = weakref.WeakSet(_open_files())
+    try:
+        yield
+    finally:
+        files = [file for file in _open_files() if file not in before]
+        for file in files:
+            _call(file.flush)
+        for file in sorted(files, key=_layer):
+            _call(file.close)
+
+
+def _open_files() -> list[io.IOBase]:
+    """Return open files but those of standard streams."""
+    files = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]
+    return [file for file in files if not file.closed and _descriptor(file) > 2]
+
+
+def _layer(file: io.IOBase) -> int:
+    """Return a number that is smaller than that of the file to which a file writes."""
+    if isinstance(file, io.TextIOBase):
+        return 0
+    if isinstance(file, io.RawIOBase):
+        return 3
+    return 2 if type(file).__module__ == "_io" else 1  # compressed files are written in Python
+
+
+def _descriptor(file: io.IOBase) -> int:
+    try:
+        return file.fileno()
+    except (OSError, ValueError, AttributeError):  # in memory, or detached
+        return -1

@@ -1,14 +1,17 @@
-"""Functions of `atexit` are called at the end of the block."""
+"""Functions of `atexit` are called at the end of the block, and files are closed."""
 
 import atexit
+import gzip
+import io
 import os
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from samestep.script.exits import exit_functions_called
+from samestep.script.exits import exit_functions_called, files_closed
 
 
 def registered(end: Callable[[], Any] = lambda: None) -> list[Any]:
@@ -64,3 +67,26 @@ def test_everything_is_restored() -> None:
     before = dict(vars(atexit))
     registered()
     assert dict(vars(atexit)) == before
+
+
+def test_files_that_were_not_closed_are_complete(tmp_path: Path) -> None:
+    open_before = (tmp_path / "before").open("w", encoding="utf-8")
+    with files_closed():
+        text = (tmp_path / "text").open("w", encoding="utf-8")
+        text.write("first\n")
+        packed = gzip.open(tmp_path / "packed", "wt", encoding="utf-8")  # noqa: SIM115
+        packed.write("second\n")
+        raw = (tmp_path / "raw").open("wb", buffering=0)
+        closed = (tmp_path / "closed").open("w", encoding="utf-8")
+        closed.close()
+        memory = io.StringIO()
+    assert (text.closed, packed.closed, raw.closed, memory.closed, open_before.closed) == (
+        True,
+        True,
+        True,
+        False,
+        False,
+    )
+    open_before.close()
+    assert (tmp_path / "text").read_text() == "first\n"
+    assert gzip.decompress((tmp_path / "packed").read_bytes()) == b"second\n"
