@@ -130,7 +130,7 @@ def main(args):
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     model = EmbeddingNet().to(device)
     criterion = BatchHardTripletLoss(margin=args.margin)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     train_dataset = Digits(0, 350)
     batch_size = args.labels_per_batch * args.samples_per_label
     train_loader = DataLoader(
@@ -152,7 +152,7 @@ if __name__ == "__main__":
     parser.add_argument("-p", "--labels-per-batch", default=7, type=int)
     parser.add_argument("-k", "--samples-per-label", default=5, type=int)
     parser.add_argument("--epochs", default=3, type=int)
-    parser.add_argument("--lr", default=0.003, type=float)
+    parser.add_argument("--lr", default=0.05, type=float)
     parser.add_argument("--margin", default=0.3, type=float)
     parser.add_argument("--print-freq", default=2, type=int)
     parser.add_argument("--seed", default=5, type=int)
