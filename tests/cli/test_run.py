@@ -242,11 +242,15 @@ def test_exit_code_of_a_child_is_its_own(tmp_path: Path, processes: int) -> None
 
 
 LEAVES = """
-import atexit, sys
+import atexit, sys, threading, time
 atexit.register(print, "first")
 atexit.register(lambda: open("left", "a").write("x"))
 open_file = open("open", "w")
 open_file.write("y")
+def late():
+    time.sleep(0.5)
+    open("late", "a").write("z")
+threading.Thread(target=late).start()
 END
 """
 
@@ -258,6 +262,8 @@ def test_ends_as_in_plain_python(tmp_path: Path, processes: int, end: str, code:
     done = samestep("run", "--processes", processes, script(tmp_path, LEAVES.replace("END", end)), cwd=tmp_path)
     assert (done.code, done.out) == (code, "first\n")
     assert [(tmp_path / name).read_text() for name in ("left", "open")] == ["x", "y"]
+    if "raise" not in end:
+        assert (tmp_path / "late").read_text() == "z"
 
 
 FAILS_IN_TRAINING = """

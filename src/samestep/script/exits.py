@@ -8,14 +8,18 @@ from __future__ import annotations
 import atexit
 import gc
 import io
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from samestep.script.replaced import replaced
+
+_Kind = TypeVar("_Kind")
 
 
 @contextmanager
@@ -53,6 +57,28 @@ def _call(function: Callable[[], Any]) -> None:
 
 
 @contextmanager
+def threads_joined() -> Iterator[None]:
+    """Wait at the end of the block for threads that were started inside. An error is reported without a wait."""
+    threads_before = set(threading.enumerate())
+    executors_before = weakref.WeakSet(_all_of(Executor))
+
+    def join() -> None:
+        for executor in _all_of(Executor):
+            if executor not in executors_before:
+                _call(executor.shutdown)  # otherwise its threads would wait for tasks
+        while threads := [one for one in threading.enumerate() if not one.daemon and one not in threads_before]:
+            for thread in threads:
+                thread.join()
+
+    try:
+        yield
+    except SystemExit:
+        join()
+        raise
+    join()
+
+
+@contextmanager
 def files_closed() -> Iterator[None]:
     """Close the files that are opened inside the block and never closed: the end of plain Python writes them."""
     before = weakref.WeakSet(_open_files())
@@ -68,8 +94,14 @@ def files_closed() -> Iterator[None]:
 
 def _open_files() -> list[io.IOBase]:
     """Return open files but those of standard streams."""
-    files = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]
-    return [file for file in files if not file.closed and _descriptor(file) > 2]
+    return [file for file in _all_of(io.IOBase) if not file.closed and _descriptor(file) > 2]
+
+
+def _all_of(kind: type[_Kind]) -> list[_Kind]:
+    """Return all objects of a class that this process has made."""
+    objects = gc.get_objects()
+    classes = {one for one in set(map(type, objects)) if issubclass(one, kind)}  # far fewer than objects
+    return [one for one in objects if type(one) in classes]
 
 
 def _layer(file: io.IOBase) -> int:

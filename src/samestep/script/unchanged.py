@@ -28,7 +28,7 @@ from samestep.launcher.worker import WorkerSpec, run_script
 from samestep.script.calls import OutermostCalls
 from samestep.script.console import shared_console
 from samestep.script.entropy import equal_entropy
-from samestep.script.exits import exit_functions_called, files_closed
+from samestep.script.exits import exit_functions_called, files_closed, threads_joined
 from samestep.script.files import FirstWriter, one_writer
 from samestep.script.loaders import own_rows_of_loaders
 from samestep.script.mode import Mode, uses_samestep
@@ -153,8 +153,8 @@ def _alone(stack: ExitStack) -> Summary:
     stack.enter_context(shared_console(0, 1, lambda data: data or b""))
     stack.enter_context(plain_start_method())
     stack.enter_context(children_ended())
-    stack.enter_context(files_closed())
-    stack.enter_context(exit_functions_called())
+    for end in (files_closed, exit_functions_called, threads_joined):
+        stack.enter_context(end())
     return Summary(stack.enter_context(own_rows_of_loaders(lambda: None)))
 
 
@@ -189,8 +189,8 @@ def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig |
     writer = _one_writer(stack, worker, folder)
     summary.writer = writer
     view.before_word = partial(_begin, view, writer, worker)
-    stack.enter_context(files_closed())
-    stack.enter_context(exit_functions_called())
+    for end in (files_closed, exit_functions_called, threads_joined):
+        stack.enter_context(end())
     stack.enter_context(_ending_on_request(view))
     return summary
 

@@ -5,13 +5,16 @@ import gzip
 import io
 import os
 import tempfile
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from samestep.script.exits import exit_functions_called, files_closed
+from samestep.script.exits import exit_functions_called, files_closed, threads_joined
 
 
 def registered(end: Callable[[], Any] = lambda: None) -> list[Any]:
@@ -90,3 +93,32 @@ def test_files_that_were_not_closed_are_complete(tmp_path: Path) -> None:
     open_before.close()
     assert (tmp_path / "text").read_text() == "first\n"
     assert gzip.decompress((tmp_path / "packed").read_bytes()) == b"second\n"
+
+
+@pytest.mark.parametrize("error", [None, SystemExit(3), OSError("no space")])
+def test_threads_end_before_the_block_unless_there_is_an_error(error: BaseException | None) -> None:
+    ended: list[str] = []
+    can_end = threading.Event()
+
+    def run(name: str) -> None:
+        can_end.wait()
+        ended.append(name)
+
+    before = ThreadPoolExecutor(1)
+    try:
+        with threads_joined():
+            threading.Thread(target=run, args=("thread",)).start()
+            inside = ThreadPoolExecutor(1)
+            for name in ("task", "next task"):
+                inside.submit(run, name)
+            threading.Timer(0.1, can_end.set).start()
+            if error is not None:
+                raise error
+    except (SystemExit, OSError) as raised:
+        assert raised is error
+    if isinstance(error, OSError):
+        assert ended == []
+        inside.shutdown()
+    assert sorted(ended)[:2] == ["next task", "task"]
+    assert before.submit(time.time).result() > 0
+    before.shutdown()
