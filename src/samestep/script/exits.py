@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from samestep.script.replaced import replaced
 
 _Kind = TypeVar("_Kind")
+_FILE: Any = io.IOBase.__base__  # a check of many classes against the abstract class takes long
 
 
 @contextmanager
@@ -94,14 +95,12 @@ def files_closed() -> Iterator[None]:
 
 def _open_files() -> list[io.IOBase]:
     """Return open files but those of standard streams."""
-    return [file for file in _all_of(io.IOBase) if not file.closed and _descriptor(file) > 2]
+    return [file for file in _all_of(_FILE) if not file.closed and _descriptor(file) > 2]
 
 
 def _all_of(kind: type[_Kind]) -> list[_Kind]:
     """Return all objects of a class that this process has made."""
-    objects = gc.get_objects()
-    classes = {one for one in set(map(type, objects)) if issubclass(one, kind)}  # far fewer than objects
-    return [one for one in objects if type(one) in classes]
+    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
 def _layer(file: io.IOBase) -> int:
