@@ -17,8 +17,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+from samestep.distributed.streams import report_line
 from samestep.script.replaced import replaced
 
+_REPORT_SECONDS = 3.0  # of a wait for a thread
 _Kind = TypeVar("_Kind")
 _FILE: Any = io.IOBase.__base__  # a check of many classes against the abstract class takes long
 
@@ -66,10 +68,14 @@ def threads_joined() -> Iterator[None]:
     def join() -> None:
         for executor in _all_of(Executor):
             if executor not in executors_before:
-                _call(executor.shutdown)  # otherwise its threads would wait for tasks
+                executor.shutdown(wait=False)  # otherwise its threads would wait for tasks
+        is_reported = False
         while threads := [one for one in threading.enumerate() if not one.daemon and one not in threads_before]:
-            for thread in threads:
-                thread.join()
+            threads[0].join(_REPORT_SECONDS)
+            if threads[0].is_alive() and not is_reported:
+                names = ", ".join(thread.name for thread in threads)
+                report_line(f"samestep: the script has ended and waits for its threads: {names}")
+                is_reported = True
 
     try:
         yield

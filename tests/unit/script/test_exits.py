@@ -122,3 +122,12 @@ def test_threads_end_before_the_block_unless_there_is_an_error(error: BaseExcept
     assert sorted(ended)[:2] == ["next task", "task"]
     assert before.submit(time.time).result() > 0
     before.shutdown()
+
+
+def test_a_long_wait_for_threads_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("samestep.script.exits._REPORT_SECONDS", 0.02)
+    with threads_joined():
+        threading.Thread(target=time.sleep, args=(0.2,), name="upload").start()
+    assert capsys.readouterr().err == "samestep: the script has ended and waits for its threads: upload\n"
