@@ -77,15 +77,15 @@ class Journal:
 
 
 class Exchanges:
-    """Number of exchanges that rank 0 has begun, in a file."""
+    """Number of exchanges that a rank has begun, in a file for other processes."""
 
-    def __init__(self, folder: str) -> None:
-        self._descriptor = REAL.descriptor(f"{folder}/exchanges", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def __init__(self, path: str) -> None:
+        self._descriptor = REAL.descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._number = 0
         weakref.finalize(self, os.close, self._descriptor)
 
     def advance(self) -> None:
-        """Count an exchange that rank 0 begins."""
+        """Count an exchange that this rank begins."""
         self._number += 1
         os.pwrite(self._descriptor, self._number.to_bytes(8), 0)
 

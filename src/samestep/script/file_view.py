@@ -46,8 +46,8 @@ class FileView:
         REAL.mkdir(self._root)
         self._first = Journal(f"{folder}/journal")
         self._changes = Journal(f"{self._root}.changes")
-        self._exchanges = Exchanges(folder)
-        self._own_exchanges = 0
+        self._exchanges = Exchanges(f"{folder}/exchanges")
+        self._own_exchanges = Exchanges(f"{self._root}.exchanges")
         self._exempt = Exemptions(folder)
         self._status = status
         self._keep_bytes = keep_bytes
@@ -73,14 +73,14 @@ class FileView:
 
     def exchange(self) -> None:
         """Note the beginning of an exchange with the other ranks."""
-        self._own_exchanges += 1
+        self._own_exchanges.advance()
 
     def has_passed(self) -> bool:
         """Whether rank 0 is at a later point of the script, where it waits for this rank or has ended.
 
         What it did before is noted then.
         """
-        is_passed = self._exchanges.read() > self._own_exchanges
+        is_passed = self._exchanges.read() > self._own_exchanges.read()
         self._update()
         return is_passed or self._has_ended
 
@@ -290,8 +290,7 @@ class FileView:
         file, line = script_line(sys._getframe())
         raise RunError(
             f"{file}:{line}: {os.fsdecode(path)} is read, but its content is gone or was never written by rank 0",
-            expected=f"a file above {self._keep_bytes} bytes is written by rank 0 too, under the same path except for "
-            "digits, and read before it is written again",
+            expected=f"a file above {self._keep_bytes} bytes that rank 0 writes too, under this path but for digits",
             fix="choose paths that are equal on all processes, without random text",
             code="E_SCRIPT_FILES",
         )

@@ -95,7 +95,7 @@ class FirstWriter:
         self._copies = 0
         self._exempt = Exemptions(folder)
         self._journal = Journal(f"{folder}/journal")
-        self._exchanges = Exchanges(folder)
+        self._exchanges = Exchanges(f"{folder}/exchanges")
         self._large: set[str] = set()  # large files that were written, and not changed since
         self._held: list[int] = []  # descriptors of such files that were changed since the last exchange
         self._passed: list[int] = []  # since the one before

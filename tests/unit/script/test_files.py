@@ -536,6 +536,24 @@ def test_no_order_of_ranks_shows_another_version_of_a_large_file(seed: int, tmp_
     assert on_ranks(body, tmp_path) == [[{0}, {1}, {2}, {3}]] * 3
 
 
+def test_a_forked_process_waits_for_a_large_file_of_a_later_exchange(tmp_path: Path) -> None:
+    def body(rank: Rank) -> Any:
+        asks, sends = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.read(asks, 1)
+            Path("sizes").write_text(str(set(Path("a.bin").read_bytes())))
+            os._exit(0)
+        rank.exchange()
+        rank.first_later(0.3)
+        Path("a.bin").write_bytes(b"1" * LARGE)
+        os.write(sends, b"1")
+        os.waitpid(child, 0)
+        return Path("sizes").read_text()
+
+    assert on_ranks(body, tmp_path) == ["{49}"] * 3
+
+
 def test_large_files_of_passed_exchanges_are_closed(tmp_path: Path) -> None:
     def body(rank: Rank) -> Any:
         counts = []
