@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.01
 _MAX_LINKS = 40
 MISSING = (FileNotFoundError, NotADirectoryError)
 Place = tuple[str, str]  # folder without links, and name
-Token = tuple[str, int]  # key of a path, and which of the closes of files with this key
+Token = tuple[str, int]  # path, and which of the closes of files with its key
 
 
 class FileView:
@@ -63,7 +63,8 @@ class FileView:
         self._own_listings: Counter[str] = Counter()
         self._removed: set[str] = set()  # likewise
         self._dropped: dict[str, Token | None] = {}  # paths of files without their content, and where it is
-        self._closes: dict[str, list[list[str]]] = defaultdict(list)  # of rank 0, by key: where each content is now
+        # Of rank 0, by key: path of each file, and where its content is now.
+        self._closes: dict[str, list[tuple[str, list[str]]]] = defaultdict(list)
         self._contents: dict[str, list[str]] = {}  # the same lists of one path by this path; [""] if overwritten
         self._own_closes: Counter[str] = Counter()
         self._folders: dict[str, str] = {}  # folders as they are written, and without links
@@ -235,7 +236,7 @@ class FileView:
         elif operation == "closed":
             self._note_location(path, "")
             self._contents[path] = [path]
-            self._closes[key_of(path)].append(self._contents[path])
+            self._closes[key_of(path)].append((path, self._contents[path]))
         elif operation == "moved":
             self._note_location(path, other)
         elif operation == "listed":
@@ -274,17 +275,27 @@ class FileView:
 
     def _location(self, actual: str) -> str:
         """Return where rank 0 has the content that this rank has not kept; "" if nowhere yet, or not any more."""
-        key, number = self._dropped.get(actual) or ("", 1)
-        closes = self._closes[key][number - 1 : number]
-        return closes[0][0] if closes else ""
+        path, number = self._dropped.get(actual) or ("", 1)
+        closes = self._closes[key_of(path)]
+        if len(closes) < number:
+            return ""
+        name, content = closes[number - 1]
+        # Threads of rank 0 may have written the files in another order.
+        is_other = name != path and any(other == path for other, _ in closes)
+        return "" if is_other else content[0]
 
     def _content(self, path: Any, actual: str) -> str:
         """Return where the content of a file is: at rank 0 if this rank has not kept it."""
         if actual not in self._dropped:
             return actual
         if (token := self._dropped[actual]) is not None:
-            key, number = token
-            self._wait(lambda: self.has_passed() or len(self._closes[key]) >= number, f"{path} from rank 0")
+            own_path, number = token
+            closes = self._closes[key_of(own_path)]
+
+            def is_over() -> bool:
+                return self.has_passed() or (len(closes) >= number and closes[number - 1][0] == own_path)
+
+            self._wait(is_over, f"{path} from rank 0")
             if location := self._location(actual):
                 return location
         file, line = script_line(sys._getframe())

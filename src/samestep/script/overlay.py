@@ -143,7 +143,7 @@ class Overlay(FileView):
     def _closed(self, path: str) -> tuple[str, int]:
         key = key_of(path)
         self._own_closes[key] += 1
-        return key, self._own_closes[key]
+        return path, self._own_closes[key]
 
     def open(self, file: Any, how: How) -> Any:
         """Replace `open`."""

@@ -566,6 +566,22 @@ def test_large_files_of_passed_exchanges_are_closed(tmp_path: Path) -> None:
     assert on_ranks(body, tmp_path) == [0] * 3
 
 
+def test_large_files_in_another_order_are_not_exchanged(tmp_path: Path) -> None:
+    def body(rank: Rank) -> Any:
+        rank.exchange()
+        names = ["part-1.bin", "part-2.bin"]  # threads may write them in any order
+        for name in names if rank.is_first else reversed(names):
+            rank.first_later(0.1)
+            Path(name).write_bytes(name.encode() * LARGE)
+        rank.exchange()
+        return [Path(name).read_bytes()[: len(name)].decode() for name in names]
+
+    first, *others = on_ranks(body, tmp_path)
+    assert first == ["part-1.bin", "part-2.bin"]
+    for result in others:
+        assert "[E_SCRIPT_FILES]" in result
+
+
 @pytest.mark.parametrize("name", ["temporary", "random"])
 def test_a_large_file_below_a_random_name(name: str, tmp_path: Path) -> None:
     def body(rank: Rank) -> Any:
