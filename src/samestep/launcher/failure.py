@@ -263,11 +263,12 @@ def _trace(error: BaseException) -> str:
 
 
 def _chain(error: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """Yield an exception, and those that it came from or consists of."""
-    yield error
-    for one in (error.__cause__, error.__context__, *(error.exceptions or ())):
-        if one is not None:
-            yield from _chain(one)
+    """Yield an exception, and those that it came from or consists of; a chain can be longer than the stack."""
+    waiting = [error]
+    while waiting:
+        one = waiting.pop()
+        yield one
+        waiting += filter(None, (one.__cause__, one.__context__, *(one.exceptions or ())))
 
 
 def _without_own_frames(error: traceback.TracebackException) -> traceback.StackSummary:

@@ -183,3 +183,16 @@ def test_syntax_error_without_other_frames_has_no_frames_of_the_launcher() -> No
 )
 def test_out_of_memory_is_recognized(error: BaseException, is_out_of_memory: bool) -> None:
     assert (MEMORY_FIX in Failure.of_exception(0, raised(error)).text) is is_out_of_memory
+
+
+def test_a_chain_that_is_longer_than_the_stack_is_complete() -> None:
+    error = ValueError("cause 0")
+    for number in range(1, 2000):
+        following = ValueError(f"cause {number}")
+        following.__cause__ = error
+        error = following
+    lines = Failure.of_exception(1, error).text.splitlines()
+    assert [line.strip() for line in lines if line.endswith((" cause 0", " cause 1999"))] == [
+        "ValueError: cause 0",
+        "ValueError: cause 1999",
+    ]
