@@ -13,7 +13,6 @@ from typing import ClassVar
 
 from samestep.cli.launch_options import FaultOptions
 from samestep.cli.options import argument, option, output_folder, require_file, timed_name
-from samestep.distributed.streams import report_line
 from samestep.errors import EXIT_DONE, EXIT_STOPPED
 from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
 from samestep.launcher.pickling import ByName
@@ -72,8 +71,6 @@ def run(options: Options) -> int:
     starts = itertools.count()
 
     def attempt(count: int, config: LaunchConfig) -> LaunchResult:
-        if count > 1:
-            report_line(f"samestep: {options.script} on {count} processes: {mode}")
         restarts = (next(starts), options.max_restarts)
         return run_workers(call, *restarts, processes=count, launch_config=config, environment=options.environment)
 

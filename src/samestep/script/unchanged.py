@@ -19,6 +19,7 @@ from samestep.config import Reduction, StrategyConfig
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.logging import logger
 from samestep.distributed.signals import StoppedLoop
+from samestep.distributed.streams import report_line
 from samestep.distributed.world import World, all_gather
 from samestep.errors import EXIT_DONE, EXIT_FAILED
 from samestep.global_view import joined_view, owner_of
@@ -75,6 +76,9 @@ def run(
     Returns:
         The exit code of the script.
     """
+    rank, size = rank_and_size()
+    if rank == 0 and size > 1:
+        report_line(f"samestep: {script} on {size} processes: {mode}")
     surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
     if mode is Mode.UNCHANGED:
         path = folder / FILE if folder is not None else None

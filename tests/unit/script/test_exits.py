@@ -124,10 +124,21 @@ def test_threads_end_before_the_block_unless_there_is_an_error(error: BaseExcept
     before.shutdown()
 
 
-def test_a_long_wait_for_threads_is_reported_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_long_wait_for_threads_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    is_reported = threading.Event()
+
+    def report(line: str) -> None:
+        lines.append(line)
+        is_reported.set()
+
     monkeypatch.setattr("samestep.script.exits._REPORT_SECONDS", 0.02)
+    monkeypatch.setattr("samestep.script.exits.report_line", report)
+
+    def upload() -> None:
+        is_reported.wait()
+        time.sleep(0.1)  # further waits
+
     with threads_joined():
-        threading.Thread(target=time.sleep, args=(0.2,), name="upload").start()
-    assert capsys.readouterr().err == "samestep: the script has ended and waits for its threads: upload\n"
+        threading.Thread(target=upload, name="upload").start()
+    assert lines == ["samestep: the script has ended and waits for its threads: upload"]
