@@ -107,8 +107,9 @@ def owner_of(
     """
     reduction = options["reduction"]
     view = joined_view(config, reduction)
-    view.require_equal(module)
-    strategy = _strategy(view, config, reduction, tensor_slices, tensor_plan)
+    view.require_equal(module, is_divided)
+    is_part = any(map(is_divided, module.parameters()))  # of a module that is divided, or has such a part
+    strategy = _strategy(view, config, reduction, tensor_slices, tensor_plan, is_part=is_part)
     strategy.prepare(module)
     return ParallelModule(view, module, strategy, **options)
 
@@ -255,7 +256,13 @@ def joined_view(strategy: StrategyConfig | None, reduction: Literal["fast", "exa
 
 
 def _strategy(
-    view: View, config: StrategyConfig | None, reduction: str, slices: int, plan: Mapping[str, str]
+    view: View,
+    config: StrategyConfig | None,
+    reduction: str,
+    slices: int,
+    plan: Mapping[str, str],
+    *,
+    is_part: bool,
 ) -> Strategy:
     """Return the strategy of a module.
 
@@ -290,7 +297,7 @@ def _strategy(
         from samestep.strategies.gathered import Gathered  # slow to import
         from samestep.strategies.sharded import Sharded
 
-        kind = Gathered if is_exact else Sharded
+        kind = partial(Gathered if is_exact or is_part else Sharded, is_exact=is_exact)
     elif shape.tensor > 1 or shape.pipeline > 1 or slices > 1:
         from samestep.strategies.split import Split  # slow to import
 

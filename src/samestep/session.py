@@ -128,20 +128,24 @@ def init(
             process has a world with other options.
     """
     options = SessionOptions(device, reduction, timeout, strategy, run, tuple(loggers), share_gpu, adopt, threads)
+    return join(replace(options, is_private=not adopt and not _needs_default_group(strategy)))
+
+
+def join(options: SessionOptions) -> World:
+    """Join the other ranks as `init` does, and return the world."""
     if process_state.world is not None:
         _require_same(options)
         return process_state.world
-    options = replace(options, is_private=not adopt and not _needs_default_group(strategy))
     session = process_state.session
     world = session.enter_context(_session(options))
-    if not adopt:
+    if not options.adopt:
         _share_generators(world)
     world = replace(world, context=replace(world.context, session=session))
     process_state.world, process_state.options = world, options
     session.callback(_forget_world)
-    uncaught = UncaughtErrors(None if adopt else joined_job(), world.context.status)
+    uncaught = UncaughtErrors(None if options.adopt else joined_job(), world.context.status)
     session.push(uncaught.close)
-    atexit.register(_end_script, world, uncaught, is_adopted=adopt)
+    atexit.register(_end_script, world, uncaught, is_adopted=options.adopt)
     return world
 
 

@@ -19,9 +19,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
+from samestep.config import StrategyConfig
 from samestep.launcher.job import process_state, rank_and_size
 from samestep.launcher.worker import run_script
 from samestep.script.unchanged import unchanged
+from samestep.strategies.divided_parameters import full_tensor
 from samestep.view.view import View
 
 STEPS = 10  # whose parameters are recorded
@@ -38,6 +40,7 @@ class Observed:
         is_double: with float64 as default type.
         is_permuted: with permuted rows in the outermost calls of modules.
         reduction: of divided calls.
+        strategy: of divided calls.
     """
 
     script: Path
@@ -46,6 +49,7 @@ class Observed:
     is_double: bool = False
     is_permuted: bool = False
     reduction: Any = "fast"
+    strategy: Any = "ddp"
 
     def run(self) -> None:
         """Run the script in this rank."""
@@ -75,7 +79,7 @@ class Observed:
                 with around:
                     yield
                 return
-            with unchanged(self.reduction) as summary, around:
+            with unchanged(self.reduction, StrategyConfig(name=self.strategy)) as summary, around:
                 yield
                 if process_state.view is not None:
                     record["calls"] = [vars(one) for one in process_state.view.modules]
@@ -98,7 +102,7 @@ def seed_all() -> None:
 def _record(steps: list[Any], optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if len(steps) < STEPS:
         values = [value for group in optimizer.param_groups for value in group["params"]]
-        steps.append(torch.cat([value.detach().double().flatten() for value in values]).numpy())
+        steps.append(torch.cat([full_tensor(value.detach()).double().flatten() for value in values]).numpy())
 
 
 @contextmanager

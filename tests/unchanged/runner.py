@@ -9,6 +9,7 @@ Checks of each script:
   plain run with permuted rows differs too, the parameters of the first 10 steps are compared in its place: at most 10
   times the distance of the permuted run;
 - *float64*: the parameters of the first 10 steps differ by at most 1e-10, with float64 as default type;
+- *fsdp*: with divided parameters on 3 processes, text as above, or an error that says what torch cannot do with them;
 - *bits*: with `--exact`, text and steps on 1, 2 and 3 processes have one SHA-256.
 """
 
@@ -54,6 +55,7 @@ class Verdict:
     double: float | None = None
     seconds: float = 0.0
     note: str = ""
+    sharded: str = "not run"  # with `--strategy fsdp`
     is_rounded: bool = False  # permuted rows change the text of plain Python, too
 
     @property
@@ -73,6 +75,12 @@ def execute(observed: Observed, processes: int) -> str:
     except RankError as error:
         return str(error)
     return ""
+
+
+def _reason(failure: str) -> str:
+    """Return the line of a failure that names the exception."""
+    lines = [line.strip() for line in failure.splitlines() if re.match(r"\s*\w*(Error|Exception)\b", line)]
+    return (lines or failure.strip().splitlines())[0][:200]
 
 
 def rounded(text: str) -> list[str]:
@@ -174,14 +182,30 @@ class Comparison:
             run = self.run(f"on-{number}", number)
             if run is None:
                 continue
-            other = different_line((base / "out").read_text(), (run / "out").read_text())
-            if number == 1 and other is not None and json.loads((run / "calls.json").read_text()).get("draws"):
+            if number == 1 and json.loads((run / "calls.json").read_text()).get("draws"):
                 base = run  # the data set draws: a function of the sample, on one process too
                 self.verdict.note = "the data set draws: compared with one process"
-            elif other is not None and not self._is_rounding(base, run):
-                self.verdict.problems.append(f"text on {number}: {other}")
+            self._require_equal_text(f"on {number}", base, run)
             if number > 1:
                 self._note_calls(run)
+        if 3 in numbers:
+            self._compare_sharded(base)
+
+    def _require_equal_text(self, name: str, base: Path, run: Path) -> bool:
+        other = different_line((base / "out").read_text(), (run / "out").read_text())
+        if other is None or self._is_rounding(base, run):
+            return True
+        self.verdict.problems.append(f"text {name}: {other}")
+        return False
+
+    def _compare_sharded(self, base: Path) -> None:
+        """Run with divided parameters. What torch cannot do with them ends with its error."""
+        observed = Observed(self.script, self.folder / "fsdp", strategy="fsdp")
+        failure = execute(observed, 3)
+        if failure:
+            self.verdict.sharded = f"error: {_reason(failure)}"
+        elif self._require_equal_text("with fsdp on 3", base, observed.folder):
+            self.verdict.sharded = "equal"
 
     def _is_rounding(self, base: Path, run: Path) -> bool:
         """Whether permuted rows change the numbers too, and the steps of a run are as close as with permuted rows."""
@@ -232,15 +256,17 @@ def page(verdicts: Sequence[Verdict], machine: dict[str, Any]) -> str:
         result = "wrong" if one.problems else "equal"
         rounded_note = "text depends on rounding" if one.is_rounded else ""
         notes = "; ".join([*filter(None, [one.note, rounded_note]), *one.reasons]).replace("|", "\\|")
-        rows.append([one.script, result, one.kind, f"{one.divided} / {one.whole}", double, notes])
-    header = ["script", "result", "calls", "divided / whole", "float64", "notes"]
+        sharded = one.sharded.replace("|", "\\|")
+        rows.append([one.script, result, one.kind, f"{one.divided} / {one.whole}", double, sharded, notes])
+    header = ["script", "result", "calls", "divided / whole", "float64", "fsdp", "notes"]
     counts = {kind: sum(one.kind == kind for one in verdicts) for kind in ("divided", "mixed", "whole")}
     wrong = sum(bool(one.problems) for one in verdicts)
     total = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     return (
         "# Unchanged scripts on 1 to 4 processes\n\n"
         "Written by `make scripts`. Each script of `tests/scripts` runs by plain Python, and unchanged on 1, 2, 3 and\n"
-        "4 processes: text, parameters of the first 10 steps in float64, and bits with `--exact` on 1, 2 and 3.\n\n"
+        "4 processes: text, parameters of the first 10 steps in float64, bits with `--exact` on 1, 2 and 3, and text\n"
+        "with `--strategy fsdp` on 3.\n\n"
         f"{machine_line(machine)}\n\n{len(verdicts)} scripts: {total}; wrong: {wrong}.\n\n"
         f"{markdown_table(header, rows)}\n"
     )

@@ -26,6 +26,14 @@ def test_script_prints_the_text_of_plain_python(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["parts_and_whole", "ddpm"])
+def test_divided_parameters_change_nothing(name: str, tmp_path: Path) -> None:
+    verdict = Comparison(SCRIPTS / f"{name}.py", tmp_path, argparse.Namespace(numbers=[3], quick=True)).compare()
+    assert verdict.problems == []
+    assert verdict.sharded == "equal"
+
+
+@pytest.mark.slow
 def test_other_text_is_a_problem(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time\nprint('began at', time.time_ns())\n", encoding="utf-8")

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from samestep.cli.launch_options import FaultOptions
 from samestep.cli.options import argument, option, output_folder, require_file, timed_name
@@ -38,6 +38,10 @@ class Options(FaultOptions):
     runs: Path = option("folder of runs (default runs)", "DIR", default=Path("runs"))
     own_group: bool = option("set torchrun's variables, for a script that creates its own process group", default=False)
     exact: bool = option("the same bits on every number of processes up to 8", default=False)
+    strategy: Literal["ddp", "fsdp"] = option(
+        "fsdp: each rank keeps a part of the parameters, gradients and optimizer state (default ddp: all of them)",
+        default="ddp",
+    )
     explain: bool = option(
         "add the decision about each line that calls a model to the summary at the end; RUN/summary.json has both "
         "during the run, too",
@@ -65,6 +69,7 @@ def run(options: Options) -> int:
         is_module=options.module,
         mode=mode,
         reduction="exact" if options.exact else "fast",
+        strategy=options.strategy,
         explains=options.explain,
         folder=folder.resolve() if processes[1] > 1 else None,
     )

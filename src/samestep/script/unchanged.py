@@ -15,9 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samestep.config import Reduction, StrategyConfig
+import torch
+from torch import nn
+
+from samestep.config import Reduction, StrategyConfig, StrategyName
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.logging import logger
+from samestep.distributed.private_group import shown
 from samestep.distributed.signals import StoppedLoop
 from samestep.distributed.streams import report_line
 from samestep.distributed.world import World, all_gather
@@ -38,8 +42,9 @@ from samestep.script.programs import FirstRankPrograms, programs_of_first_rank
 from samestep.script.refusals import children_ended, plain_start_method, refusals
 from samestep.script.replaced import replaced
 from samestep.script.summary import FILE, Summary
-from samestep.session import init
+from samestep.session import SessionOptions, join
 from samestep.view.batches import ViewOfBatches
+from samestep.view.parallel import ParallelModule
 from samestep.view.ranks import MOST_MICROBATCHES, require_microbatches
 from samestep.view.view import View
 
@@ -57,6 +62,7 @@ def run(
     mode: Mode,
     is_module: bool = False,
     reduction: Reduction = "fast",
+    strategy: StrategyName = "ddp",
     explains: bool = False,
     folder: Path | None = None,
 ) -> int:
@@ -70,6 +76,7 @@ def run(
         mode: calls of models are divided in the mode `UNCHANGED`.
         is_module: run a module, as `python -m`.
         reduction: reduction of divided calls.
+        strategy: `fsdp` divides the parameters of a module at its first call.
         explains: print details in the summary.
         folder: folder of the run, which receives the summary; None for none.
 
@@ -82,7 +89,8 @@ def run(
     surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
     if mode is Mode.UNCHANGED:
         path = folder / FILE if folder is not None else None
-        surroundings = partial(unchanged, reduction, explains=explains, path=path)
+        config = StrategyConfig(name=strategy)
+        surroundings = partial(unchanged, reduction, config, explains=explains, path=path)
     try:
         run_script(
             *(script, arguments, restarts, max_restarts),
@@ -167,7 +175,7 @@ def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig |
     rank, size = rank_and_size()
     require_microbatches(None, size)
     folder = _temporary_folder() if rank == 0 else ""
-    world = init(reduction=reduction, strategy=strategy)
+    world = join(SessionOptions(reduction=reduction, strategy=strategy, is_private=True))
     if logger.handlers:  # otherwise a script that configures logging would have its lines, in log files too
         stack.enter_context(replaced(logger, propagate=False))
     view = joined_view(None, reduction)
@@ -188,8 +196,11 @@ def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig |
     )
     stack.enter_context(summary.messages())
     options = {**_OPTIONS, "reduction": reduction, "microbatches": _MICROBATCHES[reduction]}
-    calls = OutermostCalls(partial(owner_of, **options), summary.records)
-    stack.enter_context(calls.installed())
+    owner = partial(owner_of, **options)
+    if world.mesh is not None:
+        owner = partial(_dividing_owner, owner, world)
+        stack.enter_context(_complete_in_files(view))
+    stack.enter_context(OutermostCalls(owner, summary.records).installed())
     writer = _one_writer(stack, worker, folder)
     summary.writer = writer
     view.before_word = partial(_begin, view, writer, worker)
@@ -197,6 +208,24 @@ def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig |
         stack.enter_context(end())
     stack.enter_context(_ending_on_request(view))
     return summary
+
+
+def _dividing_owner(owner: Callable[[nn.Module], ParallelModule], world: World, module: nn.Module) -> ParallelModule:
+    """Divide the parameters of a module, wherever the script holds them, and return the owner of its calls."""
+    from samestep.script.held_parameters import HeldParameters  # slow to import, as all of fsdp
+
+    assert world.group is not None
+    with shown(world.group), torch.inference_mode(False):
+        held = HeldParameters(module)
+        divided = owner(module)
+        held.replace()
+    return divided
+
+
+def _complete_in_files(view: View) -> AbstractContextManager[None]:
+    from samestep.script.held_parameters import complete_in_files  # slow to import
+
+    return complete_in_files(partial(view.any_rank, place="a divided tensor in a file"))
 
 
 def _one_writer(stack: ExitStack, worker: WorkerSpec, folder: str) -> FirstWriter | Overlay:

@@ -104,17 +104,10 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def divided_like(parameter: torch.Tensor, full: torch.Tensor) -> DTensor:
     """Return a full tensor, which every rank has, divided as a parameter; without a graph."""
-    from torch.distributed.tensor import DTensor
-
     from samestep.strategies.tensor_division import Division
 
-    assert isinstance(parameter, DTensor)
-    division = Division.of(parameter)
-    part = division.local_part(full.detach()).to(parameter.device)
-    local = part.clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(
-        local, division.mesh, division.placements, run_check=False, shape=division.shape, stride=division.stride
-    )
+    divided: Any = parameter
+    return Division.of(divided).divided(full, parameter.device)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, filterfalse
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from samestep.config import StrategyConfig
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.world import World
 from samestep.errors import InputError
+from samestep.strategies.divided_parameters import is_divided
 from samestep.strategies.tensor_division import Division
 
 _MAX_UNITS = 200  # each unit is one message in forward and one in backward
@@ -42,7 +43,7 @@ def shard_model(model: nn.Module, world: World) -> None:
         )
     axes = mesh["replicate", "shard"] if world.mesh_shape.replicate > 1 else mesh["shard"]
     values = _move_to_meta(model, world) if config.meta else {}
-    ignored = {one for one in model.parameters() if one.dim() == 0 or not one.is_contiguous()}
+    ignored = set(filterfalse(_is_divisible, model.parameters()))
     # Without a GPU, pinned memory cannot be allocated.
     offload = CPUOffloadPolicy(pin_memory=is_accelerator(world.device)) if config.offload else OffloadPolicy()
     for module, precision in _with_precision([*shard_units(model), model], config):
@@ -57,6 +58,25 @@ def shard_model(model: nn.Module, world: World) -> None:
             # Gradients are those of the whole batch, and gloo has no reduction that divides.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def shard_remainder(model: nn.Module, world: World) -> None:
+    """Shard the parameters of a model of which parts are sharded already, without units."""
+    assert world.mesh is not None
+    axes = world.mesh["shard"]
+    placements: list[Placement] = [Shard(0)]
+    if world.mesh_shape.replicate > 1:
+        axes = world.mesh["replicate", "shard"]
+        placements = [Replicate(), Shard(0)]
+    for module in model.modules():
+        for name, one in module._parameters.items():
+            if one is not None and not is_divided(one) and _is_divisible(one):
+                divided = distribute_tensor(one.detach(), axes, placements, src_data_rank=None)
+                module._parameters[name] = nn.Parameter(divided, requires_grad=one.requires_grad)
+
+
+def _is_divisible(parameter: nn.Parameter) -> bool:
+    return parameter.dim() > 0 and parameter.is_contiguous()
 
 
 def _move_to_meta(model: nn.Module, world: World) -> dict[str, torch.Tensor]:

@@ -25,7 +25,6 @@ from samestep.view.strategy import CallParameters
 class Gathered(Sharded):
     """Parameters divided between ranks, gathered together for a call, and again for a backward."""
 
-    is_exact = True
     gathers_first = True
     _hub: _GatheredHub | None = None
 

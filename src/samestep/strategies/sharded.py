@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_map
 
 from samestep.errors import InputError, RunError
 from samestep.reduce.reduction import Reduction
-from samestep.strategies.divided_parameters import divided_like, full_tensor
-from samestep.strategies.fsdp import shard_model
+from samestep.strategies.divided_parameters import divided_like, full_tensor, is_divided
+from samestep.strategies.fsdp import shard_model, shard_remainder
+from samestep.strategies.tensor_division import Division
 from samestep.strategies.whole_operations import compute_whole
 from samestep.view.call import Call
 from samestep.view.crossings import crossing, leave, replicated
@@ -41,10 +42,9 @@ class Sharded(Strategy):
     Parameters without a dimension stay complete; a hub sums their gradients.
     """
 
-    is_exact = False
-
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Any, is_exact: bool = False) -> None:
         super().__init__(*arguments)
+        self.is_exact = is_exact
         self._units: list[_Unit] = []
         self.gathers = _Gathers(())
         self._replaced: dict[int, weakref.ref[nn.Parameter]] = {}
@@ -56,7 +56,10 @@ class Sharded(Strategy):
         classes = {part: type(part) for part in module.modules()}
         slots = ParameterSlots(module)
         places = [(part, name, one) for part in classes for name, one in part._parameters.items() if one is not None]
-        shard_model(module, self._world)
+        if any(map(is_divided, module.parameters())):
+            shard_remainder(module, self._world)
+        else:
+            shard_model(module, self._world)
         mapping: dict[torch.Tensor, torch.Tensor] = {}
         for part, name, one in places:
             present = part._parameters[name]
@@ -64,7 +67,8 @@ class Sharded(Strategy):
                 mapping[one] = present
                 self._replaced[id(one)] = weakref.ref(one)
                 if present.requires_grad:
-                    present.register_hook(partial(_as_divided, weakref.ref(present)))
+                    # Not a weak reference: the parameters of a module with weak ones cannot be moved.
+                    present.register_hook(partial(_as_divided, Division.of(cast(DTensor, present)), present.device))
         for container, key, _, divided in slots.entries(mapping):  # lists of parameters, as recurrent layers have
             container[key] = divided
         self._units = [_Unit(part, classes[part]) for part in classes if isinstance(part, FSDPModule)]
@@ -73,6 +77,10 @@ class Sharded(Strategy):
             unit.gathers = self.gathers
         if _load_full not in module._load_state_dict_pre_hooks.values():
             module.register_load_state_dict_pre_hook(_load_full)
+
+    def of_copy(self) -> Sharded:
+        """Return a strategy for a copy of the module."""
+        return type(self)(self._world, self.ranks, self.reduction, self._before_reduction, is_exact=self.is_exact)
 
     def require_current(self, optimizer: torch.optim.Optimizer) -> None:
         """Require that an optimizer has none of the parameters that were divided."""
@@ -127,7 +135,9 @@ class Sharded(Strategy):
         self, module: nn.Module, full: Callable[[DTensor], torch.Tensor]
     ) -> Iterator[Mapping[torch.Tensor, torch.Tensor]]:
         mapping: dict[torch.Tensor, torch.Tensor] = {}
-        with torch._C._DisableFuncTorch():
+        # Not as tensors of the inference mode, which have no versions.
+        has_gradients = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(has_gradients), torch._C._DisableFuncTorch():
             for one in module.parameters():
                 if isinstance(one, DTensor):
                     mapping[one] = full(one)
@@ -451,25 +461,25 @@ def gathered(
         gradient = replicated(gradient)
         if reduction is not None:
             gradient = leave([gradient], reduction)
-        return [_divided(gradient, shape, reduction)]
+        return [_divided(gradient, division, device, reduction)]
 
-    shape = parameter.detach()
+    division = Division.of(cast(DTensor, parameter))
+    device = parameter.device
     return crossing([parameter], lambda value: [full(value.detach())], back)[0]
 
 
-def _divided(full: torch.Tensor, parameter: torch.Tensor, reduction: Reduction | None) -> torch.Tensor:
-    """Return a full tensor divided as a parameter; its gradient becomes full. Differentiable."""
+def _divided(full: torch.Tensor, division: Division, device: torch.device, reduction: Reduction | None) -> torch.Tensor:
+    """Return a full tensor divided between the ranks; its gradient becomes full. Differentiable."""
     return crossing(
-        [full], lambda value: [divided_like(parameter, value)], lambda gradient: [gathered(gradient, reduction)]
+        [full], lambda value: [division.divided(value, device)], lambda gradient: [gathered(gradient, reduction)]
     )[0]
 
 
-def _as_divided(parameter: weakref.ref[nn.Parameter], gradient: torch.Tensor | None) -> torch.Tensor | None:
+def _as_divided(division: Division, device: torch.device, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """Return a gradient divided as its parameter; operations with the whole parameter give one that is not."""
-    own = parameter()
-    if own is None or gradient is None or isinstance(gradient, DTensor):
+    if gradient is None or isinstance(gradient, DTensor):
         return gradient
-    return _divided(gradient, own.detach(), None)
+    return _divided(gradient, division, device, None)
 
 
 def _nothing() -> None:

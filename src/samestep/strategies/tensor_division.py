@@ -55,3 +55,11 @@ class Division:
         """Return this rank's part of a full tensor, as a view."""
         sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
         return full[tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))]
+
+    def divided(self, full: torch.Tensor, device: torch.device) -> DTensor:
+        """Return a full tensor, which every rank has, with its parts on a device; without a graph."""
+        part = self.local_part(full.detach()).to(device)
+        local = part.clone(memory_format=torch.contiguous_format)
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )

@@ -49,6 +49,7 @@ def compute_whole(*, is_exact: bool) -> None:
     dispatcher: Any = DTensor._op_dispatcher
     dispatcher._allow_implicit_replication = True  # outside of calls every plain tensor is replicated
     dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
+    dispatcher._custom_op_handlers[torch.ops.aten.equal.default] = _whole  # torch uses its default group
     before = dispatcher._propagate_op_sharding_dispatch_slow_path
     if isinstance(before, _Propagation):
         is_exact |= before.is_exact
@@ -57,6 +58,7 @@ def compute_whole(*, is_exact: bool) -> None:
     debug._clear_sharding_prop_cache()
     divided: Any = DTensor
     divided.data = property(_data.__get__, _assign)
+    divided.__format__ = _format
 
 
 class _Propagation:
@@ -70,12 +72,14 @@ class _Propagation:
     def __call__(self, operation: Any, arguments: Any, options: Any, *others: Any) -> Any:
         """Return the result of an operation with gathered tensors, or what torch decides."""
         is_whole = not _has_equal_parts(operation, arguments) if self.is_exact else operation in self._random
+        if not all(isinstance(one, DTensor) for one in _written(operation, arguments, options)):
+            return _whole(operation, arguments, options)  # into a plain tensor, as that of a moving average
         if is_whole and any(map(_is_divided, tree_leaves((arguments, options)))):
             return _whole(operation, arguments, options)
         try:
             return self.before(operation, arguments, options, *others)
         except RuntimeError:  # torch writes into no tensor with fewer rows than ranks, for example
-            if not any(True for _ in _written(operation, arguments, options)):
+            if not any(isinstance(one, DTensor) for one in _written(operation, arguments, options)):
                 raise
             return _whole(operation, arguments, options)
 
@@ -106,6 +110,11 @@ def _assign(parameter: DTensor, value: torch.Tensor) -> None:
         )
     with torch.no_grad():
         parameter.copy_(value)
+
+
+def _format(tensor: DTensor, spec: str) -> str:
+    """Return a scalar as text, as of other tensors: torch formats the object."""
+    return format(tensor.item(), spec) if tensor.dim() == 0 else object.__format__(tensor, spec)
 
 
 def _is_divided(value: Any) -> bool:
@@ -139,15 +148,16 @@ def _whole(operation: Any, arguments: Any, options: Any) -> Any:
     result = operation(*tree_map(gathered, arguments), **tree_map(gathered, options))
     written = {}
     for one in _written(operation, arguments, options):
-        one._local_tensor.copy_(Division.of(one).local_part(full[id(one)]))
-        written[id(full[id(one)])] = one
+        if isinstance(one, DTensor):
+            one._local_tensor.copy_(Division.of(one).local_part(full[id(one)]))
+            written[id(full[id(one)])] = one
     return tree_map(lambda value: written.get(id(value), value), result)
 
 
-def _written(operation: Any, arguments: Any, options: Any) -> Iterator[DTensor]:
-    """Yield the DTensors into which an operation writes."""
+def _written(operation: Any, arguments: Any, options: Any) -> Iterator[Any]:
+    """Yield the tensors into which an operation writes."""
     for number, argument in enumerate(operation._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = arguments[number] if number < len(arguments) else options.get(argument.name)
-        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, DTensor))
+        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))

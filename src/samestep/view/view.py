@@ -303,8 +303,12 @@ class View:
         self.in_step.facts_of_step(optimizer, has_equal_gradients=not splits)
         self.require_same_action(self.word(STEP))
 
-    def require_equal(self, module: nn.Module) -> None:
+    def require_equal(self, module: nn.Module, is_divided: Callable[[torch.Tensor], bool]) -> None:
         """Require that all ranks hold the same parameters and buffers.
+
+        Args:
+            module: the module.
+            is_divided: whether ranks hold parts of a tensor, which are not compared.
 
         Raises:
             RankMismatchError: they do not.
@@ -319,6 +323,8 @@ class View:
             if nn.parameter.is_lazy(tensor):
                 continue
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            if is_divided(tensor):
+                continue
             raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             digest.update(memoryview(raw.numpy()))
         own = int.from_bytes(digest.digest(), "little") >> 2

@@ -1,0 +1,162 @@
+"""Parameters that a script holds when a strategy divides them, at the first call of their module.
+
+A script makes its optimizer and its lists of parameters before that call. Divided parameters are other tensors
+(DTensors), and take the places of those before in all containers and objects. A use of the former ones from anywhere
+else, as from a local variable, is an error: it would be silently without effect.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CellType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from samestep.errors import RunError
+from samestep.strategies.divided_parameters import divided_like, full_tensor
+from samestep.view.fingerprints import script_line
+
+_OWN_REFERENCES = 2  # to the storage of a tensor without aliases: the tensor, and the object that counts
+
+
+class HeldParameters:
+    """Parameters of a module before they are divided.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = list(module.modules())
+        self._places = [(part, name, one) for part in parts for name, one in part._parameters.items()]
+
+    def replace(self) -> None:
+        """Put the divided parameters of the module in the places of those before."""
+        present = {id(before): part._parameters[name] for part, name, before in self._places}
+        former = list({one for _, _, one in self._places if one is not None and one is not present[id(one)]})
+        self._places = []
+        for before in former:
+            _move_state(before, present[id(before)])
+        _replace_references(former, present)
+        aliases = _aliases(former)
+        for before in former:
+            before.data = before.data.new_empty(0)
+        for tensor in (*former, *aliases):
+            tensor.__class__ = type(type(tensor).__name__, (_Retired, type(tensor)), {})
+
+
+class _Retired(torch.Tensor):
+    """Mixin of the class of a parameter from before the division, and of tensors with its memory."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        """Refuse every operation.
+
+        Raises:
+            RunError: always.
+        """
+        file, line = script_line(sys._getframe(1))
+        raise RunError(
+            f"{file}:{line}: a parameter from before the first call of its module, which has divided it",
+            expected="with this strategy, parameters that are taken from the module after its first call",
+            fix="model.parameters() or model.state_dict() at this line, or --strategy ddp",
+            code="E_INCOMPATIBLE",
+        )
+
+
+def _move_state(before: nn.Parameter, after: Any) -> None:
+    """Give gradient, hooks and attributes of a parameter to the divided one."""
+    if before.grad is not None:
+        after.grad = divided_like(after, before.grad)
+    for name, value in vars(before).items():
+        vars(after).setdefault(name, value)
+    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(before, table)
+        if hooks:  # the handles of the script have this dictionary
+            own = dict(getattr(after, table) or {})
+            added = dict(hooks)
+            hooks.clear()
+            hooks.update(own)
+            hooks.update(added)
+            setattr(after, table, hooks)
+
+
+def _replace_references(former: Sequence[nn.Parameter], divided: dict[int, Any]) -> None:
+    """Replace parameters in containers, attributes of objects and closures."""
+    for holder in gc.get_referrers(*former):
+        if holder is former or isinstance(holder, FrameType | tuple):
+            continue
+        if isinstance(holder, CellType):
+            holder.cell_contents = divided[id(holder.cell_contents)]
+        elif isinstance(holder, dict):
+            _replace_in_dictionary(holder, divided)
+        elif isinstance(holder, list | deque):
+            for number, item in enumerate(holder):
+                holder[number] = divided.get(id(item), item)
+        elif isinstance(holder, set):
+            items = [divided.get(id(item), item) for item in holder]
+            holder.clear()
+            holder.update(items)
+        elif hasattr(holder, "__dict__"):
+            _replace_in_dictionary(vars(holder), divided)
+
+
+def _replace_in_dictionary(holder: dict[Any, Any], divided: dict[int, Any]) -> None:
+    if not any(id(one) in divided for pair in holder.items() for one in pair):
+        return
+    items = [(divided.get(id(key), key), divided.get(id(value), value)) for key, value in holder.items()]
+    for key in [key for key in holder if id(key) in divided]:
+        del holder[key]
+    if len(holder) < len(items):
+        holder.clear()  # the order stays
+    holder.update(items)
+
+
+def _aliases(former: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """Return the other tensors with the memory of parameters, as those of a state dict."""
+    own = {id(one) for one in former}
+    storages = set()
+    for one in former:
+        storage = one.untyped_storage()
+        if torch._C._storage_Use_Count(storage._cdata) > _OWN_REFERENCES:  # private
+            storages.add(storage.data_ptr())
+    if not storages:
+        return []
+    found = []
+    for candidate in gc.get_objects():
+        if type(candidate) not in (torch.Tensor, nn.Parameter) or id(candidate) in own:
+            continue
+        if candidate.layout is torch.strided and candidate.untyped_storage().data_ptr() in storages:
+            found.append(candidate)
+    return found
+
+
+@contextmanager
+def complete_in_files(before_gather: Callable[[], Any]) -> Iterator[None]:
+    """Save divided tensors as complete ones inside the block: a file of rank 0 has the parts of all ranks.
+
+    Args:
+        before_gather: requires that all ranks save the same.
+    """
+
+    def reduce(tensor: DTensor, protocol: Any) -> Any:
+        before_gather()
+        full = full_tensor(tensor.detach())
+        if isinstance(tensor, nn.Parameter):
+            full = nn.Parameter(full, requires_grad=tensor.requires_grad)
+        return full.__reduce_ex__(protocol)
+
+    divided: Any = DTensor
+    assert "__reduce_ex__" not in vars(divided)
+    divided.__reduce_ex__ = reduce
+    try:
+        yield
+    finally:
+        del divided.__reduce_ex__
