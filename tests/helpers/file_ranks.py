@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from samestep.distributed.status import RankStatus, StatusBoard
 from samestep.script.files import one_writer
 
@@ -78,6 +80,7 @@ def on_ranks(body: Callable[[Rank], Any], folder: Path, *, ranks: int = 3, keep_
 
 def _run(body: Any, folder: Path, shared: Path, rank: int, ranks: int, status: Any, barrier: Any, keep: int) -> Any:
     os.chdir(folder)
+    torch.set_num_threads(1)  # the threads of the parent do not exist after a fork, and OpenMP would wait for them
     try:
         with one_writer(rank, ranks, shared, status, keep_bytes=keep) as writer:
             result = body(Rank(rank, writer, status, barrier))
