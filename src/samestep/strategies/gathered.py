@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from samestep.reduce.reduction import Reduction
 from samestep.strategies.divided_parameters import full_tensor
-from samestep.strategies.sharded import Sharded, gathered
+from samestep.strategies.gathering import gathered
+from samestep.strategies.sharded import Sharded
 from samestep.view.call import Call
 from samestep.view.hub import Hub
 from samestep.view.slots import is_in_place

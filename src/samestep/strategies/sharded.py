@@ -21,13 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from samestep.errors import InputError, RunError
-from samestep.reduce.reduction import Reduction
 from samestep.strategies.divided_parameters import divided_like, full_tensor, is_divided
 from samestep.strategies.fsdp import shard_model, shard_remainder
+from samestep.strategies.gathering import as_divided, gathered
 from samestep.strategies.tensor_division import Division
 from samestep.strategies.whole_operations import compute_whole
 from samestep.view.call import Call
-from samestep.view.crossings import crossing, leave, replicated
 from samestep.view.exchange import CallExchange
 from samestep.view.hub import Hub
 from samestep.view.recomputation import recomputation_inside
@@ -68,7 +67,7 @@ class Sharded(Strategy):
                 self._replaced[id(one)] = weakref.ref(one)
                 if present.requires_grad:
                     # Not a weak reference: the parameters of a module with weak ones cannot be moved.
-                    present.register_hook(partial(_as_divided, Division.of(cast(DTensor, present)), present.device))
+                    present.register_hook(partial(as_divided, Division.of(cast(DTensor, present)), present.device))
         for container, key, _, divided in slots.entries(mapping):  # lists of parameters, as recurrent layers have
             container[key] = divided
         self._units = [_Unit(part, classes[part]) for part in classes if isinstance(part, FSDPModule)]
@@ -442,44 +441,6 @@ class _Differentiable(CallParameters):
                 stack.enter_context(self._hub.in_place(leaves[count:]))
             stack.enter_context(replaced(self._slots.entries(mapping)))
             yield
-
-
-def gathered(
-    parameter: torch.Tensor,
-    reduction: Reduction | None,
-    full: Callable[[torch.Tensor], torch.Tensor] = full_tensor,
-) -> torch.Tensor:
-    """Return the full value of a divided parameter; its gradient becomes divided. Differentiable.
-
-    Args:
-        parameter: the parameter, or a tensor that is divided like it.
-        reduction: sums the gradients over ranks; None if they are equal on all ranks.
-        full: returns the full value.
-    """
-
-    def back(gradient: torch.Tensor) -> list[torch.Tensor]:
-        gradient = replicated(gradient)
-        if reduction is not None:
-            gradient = leave([gradient], reduction)
-        return [_divided(gradient, division, device, reduction)]
-
-    division = Division.of(cast(DTensor, parameter))
-    device = parameter.device
-    return crossing([parameter], lambda value: [full(value.detach())], back)[0]
-
-
-def _divided(full: torch.Tensor, division: Division, device: torch.device, reduction: Reduction | None) -> torch.Tensor:
-    """Return a full tensor divided between the ranks; its gradient becomes full. Differentiable."""
-    return crossing(
-        [full], lambda value: [division.divided(value, device)], lambda gradient: [gathered(gradient, reduction)]
-    )[0]
-
-
-def _as_divided(division: Division, device: torch.device, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a gradient divided as its parameter; operations with the whole parameter give one that is not."""
-    if gradient is None or isinstance(gradient, DTensor):
-        return gradient
-    return _divided(gradient, division, device, None)
 
 
 def _nothing() -> None:

@@ -1,0 +1,52 @@
+"""Full values of divided parameters, and divided gradients, in a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from samestep.reduce.reduction import Reduction
+from samestep.strategies.divided_parameters import full_tensor
+from samestep.strategies.tensor_division import Division
+from samestep.view.crossings import crossing, leave, replicated
+
+
+def gathered(
+    parameter: torch.Tensor,
+    reduction: Reduction | None,
+    full: Callable[[torch.Tensor], torch.Tensor] = full_tensor,
+) -> torch.Tensor:
+    """Return the full value of a divided parameter; its gradient becomes divided. Differentiable.
+
+    Args:
+        parameter: the parameter, or a tensor that is divided like it.
+        reduction: sums the gradients over ranks; None if they are equal on all ranks.
+        full: returns the full value.
+    """
+
+    def back(gradient: torch.Tensor) -> list[torch.Tensor]:
+        gradient = replicated(gradient)
+        if reduction is not None:
+            gradient = leave([gradient], reduction)
+        return [_divided(gradient, division, device, reduction)]
+
+    division = Division.of(cast(DTensor, parameter))
+    device = parameter.device
+    return crossing([parameter], lambda value: [full(value.detach())], back)[0]
+
+
+def _divided(full: torch.Tensor, division: Division, device: torch.device, reduction: Reduction | None) -> torch.Tensor:
+    """Return a full tensor divided between the ranks; its gradient becomes full. Differentiable."""
+    return crossing(
+        [full], lambda value: [division.divided(value, device)], lambda gradient: [gathered(gradient, reduction)]
+    )[0]
+
+
+def as_divided(division: Division, device: torch.device, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a gradient divided as its parameter; operations with the whole parameter give one that is not."""
+    if gradient is None or isinstance(gradient, DTensor):
+        return gradient
+    return _divided(gradient, division, device, None)
