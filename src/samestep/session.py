@@ -163,6 +163,7 @@ class SessionOptions:
     adopt: bool = False
     threads: int | None = None  # None: as the script has it, or a share of the cores
     is_private: bool = False  # the script sees neither the group nor the launcher's variables
+    sees_own_devices: bool = False  # the devices of other ranks are not visible
 
 
 def _require_same(options: SessionOptions) -> None:
@@ -172,7 +173,7 @@ def _require_same(options: SessionOptions) -> None:
     for name in (field.name for field in fields(SessionOptions)):
         value = getattr(options, name)
         before = getattr(first, name)
-        if name != "is_private" and value not in (getattr(defaults, name), before):
+        if name not in ("is_private", "sees_own_devices") and value not in (getattr(defaults, name), before):
             wanted = _shown(value)
             raise InputError(
                 f"samestep.init({name}={wanted}) in a process that has joined with {name}={_shown(before)}",
@@ -400,8 +401,10 @@ def _select_devices(
     share_gpu = options.share_gpu or read_environment().share_gpu
     _, size, local_rank = _ranks(worker, rendezvous)
     per_rank = (strategy.devices or 1) if strategy.name == "device_map" else 1
-    if available == per_rank and rendezvous is not None and rendezvous.launcher != "torchrun":
-        local_rank = 0  # srun --gpus-per-task=1 and similar options show each rank only its own device
+    # So do srun --gpus-per-task=1 and similar options.
+    shows_own = available == per_rank and rendezvous is not None and rendezvous.launcher != "torchrun"
+    if options.sees_own_devices or shows_own:
+        local_rank = 0
     device = torch.device(ACCELERATOR, first_gpu_index(local_rank, per_rank, available, share=share_gpu))
     shape = resolve_mesh(strategy, size)
     if share_gpu and shape.pipeline > 1:

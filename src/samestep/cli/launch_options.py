@@ -49,7 +49,8 @@ class LaunchOptions(DeviceOption):
         "let several ranks use one GPU; they communicate through host memory (not with pp)", default=False
     )
 
-    # Options of the class `FaultOptions`; constants of commands without them.
+    # Options of subclasses; constants of commands without them.
+    devices_per_process: int = 1
     max_restarts: int = 0
     hang_after: float = HANG_AFTER
     grace: float | None = None
@@ -92,7 +93,8 @@ class LaunchOptions(DeviceOption):
         text, colon, maximum = self.size.partition(":")
         maximum = maximum if colon else text
         count = self._auto_processes(recipe) if maximum == "auto" else parse_process_count(maximum)
-        if self.selected_devices and not self.share_gpu and count > len(self.selected_devices):
+        has_enough = count * self.devices_per_process <= len(self.selected_devices or ())
+        if self.selected_devices and not self.share_gpu and not has_enough:
             problem = f"--processes {count} with --devices {self.devices}"
             raise InputError(problem, "one GPU per rank", "more --devices, or --share-gpu", code="E_PROCESSES")
         minimum = parse_process_count(text) if colon else count
@@ -103,10 +105,12 @@ class LaunchOptions(DeviceOption):
 
     def _auto_processes(self, recipe: Recipe | None) -> int:
         if self.selected_devices is not None:
-            available = len(self.selected_devices)
+            available = len(self.selected_devices) // self.devices_per_process
         else:
             gpus = len(gpu_names()) if self.device != "cpu" else 0
-            available = gpus or min(usable_processors(), _MOST_ON_CORES)
+            available = min(usable_processors(), _MOST_ON_CORES)
+            if gpus:
+                available = max(1, gpus // self.devices_per_process)
         if recipe is None:
             return available
         strategy = recipe.strategy

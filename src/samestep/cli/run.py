@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from samestep.cli.launch_options import FaultOptions
-from samestep.cli.options import argument, option, output_folder, require_file, timed_name
+from samestep.cli.options import argument, count, option, option_conflict, output_folder, require_file, timed_name
+from samestep.config import StrategyConfig
 from samestep.errors import EXIT_DONE, EXIT_STOPPED
 from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
 from samestep.launcher.pickling import ByName
@@ -42,6 +43,12 @@ class Options(FaultOptions):
         "fsdp: each rank keeps a part of the parameters, gradients and optimizer state (default ddp: all of them)",
         default="ddp",
     )
+    devices_per_process: int = option(
+        "GPUs of each process, for a script that places parts of its model on several (default 1)",
+        "K",
+        default=1,
+        type=count,
+    )
     explain: bool = option(
         "add the decision about each line that calls a model to the summary at the end; RUN/summary.json has both "
         "during the run, too",
@@ -50,6 +57,15 @@ class Options(FaultOptions):
     module: bool = option("SCRIPT is the name of a module, as of python -m", default=False, flag="-m")
     script: Path = argument("SCRIPT", "a Python file")
     arguments: Sequence[str] = argument("...", "arguments of the script", nargs=argparse.REMAINDER)
+
+    @property
+    def strategy_config(self) -> StrategyConfig:
+        """Strategy of the divided calls."""
+        if self.devices_per_process == 1:
+            return StrategyConfig(name=self.strategy)
+        if self.strategy != "ddp":
+            raise option_conflict(f"--devices-per-process with --strategy {self.strategy}")
+        return StrategyConfig(name="device_map", devices=self.devices_per_process)
 
 
 def run(options: Options) -> int:
@@ -60,6 +76,7 @@ def run(options: Options) -> int:
     stem = options.script.name if options.module else options.script.stem
     folder = options.runs / timed_name(options.runs, stem)
     log_dir = folder / "logs"
+    strategy = options.strategy_config
     processes = options.process_range()
     function = ByName("samestep.script.unchanged", "run")
     call = partial(
@@ -69,7 +86,7 @@ def run(options: Options) -> int:
         is_module=options.module,
         mode=mode,
         reduction="exact" if options.exact else "fast",
-        strategy=options.strategy,
+        strategy=strategy,
         explains=options.explain,
         folder=folder.resolve() if processes[1] > 1 else None,
     )

@@ -23,4 +23,4 @@ from samestep.config.recipe import (
     ScheduleConfig,
     default_workers,
 )
-from samestep.config.strategy import MeshConfig, MeshShape, StrategyConfig, StrategyName, resolve_mesh
+from samestep.config.strategy import MeshConfig, MeshShape, StrategyConfig, resolve_mesh

@@ -160,6 +160,23 @@ def first_gpu_index(local_rank: int, gpus_per_rank: int, available: int, *, shar
     return local_rank % places * gpus_per_rank
 
 
+def own_devices(local_rank: int, gpus_per_rank: int, setting: str | None, available: int, *, share: bool) -> str:
+    """Return the value of `CUDA_VISIBLE_DEVICES` under which a rank sees its own devices alone, from device 0.
+
+    Args:
+        local_rank: rank among those of this machine.
+        gpus_per_rank: devices of each rank.
+        setting: the present value.
+        available: number of devices that torch counts.
+        share: several ranks may have one device.
+
+    Raises:
+        InputError: too few GPUs.
+    """
+    first = first_gpu_index(local_rank, gpus_per_rank, available, share=share)
+    return ",".join(visible_devices(setting, available)[first : first + gpus_per_rank])
+
+
 def gpu_names() -> list[str]:
     """Return the names of the visible GPUs, in torch's order."""
     module = accelerator_module()

@@ -31,6 +31,7 @@ from samestep.script.replaced import replaced
 from samestep.view.fingerprints import script_line
 
 _REPORT_BYTES = 4096  # of a child process
+_INVALID_DEVICE = 101  # cudaErrorInvalidDevice, CUDA Runtime API
 
 
 def _line_of_script() -> str:
@@ -78,6 +79,7 @@ def refusals(*, has_own_device: bool) -> Iterator[None]:
         stack.enter_context(replaced(nn.SyncBatchNorm, convert_sync_batchnorm=staticmethod(_convert_sync_batchnorm)))
         if has_own_device:
             stack.enter_context(visible_devices_kept(_report_visible_devices))
+            stack.enter_context(_own_devices_alone())
         stack.enter_context(plain_start_method())
         stack.enter_context(_children_without_training())
         yield
@@ -107,6 +109,26 @@ def _convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.
 
 def _report_visible_devices(value: str | None) -> None:
     logger.info("%s: CUDA_VISIBLE_DEVICES stays as it is (not %s): each rank has a device", _line_of_script(), value)
+
+
+@contextmanager
+def _own_devices_alone() -> Iterator[None]:
+    """Name the option with which a process has several devices, if the script uses one that is not there.
+
+    Raises:
+        InputError: it does.
+    """
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        if getattr(error, "error_code", None) != _INVALID_DEVICE:
+            raise
+        raise InputError(
+            f"the script uses a device that its process does not have: {error}",
+            expected="a script for one device, cuda:0: the other devices belong to other processes",
+            fix="--devices-per-process with the number of devices on which the script places parts of its model",
+            code="E_DEVICES",
+        ) from error
 
 
 @contextmanager

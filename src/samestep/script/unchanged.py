@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from samestep.config import Reduction, StrategyConfig, StrategyName
-from samestep.distributed.devices import is_accelerator
+from samestep.config import Reduction, StrategyConfig
+from samestep.distributed.devices import accelerator_module, is_accelerator, own_devices
+from samestep.distributed.env import read_environment, show_devices
 from samestep.distributed.logging import logger
 from samestep.distributed.private_group import shown
 from samestep.distributed.signals import StoppedLoop
@@ -62,7 +63,7 @@ def run(
     mode: Mode,
     is_module: bool = False,
     reduction: Reduction = "fast",
-    strategy: StrategyName = "ddp",
+    strategy: StrategyConfig | None = None,
     explains: bool = False,
     folder: Path | None = None,
 ) -> int:
@@ -76,7 +77,8 @@ def run(
         mode: calls of models are divided in the mode `UNCHANGED`.
         is_module: run a module, as `python -m`.
         reduction: reduction of divided calls.
-        strategy: `fsdp` divides the parameters of a module at its first call.
+        strategy: `fsdp` divides the parameters of a module at its first call; `device_map` gives each process several
+            devices, on which the script places parts of its model.
         explains: print details in the summary.
         folder: folder of the run, which receives the summary; None for none.
 
@@ -89,8 +91,7 @@ def run(
     surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
     if mode is Mode.UNCHANGED:
         path = folder / FILE if folder is not None else None
-        config = StrategyConfig(name=strategy)
-        surroundings = partial(unchanged, reduction, config, explains=explains, path=path)
+        surroundings = partial(unchanged, reduction, strategy, explains=explains, path=path)
     try:
         run_script(
             *(script, arguments, restarts, max_restarts),
@@ -175,7 +176,8 @@ def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig |
     rank, size = rank_and_size()
     require_microbatches(None, size)
     folder = _temporary_folder() if rank == 0 else ""
-    world = join(SessionOptions(reduction=reduction, strategy=strategy, is_private=True))
+    _show_own_devices(rank, strategy)
+    world = join(SessionOptions(reduction=reduction, strategy=strategy, is_private=True, sees_own_devices=True))
     if logger.handlers:  # otherwise a script that configures logging would have its lines, in log files too
         stack.enter_context(replaced(logger, propagate=False))
     view = joined_view(None, reduction)
@@ -208,6 +210,16 @@ def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig |
         stack.enter_context(end())
     stack.enter_context(_ending_on_request(view))
     return summary
+
+
+def _show_own_devices(rank: int, strategy: StrategyConfig | None) -> None:
+    """Hide the devices of other ranks: `cuda:0` of the script is a device of this rank."""
+    available = accelerator_module().device_count()
+    if available:
+        count = (strategy.devices if strategy is not None else None) or 1
+        environment = read_environment()
+        names = own_devices(rank, count, environment.visible_devices, available, share=environment.share_gpu)
+        show_devices(names)
 
 
 def _dividing_owner(owner: Callable[[nn.Module], ParallelModule], world: World, module: nn.Module) -> ParallelModule:

@@ -14,6 +14,7 @@ from samestep.distributed.devices import (
     ACCELERATOR,
     first_gpu_index,
     gpu_range,
+    own_devices,
     require_own_gpus,
     select_devices,
     set_tf32,
@@ -78,6 +79,15 @@ def test_shared_gpus_are_filled_by_turns() -> None:
     assert [first_gpu_index(rank, 2, 5, share=True) for rank in range(4)] == [0, 2, 0, 2]
     with pytest.raises(InputError) as error:
         first_gpu_index(0, 2, 1, share=True)
+    assert error.value.code == "E_DEVICES"
+
+
+def test_rank_sees_its_own_devices_alone() -> None:
+    assert [own_devices(rank, 1, None, 3, share=False) for rank in range(3)] == ["0", "1", "2"]
+    assert [own_devices(rank, 2, "4,GPU-a,6,7", 4, share=False) for rank in range(2)] == ["4,GPU-a", "6,7"]
+    assert [own_devices(rank, 1, "5", 1, share=True) for rank in range(2)] == ["5", "5"]
+    with pytest.raises(InputError) as error:
+        own_devices(1, 2, None, 3, share=False)
     assert error.value.code == "E_DEVICES"
 
 
