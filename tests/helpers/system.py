@@ -45,9 +45,20 @@ def samestep(*arguments: object, cwd: Path, timeout: float = 200) -> Done:
 
 
 def here(*arguments: object, cwd: Path) -> int:
-    """Run the command in this process, so that one fork server imports for all runs of a file; return the exit code."""
+    """Run the command in this process, so that one fork server imports for all runs of a file; return the exit code.
+
+    Without a number of processes, training uses one on every machine.
+    """
     with chdir(cwd):
-        return main([str(argument) for argument in arguments])
+        return main(with_processes(arguments))
+
+
+def with_processes(arguments: Sequence[object]) -> list[str]:
+    """Return the arguments of a command; those of a training without a number of processes with one process."""
+    texts = [str(argument) for argument in arguments]
+    if texts[:1] in (["train"], ["resume"]) and not {"--processes", "--devices", "--help"} & set(texts):
+        texts[1:1] = ["--processes", "1"]
+    return texts
 
 
 class Running:
@@ -72,7 +83,7 @@ class Running:
         self._files = [self._stack.enter_context(file) for file in map(tempfile.TemporaryFile, ("w+b", "w+b"))]
         out, err = self._files if terminal is None else (terminal, terminal)
         self._process = subprocess.Popen(
-            [*command, *map(str, arguments)],
+            [*command, *with_processes(arguments)],
             cwd=cwd,
             env=environment() | {_MARK: self._mark, **variables},
             stdin=subprocess.DEVNULL,

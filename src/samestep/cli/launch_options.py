@@ -34,10 +34,11 @@ class LaunchOptions(DeviceOption):
     """Ranks and devices of a command."""
 
     group: ClassVar = "machine (results do not depend on these options)"
+    default_size: ClassVar = "1"
 
     processes: str | None = option(
         "number of ranks, or auto: one per GPU, or one per core without GPUs, at most 8; or MIN:MAX for fewer ranks "
-        "after failures (default 1)",
+        "after failures (default: auto for train and resume, otherwise 1)",
         "N",
     )
     devices: str | None = option(
@@ -62,12 +63,12 @@ class LaunchOptions(DeviceOption):
 
     @cached_property
     def size(self) -> str:
-        """`N`, `auto`, `MIN:MAX` or `MIN:auto`; default: the size of another launcher's job or of `--devices`, or 1."""
+        """`N`, `auto`, `MIN:MAX` or `MIN:auto`; default: the size of another launcher's job or of `--devices`, if any."""
         if self.processes is not None:
             return self.processes
         if self.rendezvous is not None:
             return str(self.rendezvous.world_size)
-        return str(self.devices.count(",") + 1 if self.devices else 1)
+        return str(self.devices.count(",") + 1) if self.devices else self.default_size
 
     @cached_property
     def selected_devices(self) -> tuple[str, ...] | None:

@@ -63,6 +63,8 @@ class CheckOptions:
 class TrainingOptions(JsonOption, FaultOptions, CheckOptions, CheckpointOptions, StrategyOptions, LoaderOptions):
     """Options that `train` and `resume` share."""
 
+    default_size: ClassVar = "auto"
+
     requeue: bool = option("under Slurm: requeue the job after a stop by SIGUSR1 (sbatch --signal)", default=False)
 
     @property
