@@ -261,7 +261,7 @@ def _execute(run: Run, rank: int) -> int:
         import samestep
 
         samestep.parallel = functools.partial(samestep.parallel, reduction="exact", strategy=_strategy(run))
-        steps = _digest_of_steps()
+        steps = _DigestOfSteps()
         if run.strategy != "ddp":
             _report_full_state()
     try:
@@ -301,27 +301,41 @@ def _strategy(run: Run) -> Any:
     return StrategyConfig(name=run.strategy, mesh=mesh)  # type: ignore[arg-type]
 
 
-def _digest_of_steps() -> Any:
-    """Return a hash that each step of an optimizer extends by the bytes of its parameters and states."""
-    import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+class _DigestOfSteps:
+    """Hash of the parameters and states after each step of an optimizer.
 
-    from samestep.strategies.divided_parameters import full_tensor
+    Steps in hooks of a backward count without their order: parameters are independent, and a layout gives each its
+    gradient at another time.
+    """
 
-    digest = hashlib.sha256()
+    def __init__(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    def extend(optimizer: Any, *_: Any) -> None:
+        self._digest = hashlib.sha256()
+        self._sum_in_backwards = 0
+        register_optimizer_step_post_hook(self._extend)
+
+    def _extend(self, optimizer: Any, *_: Any) -> None:
+        import torch
+
+        from samestep.strategies.divided_parameters import full_tensor
+
+        step = hashlib.sha256()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 for value in (parameter, *optimizer.state.get(parameter, {}).values()):
                     if isinstance(value, torch.Tensor):
                         raw = full_tensor(value.detach()).to_dense().contiguous().reshape(-1).view(torch.uint8)
-                        digest.update(memoryview(raw.numpy()))
+                        step.update(memoryview(raw.numpy()))
                     else:
-                        digest.update(repr(value).encode())
+                        step.update(repr(value).encode())
+        if torch._C._current_graph_task_id() == -1:
+            self._digest.update(step.digest())
+        else:
+            self._sum_in_backwards += int.from_bytes(step.digest(), "little")
 
-    register_optimizer_step_post_hook(extend)
-    return digest
+    def hexdigest(self) -> str:
+        return f"{self._digest.hexdigest()} {self._sum_in_backwards:x}"
 
 
 def _exit_code(exit_: SystemExit) -> int:
