@@ -19,13 +19,16 @@ class Net(nn.Module):
         return self.head(self.encoder(x)) * self.scale
 
 
+def make_optimizer(net):
+    head = [*net.head.parameters(), net.scale]
+    return torch.optim.Adam([{"params": net.encoder.parameters()}, {"params": head, "lr": 1e-2}])
+
+
 net = Net()
 average = copy.deepcopy(net).requires_grad_(False)
 params = list(net.parameters())
 by_name = dict(net.named_parameters())
-optimizer = torch.optim.Adam(
-    [{"params": net.encoder.parameters()}, {"params": [*net.head.parameters(), net.scale], "lr": 1e-2}]
-)
+optimizer = make_optimizer(net)
 gradients = []
 handle = net.head.weight.register_hook(lambda gradient: gradients.append(1))
 net.head.weight.tag = "head"
@@ -69,3 +72,13 @@ for _ in range(4):
 print(f"continued {nn.functional.cross_entropy(net(x), y).item():.4f} {len(gradients)}")
 loaded = torch.load("net.pt", weights_only=False)
 print(f"loaded {nn.functional.cross_entropy(loaded(x), y).item():.4f} {isinstance(loaded.head.weight, nn.Parameter)}")
+
+second = Net()
+second.load_state_dict(saved["model"])
+resumed = make_optimizer(second)
+resumed.load_state_dict(saved["optimizer"])  # before the first call
+for _ in range(3):
+    resumed.zero_grad()
+    nn.functional.cross_entropy(second(x), y).backward()
+    resumed.step()
+print(f"resumed {nn.functional.cross_entropy(second(x), y).item():.4f}")

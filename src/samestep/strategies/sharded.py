@@ -81,8 +81,8 @@ class Sharded(Strategy):
         """Return a strategy for a copy of the module."""
         return type(self)(self._world, self.ranks, self.reduction, self._before_reduction, is_exact=self.is_exact)
 
-    def require_current(self, optimizer: torch.optim.Optimizer) -> None:
-        """Require that an optimizer has none of the parameters that were divided."""
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide state that was loaded from a file, and require that no parameter is one from before the division."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 reference = self._replaced.get(id(parameter))
@@ -93,6 +93,11 @@ class Sharded(Strategy):
                         fix="make the optimizer after samestep.parallel",
                         code="E_OPTIMIZER",
                     )
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                has_shape = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+                if isinstance(parameter, DTensor) and has_shape and not isinstance(value, DTensor):
+                    state[name] = divided_like(parameter, value)
 
     def parameters(self, call: Call) -> CallParameters:
         """Return the parameters of a call, with hooks of FSDP."""

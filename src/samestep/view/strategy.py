@@ -183,8 +183,8 @@ class Strategy(ABC):
     def share_buffers(self, buffers: Sequence[tuple[nn.Module, str]]) -> None:  # noqa: B027  # most write them alike
         """Make buffers that a divided call has written equal on the ranks that compute the same rows."""
 
-    def require_current(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  # parameters mostly stay
-        """Require that an optimizer has the parameters that the module has since `prepare`.
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  # parameters mostly stay
+        """Prepare an optimizer for a step, and require that it has the parameters of the module since `prepare`.
 
         Raises:
             InputError: it was made before.

@@ -298,7 +298,7 @@ class View:
             return
         for owner in self._owners:
             owner.strategy.require_no_pending()
-            owner.strategy.require_current(optimizer)
+            owner.strategy.before_step(optimizer)
         splits = any(owner.strategy.splits_module for owner in self._owners)
         self.in_step.facts_of_step(optimizer, has_equal_gradients=not splits)
         self.require_same_action(self.word(STEP))
