@@ -40,9 +40,12 @@ def gathered(
 
 def _divided(full: torch.Tensor, division: Division, device: torch.device, reduction: Reduction | None) -> torch.Tensor:
     """Return a full tensor divided between the ranks; its gradient becomes full. Differentiable."""
-    return crossing(
-        [full], lambda value: [division.divided(value, device)], lambda gradient: [gathered(gradient, reduction)]
-    )[0]
+
+    def back(gradient: torch.Tensor) -> list[torch.Tensor]:
+        # Gradients of operations with the whole parameter are complete.
+        return [gathered(gradient, reduction) if isinstance(gradient, DTensor) else gradient]
+
+    return crossing([full], lambda value: [division.divided(value, device)], back)[0]
 
 
 def as_divided(division: Division, device: torch.device, gradient: torch.Tensor | None) -> torch.Tensor | None:
