@@ -63,7 +63,7 @@ class LaunchOptions(DeviceOption):
 
     @cached_property
     def size(self) -> str:
-        """`N`, `auto`, `MIN:MAX` or `MIN:auto`; default: the size of another launcher's job or of `--devices`, if any."""
+        """`N`, `auto`, `MIN:MAX` or `MIN:auto`; default: size of another launcher's job or of `--devices`, if any."""
         if self.processes is not None:
             return self.processes
         if self.rendezvous is not None:
