@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from samestep.cli.launch_options import FaultOptions
-from samestep.cli.options import argument, count, option, option_conflict, output_folder, require_file, timed_name
+from samestep.cli.options import argument, integer, option, option_conflict, output_folder, require_file, timed_name
 from samestep.config import StrategyConfig
 from samestep.errors import EXIT_DONE, EXIT_STOPPED
 from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
@@ -47,7 +47,7 @@ class Options(FaultOptions):
         "GPUs of each process, for a script that places parts of its model on several (default 1)",
         "K",
         default=1,
-        type=count,
+        type=integer,
     )
     explain: bool = option(
         "add the decision about each line that calls a model to the summary at the end; RUN/summary.json has both "
