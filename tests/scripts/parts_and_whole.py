@@ -73,6 +73,7 @@ print(f"continued {nn.functional.cross_entropy(net(x), y).item():.4f} {len(gradi
 loaded = torch.load("net.pt", weights_only=False)
 print(f"loaded {nn.functional.cross_entropy(loaded(x), y).item():.4f} {isinstance(loaded.head.weight, nn.Parameter)}")
 
+saved = torch.load("all.pt", weights_only=False)  # the steps above have changed the state in `saved`
 second = Net()
 second.load_state_dict(saved["model"])
 resumed = make_optimizer(second)

@@ -121,7 +121,7 @@ class _Complete:
 
     def gather(self) -> None:
         """Gather the values. A graph that has saved others raises an error of torch in its backward."""
-        full = full_tensor(self.parameter.detach())
+        full = full_tensor(self.parameter)
         self._storage.resize_(self._bytes)
         version = self.full._version
         with torch.no_grad():

@@ -35,7 +35,7 @@ def gathered(
 
     division = Division.of(cast(DTensor, parameter))
     device = parameter.device
-    return crossing([parameter], lambda value: [full(value.detach())], back)[0]
+    return crossing([parameter], lambda value: [full(value)], back)[0]
 
 
 def _divided(full: torch.Tensor, division: Division, device: torch.device, reduction: Reduction | None) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from samestep.errors import InputError, RunError
 from samestep.strategies.divided_parameters import divided_like, full_tensor, is_divided
@@ -98,6 +98,11 @@ class Sharded(Strategy):
                 has_shape = isinstance(value, torch.Tensor) and value.shape == parameter.shape
                 if isinstance(parameter, DTensor) and has_shape and not isinstance(value, DTensor):
                     state[name] = divided_like(parameter, value)
+
+    def arguments(self, arguments: Any) -> Any:
+        """Return the arguments of a call with complete tensors, as of `weight.new_zeros` outside of calls."""
+        with torch._C._DisableFuncTorch():
+            return tree_map_only(DTensor, lambda one: gathered(one, None), arguments)
 
     def parameters(self, call: Call) -> CallParameters:
         """Return the parameters of a call, with hooks of FSDP."""

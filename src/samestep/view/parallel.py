@@ -107,6 +107,7 @@ class ParallelModule:
             arguments: positional arguments.
             options: keyword arguments.
         """
+        arguments, options = self.strategy.arguments((arguments, options))
         if not self.view.divides_here():
             reason = self.view.whole_here()
             if reason is not None:

@@ -161,6 +161,10 @@ class Strategy(ABC):
     def prepare(self, module: nn.Module) -> None:  # noqa: B027  # replicas need no preparation
         """Divide or place the parameters of a module, in place. Called once, by all ranks."""
 
+    def arguments(self, arguments: Any) -> Any:
+        """Return the arguments of a call with complete tensors."""
+        return arguments
+
     @abstractmethod
     def parameters(self, call: Call) -> CallParameters | None:
         """Return the parameters of a divided call.
