@@ -26,9 +26,9 @@ def test_script_prints_the_text_of_plain_python(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["parts_and_whole", "ddpm"])
+@pytest.mark.parametrize("name", ["parts_and_whole", "moco"])
 def test_divided_parameters_change_nothing(name: str, tmp_path: Path) -> None:
-    verdict = Comparison(SCRIPTS / f"{name}.py", tmp_path, argparse.Namespace(numbers=[3], quick=True)).compare()
+    verdict = compared(SCRIPTS / f"{name}.py", tmp_path)
     assert verdict.problems == []
     assert verdict.sharded == "equal"
 

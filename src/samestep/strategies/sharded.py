@@ -125,12 +125,13 @@ class Sharded(Strategy):
         """Put gathered parameters into the module; each rank keeps its part of their whole gradients."""
         again = recomputation_inside(lambda: self.whole(module))
         with self._gathered(module, lambda parameter: gathered(parameter, None)) as mapping, again:
-            versions = [full._version for full in mapping.values()]
             yield
-        for (one, full), version in zip(mapping.items(), versions, strict=True):
-            if full._version != version:  # embeddings with `max_norm` write into their weights
+        for one, full in mapping.items():
+            # Compared by value: `weight.data.mul_` counts no write. Embeddings with `max_norm` write, too.
+            own = divided_like(one, full)
+            if not torch.equal(own._local_tensor, one._local_tensor):
                 with torch.no_grad():
-                    one.copy_(divided_like(one, full))
+                    one.copy_(own)
 
     def complete(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Put gathered parameters into the module, as leaves."""
@@ -142,8 +143,8 @@ class Sharded(Strategy):
     @contextmanager
     def _gathered(
         self, module: nn.Module, full: Callable[[DTensor], torch.Tensor]
-    ) -> Iterator[Mapping[torch.Tensor, torch.Tensor]]:
-        mapping: dict[torch.Tensor, torch.Tensor] = {}
+    ) -> Iterator[Mapping[DTensor, torch.Tensor]]:
+        mapping: dict[Any, torch.Tensor] = {}
         # Not as tensors of the inference mode, which have no versions.
         has_gradients = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(has_gradients), torch._C._DisableFuncTorch():
