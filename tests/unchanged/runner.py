@@ -272,6 +272,13 @@ def page(verdicts: Sequence[Verdict], machine: dict[str, Any]) -> str:
     )
 
 
+def _others(file: Path, verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Return the verdicts of a file about other scripts."""
+    names = {verdict.script for verdict in verdicts}
+    before = json.loads(file.read_text(encoding="utf-8"))["scripts"] if file.exists() else []
+    return [Verdict(**one) for one in before if one["script"] not in names]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0 if nothing is wrong."""
     parser = argparse.ArgumentParser(prog="unchanged.runner", description=(__doc__ or "").splitlines()[0])
@@ -279,7 +286,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", default="1,2,3,4", help="numbers of processes")
     parser.add_argument("--quick", action="store_true", help="compare the text only")
     parser.add_argument("--keep", type=Path, help="new folder for the files of the runs")
-    parser.add_argument("--result", type=Path, help="JSON file of the verdicts, with a page next to it")
+    parser.add_argument(
+        "--result",
+        type=Path,
+        help="JSON file of the verdicts, with a page next to it; verdicts of other scripts in it stay",
+    )
     options = parser.parse_args(arguments)
     options.numbers = [int(number) for number in options.processes.split(",")]
     scripts = sorted(SCRIPTS.glob("*.py"))
@@ -306,6 +317,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.keep is None:
             shutil.rmtree(folder)
     if options.result is not None:
+        if options.names:
+            verdicts += _others(options.result, verdicts)
+        verdicts.sort(key=lambda verdict: verdict.script)
         save(options.result, {"machine": machine, "scripts": [vars(one) for one in verdicts]}, page(verdicts, machine))
     return 3 if any(verdict.problems for verdict in verdicts) else 0
 
