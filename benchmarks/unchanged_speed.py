@@ -52,7 +52,9 @@ def run(script: Path, folder: Path, *, is_unchanged: bool) -> None:
 
     rank, _ = rank_and_size()
     os.chdir(folder)
-    os.dup2(os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT), 1)
+    output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     torch.set_num_threads(1)
     View.divides_small_calls = True
     times: list[float] = []
