@@ -87,7 +87,10 @@ class OutermostCalls:
     def _is_outermost(self, module: nn.Module) -> bool:
         if self._thread != threading.get_ident():
             return False
-        return id(module) in self._owners or is_divisible(module)
+        if id(module) in self._owners:
+            return True
+        # In a backward, checkpointing computes modules that are inside of others again.
+        return torch._C._current_graph_task_id() == -1 and is_divisible(module)  # private
 
     def _owner(self, module: nn.Module) -> tuple[ParallelModule, ForwardOfCalls]:
         known = self._owners.get(id(module))

@@ -35,6 +35,10 @@ from samestep.view.slots import ParameterSlots, replaced
 from samestep.view.strategy import CallParameters, Strategy
 
 
+# Attributes of the modules of a unit, by which libraries take a script for one of several processes.
+_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+
+
 class Sharded(Strategy):
     """Parameters divided between ranks, gathered for a unit of layers at a time.
 
@@ -145,9 +149,7 @@ class Sharded(Strategy):
         self, module: nn.Module, full: Callable[[DTensor], torch.Tensor]
     ) -> Iterator[Mapping[DTensor, torch.Tensor]]:
         mapping: dict[Any, torch.Tensor] = {}
-        # Not as tensors of the inference mode, which have no versions.
-        has_gradients = torch.is_grad_enabled()
-        with torch.inference_mode(False), torch.set_grad_enabled(has_gradients), torch._C._DisableFuncTorch():
+        with _outside_inference_mode(), torch._C._DisableFuncTorch():
             for one in module.parameters():
                 if isinstance(one, DTensor):
                     mapping[one] = full(one)
@@ -225,6 +227,9 @@ class _Unit:
         for key in (STATE_KEY, REGISTRY_KEY):
             del module.__dict__[key]
         module.__class__ = own_class
+        for part in module.modules():
+            for name in _MARKS:
+                part.__dict__.pop(name, None)
 
     def __repr__(self) -> str:
         return f"_Unit({type(self._module).__name__})"
@@ -233,7 +238,7 @@ class _Unit:
         """Gather parameters."""
         if self.gathers is not None and torch._C._current_graph_task_id() == -1:
             self.gathers.add(self)
-        with torch._C.DisableTorchFunction():  # not operations of the script
+        with _outside_inference_mode(), torch._C.DisableTorchFunction():  # not operations of the script
             return self._state._pre_forward(module, arguments, options)
 
     def after(self, module: nn.Module, arguments: Any, result: Any) -> Any:
@@ -286,11 +291,12 @@ class _Unit:
 
     def gather(self) -> None:
         """Gather and free parameters."""
-        for group in self._state._fsdp_param_groups:
-            group._to_sharded()
-            group.unshard()
-            group.wait_for_unshard()
-            group._to_sharded()
+        with _outside_inference_mode():
+            for group in self._state._fsdp_param_groups:
+                group._to_sharded()
+                group.unshard()
+                group.wait_for_unshard()
+                group._to_sharded()
 
     def free(self) -> None:
         """Free gathered parameters, which can have other values now."""
@@ -325,6 +331,7 @@ class _ShardedParameters(CallParameters):
         self._strategy = strategy
         self._kept: list[Any] = []
         self._backward = -1
+        self._recurrent: list[Any] = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
         if hub is not None:
             self.anchors = hub.anchors
 
@@ -371,7 +378,15 @@ class _ShardedParameters(CallParameters):
                 stack.enter_context(self._hub.in_place(leaves[len(self._divided) :]))
             for unit in units:
                 unit.install(stack)
-            yield
+            try:
+                yield
+            except BaseException:  # no hook follows in the units that were being computed
+                for unit in units:
+                    unit.free()
+                raise
+            finally:
+                for part in self._recurrent:  # it has weak references to gathered weights, whose memory is free
+                    part._flat_weight_refs = [one if one is None else weakref.ref(one) for one in part._flat_weights]
 
     @contextmanager
     def in_backward(self, leaves: Sequence[torch.Tensor], position: int) -> Iterator[None]:
@@ -452,6 +467,14 @@ class _Differentiable(CallParameters):
                 stack.enter_context(self._hub.in_place(leaves[count:]))
             stack.enter_context(replaced(self._slots.entries(mapping)))
             yield
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Make tensors inside the block that count their versions, and can be written later."""
+    has_gradients = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(has_gradients):
+        yield
 
 
 def _nothing() -> None:
