@@ -34,7 +34,6 @@ from samestep.view.region import current_region
 from samestep.view.slots import ParameterSlots, replaced
 from samestep.view.strategy import CallParameters, Strategy
 
-
 # Attributes of the modules of a unit, by which libraries take a script for one of several processes.
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
