@@ -61,7 +61,7 @@ def test_ranks_end_with_their_launcher(
 ) -> None:
     hold, run = tmp_path / "hold", tmp_path / "runs/a"
     hold.write_text("0 20", encoding="utf-8")
-    with Running(*TRAIN, "--checkpoint-every", 3, cwd=tmp_path, command=launcher(name)) as running:
+    with Running(*TRAIN, "--processes", 2, "--checkpoint-every", 3, cwd=tmp_path, command=launcher(name)) as running:
         running.until(lambda: count_calls(tmp_path) == 20, "call 20")
         running.kill(signal.SIGKILL)
         began = time.monotonic()
@@ -86,7 +86,7 @@ def test_ranks_end_with_their_launcher(
 def test_ranks_that_wait_for_others_end_with_their_launcher(tmp_path: Path, record_fault: RecordFault) -> None:
     variables = json.dumps([as_srun("816")(0, 2)])  # rank 1 is missing
     command = [sys.executable, "-c", LAUNCHER, variables, *COMMAND]
-    with Running(*TRAIN, cwd=tmp_path, command=command) as running:
+    with Running(*TRAIN, "--processes", 2, cwd=tmp_path, command=command) as running:
         running.until(lambda: len(running.processes()) == 2, "the rank")
         time.sleep(6)  # it imports, then waits for rank 1
         running.kill(signal.SIGKILL)

@@ -1,9 +1,12 @@
 """`samestep run` on scripts with one obstacle each: the text of plain Python, or one error that names the line."""
 
+import itertools
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,15 +71,22 @@ def require_error(done: Done, script: Path) -> None:
     assert "Traceback" not in done.err
 
 
-# The other scripts have their turn in the long tests.
-@pytest.mark.parametrize(
-    "base",
-    [
-        pytest.param(BASES[0], marks=pytest.mark.slow),
-        *(pytest.param(base, marks=pytest.mark.long) for base in BASES[1:]),
-    ],
-)
-@pytest.mark.parametrize("obstacle", OBSTACLES)
+# One of each kind; the others, and the other scripts, have their turn in the long tests.
+FREQUENT = {
+    *("appended_log", "checkpoint_each_epoch", "console_input", "data_parallel", "exception_caught", "fork_trains"),
+    *("numbered_folder", "own_group", "second_training", "subprocess_writes", "temporary_folder", "time_limit"),
+    "unseeded_numpy",
+}
+
+
+def cases() -> Iterator[Any]:
+    """Yield each obstacle in each script."""
+    for obstacle, base in itertools.product(OBSTACLES, BASES):
+        is_frequent = obstacle in FREQUENT and base == BASES[0]
+        yield pytest.param(obstacle, base, marks=pytest.mark.slow if is_frequent else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("obstacle", "base"), cases())
 def test_obstacle_changes_nothing_or_is_named(obstacle: str, base: str, tmp_path: Path) -> None:
     script = FOLDER / f"{obstacle}.py"
     done = run_on_three(script, base, tmp_path / "three")

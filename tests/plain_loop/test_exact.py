@@ -38,7 +38,7 @@ def test_some_scripts_have_the_same_bits(tmp_path: Path) -> None:
         assert verdict.calls == "divided"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1000)
 def test_more_scripts_have_the_same_bits_on_more_processes(tmp_path: Path) -> None:
     names = [

@@ -102,8 +102,14 @@ def _prepared(work: Path) -> Path:
     return work
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(1, 61, 20))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(21, marks=pytest.mark.long),
+        pytest.param(41, marks=pytest.mark.long),
+    ],
+)
 def test_random_operations_have_the_results_of_one_process(first: int, tmp_path: Path) -> None:
     previous = os.getcwd()
     for seed in range(first, first + 20):
