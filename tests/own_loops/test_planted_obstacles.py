@@ -86,7 +86,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(obstacle, base, marks=pytest.mark.slow if is_frequent else pytest.mark.long)
 
 
-@pytest.mark.parametrize(("obstacle", "base"), cases())
+@pytest.mark.parametrize(("obstacle", "base"), list(cases()))
 def test_obstacle_changes_nothing_or_is_named(obstacle: str, base: str, tmp_path: Path) -> None:
     script = FOLDER / f"{obstacle}.py"
     done = run_on_three(script, base, tmp_path / "three")
