@@ -1,4 +1,4 @@
-"""Steps of unchanged scripts on two processes, beside the same scripts with the line `samestep.parallel(model)`.
+"""Steps of unchanged scripts on two processes, compared with the same scripts with the line `samestep.parallel(model)`.
 
     python benchmarks/unchanged_speed.py --result benchmarks/results/unchanged_speed.json
 
@@ -105,7 +105,7 @@ def page(results: Sequence[dict[str, Any]], machine: dict[str, Any]) -> str:
     table = markdown_table(["script", "unchanged (ms)", "one line (ms)", "ratio", "range"], rows)
     return (
         "# Steps of unchanged scripts on two processes\n\n"
-        "Written by `python benchmarks/unchanged_speed.py`: beside the same script with the line\n"
+        "Written by `python benchmarks/unchanged_speed.py`: compared with the same script with the line\n"
         "`samestep.parallel(model)`, in turns; median of a run, and of the ratios.\n\n"
         f"{machine_line(machine)}\n\n{table}\n"
     )
