@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from samestep.errors import InputError, RunError
 from samestep.strategies.divided_parameters import divided_like, full_tensor, is_divided
@@ -104,6 +104,8 @@ class Sharded(Strategy):
 
     def arguments(self, arguments: Any) -> Any:
         """Return the arguments of a call with complete tensors, as of `weight.new_zeros` outside of calls."""
+        if not any(isinstance(leaf, DTensor) for leaf in tree_leaves(arguments)):
+            return arguments  # the containers themselves, into which a forward may write
         with torch._C._DisableFuncTorch():
             return tree_map_only(DTensor, lambda one: gathered(one, None), arguments)
 
