@@ -59,8 +59,8 @@ class _GatheredHub(Hub):
         reduction: Reduction,
         before_reduction: Callable[[], None],
     ) -> None:
-        self._all = [*trained, *frozen]
-        complete = [_Complete(one) for one in self._all if isinstance(one, DTensor)]
+        self._all = [(id(one), one.requires_grad) for one in (*trained, *frozen)]
+        complete = [_Complete(one) for one in (*trained, *frozen) if isinstance(one, DTensor)]
         self._complete = {one.parameter: one for one in complete}
         self._parameters = {one.full: one.parameter for one in complete}
         self._backward = -1
@@ -77,7 +77,8 @@ class _GatheredHub(Hub):
 
     def is_current(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether these are the parameters of the hub, in the same places. Their values are gathered for each call."""
-        return [id(one) for one in parameters] == [id(one) for one in self._all] and is_in_place(self._entries[0])
+        present = [(id(one), one.requires_grad) for one in parameters]
+        return present == self._all and is_in_place(self._entries[0])
 
     def gather(self) -> None:
         """Gather the present values of the parameters."""
