@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import cast
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from samestep.reduce.reduction import Reduction
 from samestep.strategies.divided_parameters import full_tensor
 from samestep.strategies.tensor_division import Division
 from samestep.view.crossings import crossing, leave, replicated
+from samestep.view.hub import Hub
+from samestep.view.slots import ParameterSlots, replaced
+from samestep.view.strategy import CallParameters, Strategy
+
+
+class Differentiable(CallParameters):
+    """Gathered parameters; their gradients are summed over ranks and can be differentiated."""
+
+    def __init__(self, module: nn.Module, divided: Sequence[DTensor], hub: Hub | None, strategy: Strategy) -> None:
+        self._slots = ParameterSlots(module)
+        self._divided = divided
+        self._hub = hub
+        self._strategy = strategy
+
+    def aliases(self, position: int) -> list[torch.Tensor]:
+        """Return the divided parameters."""
+        return list(self._divided)
+
+    @contextmanager
+    def in_place(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Surround a forward with gathered parameters."""
+        count = len(self._divided)
+        mapping: dict[torch.Tensor, torch.Tensor] = {
+            one: gathered(leaf, self._strategy.reduction) for one, leaf in zip(self._divided, leaves, strict=False)
+        }
+        with ExitStack() as stack:
+            if self._hub is not None:
+                stack.enter_context(self._hub.in_place(leaves[count:]))
+            stack.enter_context(replaced(self._slots.entries(mapping)))
+            yield
 
 
 def gathered(

@@ -7,6 +7,7 @@ with gathered parameters. Private: attributes of FSDP's states (torch 2.11 and 2
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from samestep.errors import InputError, RunError
 from samestep.strategies.divided_parameters import divided_like, full_tensor, is_divided
 from samestep.strategies.fsdp import shard_model, shard_remainder
-from samestep.strategies.gathering import as_divided, gathered
+from samestep.strategies.gathering import Differentiable, as_divided, gathered
 from samestep.strategies.tensor_division import Division
 from samestep.strategies.whole_operations import compute_whole
 from samestep.view.call import Call
@@ -31,7 +32,7 @@ from samestep.view.exchange import CallExchange
 from samestep.view.hub import Hub
 from samestep.view.recomputation import recomputation_inside
 from samestep.view.region import current_region
-from samestep.view.slots import ParameterSlots, replaced
+from samestep.view.slots import ParameterSlots
 from samestep.view.strategy import CallParameters, Strategy
 
 # Attributes of the modules of a unit, by which libraries take a script for one of several processes.
@@ -51,6 +52,7 @@ class Sharded(Strategy):
         self.gathers = _Gathers(())
         self._replaced: dict[int, weakref.ref[nn.Parameter]] = {}
         self._parameters: _ShardedParameters | None = None
+        self._process = os.getpid()
 
     def prepare(self, module: nn.Module) -> None:
         """Divide the parameters."""
@@ -149,6 +151,7 @@ class Sharded(Strategy):
     def _gathered(
         self, module: nn.Module, full: Callable[[DTensor], torch.Tensor]
     ) -> Iterator[Mapping[DTensor, torch.Tensor]]:
+        self._require_rank(module)
         mapping: dict[Any, torch.Tensor] = {}
         with _outside_inference_mode(), torch._C._DisableFuncTorch():
             for one in module.parameters():
@@ -156,6 +159,20 @@ class Sharded(Strategy):
                     mapping[one] = full(one)
         with ParameterSlots(module).replaced(mapping):
             yield mapping
+
+    def _require_rank(self, module: nn.Module) -> None:
+        """Require that this process is a rank, and not a child, for which the other ranks would wait.
+
+        Raises:
+            RunError: it is a child.
+        """
+        if os.getpid() != self._process:
+            raise RunError(
+                f"{type(module).__name__} is called in a child process, such as a loader worker",
+                expected="calls in the ranks, which gather the parts of its parameters",
+                fix="num_workers=0, or strategy='ddp' for this model",
+                code="E_INCOMPATIBLE",
+            )
 
     def before_reduction(self) -> None:
         """Send a word before the sums of a backward."""
@@ -345,7 +362,7 @@ class _ShardedParameters(CallParameters):
     @property
     def differentiable(self) -> CallParameters:
         """Gathered parameters."""
-        return _Differentiable(self._module, self._divided, self._hub, self._strategy)
+        return Differentiable(self._module, self._divided, self._hub, self._strategy)
 
     def aliases(self, position: int) -> list[torch.Tensor]:
         """Return the divided parameters, and aliases of the complete ones, if there are gradients."""
@@ -441,33 +458,6 @@ class _ShardedParameters(CallParameters):
             return root.after(self._module, positional, forward(*positional, **named))
 
         return computed
-
-
-class _Differentiable(CallParameters):
-    """Gathered parameters; their gradients are summed over ranks and can be differentiated."""
-
-    def __init__(self, module: nn.Module, divided: Sequence[DTensor], hub: Hub | None, strategy: Sharded) -> None:
-        self._slots = ParameterSlots(module)
-        self._divided = divided
-        self._hub = hub
-        self._strategy = strategy
-
-    def aliases(self, position: int) -> list[torch.Tensor]:
-        """Return the divided parameters."""
-        return list(self._divided)
-
-    @contextmanager
-    def in_place(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Surround a forward with gathered parameters."""
-        count = len(self._divided)
-        mapping: dict[torch.Tensor, torch.Tensor] = {
-            one: gathered(leaf, self._strategy.reduction) for one, leaf in zip(self._divided, leaves, strict=False)
-        }
-        with ExitStack() as stack:
-            if self._hub is not None:
-                stack.enter_context(self._hub.in_place(leaves[count:]))
-            stack.enter_context(replaced(self._slots.entries(mapping)))
-            yield
 
 
 @contextmanager
