@@ -401,7 +401,7 @@ def _select_devices(
     share_gpu = options.share_gpu or read_environment().share_gpu
     _, size, local_rank = _ranks(worker, rendezvous)
     per_rank = (strategy.devices or 1) if strategy.name == "device_map" else 1
-    # So do srun --gpus-per-task=1 and similar options.
+    # srun --gpus-per-task=1 and similar options hide the devices of other ranks, too.
     shows_own = available == per_rank and rendezvous is not None and rendezvous.launcher != "torchrun"
     if options.sees_own_devices or shows_own:
         local_rank = 0

@@ -422,3 +422,12 @@ def test_summary_explains_what_was_divided_with_lines(tmp_path: Path) -> None:
     assert content["lines"] == lines[1:5]
     assert content["explanation"] == lines[5:]
     assert content["accumulation"] == {"2": 3}
+
+
+@pytest.mark.parametrize(
+    ("option", "code"),
+    [("--exact", 2), ("--explain", 2), ("--strategy=fsdp", 2), ("--devices-per-process=2", 2), ("--strategy=ddp", 0)],
+)
+def test_options_of_divided_calls_are_those_of_unchanged_scripts(option: str, code: int, tmp_path: Path) -> None:
+    path = script(tmp_path, "import samestep\n")
+    assert here("run", option, "--processes", 1, path, cwd=tmp_path) == code

@@ -24,7 +24,7 @@ from samestep.launcher.launch import LaunchConfig, LaunchResult, launch, run_wor
 from samestep.launcher.pickling import ByName
 from samestep.launcher.restarts import RestartPolicy
 from samestep.launcher.watchdog import HANG_AFTER
-from samestep.units import parse_duration
+from samestep.units import parse_duration, plural
 
 _MOST_ON_CORES = 8  # ranks of `auto` on a machine without GPUs
 
@@ -97,7 +97,8 @@ class LaunchOptions(DeviceOption):
         has_enough = count * self.devices_per_process <= len(self.selected_devices or ())
         if self.selected_devices and not self.share_gpu and not has_enough:
             problem = f"--processes {count} with --devices {self.devices}"
-            raise InputError(problem, "one GPU per rank", "more --devices, or --share-gpu", code="E_PROCESSES")
+            expected = f"{plural(self.devices_per_process, 'GPU')} per rank"
+            raise InputError(problem, expected, "more --devices, or --share-gpu", code="E_PROCESSES")
         minimum = parse_process_count(text) if colon else count
         if recipe is not None:
             for number in (count, minimum):

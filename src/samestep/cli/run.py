@@ -17,7 +17,7 @@ from samestep.config import StrategyConfig
 from samestep.errors import EXIT_DONE, EXIT_STOPPED
 from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
 from samestep.launcher.pickling import ByName
-from samestep.script.mode import mode_of
+from samestep.script.mode import Mode, mode_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,8 @@ def run(options: Options) -> int:
     folder = options.runs / timed_name(options.runs, stem)
     log_dir = folder / "logs"
     strategy = options.strategy_config
+    if mode is not Mode.UNCHANGED:
+        _require_no_options_of_calls(options, mode)
     processes = options.process_range()
     function = ByName("samestep.script.unchanged", "run")
     call = partial(
@@ -102,3 +104,22 @@ def run(options: Options) -> int:
     if result.stop_signal is not None or result.is_stopped:
         return EXIT_STOPPED
     return int(result.value or EXIT_DONE)
+
+
+def _require_no_options_of_calls(options: Options, mode: Mode) -> None:
+    """Require that options of divided calls are absent: a script of another mode would ignore them.
+
+    Raises:
+        InputError: one is given.
+    """
+    options_of_calls = {
+        "--exact": options.exact,
+        "--strategy": options.strategy != "ddp",
+        "--devices-per-process": options.devices_per_process > 1,
+        "--explain": options.explain,
+    }
+    for name in filter(options_of_calls.__getitem__, options_of_calls):
+        fix = "reduction and strategy of samestep.parallel in the script"
+        if mode is Mode.OWN_GROUP:
+            fix = f"leave {name} out"
+        raise option_conflict(f"{name} with {options.script}: {mode}", fix)

@@ -34,22 +34,27 @@ class HeldParameters:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        parts = list(module.modules())
-        self._places = [(part, name, one) for part in parts for name, one in part._parameters.items()]
+        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        for part in module.modules():
+            self._places += [(part, name, one) for name, one in part._parameters.items() if one is not None]
 
     def replace(self) -> None:
         """Put the divided parameters of the module in the places of those before."""
         present = {id(before): part._parameters[name] for part, name, before in self._places}
-        former = list({one for _, _, one in self._places if one is not None and one is not present[id(one)]})
-        self._places = []
+        former = list({one for _, _, one in self._places if one is not present[id(one)]})
+        self._places.clear()
         for before in former:
             _move_state(before, present[id(before)])
         _replace_references(former, present)
         aliases = _aliases(former)
         for before in former:
             before.data = before.data.new_empty(0)
+        classes: dict[type, type] = {}
         for tensor in (*former, *aliases):
-            tensor.__class__ = type(type(tensor).__name__, (_Retired, type(tensor)), {})
+            kind = type(tensor)
+            if kind not in classes:
+                classes[kind] = type(kind.__name__, (_Retired, kind), {})
+            tensor.__class__ = classes[kind]
 
 
 class _Retired(torch.Tensor):

@@ -99,9 +99,11 @@ class Sharded(Strategy):
                         code="E_OPTIMIZER",
                     )
         for parameter, state in optimizer.state.items():
+            if not isinstance(parameter, DTensor):
+                continue
             for name, value in state.items():
-                has_shape = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-                if isinstance(parameter, DTensor) and has_shape and not isinstance(value, DTensor):
+                is_complete = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+                if is_complete and value.shape == parameter.shape:
                     state[name] = divided_like(parameter, value)
 
     def arguments(self, arguments: Any) -> Any:
