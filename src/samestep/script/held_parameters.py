@@ -134,13 +134,13 @@ def _aliases(former: Sequence[nn.Parameter]) -> list[torch.Tensor]:
             storages.add(storage.data_ptr())
     if not storages:
         return []
-    found = []
+    aliases = []
     for candidate in gc.get_objects():
         if type(candidate) not in (torch.Tensor, nn.Parameter) or id(candidate) in own:
             continue
         if candidate.layout is torch.strided and candidate.untyped_storage().data_ptr() in storages:
-            found.append(candidate)
-    return found
+            aliases.append(candidate)
+    return aliases
 
 
 @contextmanager

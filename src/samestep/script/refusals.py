@@ -1,4 +1,4 @@
-"""What an unchanged script must not do, or does as on one device: groups of its own, wrappers, training in children."""
+"""Refused operations of unchanged scripts: process groups, training in children; wrappers of one device."""
 
 from __future__ import annotations
 

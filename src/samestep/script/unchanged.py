@@ -1,4 +1,4 @@
-"""Run of a script on several processes: what a script that knows one device needs, around its own code.
+"""Run of a script on several processes: surroundings of a script that knows one device.
 
 Decisions: docs/decisions/unchanged.md
 """
@@ -132,7 +132,7 @@ def unchanged(
     explains: bool = False,
     path: Path | None = None,
 ) -> Iterator[Summary]:
-    """Give a script that knows one device what it needs on several ranks, during the block.
+    """Surround a script that knows one device, during the block.
 
     Args:
         reduction: reduction of divided calls.
@@ -141,7 +141,7 @@ def unchanged(
         path: file that receives the summary of rank 0 during the run and at its end, or None.
 
     Yields:
-        What is divided in this rank.
+        Summary of the divided calls and readings of this rank.
     """
     rank, size = rank_and_size()
     is_reporting = rank == 0 and not process_state.is_experiment
