@@ -45,14 +45,30 @@ _SYSTEM = ("/dev/", "/proc/", "/sys/", "/usr/", "/bin/", "/sbin/", "/lib/", "/li
 _DEVICES = _SYSTEM[:3]
 
 
+class ThreadLock:
+    """Reentrant lock between the threads of a process; in a forked process it is free."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+
+    def __enter__(self) -> None:
+        if self._process != os.getpid():  # another thread may have held it at the fork
+            self._lock = threading.RLock()
+            self._process = os.getpid()
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
 class Journal:
     """File to which several processes append lines, each a list as JSON."""
 
     def __init__(self, path: str) -> None:
         self._descriptor = REAL.descriptor(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._end = 0  # of the lines that were read
-        self._lock = threading.RLock()
-        self._process = os.getpid()
+        self._lock = ThreadLock()
         weakref.finalize(self, os.close, self._descriptor)  # not earlier: threads may wait for a line
 
     def append(self, *entry: Any) -> None:
@@ -65,9 +81,6 @@ class Journal:
 
     def update(self, apply: Callable[..., None]) -> None:
         """Call `apply(*entry)` for each new line."""
-        if self._process != os.getpid():  # another thread may have held the lock at the fork
-            self._lock = threading.RLock()
-            self._process = os.getpid()
         with self._lock:
             lines = os.pread(self._descriptor, os.lseek(self._descriptor, 0, os.SEEK_END) - self._end, self._end)
             complete = lines[: lines.rfind(b"\n") + 1]

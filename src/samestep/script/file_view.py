@@ -14,7 +14,7 @@ from typing import Any
 
 from samestep.distributed.status import RankStatus
 from samestep.errors import RunError
-from samestep.script.file_journal import PATHS, REAL, Exchanges, Exemptions, Journal, key_of, listing_of
+from samestep.script.file_journal import PATHS, REAL, Exchanges, Exemptions, Journal, ThreadLock, key_of, listing_of
 from samestep.view.fingerprints import script_line
 
 _POLL_SECONDS = 0.01
@@ -46,6 +46,7 @@ class FileView:
         REAL.mkdir(self._root)
         self._first = Journal(f"{folder}/journal")
         self._changes = Journal(f"{self._root}.changes")
+        self._preparing = ThreadLock()  # of private files
         self._exchanges = Exchanges(f"{folder}/exchanges")
         self._own_exchanges = Exchanges(f"{self._root}.exchanges")
         self._exempt = Exemptions(folder)

@@ -99,9 +99,15 @@ class Overlay(FileView):
         place = self._target(path, follow=not is_new)
         if place is None:
             return ""
+        with self._preparing:
+            return self._prepared(path, place, copies=copies, creates=creates, is_new=is_new, most=most)
+
+    def _prepared(self, path: Any, place: Place, *, copies: bool, creates: bool, is_new: bool, most: float) -> str:
         state = self._state(place, waits=copies or not creates)
-        if is_new or (state is None and creates):
+        if is_new:
             self._require_new(place, path)
+        elif state is None and creates:
+            self._require_folder(place, path)
         elif state is None:
             raise _error(errno.ENOENT, path)
         elif stat.S_ISDIR(state.st_mode):

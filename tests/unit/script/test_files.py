@@ -14,6 +14,7 @@ import random
 import shutil
 import sqlite3
 import subprocess
+import sys
 import tarfile
 import tempfile
 import threading
@@ -650,18 +651,25 @@ def test_loader_workers_have_the_view_of_their_rank(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_threads_write_and_read(tmp_path: Path) -> None:
+    for step in range(0, 30, 2):
+        (tmp_path / f"common{step}").write_text("old\n" * 100)
+
     def body(rank: Rank) -> Any:
+        sys.setswitchinterval(1e-6)
         rank.exchange()
         errors = []
+        start = threading.Barrier(4)
 
         def work(name: int) -> None:
             try:
                 for step in range(30):
-                    with open("common", "a") as file:
+                    start.wait(30)
+                    with open(f"common{step}", "a") as file:
                         file.write(f"{name}\n")
                     Path(f"{name}.txt").write_text(f"{step} {rank.rank}")
                     assert Path(f"{name}.txt").read_text() == f"{step} {rank.rank}"
             except BaseException as error:
+                start.abort()
                 errors.append(repr(error))
 
         threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
@@ -669,9 +677,9 @@ def test_threads_write_and_read(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        return errors, len(Path("common").read_text().splitlines())
+        return errors, [len(Path(f"common{step}").read_text().splitlines()) for step in range(30)]
 
-    assert on_ranks(body, tmp_path) == [([], 120)] * 3
+    assert on_ranks(body, tmp_path) == [([], [104, 4] * 15)] * 3
 
 
 def test_working_directory_in_an_own_folder(tmp_path: Path) -> None:
