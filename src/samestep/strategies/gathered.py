@@ -26,7 +26,6 @@ from samestep.view.strategy import CallParameters
 class Gathered(Sharded):
     """Parameters divided between ranks, gathered together for a call, and again for a backward."""
 
-    gathers_first = True
     _hub: _GatheredHub | None = None
 
     def parameters(self, call: Call) -> CallParameters:

@@ -45,6 +45,8 @@ class Sharded(Strategy):
     Parameters without a dimension stay complete; a hub sums their gradients.
     """
 
+    exchanges_in_calls = True
+
     def __init__(self, *arguments: Any, is_exact: bool = False) -> None:
         super().__init__(*arguments)
         self.is_exact = is_exact

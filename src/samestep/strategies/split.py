@@ -48,6 +48,7 @@ class Split(HubStrategy):
     """
 
     splits_module = True
+    exchanges_in_calls = True
 
     def __init__(
         self,

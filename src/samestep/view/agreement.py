@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from samestep.view.actions import Action
 from samestep.view.divided import DividedCall, OwnResult
 from samestep.view.kinds import Kind, numbers_hash, operations_hash
-from samestep.view.view import END_CALL, SUM_IN_CALL, View
+from samestep.view.view import View
 
 OTHER_OPERATIONS = "operations that were not tried"
 _BRANCHES = "operations that differ between rows"
@@ -24,8 +25,8 @@ def difference_between_ranks(
     """Exchange one word about the own slices; return why the call must be computed whole, if it must."""
     if divided.exchange.is_known_to_all:
         return _ENDED_EARLY
-    words = view.word(END_CALL, *_facts(kind, divided, results))
-    if any(word[0] == SUM_IN_CALL for word in words):
+    words = view.word(Action.END_CALL, *_facts(kind, divided, results))
+    if any(word[0] == Action.SUM_IN_CALL for word in words):
         return _ENDED_EARLY
     view.require_same_action(words)
     statuses, lists, shapes, numbers = (set(column) for column in list(zip(*words, strict=True))[2:6])

@@ -9,10 +9,11 @@ import torch
 
 from samestep.data.own_rows import Bounds
 from samestep.data.sample_reader import Decision
+from samestep.view.actions import Action
 from samestep.view.crossings import RowBounds
 from samestep.view.ranks import MOST_MICROBATCHES, Slices, rank_bounds
 from samestep.view.rows import rows_of
-from samestep.view.view import BATCH, View
+from samestep.view.view import View
 
 
 class ViewOfBatches:
@@ -51,7 +52,7 @@ class ViewOfBatches:
             RankMismatchError: something that must be equal differs between ranks.
         """
         self._view.in_step.fact_of_samples(samples)
-        words = self._view.word(BATCH, samples, *fields)
+        words = self._view.word(Action.BATCH, samples, *fields)
         self._view.require_same_action(words)
         return [word[2:] for word in words]
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from samestep.distributed.devices import is_accelerator
 from samestep.errors import InputError
 from samestep.microbatches import microbatch_bounds, owned_microbatches
+from samestep.view.actions import Action
 from samestep.view.agreement import OTHER_OPERATIONS, difference_between_ranks
 from samestep.view.call import Call
 from samestep.view.crossings import RowBounds
@@ -35,7 +36,7 @@ from samestep.view.size import is_worth_dividing
 from samestep.view.snapshot import Snapshot
 from samestep.view.strategy import Strategy
 from samestep.view.trial import try_division
-from samestep.view.view import ENTER_CALL, TRIAL, WATCH, WATCH_RAISED, ModuleSummary, View
+from samestep.view.view import ModuleSummary, View
 from samestep.view.watch import Watched, watch
 
 _MOST_SURPRISES = 8  # calls of a kind that were divided and had to be computed again whole
@@ -207,8 +208,15 @@ class ParallelModule:
         module = self.module
         assert module is not None
         arguments, options = with_all_rows((arguments, options))
+        if self.view.divides_here():
+            self._enter(Action.WHOLE_CALL)
         with self.strategy.whole(module):
             return forward(*arguments, **options)
+
+    def _enter(self, action: Action) -> None:
+        """Send a word before the messages of a strategy, as a rank that does something else would not take part."""
+        if self.strategy.exchanges_in_calls:
+            self.view.require_same_action(self.view.word(action))
 
     def _count_whole(self, reason: str, call: Call | None = None) -> None:
         if call is not None and torch.is_grad_enabled():  # otherwise comparing could cost more than the call
@@ -239,6 +247,7 @@ class ParallelModule:
         call.gather()
         before = Snapshot(call.parts, kind.written, self.view.device)
         operations = Operations()
+        self._enter(Action.WHOLE_CALL)
         with self.strategy.whole(call.module), operations:
             result = call.whole_eager()
         functions = tuple(operations.functions)
@@ -257,13 +266,14 @@ class ParallelModule:
         kind.is_compiled = call.forward is not call.eager or has_compiled_parts(call.parts)
         before = Snapshot(call.parts, None, self.view.device)
         watched = None
+        self._enter(Action.WATCH)
         if self._can_be_whole:
             try:
                 watched = self._watch(kind, call, before, call.whole_eager, call.arguments, call.options, call.rows)
             except Exception:
-                self.view.require_same_action(self.view.word(WATCH_RAISED))  # otherwise other ranks would wait
+                self.view.require_same_action(self.view.word(Action.WATCH_RAISED))  # otherwise other ranks would wait
                 raise
-        words = self.view.word(WATCH, int(watched is not None))
+        words = self.view.word(Action.WATCH, int(watched is not None))
         self.view.require_same_action(words)
         if watched is None or not all(word[2] for word in words):
             before.restore()
@@ -343,6 +353,7 @@ class ParallelModule:
         division: Division | None = None
         reason = ""
         call.gather()
+        self._enter(Action.TRIAL)
         try:
             if kind.backward_code is not None:  # otherwise no whole call was watched
                 kind.backward_code.require_unchanged()
@@ -360,7 +371,7 @@ class ParallelModule:
         except Exception as error:  # boundary: a script that is right without a trial must not end because of it
             reason = failure("fails in the trial", error)
         kind.backward_code = None
-        words = self.view.word(TRIAL, int(division is not None))
+        words = self.view.word(Action.TRIAL, int(division is not None))
         self.view.require_same_action(words)
         if any(word[2] != words[0][2] for word in words):
             division = None
@@ -389,11 +400,9 @@ class ParallelModule:
         all_here = partial(self.strategy.all_in_sum, view.all_ranks_in_sum)
         exchange = CallExchange(self.strategy.reduction, exchanges, all_here)
         regions = self._regions(division, call, exchange, seed)
-        known = None
         # Under `exact` not: code that is compiled for one number of rows has other bits than that for several.
         stays_compiled = kind.is_compiled and not self.is_exact and not has_rules(kind.last)
-        if stays_compiled:
-            known = kind.last
+        known = kind.last if stays_compiled else None
         output_rows = (RowBounds(view.row_messages(self.strategy.ranks), call.slices), view.output_limit)
         divided = DividedCall(
             *(self.strategy.ranks, self.strategy.reduction, division, call, regions, exchange, snapshot),
@@ -401,8 +410,8 @@ class ParallelModule:
             known=known,
             output_rows=output_rows,
         )
-        if not self.strategy.has_stages and (exchanges is None or exchanges or self.strategy.gathers_first):
-            view.require_same_action(view.word(ENTER_CALL))
+        if self.strategy.exchanges_in_calls or exchanges is None or exchanges:
+            view.require_same_action(view.word(Action.ENTER_CALL))
         parameters = self.strategy.parameters(call)
         results: list[OwnResult] | None = None
         try:

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from samestep.errors import RankDesyncError, RunError
+from samestep.view.actions import Action
 from samestep.view.ranks import Ranks
 from samestep.view.region import current_region
 
 if TYPE_CHECKING:
     from samestep.view.view import View
 
-# First number of a word.
-ROWS = 11  # it gathers or sums rows
-ROWS_RAISED = 12  # an operation on its own rows raised an exception
 _MOST_NUMBERS = 2  # that fit into a word
 
 
@@ -84,14 +82,14 @@ class RowMessages:
             numbers: of this rank.
         """
         self._require_here()
-        action = ROWS_RAISED if part is None else ROWS
+        action = Action.ROWS_RAISED if part is None else Action.ROWS
         operation = zlib.crc32(self.operation.encode())
         facts = 0 if part is None else zlib.crc32(f"{kind} {tuple(part.shape)} {part.dtype}".encode())
         words = self._view.word(action, operation, facts, *numbers)
         actions = {word[0] for word in words}
         is_same_operation = len({tuple(word[1:3]) for word in words}) == 1
-        if ROWS_RAISED in actions and actions <= {ROWS, ROWS_RAISED} and is_same_operation:
-            if action == ROWS:
+        if Action.ROWS_RAISED in actions and actions <= {Action.ROWS, Action.ROWS_RAISED} and is_same_operation:
+            if action == Action.ROWS:
                 raise RaisedElsewhere
             return words
         self._view.require_same_action(words)

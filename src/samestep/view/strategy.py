@@ -123,7 +123,7 @@ class Strategy(ABC):
         splits_module: ranks with the same rows compute different parts of the module, and have gradients of these.
         ranks: ranks that share the rows of a batch.
         reduction: sums over the slices of these ranks.
-        gathers_first: ranks exchange messages before the first own slice of a call, which a word must precede.
+        exchanges_in_calls: ranks exchange messages in calls, whole ones too, which a word must precede.
         is_deferred: whether gradients may be kept for a later backward (`samestep.no_sync`).
 
     Args:
@@ -135,7 +135,7 @@ class Strategy(ABC):
 
     has_stages = False
     splits_module = False
-    gathers_first = False
+    exchanges_in_calls = False
 
     def __init__(self, world: World, ranks: Ranks, reduction: Reduction, before_reduction: Callable[[], None]) -> None:
         self.ranks = ranks

@@ -24,45 +24,17 @@ from samestep.distributed.world import World, all_gather
 from samestep.errors import RankDesyncError, RankMismatchError
 from samestep.reduce.fast import FastReduction
 from samestep.reduce.reduction import Reduction
+from samestep.view.actions import Action
 from samestep.view.in_step import InStep
 from samestep.view.kinds import Kind
 from samestep.view.ranks import Ranks
 from samestep.view.region import current_region
-from samestep.view.row_messages import ROWS, ROWS_RAISED, RowMessages
+from samestep.view.row_messages import RowMessages
 from samestep.view.rows import BATCH_LIMIT, OUTPUT_LIMIT, torch_gathers
 
 if TYPE_CHECKING:
     from samestep.view.parallel import ParallelModule
 
-# First number of a word: action of the rank.
-ENTER_CALL = 1  # it begins a divided call with sums inside
-SUM_IN_CALL = 2  # it is in a sum inside of a divided call
-END_CALL = 3  # it has computed the own rows of a divided call
-BACKWARD = 4  # it begins to sum gradients
-STEP = 5  # an optimizer begins to step after whole calls
-TRIAL = 6  # it has tried a kind of calls
-PARALLEL = 7  # it gives a module to `samestep.parallel`
-END = 8  # it ends the script, or the block of `samestep.init`
-WATCH = 9  # it has watched the first call of a kind
-WATCH_RAISED = 10  # the first call of a kind raised an exception
-BATCH = 11  # a loader has read its own rows of a batch
-AGREE = 12  # it asks for the decision of any rank
-_NAMES = {
-    ENTER_CALL: "a divided call",
-    SUM_IN_CALL: "a sum inside of a divided call",
-    END_CALL: "the end of a divided call",
-    BACKWARD: "a backward",
-    STEP: "a step of an optimizer",
-    PARALLEL: "samestep.parallel",
-    WATCH: "the first call of a kind",
-    WATCH_RAISED: "an exception in the first call of a kind",
-    BATCH: "a batch of a loader",
-    END: "the end of the script",
-    AGREE: "a decision of all ranks",
-    TRIAL: "the second call of a kind",
-    ROWS: "an operation that needs all rows of a batch or an output",
-    ROWS_RAISED: "an exception of an operation on its rows of a batch or an output",
-}
 _WORD = 8  # integers; the last one is a request to stop
 
 
@@ -141,7 +113,7 @@ class View:
         self._step_hook.remove()
         self._cleanup.close()
         if error is None and self.ranks.size > 1 and os.getpid() == self._process:
-            self.require_same_action(self.word(END))
+            self.require_same_action(self.word(Action.END))
 
     def add(self, owner: ParallelModule) -> None:
         """Add a module with divided calls."""
@@ -221,7 +193,7 @@ class View:
         generator.set_offset(offset + 4)
         return derive_seed("model", generator.initial_seed() % 2**63, offset)
 
-    def word(self, action: int, *fields: int) -> list[list[int]]:
+    def word(self, action: Action, *fields: int) -> list[list[int]]:
         """Send a word to all ranks and return the words of all: action, number of the word, and `fields`.
 
         Words have one size, so that ranks which do different things read one another's words. Each carries a hash of
@@ -259,7 +231,7 @@ class View:
         for rank, word in enumerate(others, start=1):
             if word[:2] != first[:2]:
                 raise RankDesyncError(
-                    f"rank 0 is at {_NAMES[first[0]]}, rank {rank} at {_NAMES[word[0]]}",
+                    f"rank 0 is at {Action(first[0]).place}, rank {rank} at {Action(word[0]).place}",
                     expected="the same calls of models, backwards and steps on every rank",
                     fix="decide on all ranks by the same values: samestep.all_gather gives every rank those of all",
                     code="E_RANK_DESYNC",
@@ -273,13 +245,13 @@ class View:
 
     def all_ranks_in_sum(self) -> bool:
         """Send a word before a sum inside of a divided call; return whether all ranks are in the same sum."""
-        return all(word[0] == SUM_IN_CALL for word in self.word(SUM_IN_CALL))
+        return all(word[0] == Action.SUM_IN_CALL for word in self.word(Action.SUM_IN_CALL))
 
     def any_rank(self, *flags: bool, place: str = "") -> list[bool]:
         """Return for each flag whether it is set on some rank; `place` names a place that ranks may reach alone."""
         if place:
             self.in_step.fact_of_place(place)
-        words = self.word(AGREE, *map(int, flags))
+        words = self.word(Action.AGREE, *map(int, flags))
         self.require_same_action(words)
         return [any(column) for column in list(zip(*words, strict=True))[2 : 2 + len(flags)]]
 
@@ -289,7 +261,7 @@ class View:
         if task == self._backward:
             return
         self._backward = task
-        self.require_same_action(self.word(BACKWARD))
+        self.require_same_action(self.word(Action.BACKWARD))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
         """Count a step of an optimizer, and compare the ranks before it."""
@@ -301,7 +273,7 @@ class View:
             owner.strategy.before_step(optimizer)
         splits = any(owner.strategy.splits_module for owner in self._owners)
         self.in_step.facts_of_step(optimizer, has_equal_gradients=not splits)
-        self.require_same_action(self.word(STEP))
+        self.require_same_action(self.word(Action.STEP))
 
     def require_equal(self, module: nn.Module, is_divided: Callable[[torch.Tensor], bool]) -> None:
         """Require that all ranks hold the same parameters and buffers.
@@ -328,7 +300,7 @@ class View:
             raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             digest.update(memoryview(raw.numpy()))
         own = int.from_bytes(digest.digest(), "little") >> 2
-        words = self.word(PARALLEL, own)
+        words = self.word(Action.PARALLEL, own)
         self.require_same_action(words)
         for rank, word in enumerate(words):
             if word[2] != words[0][2]:

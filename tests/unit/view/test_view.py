@@ -7,7 +7,8 @@ import pytest
 
 from helpers.forked_ranks import Job, run_jobs
 from samestep.errors import RankDesyncError
-from samestep.view.view import BACKWARD, END_CALL, STEP, ModuleSummary, View
+from samestep.view.actions import Action
+from samestep.view.view import ModuleSummary, View
 
 CODES = {
     "other_action": {"E_RANK_DESYNC"},
@@ -52,13 +53,16 @@ def require_same(*words: list[int]) -> None:
 
 
 def test_words_of_one_action_may_have_other_fields() -> None:
-    require_same(word(END_CALL, 7, 1, 2), word(END_CALL, 7, 3, 4))
+    require_same(word(Action.END_CALL, 7, 1, 2), word(Action.END_CALL, 7, 3, 4))
 
 
-@pytest.mark.parametrize("others", [[(STEP, 7), (BACKWARD, 7)], [(BACKWARD, 7), (STEP, 7)], [(BACKWARD, 8)]])
+@pytest.mark.parametrize(
+    "others",
+    [[(Action.STEP, 7), (Action.BACKWARD, 7)], [(Action.BACKWARD, 7), (Action.STEP, 7)], [(Action.BACKWARD, 8)]],
+)
 def test_words_of_other_actions_are_errors(others: list[tuple[int, int]]) -> None:
     with pytest.raises(RankDesyncError) as caught:
-        require_same(word(BACKWARD, 7), *[word(*other) for other in others])
+        require_same(word(Action.BACKWARD, 7), *[word(*other) for other in others])
     assert caught.value.code == "E_RANK_DESYNC"
 
 
