@@ -29,9 +29,16 @@ from samestep.distributed.devices import (
     is_accelerator,
     require_default_device,
     require_own_gpus,
+    share_gpus_by_nccl,
 )
 from samestep.distributed.disk_operations import disk_operations
-from samestep.distributed.env import hide_ranks, prepare_torch_environment, read_environment, read_rendezvous
+from samestep.distributed.env import (
+    Sharing,
+    hide_ranks,
+    prepare_torch_environment,
+    read_environment,
+    read_rendezvous,
+)
 from samestep.distributed.launcher_detection import Rendezvous
 from samestep.distributed.logging import configure_logging
 from samestep.distributed.private_group import destroy, hide_default_group
@@ -208,7 +215,7 @@ def _session(options: SessionOptions) -> Iterator[World]:
     status = worker.rank_status if worker else local_rank_status()
     status.is_free = options.is_private
     if options.adopt and dist.is_initialized():
-        own = adopt_process_group(options.device, options.timeout, strategy, share_gpu=options.share_gpu)
+        own = adopt_process_group(options.device, options.timeout, strategy, _sharing(options))
     else:
         own = _create_process_group(worker, options, status)
     _configure_process(options, own)
@@ -308,13 +315,17 @@ def _create_process_group(worker: WorkerSpec | None, options: SessionOptions, ra
     prepare_torch_environment(loopback=is_local, deterministic=options.reduction == "exact")
     rank, size, _ = _ranks(worker, rendezvous)
     configure_logging(rank)
-    device, own_gpus = _select_devices(options, worker, rendezvous)
+    sharing = _sharing(options)
+    device, own_gpus = _select_devices(options, worker, rendezvous, sharing)
     disk_operations.rank_status = rank_status
     if size > 1 or not options.is_private:
         keep_freed_memory()  # before the threads of the process group exist
         use_short_temporary_folder()
-    # NCCL supports one rank per GPU.
-    backend = f"cpu:gloo,{ACCELERATOR}:{'nccl' if own_gpus else 'gloo'}" if is_accelerator(device) else "gloo"
+    backend = "gloo"
+    if is_accelerator(device):
+        backend = f"cpu:gloo,{ACCELERATOR}:{sharing or 'nccl'}"
+        if sharing == "nccl":
+            share_gpus_by_nccl(rank, loopback=is_local)
     with rank_status.operation("samestep.init()"), rank_status.waiting("the rendezvous"):
         job = join_job(rendezvous, timeout or TIMEOUT) if rendezvous else None
         store = _world_store(worker, job, timeout or TIMEOUT)
@@ -329,6 +340,12 @@ def _create_process_group(worker: WorkerSpec | None, options: SessionOptions, ra
             sys.excepthook = hook  # without torch's prefix of the rank
     watchdog = PeerWatchdog(job, store, rank_status, hang_after) if job is not None and size > 1 else None
     return Membership(rank, size, device, store, limit, rendezvous, watchdog)
+
+
+def _sharing(options: SessionOptions) -> Sharing | None:
+    """Return the backend of ranks that may share GPUs: by default gloo, as NCCL supports one rank per GPU."""
+    requested: Sharing | None = "gloo" if options.share_gpu else None
+    return read_environment().sharing or requested
 
 
 def _leave(world: World, own: Membership, *, is_launched: bool) -> None:
@@ -390,7 +407,7 @@ def _ranks(worker: WorkerSpec | None, rendezvous: Rendezvous | None) -> tuple[in
 
 
 def _select_devices(
-    options: SessionOptions, worker: WorkerSpec | None, rendezvous: Rendezvous | None
+    options: SessionOptions, worker: WorkerSpec | None, rendezvous: Rendezvous | None, sharing: Sharing | None
 ) -> tuple[torch.device, list[str]]:
     """Return the first device of this rank, and the UUIDs of GPUs that it must share with no other rank."""
     kind = options.device
@@ -398,16 +415,15 @@ def _select_devices(
     available = accelerator_module().device_count() if kind != "cpu" else 0
     if kind == "cpu" or (kind == "auto" and available == 0):
         return torch.device("cpu"), []
-    share_gpu = options.share_gpu or read_environment().share_gpu
     _, size, local_rank = _ranks(worker, rendezvous)
     per_rank = (strategy.devices or 1) if strategy.name == "device_map" else 1
     # srun --gpus-per-task=1 and similar options hide the devices of other ranks, too.
     shows_own = available == per_rank and rendezvous is not None and rendezvous.launcher != "torchrun"
     if options.sees_own_devices or shows_own:
         local_rank = 0
-    device = torch.device(ACCELERATOR, first_gpu_index(local_rank, per_rank, available, share=share_gpu))
+    device = torch.device(ACCELERATOR, first_gpu_index(local_rank, per_rank, available, share=sharing is not None))
     shape = resolve_mesh(strategy, size)
-    if share_gpu and shape.pipeline > 1:
+    if sharing == "gloo" and shape.pipeline > 1:
         raise InputError(
             f"the mesh {shape.name} on ranks that share GPUs",
             expected="stages of a pipeline on GPUs of their own: torch sends messages between stages by NCCL",
@@ -415,7 +431,8 @@ def _select_devices(
             code="E_INCOMPATIBLE",
         )
     accelerator_module().set_device(device)
-    return device, [] if share_gpu else gpu_uuids(device, per_rank)
+    own_gpus = gpu_uuids(device, per_rank) if sharing is None else []
+    return device, own_gpus
 
 
 def _configure_process(options: SessionOptions, own: Membership) -> None:

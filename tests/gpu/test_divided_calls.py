@@ -54,9 +54,9 @@ if samestep.is_main():
 """
 
 
-@pytest.fixture(autouse=True)
-def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAMESTEP_SHARE_GPU", "1")
+@pytest.fixture(autouse=True, params=["1", "nccl"])
+def shared_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMESTEP_SHARE_GPU", request.param)
 
 
 def losses(folder: Path, processes: int, *arguments: object) -> list[float]:

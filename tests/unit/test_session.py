@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,14 @@ import torch.distributed as dist
 
 import samestep
 from helpers.started import as_srun, as_torchrun, free_port, ranks
+from samestep.config import MeshConfig, StrategyConfig
+from samestep.distributed.devices import ACCELERATOR
+from samestep.distributed.env import Sharing
+from samestep.distributed.launcher_detection import find_rendezvous
 from samestep.distributed.resources import usable_processors
-from samestep.errors import InputError
+from samestep.errors import EXIT_INPUT, InputError
 from samestep.launcher.failure import RankError
-from samestep.session import start
+from samestep.session import SessionOptions, _select_devices, start
 from workers import sessions
 
 ALONE = """
@@ -86,6 +91,58 @@ def test_ranks_that_diverge_are_named() -> None:
 def test_failure_of_a_rank_ends_the_block() -> None:
     with pytest.raises(RankError, match="the switch was off"):
         samestep.launch(sessions.raising, processes=2)
+
+
+class OneGpu:
+    """torch's functions for accelerators on a machine with one."""
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device: torch.device) -> None:
+        assert device == torch.device(ACCELERATOR, 0)
+
+    def get_device_properties(self, index: int) -> SimpleNamespace:
+        return SimpleNamespace(uuid=f"gpu-{index}")
+
+
+@pytest.mark.parametrize(
+    ("sharing", "stages", "refusal"),
+    [
+        (None, 1, "E_DEVICES"),
+        ("gloo", 1, None),
+        ("gloo", 2, "E_INCOMPATIBLE"),
+        ("nccl", 1, None),
+        ("nccl", 2, None),
+    ],
+)
+def test_refusals_of_ranks_on_one_gpu(
+    sharing: Sharing | None, stages: int, refusal: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: OneGpu())
+    strategy = StrategyConfig(name="pp", mesh=MeshConfig(pipeline=2)) if stages == 2 else None
+    options = SessionOptions(device="cuda", strategy=strategy)
+    second = find_rendezvous(as_torchrun(29500)(1, 2))
+    if refusal is not None:
+        with pytest.raises(InputError) as raised:
+            _select_devices(options, None, second, sharing)
+        assert raised.value.code == refusal
+    else:
+        # No GPU must belong to this rank alone.
+        assert _select_devices(options, None, second, sharing) == (torch.device(ACCELERATOR, 0), [])
+
+
+def test_gpus_of_ranks_that_do_not_share_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: OneGpu())
+    first = find_rendezvous(as_torchrun(29500)(0, 2))
+    assert _select_devices(SessionOptions(device="cuda"), None, first, None)[1] == ["gpu-0"]
+
+
+def test_other_value_of_the_switch_ends_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMESTEP_SHARE_GPU", "often")
+    with pytest.raises(InputError, match="'often'") as raised:
+        samestep.launch(sessions.facts, processes=2)
+    assert raised.value.exit_code == EXIT_INPUT
 
 
 def test_other_options_than_those_of_the_first_call_are_an_error() -> None:

@@ -14,7 +14,7 @@ from samestep.cli.commands import PRELOAD
 from samestep.cli.options import DeviceOption, count, option, option_conflict
 from samestep.config import Recipe, resolve_mesh
 from samestep.distributed.devices import select_devices
-from samestep.distributed.env import SHARE_GPU, read_environment, read_rendezvous, read_slurm_job
+from samestep.distributed.env import read_environment, read_rendezvous, read_slurm_job, sharing_variables
 from samestep.distributed.launcher_detection import Rendezvous
 from samestep.distributed.logging import logger
 from samestep.distributed.resources import usable_processors
@@ -84,7 +84,7 @@ class LaunchOptions(DeviceOption):
         """Environment variables that select the devices; None without `--devices` and `--share-gpu`."""
         if self.share_gpu and self.device == "cpu":
             raise option_conflict("--share-gpu with --device cpu")
-        variables = {SHARE_GPU: "1"} if self.share_gpu else {}
+        variables = sharing_variables(is_requested=self.share_gpu)
         if self.selected_devices:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.selected_devices)
         return variables or None

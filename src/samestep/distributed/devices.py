@@ -14,6 +14,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from samestep.distributed.env import prepare_shared_nccl
+from samestep.distributed.logging import logger
 from samestep.distributed.status import ranks_text
 from samestep.errors import InputError
 from samestep.units import plural
@@ -207,6 +209,18 @@ def require_own_gpus(store: dist.Store, rank: int, size: int, uuids: Sequence[st
                 expected="one GPU per rank",
                 fix="start one rank per GPU; --share-gpu, or samestep.init(share_gpu=True), lets ranks share GPUs",
             )
+
+
+def share_gpus_by_nccl(rank: int, *, loopback: bool) -> None:
+    """Let NCCL connect ranks that share GPUs. Call before NCCL is used.
+
+    Args:
+        rank: rank of this process.
+        loopback: all ranks are on this machine.
+    """
+    prepare_shared_nccl(rank, loopback=loopback)
+    if rank == 0:
+        logger.warning("ranks that share a GPU send messages through sockets of NCCL: times of messages mean nothing")
 
 
 _UNAVAILABLE: tuple[type[Exception], ...] = (RuntimeError, ImportError)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -20,7 +20,20 @@ _TOKEN = "SAMESTEP_TOKEN"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ORDER = "CUDA_DEVICE_ORDER"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-SHARE_GPU = "SAMESTEP_SHARE_GPU"  # 1: several ranks may use one GPU
+SHARE_GPU = "SAMESTEP_SHARE_GPU"
+Sharing = Literal["gloo", "nccl"]  # backend of ranks that may use one GPU
+_SHARING: dict[str, Sharing | None] = {"0": None, "1": "gloo", "nccl": "nccl"}
+# With these and a host of its own for each rank, NCCL takes two ranks on one GPU for ranks of two machines, which it
+# connects by sockets. Few blocks and the simple protocol shorten the turns in which such ranks compute.
+_SHARED_NCCL = {
+    "NCCL_NET": "Socket",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "4",
+    "NCCL_PROTO": "Simple",
+}
 # Of the fork server and its descendants: process id with which the server must end, or 0, and a random text.
 FORK_SERVER = "SAMESTEP_FORK_SERVER"
 HASH_SEED = "PYTHONHASHSEED"  # of the hashes of text, which decide the order of sets
@@ -44,7 +57,7 @@ _CACHE_VARIABLES = (
 _PREFIXES = (
     *("ATEN_", "CUBLAS_", "CUDA_", "CUDNN_", "DNNL_", "GLOO_", "GOMP_", "KMP_", "LD_", "MASTER_", "MKL_", "NCCL_"),
     *("NUMEXPR_", "NVIDIA_", "OMPI_COMM_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHONDEVMODE", HASH_SEED),
-    *("PYTHONMALLOC", "PYTORCH_", "SLURM_", "TORCH"),
+    *("PYTHONMALLOC", "PYTORCH_", SHARE_GPU, "SLURM_", "TORCH"),
 )
 
 
@@ -54,7 +67,7 @@ class Environment:
 
     token: str | None = None  # secret shared by the ranks of one job
     visible_devices: str | None = None  # devices visible to CUDA, as comma-separated numbers or names; None for all
-    share_gpu: bool = False  # several ranks may use one GPU
+    sharing: Sharing | None = None  # None: each rank needs a GPU of its own
 
     @property
     def job_prefix(self) -> str:
@@ -66,15 +79,32 @@ def read_environment() -> Environment:
     """Read all settings except those of a launcher.
 
     Raises:
-        InputError: SAMESTEP_TOKEN is set and empty.
+        InputError: SAMESTEP_TOKEN is set and empty, or SAMESTEP_SHARE_GPU has another value than 0, 1 and nccl.
     """
-    share_gpu = os.environ.get(SHARE_GPU) == "1"
-    environment = Environment(os.environ.get(_TOKEN), os.environ.get(_VISIBLE), share_gpu)
+    share_gpu = os.environ.get(SHARE_GPU, "0")
+    if share_gpu not in _SHARING:
+        raise InputError(
+            f"{SHARE_GPU} is {share_gpu!r}",
+            expected="0, 1 (ranks that share a GPU communicate by gloo) or nccl (by NCCL, to test it on one GPU)",
+            fix=f"export {SHARE_GPU}=1, or unset {SHARE_GPU}",
+            code="E_VALUE",
+        )
+    environment = Environment(os.environ.get(_TOKEN), os.environ.get(_VISIBLE), _SHARING[share_gpu])
     if environment.token == "":
         raise InputError(
             f"{_TOKEN} is empty", expected="a secret that all ranks share", fix=f"set {_TOKEN} to a secret, or unset it"
         )
     return environment
+
+
+def sharing_variables(*, is_requested: bool) -> dict[str, str]:
+    """Return the variable with which ranks may share GPUs; nothing if they may not, or do so already.
+
+    Raises:
+        InputError: as `read_environment`.
+    """
+    is_shared = read_environment().sharing is not None
+    return {SHARE_GPU: "1"} if is_requested and not is_shared else {}
 
 
 def read_wandb_mode() -> str | None:
@@ -168,6 +198,21 @@ def prepare_torch_environment(*, loopback: bool, deterministic: bool = True) -> 
     os.environ.setdefault(_ORDER, "PCI_BUS_ID")
     if loopback:
         os.environ.setdefault(_GLOO_INTERFACE, "lo0" if sys.platform == "darwin" else "lo")
+
+
+def prepare_shared_nccl(rank: int, *, loopback: bool) -> None:
+    """Set NCCL's variables with which ranks can share a GPU, if they are not set yet. Call before NCCL is used.
+
+    Args:
+        rank: rank of this process.
+        loopback: all ranks are on this machine.
+    """
+    # NCCL refuses two ranks with the same host and GPU (ncclInvalidUsage, "Duplicate GPU detected").
+    os.environ.setdefault("NCCL_HOSTID", f"samestep-{rank}")
+    for name, value in _SHARED_NCCL.items():
+        os.environ.setdefault(name, value)
+    if loopback:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def silence_torch_warnings() -> None:

@@ -17,8 +17,9 @@ from samestep.distributed.devices import (
     is_accelerator,
     require_default_device,
     require_own_gpus,
+    share_gpus_by_nccl,
 )
-from samestep.distributed.env import prepare_torch_environment, read_rendezvous
+from samestep.distributed.env import Sharing, prepare_torch_environment, read_rendezvous
 from samestep.distributed.logging import configure_logging
 from samestep.errors import InputError
 from samestep.launcher.job import TIMEOUT, Membership, process_state
@@ -27,7 +28,7 @@ _CPU = torch.device("cpu")
 
 
 def adopt_process_group(
-    kind: DeviceKind, timeout: timedelta | None, strategy: StrategyConfig, *, share_gpu: bool
+    kind: DeviceKind, timeout: timedelta | None, strategy: StrategyConfig, sharing: Sharing | None
 ) -> Membership:
     """Return the place of this rank in the default process group; collective.
 
@@ -44,10 +45,12 @@ def adopt_process_group(
     process_state.worlds += 1  # equal on all ranks
     store = dist.PrefixStore(f"samestep/world-{process_state.worlds}", _get_default_store())
     device = _device(kind)
-    backend = _backend(device) or ("gloo" if share_gpu else "nccl")
+    backend = _backend(device) or sharing or "nccl"
     if is_accelerator(device):
         accelerator_module().set_device(device)
-        if backend != "gloo" and not share_gpu:
+        if sharing == "nccl":
+            share_gpus_by_nccl(rank, loopback=False)
+        if backend != "gloo" and sharing is None:
             require_own_gpus(store, rank, size, gpu_uuids(device, 1))
     if {_CPU.type, device.type} <= _device_types():
         return Membership(rank, size, device, store, limit, is_adopted=True)

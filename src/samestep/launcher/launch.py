@@ -21,8 +21,8 @@ from typing import Any
 from samestep.distributed.addresses import free_loopback_socket
 from samestep.distributed.env import (
     HASH_SEED,
-    SHARE_GPU,
     prepare_torch_environment,
+    sharing_variables,
     silence_torch_warnings,
     variables_of_subprocess,
 )
@@ -99,7 +99,7 @@ def launch(
     """
     config = LaunchConfig(hang_after, grace, log_dir=log_dir)
     call = portable(partial(function, *arguments))
-    environment = {**(environment or {}), **({SHARE_GPU: "1"} if share_gpu else {})}
+    environment = {**(environment or {}), **sharing_variables(is_requested=share_gpu)}
     in_mode = ByName("samestep.script.unchanged", "call")  # a higher level, which only ranks import
     result = run_workers(
         in_mode, call, processes=processes, launch_config=config, preload=preload, environment=environment

@@ -218,7 +218,8 @@ def _show_own_devices(rank: int, strategy: StrategyConfig | None) -> None:
     if available:
         count = (strategy.devices if strategy is not None else None) or 1
         environment = read_environment()
-        names = own_devices(rank, count, environment.visible_devices, available, share=environment.share_gpu)
+        share = environment.sharing is not None
+        names = own_devices(rank, count, environment.visible_devices, available, share=share)
         show_devices(names)
 
 

@@ -112,19 +112,20 @@ def test_ranks_with_one_gpu_are_refused_by_name() -> None:
     assert own_gpus_error([["GPU-a"], ["GPU-b"], ["MIG-c"]]) == []
 
 
-def shares_gpu() -> list[bool]:
+def sharing_of_ranks() -> list[str | None]:
     with start() as world:
         assert not world.stages_messages  # on a CPU
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(devices, "ACCELERATOR", "cpu")
             assert replace(world).stages_messages  # gloo on an accelerator
-        return samestep.all_gather(read_environment().share_gpu, world)
+        return samestep.all_gather(read_environment().sharing, world)
 
 
 @pytest.mark.parametrize("share_gpu", [False, True])
 def test_launch_lets_every_rank_share(share_gpu: bool) -> None:
-    """On a GPU: tests/gpu/test_shared_gpu.py."""
-    assert samestep.launch(shares_gpu, processes=2, share_gpu=share_gpu) == [share_gpu] * 2
+    """On a GPU: tests/gpu/test_divided_calls.py."""
+    sharing = "gloo" if share_gpu else None
+    assert samestep.launch(sharing_of_ranks, processes=2, share_gpu=share_gpu) == [sharing] * 2
 
 
 def test_tf32_is_that_of_the_configuration() -> None:

@@ -6,22 +6,28 @@ import pytest
 
 from samestep.distributed.env import (
     environment_copy,
+    prepare_shared_nccl,
     prepare_torch_environment,
     read_environment,
     read_rendezvous,
     relevant_variables,
+    sharing_variables,
 )
 from samestep.distributed.launcher_detection import LAUNCH_VARIABLES
-from samestep.errors import InputError
+from samestep.errors import EXIT_INPUT, InputError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
 TORCH = ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_NVML_BASED_CUDA_CHECK", "GLOO_SOCKET_IFNAME", "CUDA_DEVICE_ORDER")
+NCCL = (
+    *("NCCL_HOSTID", "NCCL_NET", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_MNNVL_ENABLE", "NCCL_NVLS_ENABLE"),
+    *("NCCL_RAS_ENABLE", "NCCL_MAX_CTAS", "NCCL_PROTO"),
+)
 
 
 @pytest.fixture(autouse=True)
 def unset_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unset all variables in question, and restore them afterwards."""
-    for name in (*LAUNCH_VARIABLES, *TORCH, "SAMESTEP_TOKEN", "CUDA_VISIBLE_DEVICES"):
+    for name in (*LAUNCH_VARIABLES, *TORCH, *NCCL, "SAMESTEP_TOKEN", "SAMESTEP_SHARE_GPU", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -45,11 +51,46 @@ def test_token_and_devices_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         read_environment()
 
 
+@pytest.mark.parametrize(("value", "sharing"), [(None, None), ("0", None), ("1", "gloo"), ("nccl", "nccl")])
+def test_sharing(value: str | None, sharing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if value is not None:
+        monkeypatch.setenv("SAMESTEP_SHARE_GPU", value)
+    assert read_environment().sharing == sharing
+    assert sharing_variables(is_requested=False) == {}
+    # A request does not replace NCCL by gloo.
+    assert sharing_variables(is_requested=True) == ({} if sharing else {"SAMESTEP_SHARE_GPU": "1"})
+
+
+@pytest.mark.parametrize("value", ["", "2", "true", "NCCL", "gloo"])
+def test_other_values_of_sharing_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMESTEP_SHARE_GPU", value)
+    with pytest.raises(InputError) as error:
+        read_environment()
+    assert (error.value.code, error.value.exit_code) == ("E_VALUE", EXIT_INPUT)
+    assert repr(value) in error.value.value
+
+
+def test_each_rank_that_shares_by_nccl_is_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = []
+    for rank in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "environ", os.environ.copy())
+            prepare_shared_nccl(rank, loopback=rank > 0)
+            hosts.append(os.environ["NCCL_HOSTID"])
+            assert ("NCCL_SOCKET_IFNAME" in os.environ) == (rank > 0)
+            assert set(NCCL) - set(os.environ) <= {"NCCL_SOCKET_IFNAME"}
+    assert len(set(hosts)) == 3
+    for name in NCCL:
+        monkeypatch.setenv(name, "custom")
+    prepare_shared_nccl(0, loopback=True)
+    assert [os.environ[name] for name in NCCL] == ["custom"] * len(NCCL)
+
+
 def test_relevant_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NCCL_DEBUG", "TORCHDYNAMO_DISABLE", "WORLD_SIZE", "HF_TOKEN"):
+    for name in ("NCCL_DEBUG", "TORCHDYNAMO_DISABLE", "WORLD_SIZE", "SAMESTEP_SHARE_GPU", "HF_TOKEN"):
         monkeypatch.setenv(name, "1")
     variables = relevant_variables()
-    assert {"NCCL_DEBUG", "TORCHDYNAMO_DISABLE", "WORLD_SIZE"} <= set(variables)
+    assert {"NCCL_DEBUG", "TORCHDYNAMO_DISABLE", "WORLD_SIZE", "SAMESTEP_SHARE_GPU"} <= set(variables)
     assert "HF_TOKEN" not in variables
     assert environment_copy()["HF_TOKEN"] == "1"
 

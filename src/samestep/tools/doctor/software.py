@@ -13,6 +13,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from samestep.distributed.env import SHARE_GPU
 from samestep.tools.doctor.findings import Finding, judged
 
 _PACKAGES = ("samestep", "torch", "numpy", "torchvision", "safetensors", "transformers", "timm")
@@ -28,6 +29,7 @@ _EFFECTS = {
     "NVIDIA_TF32_OVERRIDE": (".+", "results change, whatever the recipe says"),
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": (_ON, "results change, whatever the recipe says"),
     "CUBLAS_WORKSPACE_CONFIG": ("(?!:4096:8$|:16:8$).*", "cuBLAS is not deterministic"),
+    SHARE_GPU: ("nccl", "ranks that share a GPU send messages through sockets of NCCL: times of messages mean nothing"),
     "OMP_PROC_BIND": ("(?i)true|close|master|primary|spread", "ranks may share the processors of their threads"),
     "GOMP_CPU_AFFINITY": (".+", "ranks may share the processors of their threads"),
 }

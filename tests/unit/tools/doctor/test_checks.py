@@ -32,6 +32,8 @@ def verdicts(findings: Iterable[Finding]) -> dict[str, str]:
         ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", False),
         ("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8", True),
         ("NVIDIA_TF32_OVERRIDE", "0", True),
+        ("SAMESTEP_SHARE_GPU", "1", False),
+        ("SAMESTEP_SHARE_GPU", "nccl", True),
         ("OMP_NUM_THREADS", "8,2", False),
         ("OMP_NUM_THREADS", "9", True),
         ("OMP_NUM_THREADS", "all", True),
