@@ -218,10 +218,12 @@ def _session(options: SessionOptions) -> Iterator[World]:
         own = adopt_process_group(options.device, options.timeout, strategy, _sharing(options))
     else:
         own = _create_process_group(worker, options, status)
-    _configure_process(options, own)
+    _set_threads(options, own)
     check = CollectiveCheck(own.store, status, rank=own.rank, size=own.size, timeout=own.limit)
     stop = StopRequest() if options.is_private else _stop_request(worker)
     context = RunContext(status, stop, check)
+    if options.reduction == "exact":
+        context.resources.enter_context(_deterministic_kernels())
     try:
         world = replace(build_world(own.rank, own.size, own.device, context, strategy, own.limit), group=own.group)
         if options.is_private:
@@ -435,7 +437,7 @@ def _select_devices(
     return device, own_gpus
 
 
-def _configure_process(options: SessionOptions, own: Membership) -> None:
+def _set_threads(options: SessionOptions, own: Membership) -> None:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     elif options.reduction == "exact":
@@ -443,15 +445,28 @@ def _configure_process(options: SessionOptions, own: Membership) -> None:
     elif own.size > 1 and not is_accelerator(own.device):
         share = usable_processors() // _local_size(own)
         torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
-    if options.is_private and options.reduction == "fast":
-        return
-    torch.use_deterministic_algorithms(options.reduction == "exact")
-    # Filling new memory only helps programs that read uninitialized memory, and costs a pass over each tensor.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = False
     # MKL selects the kernels of its vector functions at their first call. If several threads make this call at the
     # same time, one of them can compute with a generic kernel, with other rounding.
     torch.tanh(torch.zeros(16))
+
+
+@contextmanager
+def _deterministic_kernels() -> Iterator[None]:
+    """Request kernels that compute the same bits each time; settings are those of the script after the block."""
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    measures = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    # Filling new memory only helps programs that read uninitialized memory, and costs a pass over each tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False  # selects kernels by their time
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=warns)
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = measures
 
 
 def _local_size(own: Membership) -> int:

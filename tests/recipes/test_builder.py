@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from samestep.config import RunOptions
+from samestep.config import RecipeStep, RunOptions
 from samestep.distributed.world import World
 from samestep.errors import DataError, RecipeError
 from samestep.recipes.builder import DATA, LOSSES, MODELS, OPTIMIZERS, build, find
+from samestep.recipes.model_options import transform_model
 from samestep.recipes.parameter_groups import freeze
 from samestep.recipes.recipe_files import load_recipe
 from samestep.recipes.weights import load_matching
@@ -248,3 +249,16 @@ def test_the_best_checkpoint_is_selected_by_a_term_of_the_loss(
     if error is not None:
         assert error.value.code == "E_METRIC"
         assert ("loss_pixel, loss_dice" in str(error.value.expected)) == (loss == "dice_plus")
+
+
+@pytest.mark.parametrize(("tf32", "precision"), [(None, "high"), (True, "high"), (False, "highest")])
+def test_tf32_of_a_recipe_replaces_the_setting_of_torch_if_there_is_one(tf32: bool | None, precision: str) -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high")
+    try:
+        transform_model(nn.Linear(2, 2), RecipeStep(tf32=tf32), torch.device("cuda"))
+        assert torch.get_float32_matmul_precision() == precision
+        assert torch.backends.cudnn.allow_tf32 is (tf32 is not False)
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import samestep
 from helpers.started import as_srun, as_torchrun, free_port, ranks
 from samestep.config import MeshConfig, StrategyConfig
-from samestep.distributed.devices import ACCELERATOR
+from samestep.distributed.devices import ACCELERATOR, kernel_settings
 from samestep.distributed.env import Sharing
 from samestep.distributed.launcher_detection import find_rendezvous
 from samestep.distributed.resources import usable_processors
@@ -158,15 +158,44 @@ def test_other_options_than_those_of_the_first_call_are_an_error() -> None:
 
 
 def test_exact_requests_deterministic_kernels() -> None:
-    before = torch.are_deterministic_algorithms_enabled()
+    before = kernel_settings()
     threads = torch.get_num_threads()
     try:
         with samestep.init(device="cpu", reduction="exact"):
             assert torch.are_deterministic_algorithms_enabled()
             assert torch.get_num_threads() == 1
+        assert kernel_settings() == before
     finally:
-        torch.use_deterministic_algorithms(before)
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("is_recipe", [False, True])
+def test_fast_leaves_the_kernels_of_the_script(is_recipe: bool) -> None:
+    measures = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = kernel_settings()
+    try:
+        with (
+            start(device="cpu", reduction="fast", threads=torch.get_num_threads())
+            if is_recipe
+            else samestep.init(device="cpu")
+        ):
+            assert kernel_settings() == before
+            assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = measures
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_settings_of_kernels_are_those_of_the_script_after_divided_calls(reduction: str) -> None:
+    before, *during, after = samestep.launch(sessions.settings_of_kernels, reduction, processes=2)
+    assert after == before
+    if reduction == "fast":
+        assert during == [before] * 3
+    else:  # with the script's precision of products
+        assert during == [(*before[:-3], False, before[-2], True)] * 3
 
 
 @pytest.mark.slow

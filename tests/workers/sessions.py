@@ -4,7 +4,7 @@ import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import samestep
+from samestep.distributed.devices import kernel_settings
 
 SAMPLES, BATCH = 22, 4
 
@@ -36,6 +37,22 @@ def facts() -> list[dict[str, Any]]:
     world.all_reduce(tensor)
     world.broadcast(tensor)
     return samestep.all_gather({**seen, "sum": tensor.tolist()})
+
+
+def settings_of_kernels(reduction: Literal["fast", "exact"]) -> list[tuple[Any, ...]]:
+    """Return torch's settings as the script has them, around a divided step, and after the world; of all ranks."""
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
+    seen = [kernel_settings()]
+    torch.manual_seed(0)
+    with samestep.init(device="cpu", reduction=reduction) as world:
+        model = samestep.parallel(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 1)), reduction=reduction)
+        for _ in range(3):  # watched, tried, divided
+            model(torch.randn(256, 64)).sum().backward()
+            seen.append(kernel_settings())
+        rows = samestep.all_gather(seen, world)
+    assert all(row == rows[0] for row in rows)
+    return [*seen, kernel_settings()]
 
 
 def two_blocks() -> list[list[int]]:

@@ -191,7 +191,8 @@ class RecipeStep(Constrained):
             optimizer and buffers stay unchanged; the step still counts).
         precision: `fp32`, or autocast to `bf16` or `fp16` (the latter with a gradient scaler).
         threads: intra-operation threads of a rank; a different number changes bits.
-        tf32: allow matrix products in float32 on GPUs to round inputs to TensorFloat-32 (10 bits of mantissa).
+        tf32: allow products and convolutions in float32 on GPUs to round inputs to TensorFloat-32 (10 bits of
+            mantissa), or forbid it; None for torch's settings, which by default allow it in convolutions.
         channels_last: store weights and inputs of convolutions in channels-last format.
         compile: compile the model's forward with `torch.compile`.
         recompute: shell patterns of module names (`blocks.*`) with activation checkpointing: backward computes the
@@ -213,7 +214,7 @@ class RecipeStep(Constrained):
     non_finite: Literal["stop", "skip"] = "stop"
     precision: Precision = "fp32"
     threads: Annotated[int, Ge(1), Le(1024)] = 1
-    tf32: bool = False
+    tf32: bool | None = None
     channels_last: bool = False
     compile: bool = False
     recompute: tuple[str, ...] = ()

@@ -9,8 +9,8 @@ partitions (`GPU-...`, `MIG-...`; CUDA C++ Programming Guide, "CUDA Environment 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +43,66 @@ def accelerator_module() -> Any:
     return torch.get_device_module(ACCELERATOR)
 
 
-def set_tf32(device: torch.device, *, allowed: bool) -> None:
-    """Allow or forbid TF32 on a GPU; torch's default is TF32 for convolutions only."""
+# Operations that may round their inputs in float32, by torch's names. The functions below read and write all of their
+# settings; they are private, in torch 2.11 and 2.13. Older functions, such as torch.get_float32_matmul_precision, raise
+# an error after a script has used newer settings, such as `torch.backends.cuda.matmul.fp32_precision`.
+_GPU_PRODUCTS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"))
+_PRODUCTS = (*_GPU_PRODUCTS, ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn"))
+KERNEL_SETTINGS = (
+    *(f"fp32_precision of {backend}.{operation}" for backend, operation in _PRODUCTS),
+    "torch.backends.cudnn.benchmark",
+    "torch.backends.cudnn.deterministic",
+    "torch.use_deterministic_algorithms",
+)
+
+
+def kernel_settings() -> tuple[str | bool, ...]:
+    """Return the values of `KERNEL_SETTINGS`, which decide on torch's kernels and on their rounding."""
     import torch
 
-    if is_accelerator(device):
-        torch.set_float32_matmul_precision("high" if allowed else "highest")
-        torch.backends.cudnn.allow_tf32 = allowed
+    precision_of = torch._C._get_fp32_precision_getter
+    return (
+        *[precision_of(*operation) for operation in _PRODUCTS],
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def set_tf32(device: torch.device, *, allowed: bool | None) -> None:
+    """Allow or forbid TF32 in products and convolutions on a GPU; None leaves the settings of torch."""
+    if allowed is not None and is_accelerator(device):
+        _set_tf32(allowed=allowed)
+
+
+def _set_tf32(*, allowed: bool) -> None:
+    import torch
+
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
+    for operation in _GPU_PRODUCTS:  # otherwise `torch.backends.fp32_precision` would have precedence
+        torch._C._set_fp32_precision_setter(*operation, "tf32" if allowed else "ieee")
+
+
+@contextmanager
+def tf32_off() -> Iterator[None]:
+    """Compute products and convolutions in float32 without rounded inputs during the block."""
+    import torch
+
+    restore: list[Callable[[], Any]] = []
+    with suppress(RuntimeError):  # follows from newer settings
+        restore.append(partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
+    with suppress(RuntimeError):
+        restore.append(partial(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32))
+    for operation in _PRODUCTS:
+        value = torch._C._get_fp32_precision_getter(*operation)
+        restore.append(partial(torch._C._set_fp32_precision_setter, *operation, value))
+    _set_tf32(allowed=False)
+    try:
+        yield
+    finally:
+        for function in restore:
+            function()
 
 
 def visible_devices(setting: str | None, count: int) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from samestep.distributed.devices import KERNEL_SETTINGS, kernel_settings
 from samestep.errors import RankMismatchError
 from samestep.view.fingerprints import (
     Line,
@@ -37,6 +38,7 @@ _VALUES = "values of the batch"
 _SAMPLES = "samples of a batch"
 _ATTRIBUTES = "mode or number of a module"
 _BUFFERS = "buffers"
+_SETTINGS = "settings of torch"
 _GENERATORS = "random generators"
 _LOSS = "the gradient of the loss"
 _RATES = "numbers of the optimizer"
@@ -48,6 +50,7 @@ _CODES_AND_FIXES = {
     _SAMPLES: ("E_RANK_BATCH", "seed the sampler alike on every rank, and do not divide the data among ranks"),
     _VALUES: ("E_RANK_BATCH", "read and shuffle data from the same seed on every rank, without a sampler of ranks"),
     _ATTRIBUTES: ("E_RANK_SETTINGS", "set modes and numbers of modules alike on every rank"),
+    _SETTINGS: ("E_RANK_SETTINGS", "set torch's precision, benchmark and determinism alike on every rank"),
     _RATES: ("E_RANK_SETTINGS", "set optimizers and schedules alike on every rank"),
     _BUFFERS: ("E_RANK_MISMATCH", "write buffers alike on every rank"),
     _GENERATORS: ("E_RANK_MISMATCH", "seed and draw alike on every rank, also in code of one rank only"),
@@ -107,6 +110,9 @@ class InStep:
             if isinstance(leaf, Tensor):
                 self._add_values(_VALUES, leaf, line)
         self._add_state_of(module, line)
+        settings = kernel_settings()
+        named = zip(KERNEL_SETTINGS, settings, strict=True)
+        self._add(_SETTINGS, zlib.crc32(repr(settings).encode()), line, lambda: dict(named))
         self._add(_GENERATORS, hash((torch_generator(), numpy_generator())), line)
 
     def facts_of_backward(self, gradients: Iterable[Tensor | None]) -> None:

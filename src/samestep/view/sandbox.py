@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 import torch
 from torch import nn
 
+from samestep.distributed.devices import tf32_off
 from samestep.distributed.rng import preserved_generators
 from samestep.view.recomputation import checkpointing_off
 from samestep.view.slots import ModuleState
@@ -44,19 +45,14 @@ def _settings(dtype: torch.dtype) -> Iterator[None]:
     grad = torch.is_grad_enabled()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_default_dtype(dtype)
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
     try:
-        with torch.autograd.set_detect_anomaly(False):
+        with torch.autograd.set_detect_anomaly(False), tf32_off():
             yield
     finally:
         torch.set_default_dtype(default)
         torch.set_grad_enabled(grad)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.set_float32_matmul_precision(tf32[0])
-        torch.backends.cudnn.allow_tf32 = tf32[1]
 
 
 @contextmanager

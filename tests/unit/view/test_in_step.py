@@ -189,6 +189,21 @@ def test_a_further_call_is_named() -> None:
     assert "rank 0 reached nothing further while rank 1 reached a call of a module" in str(errors[0])
 
 
+def test_another_setting_of_torch_is_named() -> None:
+    def facts(rank: int, ranks: InStep) -> None:
+        torch.backends.cudnn.benchmark = rank == 1
+        ranks.facts_of_call(nn.Linear(2, 2), [])
+
+    before = torch.backends.cudnn.benchmark
+    try:
+        errors = errors_of(facts)
+    finally:
+        torch.backends.cudnn.benchmark = before
+    assert errors[0] is not None
+    assert errors[0].code == "E_RANK_SETTINGS"
+    assert "torch.backends.cudnn.benchmark is False and True" in str(errors[0])
+
+
 def test_a_place_that_one_rank_has_reached_is_named() -> None:
     def facts(rank: int, ranks: InStep) -> None:
         if rank == 1:
