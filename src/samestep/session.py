@@ -24,6 +24,7 @@ from samestep.distributed.collective_check import CollectiveCheck
 from samestep.distributed.devices import (
     ACCELERATOR,
     accelerator_module,
+    deterministic_kernels,
     first_gpu_index,
     gpu_uuids,
     is_accelerator,
@@ -223,7 +224,7 @@ def _session(options: SessionOptions) -> Iterator[World]:
     stop = StopRequest() if options.is_private else _stop_request(worker)
     context = RunContext(status, stop, check)
     if options.reduction == "exact":
-        context.resources.enter_context(_deterministic_kernels())
+        context.resources.enter_context(deterministic_kernels())
     try:
         world = replace(build_world(own.rank, own.size, own.device, context, strategy, own.limit), group=own.group)
         if options.is_private:
@@ -448,25 +449,6 @@ def _set_threads(options: SessionOptions, own: Membership) -> None:
     # MKL selects the kernels of its vector functions at their first call. If several threads make this call at the
     # same time, one of them can compute with a generic kernel, with other rounding.
     torch.tanh(torch.zeros(16))
-
-
-@contextmanager
-def _deterministic_kernels() -> Iterator[None]:
-    """Request kernels that compute the same bits each time; settings are those of the script after the block."""
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    measures = torch.backends.cudnn.benchmark
-    torch.use_deterministic_algorithms(True)
-    # Filling new memory only helps programs that read uninitialized memory, and costs a pass over each tensor.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = False  # selects kernels by their time
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(is_deterministic, warn_only=warns)
-        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = measures
 
 
 def _local_size(own: Membership) -> int:

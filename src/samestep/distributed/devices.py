@@ -69,6 +69,27 @@ def kernel_settings() -> tuple[str | bool, ...]:
     )
 
 
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Request kernels that compute the same bits each time; settings are those of the script after the block."""
+    import torch
+
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    measures = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    # Filling new memory only helps programs that read uninitialized memory, and costs a pass over each tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False  # selects kernels by their time
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=warns)
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = measures
+
+
 def set_tf32(device: torch.device, *, allowed: bool | None) -> None:
     """Allow or forbid TF32 in products and convolutions on a GPU; None leaves the settings of torch."""
     if allowed is not None and is_accelerator(device):
