@@ -45,6 +45,8 @@ def _functions(names: Iterable[str]) -> frozenset[Callable[..., Any]]:
     return frozenset(getattr(owner, name) for owner in owners for name in names if hasattr(owner, name))
 
 
+# Functions with a message, which may have the number of rows in it.
+_ASSERTIONS = frozenset({torch._assert, torch._assert_async})
 _SHAPE_FUNCTIONS = _functions((*_SHAPE_NAMES, "__format__"))
 _DIMENSION_FUNCTIONS = _functions(_DIMENSION_NAMES)
 
@@ -119,6 +121,8 @@ class Operations(TorchFunctionMode):
 
         Scripts take it from closures, globals and configurations, which the kind of a call does not contain.
         """
+        if function in _ASSERTIONS:
+            return
         has_dimensions = function in _DIMENSION_FUNCTIONS
         for value in (*arguments, *options.values()):
             kind = type(value)

@@ -78,6 +78,12 @@ def linear_loss(module: Any, values: torch.Tensor, reduction: str) -> torch.Tens
     return errors.mean() if reduction == "mean" else errors.sum()
 
 
+def asserted(module: Any, values: torch.Tensor) -> torch.Tensor:
+    torch._assert(values.dim() == 2, f"expected two dimensions, got {values.shape}")
+    result: torch.Tensor = module.layer(values)
+    return result
+
+
 def half_inside(module: Any, values: torch.Tensor) -> torch.Tensor:
     hidden = module.a(values).half().float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -128,6 +134,7 @@ def encoder(**options: Any) -> nn.Module:
 
 DIVIDED: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], tuple[Output, ...]]] = {
     "linear": (lambda: nn.Linear(3, 2), lambda: (x(3),), (ROWS,)),
+    "assertion": (lambda: Call(asserted, layer=nn.Linear(3, 2)), lambda: (x(3),), (ROWS,)),
     "bilinear": (lambda: nn.Bilinear(3, 4, 2), lambda: (x(3), x(4)), (ROWS,)),
     "mlp": (lambda: nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), lambda: (x(3),), (ROWS,)),
     "in-place": (lambda: nn.Sequential(nn.Linear(3, 8), nn.ReLU(inplace=True)), lambda: (x(3),), (ROWS,)),
