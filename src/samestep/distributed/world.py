@@ -101,11 +101,20 @@ class World:
         """Sizes of the mesh axes."""
         return resolve_mesh(self.strategy, self.size)
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The process group of these ranks.
+
+        Its methods need no default group, as functions of `torch.distributed` do, which a script may not see.
+        """
+        group = self.group or dist.group.WORLD
+        assert group is not None
+        return group
+
     @cached_property
     def stages_messages(self) -> bool:
         """Whether messages between two ranks pass through host memory: gloo sends no memory of a GPU."""
-        group = self.group or dist.group.WORLD
-        return is_accelerator(self.device) and group is not None and group._get_backend(self.device).name() == "gloo"
+        return is_accelerator(self.device) and self.process_group._get_backend(self.device).name() == "gloo"
 
     @cached_property
     def sockets(self) -> LocalSockets | None:

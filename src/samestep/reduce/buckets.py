@@ -31,7 +31,8 @@ class Bucket:
             self._layout.append((offset, parameter.shape, _dense_strides(parameter)))
             offset += -(-parameter.numel() // alignment) * alignment
         self._flags = offset
-        self._elements = offset + len(parameters)
+        # Complete too: slices of the whole tensor begin and end at aligned memory.
+        self._elements = offset + -(-len(parameters) // alignment) * alignment
 
     def fill(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Return a new flat tensor with the gradients; an absent one is zero, and so is its flag."""
@@ -65,7 +66,7 @@ class Bucket:
         if targets:
             torch._foreach_add_(targets, sources)
         present = [float(gradient is not None) for gradient in gradients]
-        flat[self._flags :].add_(torch.tensor(present, dtype=self.dtype, device=self.device))
+        flat[self._flags : self._flags + len(present)].add_(torch.tensor(present, dtype=self.dtype, device=self.device))
 
     def remove(self, flat: torch.Tensor, index: int) -> None:
         """Make the gradient of a parameter absent."""
@@ -74,14 +75,15 @@ class Bucket:
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the gradients in `flat`, which share its memory."""
-        return [flat.as_strided(shape, strides, offset) for offset, shape, strides in self._layout]
+        start = flat.storage_offset()
+        return [flat.as_strided(shape, strides, start + offset) for offset, shape, strides in self._layout]
 
     def gradients(self, flat: torch.Tensor) -> list[torch.Tensor | None]:
         """Return the gradients in a summed tensor; None if no rank has one."""
         views: list[torch.Tensor | None] = list(self.views(flat))
         # Reading flags of a GPU would wait for it; ranks with the same operations have the same flags.
         if self.device.type == "cpu":
-            flags = flat[self._flags :].tolist()
+            flags = flat[self._flags : self._flags + len(views)].tolist()
             if not all(flags):
                 return [view if flag else None for view, flag in zip(views, flags, strict=True)]
         return views

@@ -24,7 +24,7 @@ class ExactReduction:
     def __init__(self, world: World, microbatches: int) -> None:
         self.own = owned_microbatches(microbatches, world.shares, world.rank)
         self._world = world
-        self._tree = MicrobatchTree(microbatches, microbatches)
+        self._tree = MicrobatchTree(microbatches)
         self._cover = self._tree.cover(world.rank, world.shares)
         self._stream: Any = None  # of sums of gradients, which overlap with the backward
         if is_accelerator(world.device) and world.size > 1:
@@ -60,10 +60,12 @@ class ExactReduction:
 
     def wait(self, work: Any) -> torch.Tensor:
         """Return the sum."""
-        if self._stream is not None:
-            accelerator_module().current_stream(self._world.device).wait_stream(self._stream)
         total: torch.Tensor = work
+        if self._stream is not None:
+            current = accelerator_module().current_stream(self._world.device)
+            current.wait_stream(self._stream)
+            total.record_stream(current)
         return total
 
     def _sum_over_ranks(self, subtrees: list[torch.Tensor]) -> torch.Tensor:
-        return tree_all_reduce(self._world, self._tree, subtrees, subtrees[-1])
+        return tree_all_reduce(self._world, self._tree, subtrees)

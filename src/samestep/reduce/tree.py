@@ -3,15 +3,15 @@
 Floating-point addition is commutative but not associative: a sum has the same bits on any number of ranks only if the
 same pairs are added. The sum over `[lo, hi)` is the sum over the first half plus that over the second half,
 `mid = lo + (hi - lo) // 2`. A rank adds the subtrees of its own microbatches; ranks then communicate to add the rest of
-the tree. Microbatches without samples are omitted.
+the tree.
 
 Decisions: docs/decisions/numerics.md
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import lru_cache, reduce
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -22,39 +22,28 @@ from samestep.distributed.world import World
 from samestep.microbatches import Shares, owned_microbatches, rank_count
 
 Node = tuple[int, int]
-Additions = tuple[tuple[Node, tuple[Node, ...]], ...]  # sums with their operands
+Additions = tuple[tuple[Node, tuple[Node, Node]], ...]  # sums with their operands
 T = TypeVar("T")
 Messages = list[tuple[torch.Tensor, int]]  # with the rank of the peer
 
-_COLLECTIVE = "a tree all-reduce"
 # Up to this size, the number of messages costs more than their length (measured on loopback with 4 ranks).
-_SMALL_BYTES = 2**20
+_SMALL_BYTES = 2**16
+_ALIGNMENT = 32  # elements; NCCL copies memory that is not aligned to 16 bytes byte by byte (its issue 413)
 
 
 class MicrobatchTree(NamedTuple):  # hashed several times per microbatch
     """Tree over the microbatches of one global batch."""
 
-    microbatches: int  # number of microbatches, including empty ones
-    samples: int  # size of the global batch, which determines the empty microbatches
+    microbatches: int
 
-    @property
-    def filled(self) -> list[int]:
-        """The microbatches with samples."""
-        return [number for number in range(self.microbatches) if self.has_samples((number, number + 1))]
-
-    def has_samples(self, node: Node) -> bool:
-        """Return whether any microbatch below `node` has samples."""
-        lo, hi = node
-        return self.samples * hi // self.microbatches > self.samples * lo // self.microbatches
-
-    @lru_cache(maxsize=4096)  # noqa: B019  # a run has few trees, and each is two numbers
+    @lru_cache(maxsize=4096)  # noqa: B019  # a run has few trees, and each is one number
     def cover(self, rank: int, shares: Shares) -> tuple[Node, ...]:
-        """Return the largest subtrees with samples that a rank owns completely, in order."""
+        """Return the largest subtrees that a rank owns completely, in order."""
         owned = owned_microbatches(self.microbatches, shares, rank)
 
         def descend(node: Node) -> tuple[Node, ...]:
             lo, hi = node
-            if hi <= owned.start or lo >= owned.stop or not self.has_samples(node):
+            if hi <= owned.start or lo >= owned.stop:
                 return ()
             if owned.start <= lo and hi <= owned.stop:
                 return (node,)
@@ -64,24 +53,16 @@ class MicrobatchTree(NamedTuple):  # hashed several times per microbatch
         return descend((0, self.microbatches))
 
     @lru_cache(maxsize=4096)  # noqa: B019
-    def pairs_up(self, shares: Shares) -> bool:
-        """Return whether each rank owns one subtree, and these merge in pairs, level by level."""
-        level: list[Node] = [(0, self.microbatches)]
-        while len(level) < rank_count(shares):
-            level = [child for node in level for child in children(node)]
-        return self.covers(shares) == tuple((node,) for node in level)
-
-    @lru_cache(maxsize=4096)  # noqa: B019
     def covers(self, shares: Shares) -> tuple[tuple[Node, ...], ...]:
-        """Return the largest subtrees with samples of each rank."""
+        """Return the largest subtrees of each rank."""
         return tuple(self.cover(rank, shares) for rank in range(rank_count(shares)))
 
     def merge(self, node: Node, values: Mapping[Node, T], add: Callable[[T, T], T]) -> dict[Node, T]:
         """Return the values of subtrees below `node`, with all pairs added of which both operands are available."""
         results, additions = self._plan(node, tuple(values))
         sums = dict(values)
-        for total, operands in additions:
-            sums[total] = reduce(add, [sums.pop(operand) for operand in operands])
+        for total, (left, right) in additions:
+            sums[total] = add(sums.pop(left), sums.pop(right))
         return {result: sums[result] for result in results}
 
     @lru_cache(maxsize=4096)  # noqa: B019  # many times faster than the recursion, in every microbatch
@@ -98,9 +79,8 @@ class MicrobatchTree(NamedTuple):  # hashed several times per microbatch
         right_nodes, second = self._plan(right, inner)
         nodes = left_nodes + right_nodes
         additions = first + second
-        operands = tuple(child for child in (left, right) if self.has_samples(child))
-        if operands and all(child in nodes for child in operands):
-            return (node,), (*additions, (node, operands))
+        if nodes == (left, right):
+            return (node,), (*additions, (node, (left, right)))
         return nodes, additions
 
     def sum(self, values: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
@@ -115,82 +95,112 @@ def children(node: Node) -> tuple[Node, Node]:
     return (lo, mid), (mid, hi)
 
 
-def tree_all_reduce(
-    world: World, tree: MicrobatchTree, subtree_sums: list[torch.Tensor], total: torch.Tensor
-) -> torch.Tensor:
-    """Sum over all microbatches in the order of `tree`, on every rank; return `total`, the output.
+def tree_all_reduce(world: World, tree: MicrobatchTree, subtree_sums: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum over all microbatches in the order of `tree`, on every rank.
 
-    `subtree_sums` are the sums of this rank in the order of `tree.cover`: flat, of equal length. `total` is one of
-    them, or another tensor of this length if this rank has none.
+    Each rank adds one slice of the vectors: it receives this slice of every subtree sum, adds in tree order, and sends
+    the result to all ranks (reduce-scatter and all-gather: Thakur et al., "Optimization of collective communication
+    operations in MPICH", 2005). Of small vectors each rank adds everything, which saves the second message. A backend
+    never adds, not even for two ranks: NCCL may add in a network switch, with other rounding.
 
-    If the ranks' subtrees pair up, as for a power of two, pairs of ranks exchange and add: complete vectors while these
-    are small, halves of halves otherwise (recursive doubling, and halving and doubling: Thakur et al., "Optimization
-    of collective communication operations in MPICH", 2005). Otherwise each rank reduces one slice of the vector: it
-    receives that slice of every subtree sum, adds the slices in tree order, and sends the result to all ranks. A
-    backend never adds, not even for two ranks: NCCL may add in a network switch, with other rounding.
+    Args:
+        world: the ranks.
+        tree: the tree.
+        subtree_sums: sums of this rank, at least one, in the order of `tree.cover`: flat, contiguous, of equal length.
+            They are overwritten.
     """
+    first = subtree_sums[0]
+    length = first.numel()
     if world.size == 1:
-        return total
-    if not tree.pairs_up(world.shares):
-        world.run_collective(lambda: _reduce_by_slices(world, tree, subtree_sums, total), _COLLECTIVE)
-    else:
-        _reduce_by_pairs(world, total)
+        return first
+    is_small = first.nbytes <= _SMALL_BYTES
+    slices = [slice(0, length)] * world.size if is_small else _slices(length, world.size)
+    total = first
+
+    def exchange() -> None:
+        nonlocal total
+        total = _own_slice(world, tree, subtree_sums, slices)
+        if not is_small:
+            total = _all_slices(world, total, slices, length)
+
+    world.run_collective(exchange, "a tree all-reduce")
     return total
 
 
-def _reduce_by_pairs(world: World, total: torch.Tensor) -> None:
-    reduce_pairs = _reduce_by_doubling if total.nbytes <= _SMALL_BYTES else _reduce_by_halving
-    world.run_collective(lambda: reduce_pairs(world, total), _COLLECTIVE)
+def _slices(length: int, size: int) -> list[slice]:
+    """Return a slice of a vector for each rank; all but the last ones have an equal length."""
+    step = -(-length // (size * _ALIGNMENT)) * _ALIGNMENT
+    return [slice(min(rank * step, length), min((rank + 1) * step, length)) for rank in range(size)]
 
 
-def _reduce_by_doubling(world: World, total: torch.Tensor) -> None:
-    received = torch.empty_like(total)
-    for distance in _distances(world):
-        communicate(world, [(total, world.rank ^ distance)], [(received, world.rank ^ distance)])
-        total.add_(received)
-
-
-def _reduce_by_halving(world: World, total: torch.Tensor) -> None:
-    current = total
-    history: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-    for distance in _distances(world):
-        peer = world.rank ^ distance
-        middle = current.numel() // 2
-        low = current[:middle]
-        high = current[middle:]
-        own, other = (high, low) if world.rank & distance else (low, high)
-        received = torch.empty_like(own)
-        communicate(world, [(other, peer)], [(received, peer)])
-        current = own.add_(received)
-        history.append((peer, own, other))
-    for peer, own, other in reversed(history):
-        communicate(world, [(own, peer)], [(other, peer)])
-
-
-def _distances(world: World) -> list[int]:
-    """Return the distances between the ranks of a pair: powers of two below the number of ranks."""
-    return [2**level for level in range(world.size.bit_length() - 1)]
-
-
-def _reduce_by_slices(
-    world: World, tree: MicrobatchTree, subtree_sums: list[torch.Tensor], total: torch.Tensor
-) -> None:
-    length = total.numel()
-    size = world.size
-    slices = [slice(length * rank // size, length * (rank + 1) // size) for rank in range(size)]
+def _own_slice(
+    world: World, tree: MicrobatchTree, subtree_sums: Sequence[torch.Tensor], slices: Sequence[slice]
+) -> torch.Tensor:
+    """Return the sum of the slice of this rank."""
     covers = tree.covers(world.shares)
-    own = total[slices[world.rank]]
-    peers = [(world.rank + offset) % size for offset in range(1, size)]
-    rows = {peer: list(total.new_empty(len(covers[peer]), own.numel())) for peer in peers}
-    communicate(
-        world,
-        [(vector[slices[peer]], peer) for peer in peers for vector in subtree_sums],
-        [(row, peer) for peer in peers for row in rows[peer]],
-    )
-    rows[world.rank] = [vector[slices[world.rank]] for vector in subtree_sums]
-    values = {node: row for rank in range(size) for node, row in zip(covers[rank], rows[rank], strict=True)}
-    own.copy_(tree.sum(values, lambda left, right: right.add_(left)))
-    communicate(world, [(own, peer) for peer in peers], [(total[slices[peer]], peer) for peer in peers])
+    own = [vector[slices[world.rank]] for vector in subtree_sums]
+    if _has_collectives(world):
+        rows = _received_rows(world, covers, subtree_sums, slices)
+    else:
+        rows = [list(own[0].new_empty(len(cover), own[0].numel())) for cover in covers]
+        rows[world.rank] = own
+        communicate(
+            world,
+            [(vector[slices[peer]], peer) for peer in _peers(world) for vector in subtree_sums],
+            [(row, peer) for peer in _peers(world) for row in rows[peer]],
+        )
+    values: dict[Node, torch.Tensor] = {}
+    for cover, vectors in zip(covers, rows, strict=True):
+        values |= zip(cover, vectors, strict=True)
+    return tree.sum(values, lambda left, right: right.add_(left))
+
+
+def _received_rows(
+    world: World, covers: Sequence[Sequence[Node]], subtree_sums: Sequence[torch.Tensor], slices: Sequence[slice]
+) -> list[list[torch.Tensor]]:
+    """Return the slice of this rank of all subtree sums of each rank, received in one all-to-all."""
+    width = subtree_sums[0].element_size()
+    own = slices[world.rank].stop - slices[world.rank].start
+    sent = subtree_sums[0]
+    if len(subtree_sums) > 1 or slices[0] == slices[-1]:
+        sent = torch.cat([vector[part] for part in slices for vector in subtree_sums])
+    received = sent.new_empty(sum(map(len, covers)) * own)
+    # As bytes: backends do not send tensors of every dtype.
+    counts = [len(cover) * own * width for cover in covers]
+    sizes = [len(subtree_sums) * (part.stop - part.start) * width for part in slices]
+    world.process_group.alltoall_base(_bytes(received), _bytes(sent), counts, sizes).wait()
+    rows = iter(received.view(-1, own))
+    return [[next(rows) for _ in cover] for cover in covers]
+
+
+def _all_slices(world: World, own: torch.Tensor, slices: Sequence[slice], length: int) -> torch.Tensor:
+    """Return the slices of all ranks as one vector."""
+    step = slices[0].stop
+    total = own.new_empty(step * world.size)
+    row = total[step * world.rank : step * (world.rank + 1)]
+    row[: own.numel()].copy_(own)
+    if _has_collectives(world):
+        world.process_group._allgather_base(_bytes(total), _bytes(row)).wait()
+    else:
+        communicate(
+            world,
+            [(total[slices[world.rank]], peer) for peer in _peers(world)],
+            [(total[slices[peer]], peer) for peer in _peers(world)],
+        )
+    return total[:length]
+
+
+def _has_collectives(world: World) -> bool:
+    """Whether the backend sends memory of this device, and no sockets do."""
+    return not world.stages_messages and world.sockets is None
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+def _peers(world: World) -> list[int]:
+    return [(world.rank + offset) % world.size for offset in range(1, world.size)]
 
 
 def communicate(world: World, sent: Messages, received: Messages) -> None:

@@ -48,7 +48,7 @@ class Slicing:
         self.count = count
         self._world = world
         self.owned = owned_microbatches(count, world.size, world.rank)
-        self._tree = MicrobatchTree(count, count)
+        self._tree = MicrobatchTree(count)
 
     @property
     def rank(self) -> int:
@@ -93,7 +93,7 @@ class Slicing:
             return subtree_sums[0]
         # Cloned: the collective adds in place, and a value of one slice belongs to the caller.
         flat = [total.flatten().clone() if total is parts[0] else total.view(-1) for total in subtree_sums]
-        return tree_all_reduce(self._world, self._tree, flat, flat[0]).view(parts[0].shape)
+        return tree_all_reduce(self._world, self._tree, flat).view(parts[0].shape)
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from samestep.distributed.world import World
 from samestep.errors import InputError
@@ -28,10 +27,7 @@ class Ranks:
         self.size = world.size
         self.shares = world.shares
         self.world = world
-        group = world.group or dist.group.WORLD
-        assert group is not None
-        # Methods of the group: functions of torch.distributed need its default group, which the script may not see.
-        self._group = group
+        self._group = world.process_group
         self._sockets = world.sockets
 
     def words(self, word: Sequence[int]) -> list[list[int]]:

@@ -2,14 +2,14 @@
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.microbatches import Shares, microbatch_bounds, owned_microbatches, rank_count
+from samestep.microbatches import Shares, owned_microbatches, rank_count
 from samestep.reduce.tree import MicrobatchTree, Node
 
 Sum = Any  # a microbatch's number, or a pair of sums
@@ -22,8 +22,7 @@ def add(left: Sum, right: Sum) -> Sum:
 
 @st.composite
 def trees(draw: st.DrawFn) -> MicrobatchTree:
-    microbatches = draw(st.integers(1, 40))
-    return MicrobatchTree(microbatches, draw(st.integers(1, 3 * microbatches)))
+    return MicrobatchTree(draw(st.integers(1, 40)))
 
 
 @st.composite
@@ -35,51 +34,32 @@ def worlds(draw: st.DrawFn) -> tuple[MicrobatchTree, Shares]:
     return tree, draw(st.one_of(st.just(size), unequal))
 
 
-def present(tree: MicrobatchTree) -> list[int]:
-    bounds = microbatch_bounds(tree.samples, tree.microbatches)
-    return [microbatch for microbatch, (start, stop) in enumerate(bounds) if start < stop]
-
-
-def leaves(tree: MicrobatchTree, microbatches: Any) -> dict[Node, Sum]:
-    filled = set(present(tree))
-    return {(microbatch, microbatch + 1): microbatch for microbatch in microbatches if microbatch in filled}
+def leaves(microbatches: Iterable[int]) -> dict[Node, Sum]:
+    return {(microbatch, microbatch + 1): microbatch for microbatch in microbatches}
 
 
 def reference(tree: MicrobatchTree) -> Sum:
-    return tree.sum(leaves(tree, range(tree.microbatches)), add)
+    return tree.sum(leaves(range(tree.microbatches)), add)
 
 
 def test_the_tree_over_eight_microbatches() -> None:
-    assert reference(MicrobatchTree(8, 8)) == add(add(add(0, 1), add(2, 3)), add(add(4, 5), add(6, 7)))
+    assert reference(MicrobatchTree(8)) == add(add(add(0, 1), add(2, 3)), add(add(4, 5), add(6, 7)))
 
 
 def test_the_tree_over_five_microbatches() -> None:
-    assert reference(MicrobatchTree(5, 5)) == add(add(0, 1), add(2, add(3, 4)))
-
-
-def test_microbatches_without_samples_are_omitted() -> None:
-    assert present(MicrobatchTree(8, 3)) == [2, 5, 7]
-    assert reference(MicrobatchTree(8, 3)) == add(2, add(5, 7))
-
-
-@given(trees())
-def test_a_node_has_samples_if_a_microbatch_below_has(tree: MicrobatchTree) -> None:
-    filled = present(tree)
-    for lo in range(tree.microbatches):
-        for hi in range(lo + 1, tree.microbatches + 1):
-            assert tree.has_samples((lo, hi)) == any(lo <= microbatch < hi for microbatch in filled)
+    assert reference(MicrobatchTree(5)) == add(add(0, 1), add(2, add(3, 4)))
 
 
 @given(worlds())
-def test_covers_partition_the_microbatches_with_samples(world: tuple[MicrobatchTree, Shares]) -> None:
+def test_covers_partition_the_microbatches(world: tuple[MicrobatchTree, Shares]) -> None:
     tree, shares = world
     covered = []
     for rank in range(rank_count(shares)):
         owned = owned_microbatches(tree.microbatches, shares, rank)
         for lo, hi in tree.cover(rank, shares):
             assert owned.start <= lo < hi <= owned.stop
-            covered += [microbatch for microbatch in range(lo, hi) if microbatch in present(tree)]
-    assert covered == present(tree)
+            covered += range(lo, hi)
+    assert covered == list(range(tree.microbatches))
 
 
 @given(worlds())
@@ -87,7 +67,7 @@ def test_the_sum_does_not_depend_on_the_ranks(world: tuple[MicrobatchTree, Share
     tree, shares = world
     sums: dict[Node, Sum] = {}
     for rank in range(rank_count(shares)):
-        owned = leaves(tree, owned_microbatches(tree.microbatches, shares, rank))
+        owned = leaves(owned_microbatches(tree.microbatches, shares, rank))
         for node in tree.cover(rank, shares):
             merged = tree.merge(node, owned, add)
             assert list(merged) == [node]
@@ -120,55 +100,17 @@ def add_early(
 ) -> dict[Node, Sum]:
     """Return the sums of a rank that adds each microbatch to available sums at once."""
     sums: dict[Node, Sum] = {}
-    for leaf, value in leaves(tree, owned_microbatches(tree.microbatches, shares, rank)).items():
+    for leaf, value in leaves(owned_microbatches(tree.microbatches, shares, rank)).items():
         sums[leaf] = value
         sums = {node: total for top in tree.cover(rank, shares) for node, total in tree.merge(top, sums, add).items()}
         inspect(sums)
     return sums
 
 
-@given(worlds())
-def test_pairs_of_ranks_compute_the_same_sum(world: tuple[MicrobatchTree, Shares]) -> None:
-    tree, shares = world
-    if not tree.pairs_up(shares):
-        return
-    sums = []
-    for rank in range(rank_count(shares)):
-        (node,) = tree.cover(rank, shares)
-        sums.append(tree.merge(node, leaves(tree, owned_microbatches(tree.microbatches, shares, rank)), add)[node])
-    distance = 1
-    while distance < len(sums):
-        sums = [add(sums[rank], sums[rank ^ distance]) for rank in range(len(sums))]
-        distance *= 2
-    assert set(map(repr, sums)) == {repr(reference(tree))}
-
-
-@pytest.mark.parametrize(
-    ("tree", "shares", "pairs"),
-    [
-        (MicrobatchTree(8, 64), 1, True),
-        (MicrobatchTree(8, 64), 2, True),
-        (MicrobatchTree(8, 64), 4, True),
-        (MicrobatchTree(8, 64), 8, True),
-        (MicrobatchTree(8, 64), 3, False),
-        (MicrobatchTree(8, 64), 6, False),
-        (MicrobatchTree(8, 1), 2, False),
-        (MicrobatchTree(7, 64), 2, True),
-        (MicrobatchTree(6, 64), 4, True),
-        (MicrobatchTree(8, 3), 2, True),
-        (MicrobatchTree(8, 3), 4, False),
-        (MicrobatchTree(8, 64), (3, 3), True),
-        (MicrobatchTree(8, 64), (5, 3), False),
-    ],
-)
-def test_ranks_pair_up_if_each_owns_one_subtree(tree: MicrobatchTree, shares: Shares, pairs: bool) -> None:
-    assert tree.pairs_up(shares) == pairs
-
-
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 8, 13])
 def test_the_left_operand_is_the_left_half(microbatches: int) -> None:
     """The in-place addition into the right-hand operand relies on this order."""
-    tree = MicrobatchTree(microbatches, microbatches)
+    tree = MicrobatchTree(microbatches)
     text = {(microbatch, microbatch + 1): str(microbatch) for microbatch in range(microbatches)}
     total = tree.sum(text, lambda left, right: f"{left},{right}")
     assert total == ",".join(str(microbatch) for microbatch in range(microbatches))
@@ -178,7 +120,7 @@ def test_merge_keeps_no_reference_to_its_values() -> None:
     class Value:
         """An object that a weak reference can follow."""
 
-    tree = MicrobatchTree(8, 8)
+    tree = MicrobatchTree(8)
     value = Value()
     followed = weakref.ref(value)
     gc.disable()
