@@ -28,6 +28,7 @@ CODES = {
     "E_RANK_DESYNC": "Ranks issue different collectives, or one rank issues none.",
     "E_PEER_LOST": "A collective failed because another rank ended.",
     "E_RANK_FAILED": "The code of a rank raised an exception.",
+    "E_NO_DETERMINISTIC_KERNEL": "An operator has no deterministic kernel, which `exact` requests from torch.",
     "E_RANK_KILLED": "A signal ended a rank.",
     "E_RANK_EXITED": "A rank ended its process before the function returned or the script ended.",
     "E_HANG": "No rank made progress within `--hang-after`.",

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from samestep.distributed.backend_errors import is_lost_connection
 from samestep.distributed.interception import call_site
 from samestep.distributed.status import RankStatus, odd_ranks, ranks_text
 from samestep.errors import PeerLostError, RankDesyncError, RankMismatchError
@@ -35,7 +35,6 @@ _READERS_SECONDS = 0.5
 _WAIT_SECONDS = 1.0  # then an operation is stored, and the difference of pending operations is read
 _POLL_SECONDS = 0.25
 BATCH, DATASET = "global batch", "dataset"  # facts with an error code of their own
-_LOST = re.compile("gloo/|connection|pair closure|timed out|timeout|broken pipe", re.IGNORECASE)
 # Of a rank's text in an error; limits of its parts.
 _TEXT_BYTES, _LINE_BYTES, _FACTS_BYTES = 4000, 500, 3000
 
@@ -258,11 +257,6 @@ class CollectiveCheck:
             fix=f"look near these lines for code that only {subject} runs or skips, such as `if world.is_main:`; every "
             "rank must call each operation",
         )
-
-
-def is_lost_connection(error: RuntimeError) -> bool:
-    """Return whether an error of a backend is the loss of another rank; gloo's errors have no type of their own."""
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and bool(_LOST.search(str(error))))
 
 
 def _hash_of(name: str, facts: Mapping[str, str]) -> int:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from samestep.distributed.env import prepare_shared_nccl
 from samestep.distributed.logging import logger
@@ -334,6 +334,33 @@ def _memory(device: torch.device) -> tuple[int, int]:
         return used, module.get_device_properties(device).total_memory
     free, total = module.mem_get_info(device)
     return total - free, total
+
+
+class GpuMemory(NamedTuple):
+    """Memory of a GPU in bytes.
+
+    Attributes:
+        allocated: tensors of this process.
+        reserved: memory that torch holds for tensors of this process, allocated or not.
+        free: memory that no process uses.
+        total: memory of the device.
+    """
+
+    allocated: int
+    reserved: int
+    free: int
+    total: int
+
+
+def gpu_memory() -> GpuMemory | None:
+    """Return the memory of the present GPU; None before this process has used one, or if it does not answer."""
+    module = accelerator_module()
+    if not module.is_initialized():
+        return None
+    try:
+        return GpuMemory(module.memory_allocated(), module.memory_reserved(), *module.mem_get_info())
+    except _UNAVAILABLE:
+        return None
 
 
 def _value_or_none(read: Callable[[torch.device], Any], device: torch.device) -> Any:

@@ -196,6 +196,10 @@ def prepare_torch_environment(*, loopback: bool, deterministic: bool = True) -> 
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # Device numbers as in nvidia-smi.
     os.environ.setdefault(_ORDER, "PCI_BUS_ID")
+    # Otherwise a thread of torch ends the process after an error of CUDA, before the main thread reports the error.
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
+    # After an error of NCCL, the thread waits up to a minute for a file about the last collectives.
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250")
     if loopback:
         os.environ.setdefault(_GLOO_INTERFACE, "lo0" if sys.platform == "darwin" else "lo")
 

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from samestep.config import StrategyConfig, resolve_mesh
 from samestep.config.strategy import AXES, MeshShape
-from samestep.distributed.collective_check import CollectiveCheck, is_lost_connection
+from samestep.distributed.backend_errors import is_lost_connection
+from samestep.distributed.collective_check import CollectiveCheck
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.local_sockets import LocalSockets, connect_locally
 from samestep.distributed.signals import StopRequest

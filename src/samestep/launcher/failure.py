@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from samestep.distributed.backend_errors import is_backend_error, is_lost_connection, reason_of
 from samestep.errors import EXIT_FAILED, EXIT_STOPPED, PeerLostError, SamestepError
+from samestep.launcher.fixes import fix_lines, operator_without_kernel
 from samestep.report_limits import bounded, class_name, indented, message_of, printable
 
 _SIGNAL_FIXES = {
@@ -20,19 +22,6 @@ _SIGNAL_FIXES = {
     "SIGABRT": "C code of a library aborted: read its message above, or in the rank's log",
     "SIGBUS": "shared memory or a mapped file ran out of space: check /dev/shm and the disk",
 }
-_OUT_OF_MEMORY = re.compile("out of memory|allocate memory|not enough memory", re.IGNORECASE)
-MEMORY_FIX = "use less memory per rank: more microbatches on more processes, a smaller model, or fewer loader workers"
-_RESOURCE_FIXES = (
-    (
-        re.compile("out of shared memory|unable to (allocate|mmap|open) shared memory", re.IGNORECASE),
-        "docker run --shm-size=8g or --ipc=host; or --workers 0, which needs no shared memory",
-    ),
-    (
-        re.compile("Resource temporarily unavailable|can't start new thread"),
-        "raise the limits of processes and address space (ulimit -u, ulimit -v, docker run --pids-limit)",
-    ),
-    (re.compile("Too many open files|received 0 items of ancdata"), "ulimit -n 65536, or LimitNOFILE= of the service"),
-)
 _CODE = re.compile(r" \[E_\w+\]$")
 # Code through which a call of the script passes on its way to the script's own code.
 _PASSED = tuple(
@@ -78,16 +67,18 @@ class Failure:
             is_lost = isinstance(error, PeerLostError)
             text = f"error: {error.full_text}\n{_trace(error)}" if is_lost else f"error: {error.full_text}"
             return cls(rank, when, text, error.exit_code, is_lost, kind=kind, activity=activity, code=error.code)
-        message = message_of(error)
-        first_line = next(iter(message.strip().splitlines()), "")
-        title = f"{kind}: {first_line}" if first_line else kind
-        text = f"error: rank {rank} failed{_spaced(activity)}: {title} [E_RANK_FAILED]\n{_trace(error)}"
-        if is_out_of_memory(error):
-            text += f"\n  fix:      {MEMORY_FIX}"
-        for pattern, fix in _RESOURCE_FIXES:
-            if pattern.search(message):
-                text += f"\n  fix:      {fix}"
-        return cls(rank, when, text, EXIT_FAILED, kind=kind, activity=activity)
+        code = "E_RANK_FAILED"
+        operator = operator_without_kernel(error)
+        if operator is not None:
+            code = "E_NO_DETERMINISTIC_KERNEL"
+            title = f"{operator} has no deterministic kernel"
+        else:
+            reason = reason_of(message_of(error))
+            title = f"{kind}: {reason}" if reason else kind
+        text = f"error: rank {rank} failed{_spaced(activity)}: {title} [{code}]\n{_trace(error)}"
+        text += "".join(f"\n  {line}" for line in fix_lines(error))
+        is_lost = is_backend_error(error) and is_lost_connection(error)
+        return cls(rank, when, text, EXIT_FAILED, is_lost, kind=kind, activity=activity, code=code)
 
     @classmethod
     def of_exit(
@@ -237,11 +228,6 @@ class StoppedError(SamestepError):
 
     exit_code = EXIT_STOPPED
     default_code = "E_STOPPED"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception reports a lack of memory, of the machine or of a GPU."""
-    return isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(message_of(error)) is not None
 
 
 def _trace(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from samestep.config.key_suggestions import suggest
 from samestep.errors import DataError, RecipeError
-from samestep.launcher.failure import is_out_of_memory
+from samestep.launcher.fixes import is_out_of_memory
 from samestep.report_limits import class_name, message_of
 from samestep.torchvision_import import make_torchvision_importable
 

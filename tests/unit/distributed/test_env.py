@@ -17,7 +17,10 @@ from samestep.distributed.launcher_detection import LAUNCH_VARIABLES
 from samestep.errors import EXIT_INPUT, InputError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
-TORCH = ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_NVML_BASED_CUDA_CHECK", "GLOO_SOCKET_IFNAME", "CUDA_DEVICE_ORDER")
+TORCH = (
+    *("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_NVML_BASED_CUDA_CHECK", "GLOO_SOCKET_IFNAME", "CUDA_DEVICE_ORDER"),
+    *("TORCH_NCCL_RETHROW_CUDA_ERRORS", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"),
+)
 NCCL = (
     *("NCCL_HOSTID", "NCCL_NET", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_MNNVL_ENABLE", "NCCL_NVLS_ENABLE"),
     *("NCCL_RAS_ENABLE", "NCCL_MAX_CTAS", "NCCL_PROTO"),
@@ -100,6 +103,8 @@ def test_variables_of_torch_are_set() -> None:
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
+    assert os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "250"
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     prepare_torch_environment(loopback=True)
     assert os.environ["GLOO_SOCKET_IFNAME"].startswith("lo")

@@ -17,22 +17,58 @@ from hypothesis import strategies as st
 import samestep
 from samestep.distributed.world import World
 from samestep.errors import EXIT_INPUT, InputError, PeerLostError
-from samestep.launcher.failure import MEMORY_FIX, Failure, RankError
+from samestep.launcher.failure import Failure, RankError
+from samestep.launcher.fixes import MEMORY_FIX
 from samestep.launcher.launch import launch
 from workers import gather as ranks_gather
 from workers.gather import COUNTS, VALUES
 
+NCCL = "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
+SYSTEM = (
+    f"{NCCL}unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9\nncclSystemError: "
+    "System call (e.g. socket, malloc) or external library call failed or device error. \nLast error:\n"
+)
+USAGE = (
+    f"{NCCL}invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9\nncclInvalidUsage: This usually "
+    "reflects invalid usage of NCCL library.\nLast error:\n"
+)
+CUDA = (
+    f"{NCCL}unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9\nncclUnhandledCudaError: "
+    "Call to CUDA function failed.\nLast error:\n"
+)
 LOST = [
     dist.DistNetworkError("The client socket has timed out after 5000ms"),
     dist.DistBackendError("NCCL communicator was aborted on rank 0"),
+    dist.DistBackendError(
+        f"{NCCL}remote process exited or there was a network error, NCCL version 2.28.9\nncclRemoteError: A call "
+        "failed possibly due to a network error or a remote process exiting prematurely."
+    ),
+    dist.DistBackendError(f"{SYSTEM}socketProgress: Connection closed by remote peer node-1<50000>"),
+    dist.DistBackendError(f"{SYSTEM}Call to recv from 10.0.0.2<50000> failed : Connection reset by peer"),
+    dist.DistBackendError(
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"
+    ),
     RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"),
     RuntimeError("Application timeout caused pair closure"),
 ]
+SEGMENT = (
+    "Error while creating shared memory segment /dev/shm/nccl-Ab3dEf (size 96), error: No space left on device (28)"
+)
+DUPLICATE = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
+# Errors that are no loss of a rank, with the title and a part of the fix, or None.
 OTHER = [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 25.00 MiB"),
-    torch.AcceleratorError("CUDA error: device-side assert triggered"),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:120] DefaultCPUAllocator: can't allocate memory"),
-    RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 25.00 MiB"), "CUDA out of memory", "bf16"),
+    (torch.AcceleratorError("CUDA error: device-side assert triggered"), "CUDA error: device-side", None),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "[enforce fail]", MEMORY_FIX),
+    (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), "The size of tensor a", None),
+    (dist.DistBackendError(SYSTEM + SEGMENT), SEGMENT, "--shm-size=8g"),
+    (dist.DistBackendError(USAGE + DUPLICATE), DUPLICATE, "--share-gpu"),
+    (dist.DistBackendError(USAGE + "Broadcast : root 9 out of range"), "Broadcast : root 9 out of range", None),
+    (dist.DistBackendError(f"{SYSTEM}Bootstrap : no socket interface found"), "Bootstrap", "NCCL_SOCKET_IFNAME"),
+    (dist.DistBackendError(f"{SYSTEM}Call to ibv_create_qp failed"), "Call to ibv_create_qp", "NCCL_IB_DISABLE"),
+    (dist.DistBackendError(SYSTEM.replace("\nLast error:\n", "")), NCCL, "NCCL_DEBUG=INFO"),
+    (dist.DistBackendError(f"{CUDA}Cuda failure 'no kernel image'"), "Cuda failure 'no kernel image'", "CUDA error"),
+    (dist.DistBackendError(f"{CUDA}Cuda failure 2 'out of memory'"), "Cuda failure 2 'out of memory'", "bf16"),
 ]
 
 
@@ -48,15 +84,24 @@ def test_lost_connection_is_named(error: Exception) -> None:
     assert lost.value.__cause__ is error
 
 
-@pytest.mark.parametrize("error", OTHER, ids=str)
-def test_other_errors_keep_their_names(error: Exception) -> None:
+@pytest.mark.parametrize(("error", "title", "fix"), OTHER, ids=lambda value: str(value)[-30:])
+def test_other_errors_are_causes_with_their_own_text_and_a_fix(error: Exception, title: str, fix: str | None) -> None:
     world = World(0, 1, torch.device("cpu"))
     with pytest.raises(type(error)) as raised:
         world.run_collective(lambda: failing(error), "a test")
     assert raised.value is error
     failure = Failure.of_exception(0, raised.value)
     assert not failure.is_consequence
-    assert (MEMORY_FIX in failure.text) == ("memory" in str(error))
+    assert failure.title.startswith(f"rank 0 failed: {type(error).__name__}: {title}")
+    assert str(error).splitlines()[0] in failure.text
+    fixes = [line for line in failure.text.splitlines() if line.startswith("  fix: ")]
+    assert len(fixes) == (fix is not None)
+    assert fix is None or fix in fixes[0]
+
+
+@pytest.mark.parametrize("error", LOST[1:6], ids=lambda value: str(value)[-30:])
+def test_loss_of_a_rank_is_a_consequence_in_collectives_of_torch_too(error: Exception) -> None:
+    assert Failure.of_exception(0, error).is_consequence
 
 
 RANKS = 3

@@ -4,12 +4,18 @@ import signal
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import samestep
 from samestep import global_view
+from samestep.distributed.devices import GpuMemory
 from samestep.errors import InputError, NonFiniteError, PeerLostError
-from samestep.launcher.failure import MEMORY_FIX, Failure, first_cause
+from samestep.launcher import fixes
+from samestep.launcher.failure import Failure, RankError, first_cause
+from samestep.launcher.fixes import FRAGMENTS_FIX, GPU_MEMORY_FIXES, MEMORY_FIX
+from samestep.session import start
 
 
 def failure(when: float, **changes: Any) -> Failure:
@@ -183,6 +189,67 @@ def test_syntax_error_without_other_frames_has_no_frames_of_the_launcher() -> No
 )
 def test_out_of_memory_is_recognized(error: BaseException, is_out_of_memory: bool) -> None:
     assert (MEMORY_FIX in Failure.of_exception(0, raised(error)).text) is is_out_of_memory
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("memory", "numbers", "has_fragments"),
+    [
+        (
+            (70 * GIB, 78 * GIB, GIB // 2, 80 * GIB),
+            "70 GiB allocated, 78 GiB reserved by torch; 512 MiB of 80 GiB",
+            True,
+        ),
+        (
+            (78 * GIB, 78 * GIB + 10**9, GIB, 80 * GIB),
+            "78 GiB allocated, 78.9 GiB reserved by torch; 1 GiB of 80",
+            False,
+        ),
+        (None, "", False),  # a GPU that does not answer
+    ],
+)
+def test_lack_of_gpu_memory_has_numbers_and_an_ordered_list_of_fixes(
+    memory: tuple[int, int, int, int] | None, numbers: str, has_fragments: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fixes, "gpu_memory", lambda: memory and GpuMemory(*memory))
+    text = Failure.of_exception(0, raised(torch.OutOfMemoryError("CUDA out of memory."))).text
+    _, _, report = text.partition("CUDA out of memory.\n")  # after the trace
+    assert numbers in report
+    expected = [*GPU_MEMORY_FIXES, *([FRAGMENTS_FIX] if has_fragments else [])]
+    assert [line[12:] for line in report.splitlines() if ". " in line[:15]] == [
+        f"{number}. {fix}" for number, fix in enumerate(expected, start=1)
+    ]
+    assert MEMORY_FIX not in text
+
+
+def without_kernel() -> None:
+    """An operator without a deterministic kernel on CPUs, on one of two ranks."""
+    torch.manual_seed(0)
+    with start(device="cpu", reduction="exact") as world:
+        values = torch.zeros(4)
+        if not world.is_main:
+            values.put_(torch.tensor([1]), torch.ones(1))
+        world.barrier()
+
+
+def test_operator_without_a_deterministic_kernel_is_named_with_a_replacement() -> None:
+    with pytest.raises(RankError) as failed:
+        samestep.launch(without_kernel, processes=2)
+    failure = failed.value.failure
+    assert (failure.rank, failure.code, failure.exit_code) == (1, "E_NO_DETERMINISTIC_KERNEL", 1)
+    assert failure.title.endswith("put_ has no deterministic kernel")
+    assert "in without_kernel" in failure.text
+    fix = failure.text.splitlines()[-1]
+    assert "step.reduction: fast" in fix
+    assert "index_put_" in fix
+
+
+def test_other_errors_that_name_determinism_keep_their_text() -> None:
+    error = ValueError("x does not have a deterministic implementation")
+    result = Failure.of_exception(0, raised(error))
+    assert (result.code, result.title) == ("E_RANK_FAILED", f"rank 0 failed: ValueError: {error}")
 
 
 def test_a_chain_that_is_longer_than_the_stack_is_complete() -> None:
