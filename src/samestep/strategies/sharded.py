@@ -206,7 +206,7 @@ class _Gathers:
     def add(self, unit: _Unit) -> None:
         """Note a gather."""
         region = current_region()
-        sums = 0 if region is None else len(getattr(region.exchange, "sizes", ()))
+        sums = 0 if region is None else len(getattr(region.exchange, "sums", ()))
         self._done.append((unit, sums))
 
     def abandon_call(self) -> None:
@@ -214,16 +214,11 @@ class _Gathers:
         self._done = []
 
     def leave(self, exchange: CallExchange, device: torch.device) -> None:
-        """Take part in the remaining gathers, and in the sum among them that ends the call on all ranks."""
-        remaining = self._expected[len(self._done) :]
-        before = len(exchange.sizes)
-        for unit, sums in remaining:
-            if sums <= before:
-                unit.gather()
+        """Take part in the remaining gathers of the call, and in the sums between them."""
+        for unit, sums in self._expected[len(self._done) :]:
+            exchange.leave(device, sums)
+            unit.gather()
         exchange.leave(device)
-        for unit, sums in remaining:
-            if sums > before:
-                unit.gather()
 
 
 class _Unit:

@@ -1,4 +1,4 @@
-"""Sums over ranks inside of a divided call, at which a rank can also report that it has failed."""
+"""Sums over ranks inside of a divided call, which a rank can also leave."""
 
 from __future__ import annotations
 
@@ -16,27 +16,37 @@ class CallAbandoned(Exception):
     """A rank has left the divided call; all ranks compute it whole."""
 
 
+Sum = tuple[int, torch.dtype]  # number of elements and dtype
+
+
 class CallExchange:
     """Exchange of one divided call.
 
-    A rank with code that fails takes part in the next sum of the others with a mark, so that they leave the call too
-    and no rank waits. It must know the size of that sum: sizes are those of an earlier call of the kind. Without one, a
-    word precedes each sum.
+    A rank with code that fails takes part in the remaining sums of the others, with zeros, so that no rank waits. The
+    others compute on with sums that have no meaning, until the word at the end of the call; reading a mark in each sum
+    would wait for accelerators. A rank must know the remaining sums: they are those of an earlier call of the kind.
+    Without one, a word precedes each sum.
 
     Args:
         reduction: sums over all slices.
-        sizes: numbers of elements of the sums of an earlier call; None if there was none.
+        expected: sums of the forward of an earlier call; None if there was none.
         all_are_here: sends a word; returns whether all ranks are in the same sum.
+
+    Attributes:
+        sums: sums of the forward, until now.
+        is_known_to_all: all ranks know that the call is abandoned.
     """
 
-    def __init__(self, reduction: Reduction, sizes: tuple[int, ...] | None, all_are_here: Callable[[], bool]) -> None:
+    def __init__(
+        self, reduction: Reduction, expected: tuple[Sum, ...] | None, all_are_here: Callable[[], bool]
+    ) -> None:
+        self.sums: list[Sum] = []
+        self.is_known_to_all = False
         self._reduction = reduction
         self._count = len(reduction.own)
-        self._expected = sizes
+        self._expected = expected
         self._all_are_here = all_are_here
         self._is_forward = True
-        self.sizes: list[int] = []  # of the sums of the forward
-        self.is_known_to_all = False  # all ranks know that the call is abandoned
 
     def join(self, compute: Joined, value: Any) -> Any:
         """Return the result of `compute` for the only own slice."""
@@ -52,38 +62,41 @@ class CallExchange:
         Raises:
             CallAbandoned: a rank has failed, or the sum is not the one that the kind of the call has here.
         """
-        if not self._is_forward:
-            return self._reduction.sum(parts)
-        index = len(self.sizes)
         first = parts[0]
-        elements = first.numel()
+        if self._is_forward:
+            self._begin((first.numel(), first.dtype))
+        if first.dtype not in (torch.float16, torch.bfloat16):
+            return self._reduction.sum(parts)
+        return self._reduction.sum([part.float() for part in parts]).to(first.dtype)
+
+    def _begin(self, own: Sum) -> None:
         if self._expected is None:
             if not self._all_are_here():
                 self.is_known_to_all = True
                 raise CallAbandoned
-            self.sizes.append(elements)
-            return self._reduction.sum(parts)
-        if index >= len(self._expected) or elements != self._expected[index]:
+        elif len(self.sums) >= len(self._expected) or own != self._expected[len(self.sums)]:
             raise CallAbandoned
-        self.sizes.append(elements)
-        # float64: a rank that fails does not know the dtype, and the sums are small.
-        messages = []
-        for part in parts:
-            message = torch.zeros(elements + 1, dtype=torch.float64, device=part.device)
-            message[:-1] = part.detach().reshape(-1)
-            messages.append(message)
-        summed = self._reduction.sum(messages)
-        if summed[-1] != 0:
-            self.sizes = list(self._expected)
-            raise CallAbandoned
-        return summed[:-1].reshape(first.shape).to(first.dtype)
+        self.sums.append(own)
 
-    def leave(self, device: torch.device) -> None:
-        """Report to the other ranks that this one has left the call, if they can be in a sum."""
-        if self._expected is not None and len(self.sizes) < len(self._expected):
-            message = torch.zeros(self._expected[len(self.sizes)] + 1, dtype=torch.float64, device=device)
-            message[-1] = 1
-            self._reduction.sum([message] * self._count)
+    def require_all_sums(self) -> None:
+        """Require that the forward has had all sums of its kind, in which other ranks may be.
+
+        Raises:
+            CallAbandoned: it has ended before.
+        """
+        if self._expected is not None and len(self.sums) < len(self._expected):
+            raise CallAbandoned
+
+    def leave(self, device: torch.device, stop: int | None = None) -> None:
+        """Take part in the remaining sums of the forward with zeros, as this rank has left the call.
+
+        Args:
+            device: device of the sums.
+            stop: number of the first sum in which not to take part yet; None to take part in all.
+        """
+        expected = self._expected or ()
+        for elements, dtype in expected[len(self.sums) : stop]:
+            self.sum([torch.zeros(elements, dtype=dtype, device=device)] * self._count)
 
     def end_forward(self) -> None:
         """End the forward, which is complete on all ranks; later sums belong to the backward."""

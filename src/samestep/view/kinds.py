@@ -17,6 +17,7 @@ from torch.utils._pytree import TreeSpec
 
 from samestep.view.backward_code import BackwardCode
 from samestep.view.division import Division
+from samestep.view.exchange import Sum
 from samestep.view.operations import Operation
 from samestep.view.snapshot import Written
 from samestep.view.switches import HOOKS, PLAIN, SWITCHES, Outside, code_of, has_settings, switch, switches_of
@@ -45,7 +46,7 @@ class Kind:
         uses_checkpointing: whether parts are computed again in the backward.
         is_compiled: whether torch.compile replaces the forward of parts.
         written: places that watched calls have changed, to be restored before a call is computed again.
-        exchanges: numbers of elements of the sums inside of a divided call; None before the first one.
+        exchanges: sums inside of a divided call; None before the first one.
         gradient_bytes: size of the gradients of the parameters.
         output_bytes_per_row: size of the outputs, per row of the batch.
         backward_code: code of the script that its backward runs; None after the trial.
@@ -63,7 +64,7 @@ class Kind:
     uses_checkpointing: bool = False
     is_compiled: bool = False
     written: Written = frozenset()
-    exchanges: tuple[int, ...] | None = None
+    exchanges: tuple[Sum, ...] | None = None
     gradient_bytes: int = 0
     output_bytes_per_row: float = 0.0
     backward_code: BackwardCode | None = None

@@ -394,9 +394,7 @@ class ParallelModule:
         view.in_step.facts_of_call(call.module, call.leaves)
         seed = view.draw_seed(division.draw_factors, is_exact=self.is_exact)  # slices begin after it
         snapshot = Snapshot(call.parts, kind.written, view.device)
-        exchanges = kind.exchanges
-        if self.is_exact and not division.sums:
-            exchanges = ()
+        exchanges = () if self.is_exact and not division.sums else kind.exchanges
         all_here = partial(self.strategy.all_in_sum, view.all_ranks_in_sum)
         exchange = CallExchange(self.strategy.reduction, exchanges, all_here)
         regions = self._regions(division, call, exchange, seed)
@@ -420,7 +418,9 @@ class ParallelModule:
             else:
                 with _eager(kind):
                     results = divided.compute(call.eager, parameters)
+            exchange.require_all_sums()
         except Exception:  # boundary: computed whole below, where the script's own exception comes on all ranks
+            results = None
             if parameters is None:
                 exchange.leave(view.device)
             else:
@@ -428,7 +428,7 @@ class ParallelModule:
         difference = difference_between_ranks(view, kind, divided, results)
         if difference is None and results is not None:
             exchange.end_forward()
-            kind.exchanges = tuple(exchange.sizes)
+            kind.exchanges = tuple(exchange.sums)
             kind.known[tuple(results[0].operations.functions)] = division
             buffers = sorted(place for place in kind.written if isinstance(place, tuple))
             self.strategy.share_buffers([(call.parts[index], name) for index, name in buffers])
@@ -437,7 +437,7 @@ class ParallelModule:
                 between = f"into {self._microbatches} microbatches" if self.is_exact else ""
                 view.report(self.summary, f"calls divided {between or f'between {view.ranks.size} processes'}")
             return divided.whole_outputs(
-                results, parameters, partial(self._before_backward, has_sums=bool(exchange.sizes))
+                results, parameters, partial(self._before_backward, has_sums=bool(exchange.sums))
             )
         divided.undo()
         if parameters is not None:
