@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.system import Done, samestep
+from helpers.system import Done, events, samestep
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,3 +67,17 @@ def test_label_out_of_range_is_reported_by_its_rank(
         assert "error: rank 1 failed" in done.err
         assert "device-side assert" in done.err
         assert "E_RANK_FAILED" in done.err
+
+
+def test_recipe_logs_memory_of_each_epoch_and_hints_once(tmp_path: Path) -> None:
+    run = tmp_path / "runs/first"
+    commands = (("train", "digits", "--name", "first", "--set", "epochs=1"), ("resume", run, "--set", "epochs=2"))
+    for command in commands:
+        done = samestep(*command, "--processes", 1, cwd=tmp_path)
+        assert done.code == 0, done.err
+    memory = events(run, "memory")
+    assert len(memory) == 2
+    assert all(0 < event["peak_bytes"] < event["total_bytes"] for event in memory)
+    notes = [event["text"] for event in events(run, "note")]
+    assert sum("step.precision: bf16" in text for text in notes) == 1
+    assert sum("step.channels_last" in text for text in notes) == 1

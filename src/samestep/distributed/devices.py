@@ -341,12 +341,14 @@ class GpuMemory(NamedTuple):
 
     Attributes:
         allocated: tensors of this process.
+        peak: most memory that they had since the start of the process.
         reserved: memory that torch holds for tensors of this process, allocated or not.
         free: memory that no process uses.
         total: memory of the device.
     """
 
     allocated: int
+    peak: int
     reserved: int
     free: int
     total: int
@@ -358,9 +360,11 @@ def gpu_memory() -> GpuMemory | None:
     if not module.is_initialized():
         return None
     try:
-        return GpuMemory(module.memory_allocated(), module.memory_reserved(), *module.mem_get_info())
+        allocated = module.memory_allocated()
+        free, total = module.mem_get_info()
     except _UNAVAILABLE:
         return None
+    return GpuMemory(allocated, module.max_memory_allocated(), module.memory_reserved(), free, total)
 
 
 def _value_or_none(read: Callable[[torch.device], Any], device: torch.device) -> Any:

@@ -87,7 +87,7 @@ def _gpu_memory_lines() -> Iterator[str]:
     memory = gpu_memory()
     fixes = list(GPU_MEMORY_FIXES)
     if memory is not None:
-        allocated, reserved, free, total = map(format_bytes, memory)
+        allocated, _, reserved, free, total = map(format_bytes, memory)
         yield f"memory:   {allocated} allocated, {reserved} reserved by torch; {free} of {total} free"
         if memory.reserved - memory.allocated > _FRAGMENTS_BYTES:
             fixes.append(FRAGMENTS_FIX)

@@ -49,7 +49,7 @@ class ProgressLogger(Logger):
             self.log_progress(f"epoch {event['epoch'] + 1}", event["step_in_epoch"], event["steps_in_epoch"], text)
         elif kind == "evaluation":
             self._print(evaluation_line(event))
-        elif kind in ("cache", "note", "resume", "skipped", "stop"):
+        elif kind in ("cache", "memory", "note", "resume", "skipped", "stop"):
             self._print(event["text"])
 
     def log_progress(self, label: str, done: int, total: int, text: str = "") -> None:

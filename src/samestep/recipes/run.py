@@ -36,6 +36,7 @@ from samestep.metrics.metrics import BestRule, LossMetric, Metric
 from samestep.metrics.overlays import is_segmentation, write_overlays
 from samestep.recipes.builder import TASKS, Built, build, build_model, find, start_world
 from samestep.recipes.forward import autocast, call_model
+from samestep.recipes.gpu_notes import gpu_hints
 from samestep.recipes.non_finite import skipped_most
 from samestep.recipes.recipe_files import (
     DatasetInfo,
@@ -271,7 +272,7 @@ def _notes(built: Built, world: World, recipe: Recipe, options: RunOptions, *, i
     """Return notes on weights, layout and loader processes for the log."""
     shape = world.mesh_shape
     strategy = recipe.strategy
-    notes = list(built.notes) if is_new else []
+    notes = [*built.notes, *gpu_hints(built.driver.model, recipe.step, world.device)] if is_new else []
     warmup = recipe.schedule.warmup_epochs
     if is_new and warmup > recipe.epochs:
         notes.append(

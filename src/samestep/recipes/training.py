@@ -32,6 +32,7 @@ from samestep.loggers.rank_monitor import RankProgress
 from samestep.metrics.metrics import BestRule, LossMetric, Metric
 from samestep.microbatches import Cursor, require_position
 from samestep.recipes.driver import Driver, StepResult
+from samestep.recipes.gpu_notes import memory_event
 from samestep.recipes.learning_rate import apply_schedule
 from samestep.recipes.samples import RecipeBatch
 from samestep.units import plural
@@ -387,6 +388,8 @@ class Trainer:
         self._log_skipped("evaluation")
         self._log_cache()
         self._log_tokens()
+        if (memory := memory_event(self._world)) is not None:
+            self.logger.log_event("memory", step=self._progress.step, **memory)
         progress = self._progress
         is_best = self._best.is_best(values, progress.best)
         self.logger.log_event(

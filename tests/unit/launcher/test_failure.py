@@ -198,12 +198,12 @@ GIB = 2**30
     ("memory", "numbers", "has_fragments"),
     [
         (
-            (70 * GIB, 78 * GIB, GIB // 2, 80 * GIB),
+            (70 * GIB, 71 * GIB, 78 * GIB, GIB // 2, 80 * GIB),
             "70 GiB allocated, 78 GiB reserved by torch; 512 MiB of 80 GiB",
             True,
         ),
         (
-            (78 * GIB, 78 * GIB + 10**9, GIB, 80 * GIB),
+            (78 * GIB, 78 * GIB, 78 * GIB + 10**9, GIB, 80 * GIB),
             "78 GiB allocated, 78.9 GiB reserved by torch; 1 GiB of 80",
             False,
         ),
@@ -211,7 +211,7 @@ GIB = 2**30
     ],
 )
 def test_lack_of_gpu_memory_has_numbers_and_an_ordered_list_of_fixes(
-    memory: tuple[int, int, int, int] | None, numbers: str, has_fragments: bool, monkeypatch: pytest.MonkeyPatch
+    memory: tuple[int, int, int, int, int] | None, numbers: str, has_fragments: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fixes, "gpu_memory", lambda: memory and GpuMemory(*memory))
     text = Failure.of_exception(0, raised(torch.OutOfMemoryError("CUDA out of memory."))).text

@@ -1,0 +1,35 @@
+"""Notes of recipes on GPUs, from numbers in place of a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from samestep.config import RecipeStep
+from samestep.distributed.devices import GpuMemory
+from samestep.distributed.world import World
+from samestep.recipes import gpu_notes
+from samestep.recipes.gpu_notes import gpu_hints, memory_event
+
+CONVOLUTIONS = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
+
+
+def test_hints_are_for_gpus_and_for_options_that_are_not_set() -> None:
+    gpu = torch.device("cuda", 0)
+    step = RecipeStep()
+    assert gpu_hints(CONVOLUTIONS, step, torch.device("cpu")) == []
+    hints = gpu_hints(CONVOLUTIONS, step, gpu)
+    assert [option in hint for option, hint in zip(("bf16", "channels_last"), hints, strict=True)] == [True, True]
+    assert gpu_hints(nn.Linear(2, 2), step, gpu) == hints[:1]
+    assert gpu_hints(CONVOLUTIONS, replace(step, precision="fp16"), gpu) == hints[1:]
+    assert gpu_hints(CONVOLUTIONS, replace(step, precision="bf16", channels_last=True), gpu) == []
+
+
+def test_memory_of_an_epoch(alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory_event(alone) is None  # without GPUs
+    memory = GpuMemory(allocated=1, peak=6 * 2**30, reserved=8, free=1, total=80 * 2**30)
+    monkeypatch.setattr(gpu_notes, "gpu_memory", lambda: memory)
+    event = memory_event(alone)
+    text = "GPU memory: peak 6 GiB of 80 GiB"
+    assert event == {"peak_bytes": memory.peak, "total_bytes": memory.total, "text": text}
