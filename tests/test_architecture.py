@@ -24,6 +24,7 @@ from helpers.architecture import (
     stubs,
     swallowed_exceptions,
     unannotated,
+    unmarked_reads,
     unpickling,
 )
 
@@ -123,6 +124,7 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (device_calls, "view/core.py", "from torch import cuda\ncuda.Event()"),
     (device_calls, "view/core.py", "def f(device):\n    return device.type != 'cuda'"),
     (device_calls, "view/core.py", "def f(device):\n    return 'cuda' == device.type"),
+    (unmarked_reads, "view/core.py", "def f(x):\n    return x.detach().cpu().numpy()"),
     (unpickling, "data/cache.py", "import pickle"),
     (unpickling, "data/cache.py", "def f():\n    from pickle import loads"),
     (unpickling, "data/cache.py", "import torch\ntorch.load('x')"),
@@ -161,6 +163,8 @@ KEPT: list[tuple[Rule, str, str]] = [
     (environment_reads, "launcher/worker.py", "import os\nx = os.cpu_count()"),
     (device_calls, "distributed/devices.py", "import torch\ntorch.cuda.synchronize()"),
     (device_calls, "view/core.py", "import torch\nx = torch.version.cuda"),
+    (unmarked_reads, "distributed/device_reads.py", "def f(x):\n    return x.cpu()"),
+    (unmarked_reads, "tools/diff.py", "def f(x):\n    return x.cpu()"),
     (unpickling, "data/cache.py", "import torch\ntorch.load('x', weights_only=True)"),
     (unpickling, "data/cache.py", "import json\njson.load(open('x'))"),
     (unpickling, "launcher/pickling.py", "import cloudpickle"),

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from samestep.config import DeviceKind, Reduction, StrategyConfig, resolve_mesh
 from samestep.distributed.collective_check import CollectiveCheck
+from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import (
     ACCELERATOR,
     accelerator_module,
@@ -321,6 +322,7 @@ def _create_process_group(worker: WorkerSpec | None, options: SessionOptions, ra
     sharing = _sharing(options)
     device, own_gpus = _select_devices(options, worker, rendezvous, sharing)
     disk_operations.rank_status = rank_status
+    device_reads.rank_status = rank_status
     if size > 1 or not options.is_private:
         keep_freed_memory()  # before the threads of the process group exist
         use_short_temporary_folder()

@@ -36,6 +36,8 @@ FLOORS = [
 LEVELS = {room: level for level, rooms in enumerate(FLOORS, start=-1) for room in rooms}
 ENVIRONMENT_READER = f"{PACKAGE}.distributed.env"
 DEVICE_MODULE = f"{PACKAGE}.distributed.devices"
+READING_MODULE = f"{PACKAGE}.distributed.device_reads"
+WITHOUT_READS = ("launcher", "tools", "zoo")  # of results of collectives
 # Modules that may import pickle, with reasons: the first sends functions and results between processes of one launch,
 # as multiprocessing does; the second reads weights that Paddle saved, by an unpickler that admits arrays only.
 PICKLE_USERS = {f"{PACKAGE}.launcher.pickling", f"{PACKAGE}.zoo.paddle"}
@@ -224,6 +226,17 @@ def device_calls(module: Module) -> list[str]:
     return broken
 
 
+def unmarked_reads(module: Module) -> list[str]:
+    """Copies to the CPU that are not marked as waits, in packages that run beside collectives."""
+    if module.name == READING_MODULE or room_of(module.name) in WITHOUT_READS:
+        return []
+    return [
+        module.at(node, "calls cpu()")
+        for node in module.nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "cpu"
+    ]
+
+
 def unpickling(module: Module) -> list[str]:
     """Pickle imports, torch.load without weights_only=True, allow_pickle=True, object collectives."""
     if module.name in PICKLE_USERS:
@@ -326,6 +339,7 @@ TREE_RULES: list[Callable[[Modules], list[str]]] = [imports_going_up, import_cyc
 MODULE_RULES: list[Callable[[Module], list[str]]] = [
     environment_reads,
     device_calls,
+    unmarked_reads,
     unpickling,
     swallowed_exceptions,
     stubs,

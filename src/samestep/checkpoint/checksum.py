@@ -17,6 +17,7 @@ import torch
 
 from samestep.checkpoint.compatibility import Tensors, encode, encode_objects
 from samestep.checkpoint.state import Training
+from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import is_accelerator
 from samestep.microbatches import Cursor
 
@@ -178,7 +179,7 @@ def state_checksum(trained: Trained, cursor: Cursor) -> int | None:
         return None
     state = _state_of(trained, cursor)
     total = _sum_of_tensors(state.tensors, trained.world.device) + _sum_of_values(state.values)
-    return int(total) % MODULUS
+    return int(device_reads.values(total)) % MODULUS
 
 
 def checksum_event(trained: Trained, cursor: Cursor) -> dict[str, Any]:

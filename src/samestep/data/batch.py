@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import is_accelerator
 
 
@@ -59,7 +60,7 @@ def digest_of(data: Any) -> str:
     while stack:
         value = stack.pop()
         if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-            value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            value = device_reads.copy(value.detach()).contiguous().reshape(-1).view(torch.uint8).numpy()
         if isinstance(value, Mapping | list | tuple):
             stack += value.values() if isinstance(value, Mapping) else value
         elif isinstance(value, int | float):

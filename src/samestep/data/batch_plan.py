@@ -13,6 +13,8 @@ from typing import Any, Literal
 import numpy
 import torch
 
+from samestep.distributed.device_reads import device_reads
+
 _PLAIN = (bool, int, float, str, type(None))  # values that JSON returns as they are
 
 
@@ -204,7 +206,7 @@ def content_of(value: Any) -> int:
     """Return a hash of the tensors, arrays and plain values of nested data, equal in all processes."""
     facts: Any = None
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        raw = device_reads.copy(value.detach()).contiguous().reshape(-1).view(torch.uint8).numpy()
         facts = (str(value.dtype), tuple(value.shape), zlib.crc32(raw.data))
     elif isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
         facts = (str(value.dtype), value.shape, zlib.crc32(numpy.ascontiguousarray(value).data))

@@ -19,6 +19,7 @@ from samestep.config import StrategyConfig, resolve_mesh
 from samestep.config.strategy import AXES, MeshShape
 from samestep.distributed.backend_errors import is_lost_connection
 from samestep.distributed.collective_check import CollectiveCheck
+from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.local_sockets import LocalSockets, connect_locally
 from samestep.distributed.signals import StopRequest
@@ -324,7 +325,7 @@ _TENSOR = b"\0"  # first byte of a tensor, and end of its header; JSON text has 
 
 def _tensor_bytes(value: torch.Tensor) -> bytes:
     header = json.dumps([str(value.dtype).removeprefix("torch."), list(value.shape)]).encode()
-    elements = value.detach().cpu().contiguous().reshape(-1)
+    elements = device_reads.copy(value.detach()).contiguous().reshape(-1)
     return _TENSOR + header + _TENSOR + elements.view(torch.uint8).numpy().tobytes()
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from samestep.distributed.device_reads import device_reads
 from samestep.errors import InputError
 
 MAX_CLASSES = 5_000  # of a confusion matrix
@@ -65,14 +66,15 @@ class CountMetric(ABC):
                 fix="check model.options.num_classes and data.options.classes",
                 code="E_METRIC",
             )
-        counts = self.count(outputs, targets, targets != self.ignore_index, channels)
+        with device_reads.waiting(outputs.device):  # for the number of counted targets
+            counts = self.count(outputs, targets, targets != self.ignore_index, channels)
         self.counts = counts if self.counts is None else self.counts + counts
 
     def compute(self) -> float:
         """Return the value over all counts, NaN without any, and reset the counts."""
         counts = self.counts
         self.reset()
-        return math.nan if counts is None else self.value(counts)
+        return math.nan if counts is None else self.value(device_reads.copy(counts))
 
     def reset(self) -> None:
         """Reset the counts."""

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from samestep.distributed.device_reads import device_reads
+
 Classes = NDArray[numpy.int64]
 
 _ALPHA = 0.5
@@ -23,8 +25,8 @@ _GAP = 4  # pixels between images in a row
 def class_map(outputs: torch.Tensor) -> Classes:
     """Return the class of each pixel or voxel of one sample from logits `(C, ...)`; with one channel, 0 or 1."""
     logits = outputs.detach()
-    classes: Classes = ((logits[0] > 0).long() if logits.shape[0] == 1 else logits.argmax(dim=0)).cpu().numpy()
-    return classes
+    classes = (logits[0] > 0).long() if logits.shape[0] == 1 else logits.argmax(dim=0)
+    return device_reads.copy(classes).numpy()
 
 
 def areas(classes: Classes, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -65,8 +67,9 @@ def overlay(inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor) 
     """
     if targets.is_floating_point():
         targets = targets[0]
-    pixels, predicted = inputs.detach().float().cpu(), class_map(outputs)
-    expected: Classes = targets.detach().long().cpu().numpy()
+    pixels = device_reads.copy(inputs.detach().float())
+    predicted = class_map(outputs)
+    expected: Classes = device_reads.copy(targets.detach().long()).numpy()
     if predicted.ndim == 3:
         middle = predicted.shape[0] // 2
         pixels, predicted, expected = pixels[:, middle], predicted[middle], expected[middle]

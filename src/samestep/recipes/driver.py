@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.checkpoint.state import SavedParameters, Training
 from samestep.config import Recipe
 from samestep.data.batch import channels_last, move
+from samestep.distributed.device_reads import device_reads
 from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
 from samestep.errors import RunError
@@ -126,7 +127,7 @@ class Driver:
         self.scaler.unscale_(self.optimizer)
         norm = self._clipped_norm()
         # One wait for the device.
-        numbers = torch.stack([loss.double(), norm.double(), weight.double()]).tolist()
+        numbers = device_reads.values(torch.stack([loss.double(), norm.double(), weight.double()]))
         rate = float(self.optimizer.param_groups[0]["lr"])
         is_finite = all(map(math.isfinite, numbers[:2]))
         if is_finite:
@@ -279,8 +280,8 @@ class _Means:
         Raises:
             RunError: the weights are zero.
         """
-        total = float(torch.stack(self._weights).sum()) if self._weights else 0.0
+        total = device_reads.values(torch.stack(self._weights).sum()) if self._weights else 0.0
         if not total:
             raise RunError("the loss counted nothing in evaluation", fix="check for ignored targets", code="E_LOSS")
-        numbers = torch.stack(list(self._sums.values())).tolist()
+        numbers = device_reads.values(torch.stack(list(self._sums.values())))
         return {name: number / total for name, number in zip(self._sums, numbers, strict=True)}

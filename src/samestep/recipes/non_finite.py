@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from samestep.distributed.device_reads import device_reads
 from samestep.distributed.world import all_gather
 from samestep.errors import NonFiniteError
 from samestep.global_view import any_rank
@@ -40,7 +41,7 @@ def non_finite_error(
         parameters: trained parameters by name, with the gradients of the step.
         is_loss_finite: whether the loss is finite, and a gradient is not.
     """
-    own = [name for name, p in parameters.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
+    own = [name for name, p in parameters.items() if p.grad is not None and not _is_finite(p.grad)]
     by_rank = all_gather(own, driver.world)  # a rank may have parts of the model
     bad = [name for name in parameters if any(name in names for names in by_rank)]
     bad_samples = _bad_samples(driver, data, samples, list(parameters.values()), checks_gradients=is_loss_finite)
@@ -71,13 +72,17 @@ def _bad_samples(
     driver.model.eval()
     for sample, (inputs, targets) in zip(samples, parts_of(data, len(samples), len(samples)), strict=False):
         loss = driver.losses(inputs, targets)[1]["loss"]
-        is_finite = bool(loss.isfinite())
+        is_finite = _is_finite(loss)
         if is_finite and checks_gradients:
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            is_finite = all(bool(g.isfinite().all()) for g in gradients if g is not None)
+            is_finite = all(_is_finite(g) for g in gradients if g is not None)
         if any(any_rank(driver.world, not is_finite)):
             bad.append(sample)
     return bad
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(device_reads.values(tensor.isfinite().all()))
 
 
 def _listed(noun: str, items: Sequence[object]) -> str:

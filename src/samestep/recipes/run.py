@@ -21,6 +21,7 @@ from samestep.checkpoint.lock import FolderLock
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import DEFAULT_KEEP, DEFAULT_PREFETCH, Recipe, RunOptions
 from samestep.data.batch import map_tensors, move
+from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import set_tf32
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.logging import logger
@@ -102,7 +103,7 @@ def predict(
         for file, picture in zip(files, pictures, strict=True):
             inputs = map_tensors(task.read(file), lambda tensor: tensor.unsqueeze(0))
             outputs = call_model(model, move(inputs, device))
-            outputs = map_tensors(outputs, lambda tensor: tensor[0].float().cpu())
+            outputs = map_tensors(outputs, lambda tensor: device_reads.copy(tensor[0].float()))
             answers.append({"file": str(file), **task.describe(outputs)})
             if picture is not None and task.picture is not None:
                 picture.parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad
 
+from samestep.distributed.device_reads import device_reads
 from samestep.view.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class _Part:
             parts = [gradient for gradient in own if counted[id(gradient)]]
             norms = [split.norm_of_parts(parts, float(norm_type), self._ranks)]
             if others:
-                norms.append(before(others, norm_type, False, foreach).double().cpu())
+                norms.append(device_reads.copy(before(others, norm_type, False, foreach).double()))
             total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
             if error_if_nonfinite and not math.isfinite(total):
                 raise RuntimeError(f"The total norm of order {norm_type} for gradients is non-finite")
@@ -129,7 +130,9 @@ def combined(parts: Sequence[torch.Tensor], order: float, ranks: Ranks, copies: 
         ranks: all ranks.
         copies: ranks that count the same part.
     """
-    norms = torch.stack([torch.linalg.vector_norm(part.double(), order).cpu() for part in parts] or [torch.zeros(())])
+    norms = torch.zeros(1)
+    if parts:
+        norms = device_reads.copy(torch.stack([torch.linalg.vector_norm(part.double(), order) for part in parts]))
     words = _float_words(torch.linalg.vector_norm(norms.double(), order), ranks)
     every = torch.tensor([word[0] for word in words], dtype=torch.float64)
     if math.isinf(order):

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import KERNEL_SETTINGS, kernel_settings
 from samestep.errors import RankMismatchError
 from samestep.view.fingerprints import (
@@ -199,7 +200,8 @@ class InStep:
         """Add values that have arrived from accelerators since the last event; return the line of the script."""
         late, self._late = self._late, []
         for name, values, event, line in late:
-            event.synchronize()
+            with device_reads.waiting(event.device):
+                event.synchronize()
             self._add(name, hash_of(values), line)
         line = script_line(sys._getframe(2))
         if len(self._facts) > _MOST_FACTS:  # calls without a message, as in an evaluation that is computed whole

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves  # private; opens classes registered with torch
 
+from samestep.distributed.device_reads import device_reads
 from samestep.view.fingerprints import is_library_file, sample_of
 
 Digest = tuple[Hashable, str | None]  # and the type of a value in it that cannot be compared
@@ -72,7 +73,7 @@ def tensor_mark(tensor: torch.Tensor, *, content: bool = True) -> Hashable:
     sample = sample_of(tensor, _SAMPLED) if content else None
     if sample is None:
         return facts
-    return (*facts, sample.cpu().view(torch.uint8).numpy().tobytes())
+    return (*facts, device_reads.copy(sample).view(torch.uint8).numpy().tobytes())
 
 
 def is_plain(value: Any) -> bool:

@@ -12,6 +12,7 @@ import numpy
 import torch
 from torch import nn
 
+from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.rng import saved_generators
 from samestep.view.fingerprints import hash_of, numpy_generator, python_generator, sample_of
@@ -229,7 +230,7 @@ def _value(item: Any) -> Any:
         return item
     if type(item) is torch.Tensor:
         sample = sample_of(item)
-        return (*item.shape, None if sample is None else hash_of(sample.cpu()))
+        return (*item.shape, None if sample is None else hash_of(device_reads.copy(sample)))
     if isinstance(item, dict | list | tuple | set | deque):
         return type(item).__name__, len(item)
     return type(item).__name__

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
+from samestep.distributed.device_reads import device_reads
 from samestep.view.division import ComputedWhole, Division, failure
 from samestep.view.lockstep import AllHere, Part, run_in_lockstep
 from samestep.view.operations import Operation
@@ -112,6 +113,7 @@ def _attempt(
     """Return the division of the call with the leaves of `has_rows` cut into parts."""
     tensors = [*module.parameters(), *(leaf for leaf in call[0] if isinstance(leaf, torch.Tensor))]
     device = tensors[0].device
+    device_reads.finish(device)  # a trial reads often, and sends nothing
     with sandbox(module, device, dtype):
         setting = Setting(module, forward, call, has_rows, rows, dtype, device)
         division = _compare(setting, parts, tolerance)

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._device import DeviceContext  # private
 
+from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import derive_seed
@@ -297,8 +298,8 @@ class View:
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             if is_divided(tensor):
                 continue
-            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(memoryview(raw.numpy()))
+            raw = device_reads.copy(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
+            digest.update(raw.numpy().data)
         own = int.from_bytes(digest.digest(), "little") >> 2
         words = self.word(Action.PARALLEL, own)
         self.require_same_action(words)

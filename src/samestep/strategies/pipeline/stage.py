@@ -22,6 +22,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from samestep.config import StrategyConfig
+from samestep.distributed.device_reads import device_reads
 from samestep.distributed.world import World
 from samestep.strategies.pipeline.partition import Partition, bind_inputs, partition_model, stage_error
 from samestep.strategies.pipeline.passing import Links, Message, Outputs, Received, Sent, Shared
@@ -165,7 +166,7 @@ class Stage:
         versions = torch.tensor([buffer._version if source == self.number else 0 for buffer, source in tensors])
         versions = versions.to(world.device)
         world.combine(versions)
-        for (buffer, source), version in zip(tensors, versions.tolist(), strict=True):
+        for (buffer, source), version in zip(tensors, device_reads.values(versions), strict=True):
             values = self.full_tensor(buffer, source)
             if source != self.number:
                 with torch.no_grad():
