@@ -229,36 +229,72 @@ def _by_slice(tensors: Sequence[Any]) -> list[Any]:
 
 def _fast_gradients(ctx: Any, gradients: Sequence[Tensor]) -> list[tuple[Tensor | None, Tensor, Tensor]]:
     *tensors, mean, variance = ctx.saved_tensors
-    kind = mean.dtype
-    none = mean.new_empty(0)  # not read, nor is the weight; CUDA's kernel refuses None
     slices = []
     messages = []
     for (inputs, weight, _), gradient in zip(_by_slice(tensors), gradients, strict=True):
-        data = inputs.to(kind)
-        slope = gradient.to(kind)
+        data, slope = _operands(inputs, gradient, mean.dtype)
         by_weight = by_bias = torch.zeros_like(mean)
-        if data.numel():  # sums of dy * xhat and of dy: the affine gradients of torch's backward in evaluation
-            _, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
-                slope, data, mean, mean, variance, none, none, False, ctx.eps, [False, True, True]
-            )
+        if data.numel():
+            by_weight, by_bias = _affine_gradients(data, slope, mean, variance, ctx.eps)
         slices.append((data, slope, weight, by_weight, by_bias))
         messages.append(torch.cat([by_weight, by_bias]).double())
     if not ctx.needs_input_grad[3]:
         return [(None, by_weight, by_bias) for *_, by_weight, by_bias in slices]
-    total = ctx.sums.sum(messages).div_(ctx.count).to(kind).view(2, -1)
-    # dx = w / sigma * (dy - xhat * mean(dy * xhat) - mean(dy)); the kernel of batch norm computes the last two terms.
+    total = ctx.sums.sum(messages).view(2, -1)
     results: list[tuple[Tensor | None, Tensor, Tensor]] = []
     for data, slope, weight, by_weight, by_bias in slices:
         by_inputs = torch.zeros_like(data)
         if data.numel():
-            scale = torch.rsqrt(variance + ctx.eps)
-            if weight is not None:
-                scale.mul_(weight)
-            dot, shift = (total * scale).neg_().unbind()
-            by_inputs = functional.batch_norm(data, mean, variance, dot, shift, False, 0.0, ctx.eps)
-            by_inputs.addcmul_(slope, _along_channels(scale, data))
+            by_inputs = _input_gradients(data, slope, weight, _Moments(ctx.count, mean, variance), total, ctx.eps)
         results.append((by_inputs, by_weight, by_bias))
     return results
+
+
+def _operands(inputs: Tensor, gradient: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return inputs and gradient as the kernels read them: those of GPUs read halves, and prefer equal strides."""
+    if not inputs.is_cuda:
+        return inputs.to(kind), gradient.to(kind)
+    if gradient.stride() != inputs.stride():
+        gradient = torch.empty_like(inputs).copy_(gradient)
+    return inputs, gradient
+
+
+def _affine_gradients(data: Tensor, slope: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the sums of dy * xhat and of dy over the own values."""
+    if data.is_cuda:  # a kernel of torch's SyncBatchNorm
+        scale = torch.rsqrt(variance + eps)
+        _, _, by_weight, by_bias = torch.batch_norm_backward_reduce(
+            slope, data, mean, scale, torch.ones_like(scale), False, True, True
+        )
+        return by_weight, by_bias
+    # The affine gradients of torch's backward in evaluation, which does not read the weight.
+    none = mean.new_empty(0)
+    _, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
+        slope, data, mean, mean, variance, none, none, False, eps, [False, True, True]
+    )
+    return by_weight, by_bias
+
+
+def _input_gradients(
+    data: Tensor, slope: Tensor, weight: Tensor | None, moments: _Moments, total: Tensor, eps: float
+) -> Tensor:
+    """Return dx = w / sigma * (dy - xhat * mean(dy * xhat) - mean(dy)); `total` has the sums over all slices."""
+    kind = moments.mean.dtype
+    scale = torch.rsqrt(moments.variance + eps)
+    if data.is_cuda:  # a kernel of torch's SyncBatchNorm
+        factor = torch.ones_like(scale) if weight is None else weight.to(kind)
+        dot, shift = total.to(kind).unbind()
+        count = moments.count.to(torch.int32).view(1)
+        by_inputs: Tensor = torch.batch_norm_backward_elemt(
+            slope, data, moments.mean, scale, factor, shift, dot / scale, count
+        )
+        return by_inputs
+    if weight is not None:
+        scale.mul_(weight)
+    # A forward of batch norm computes the last two terms.
+    dot, shift = (total.div(moments.count).to(kind) * scale).neg_().unbind()
+    by_inputs = functional.batch_norm(data, moments.mean, moments.variance, dot, shift, False, 0.0, eps)
+    return by_inputs.addcmul_(slope, _along_channels(scale, data))
 
 
 def _differentiable_gradients(ctx: Any, gradients: Sequence[Tensor]) -> list[tuple[Tensor | None, Tensor, Tensor]]:
