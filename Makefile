@@ -11,16 +11,15 @@ RESULTS ?= benchmarks/results
 PLAIN_LOOP ?=
 STARTUP ?= --repeats 5
 PLAIN_LOOP_SPEED ?=
-# Of the checks on a GPU: cuda or cpu, and options of benchmarks/gpu.py. Without .venv the Python with torch is used.
+# Of the checks on GPUs: cuda or cpu, and options of the script, such as --only. Without .venv the Python with torch is used.
 DEVICE ?= cuda
 GPU ?=
-NCCL_CHECKS ?= facts raw bits layouts faults host
 GPU_PY ?= $(if $(wildcard .venv/bin/python),$(PY),$(PYTHON))
 # Three test files at a time: the ranks of a test spend much of the time in waits.
 PYTEST := $(PY) -m pytest -n 3 --dist loadfile
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-slow test-long faults soak plain-loop scripts lint types format bench plain-loop-speed gpu gpu-wheels nccl docs clean
+.PHONY: demo test test-slow test-long faults soak plain-loop scripts lint types format bench plain-loop-speed gpu nccl gpus gpu-wheels docs clean
 
 demo: .venv/.installed
 	.venv/bin/samestep $(DEMO)
@@ -79,11 +78,13 @@ plain-loop-speed: .venv/.installed
 gpu:
 	$(GPU_PY) benchmarks/gpu.py --device $(DEVICE) --output $(RESULTS)/gpu $(GPU)
 
-# NCCL with 2 to 4 ranks on one GPU, at most eight minutes; NCCL_CHECKS="facts bits" runs fewer checks.
+# NCCL with 2 to 4 ranks that share one GPU, at most eight minutes.
 nccl:
-	mkdir -p $(RESULTS)/gpu
-	PYTHONPATH=src:tests:benchmarks $(GPU_PY) benchmarks/gpu_nccl.py --device $(DEVICE) --seconds 480 \
-	  --only $(NCCL_CHECKS) --output $(RESULTS)/gpu/nccl.json
+	$(GPU_PY) benchmarks/gpu_nccl.py nccl --device $(DEVICE) --output $(RESULTS)/gpu $(GPU)
+
+# Checks on 2 to 8 GPUs, at most five minutes: docs/guides/gpu.md says where to send the file.
+gpus:
+	$(GPU_PY) benchmarks/gpu_nccl.py gpus --device $(DEVICE) --output $(RESULTS)/gpu $(GPU)
 
 # Collects in wheels/ the packages that a machine with torch and without a network lacks.
 gpu-wheels: .venv/.installed

@@ -1,13 +1,9 @@
-"""Checks of `gpu.py` with one rank: facts, bits, batch norm, races, operators."""
+"""Checks of `gpu.py` with one rank: bits, batch norm, races, operators."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,40 +27,6 @@ from torch import nn
 
 import samestep
 from samestep.distributed.world import World
-
-
-def facts(device: str) -> Outcome:
-    """Versions, devices and the findings of `samestep doctor`."""
-    outcome = Outcome({"torch": torch.__version__, "threads": torch.get_num_threads()})
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        outcome.numbers |= {
-            "device": properties.name,
-            "memory_gib": round(properties.total_memory / 2**30, 1),
-            "multiprocessors": properties.multi_processor_count,
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "driver": _driver(),
-        }
-    command = [sys.executable, "-m", "samestep", "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    try:
-        findings = json.loads(done.stdout)["findings"]
-    except (ValueError, KeyError):
-        outcome.failures.append(f"samestep doctor: exit code {done.returncode}, {done.stderr[-300:]}")
-        return outcome
-    failed = {finding["name"]: finding["value"] for finding in findings if finding["verdict"] == "fail"}
-    outcome.numbers["doctor"] = dict(Counter(finding["verdict"] for finding in findings))
-    # Free memory and disks of the machine decide the other findings, not the code.
-    for name in ("self-test", "GPUs", "torch build"):
-        outcome.require(name not in failed, f"samestep doctor: {name}: {failed.get(name)}")
-    return outcome
-
-
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.strip()
 
 
 def bits(device: str) -> Outcome:
@@ -152,7 +114,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _two_steps(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, loss: Any, world: World) -> None:
-    model = samestep.parallel(model.to(world.device), reduction="exact", microbatches=2)
+    model = samestep.parallel(model.to(world.device), reduction="exact", microbatches=2, strict=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     size = len(inputs) // 2
     for rows in (slice(0, size), slice(size, None)):

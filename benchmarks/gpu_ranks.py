@@ -1,120 +1,129 @@
-"""Checks of `gpu.py` with several ranks, which share the GPU: bits, divided models, faults, and the tests."""
+"""Checks with several ranks: bits, divided models, and the tests with the marker `gpu`.
+
+Ranks have a GPU each, or share the first one, by gloo or NCCL, as `SAMESTEP_SHARE_GPU` says.
+"""
 
 from __future__ import annotations
 
 import os
-import re
-import signal
 import subprocess
 import sys
-import tempfile
-from dataclasses import replace
+import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from gpu_training import CLASSES, Outcome, Plan, Trained, distance, joined, train
-from torch.nn.functional import cross_entropy
+import torch.distributed as dist
+from gpu_training import Outcome, Plan, Trained, distance, joined, train
 
 import samestep
 from samestep.config import MeshConfig, StrategyConfig
-from samestep.distributed.world import World
-from samestep.launcher.failure import RankError
+from samestep.distributed.env import read_environment
 
-PRELOAD = ("gpu_training", "gpu_ranks")
-Fault = Literal["kill", "label", "memory"]
+PRELOAD = ("gpu_training", "gpu_ranks", "gpu_faults", "gpu_links", "gpu_scaling")
+SHARING_RANKS = 4  # on a CPU or a shared GPU
+MOST_RANKS = 8
+STRATEGIES = {
+    "fsdp": (StrategyConfig(name="fsdp"), 2),
+    "hsdp": (StrategyConfig(name="hsdp", mesh=MeshConfig(replicate=2, shard=2)), 4),
+    "tp": (StrategyConfig(name="tp"), 2),
+    "pp of 2": (StrategyConfig(name="pp", mesh=MeshConfig(pipeline=2)), 2),
+    "pp of 4": (StrategyConfig(name="pp", mesh=MeshConfig(pipeline=4)), 4),
+    "ddp of 2 x pp of 2": (StrategyConfig(name="pp", mesh=MeshConfig(replicate=2, pipeline=2)), 4),
+}
 
 
-def trainings(plans: list[Plan], device: Any, strategy: StrategyConfig | None = None) -> list[Trained]:
+def launch(function: Any, *arguments: Any, ranks: int, hang_after: float = 60, **options: Any) -> Any:
+    """Return the result of rank 0."""
+    launched = {"processes": ranks, "preload": PRELOAD, "hang_after": hang_after, **options}
+    return samestep.launch(function, *arguments, **launched)
+
+
+def most_ranks(device: str) -> int:
+    """Return the largest number of ranks of a check."""
+    if device == "cpu" or read_environment().sharing is not None:
+        return SHARING_RANKS
+    return min(torch.cuda.device_count(), MOST_RANKS)
+
+
+def expected_backend(device: str) -> str:
+    """Return the name of the backend for tensors of a device."""
+    return "gloo" if device == "cpu" else read_environment().sharing or "nccl"
+
+
+@dataclass(frozen=True)
+class Trainings:
+    """Results of a rank.
+
+    Attributes:
+        backend: name of the backend for tensors of the device.
+    """
+
+    results: list[Trained]
+    backend: str
+
+
+def trainings(plans: list[Plan], device: Any, strategy: StrategyConfig | None = None) -> Trainings:
     """Train all plans; a function for `samestep.launch`."""
-    reduction = plans[0].reduction
-    with joined(device, strategy, reduction) as world:
-        return [train(plan, world) for plan in plans]
+    with joined(device, strategy, plans[0].reduction) as world:
+        assert dist.group.WORLD is not None
+        backend = dist.group.WORLD._get_backend(world.device).name()
+        return Trainings([train(plan, world) for plan in plans], backend)
 
 
-def _launch(function: Any, *arguments: Any, device: str, processes: int) -> Any:
-    return samestep.launch(
-        function, *arguments, processes=processes, preload=PRELOAD, share_gpu=device != "cpu", hang_after=60
-    )
+def bits(device: str) -> Outcome:
+    """One digest of a training under `exact` on all numbers of ranks."""
+    outcome = Outcome()
+    models = ("resnet18", "tokens", "gpt", "small") if device == "cuda" else ("tokens", "small")
+    plans = {model: Plan(model, MOST_RANKS) for model in models}
+    plans["gpt, bf16"] = Plan("gpt", MOST_RANKS, is_bf16=True)
+    digests: dict[str, dict[str, str]] = {name: {} for name in plans}
+    for ranks in range(1, most_ranks(device) + 1):
+        began = time.monotonic()
+        with outcome.attempt(f"{ranks} ranks"):
+            found = launch(trainings, list(plans.values()), device, ranks=ranks)
+            for name, result in zip(plans, found.results, strict=True):
+                digests[name][f"{ranks} ranks"] = result.digest
+            _require_backend(outcome, f"{ranks} ranks", found.backend, device)
+            outcome.numbers[f"{ranks} ranks, seconds"] = round(time.monotonic() - began, 1)
+    for name, by_ranks in digests.items():
+        outcome.require_one(name, by_ranks)
+    return outcome
+
+
+def layouts(device: str) -> Outcome:
+    """Divided models in float64 under `fast`, compared with one rank."""
+    outcome = Outcome()
+    plan = [Plan("gpt", 4, is_double=True, reduction="fast")]
+    (expected,) = launch(trainings, plan, device, ranks=1).results
+    for name, (strategy, ranks) in STRATEGIES.items():
+        if ranks > most_ranks(device):
+            outcome.numbers[name] = f"needs {ranks} ranks"
+            continue
+        if "pp" in name and expected_backend(device) == "gloo" and device == "cuda":
+            outcome.numbers[name] = "needs NCCL"
+            continue
+        with outcome.attempt(name):
+            found = launch(trainings, plan, device, strategy, ranks=ranks)
+            difference = distance(found.results[0].weights, expected.weights)
+            outcome.numbers[f"{name}, difference from 1 rank"] = difference
+            outcome.require(difference < 1e-10, f"{name}: weights differ from those of one rank by {difference:.1e}")
+            _require_backend(outcome, name, found.backend, device)
+    return outcome
+
+
+def _require_backend(outcome: Outcome, name: str, backend: str, device: str) -> None:
+    expected = expected_backend(device)
+    outcome.numbers["backend"] = backend
+    outcome.require(backend == expected, f"{name}: the backend is {backend}, not {expected}")
 
 
 def shared(device: str) -> Outcome:
-    """Bits of `exact`, and divided models, on ranks that share the GPU."""
-    outcome = Outcome()
-    models = ("resnet18", "tokens", "gpt", "small") if device != "cpu" else ("tokens", "small")
-    plans = [Plan(model, 8) for model in models]
-    results = {}
-    for ranks in (1, 2, 3, 4) if device != "cpu" else (1, 3, 4):
-        with outcome.attempt(f"{ranks} ranks"):
-            results[ranks] = _launch(trainings, plans, device, device=device, processes=ranks)
-    for index, plan in enumerate(plans):
-        outcome.require_one(plan.model, {f"{ranks} ranks": found[index].digest for ranks, found in results.items()})
-    _divided(outcome, device)
-    return outcome
-
-
-def _divided(outcome: Outcome, device: str) -> None:
-    """Compare divided models with one rank in float64, under `fast`."""
-    plan = [Plan("gpt", 4, is_double=True, reduction="fast")]
-    (expected,) = _launch(trainings, plan, device, device=device, processes=1)
-    strategies = {
-        "fsdp": (StrategyConfig(name="fsdp"), 2),
-        "hsdp": (StrategyConfig(name="hsdp", mesh=MeshConfig(replicate=2, shard=2)), 4),
-        "tp": (StrategyConfig(name="tp"), 2),
-    }
-    for name, (strategy, ranks) in strategies.items():
-        with outcome.attempt(name):
-            (found,) = _launch(trainings, plan, device, strategy, device=device, processes=ranks)
-            difference = distance(found.weights, expected.weights)
-            outcome.numbers[f"{name}, difference from 1 rank"] = difference
-            outcome.require(difference < 1e-10, f"{name}: weights differ from those of one rank by {difference:.1e}")
-
-
-def failing(plan: Plan, fault: Fault, device: Any) -> None:
-    """Train, with a fault in rank 1 after two steps; a function for `samestep.launch`."""
-    with joined(device) as world:
-        train(replace(plan, steps=2), world)
-        if world.rank == 1:
-            _fail(fault, world)
-        train(replace(plan, steps=4, folder=None), world)
-
-
-def _fail(fault: Fault, world: World) -> None:
-    if fault == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "label":
-        logits, labels = torch.zeros(4, CLASSES, device=world.device), torch.full((4,), CLASSES, device=world.device)
-        cross_entropy(logits, labels).item()
-    free, total = torch.get_device_module(world.device).mem_get_info(world.device)
-    torch.empty(total + free, dtype=torch.uint8, device=world.device)
-
-
-def faults(device: str) -> Outcome:
-    """Reports of a fault in one rank, and a resumption after a kill on another number of ranks."""
-    outcome = Outcome()
-    expected: dict[Fault, str] = {"kill": "SIGKILL", "label": "assert|bounds|range|targets", "memory": "out of memory"}
-    with tempfile.TemporaryDirectory() as folder:
-        plan = Plan("small", 4, steps=4)
-        saved = replace(plan, folder=Path(folder), save_after=2)
-        for fault, pattern in expected.items():
-            if fault == "memory" and device == "cpu":
-                continue
-            try:
-                _launch(failing, saved if fault == "kill" else plan, fault, device, device=device, processes=3)
-                outcome.failures.append(f"{fault}: the launch did not fail")
-            except RankError as error:
-                text = str(error)
-                outcome.numbers[fault] = text.strip().splitlines()[0][:200]
-                outcome.require(error.failure.rank == 1, f"{fault}: the report is not that of rank 1: {text[:400]}")
-                is_named = re.search(pattern, text, re.IGNORECASE) is not None
-                outcome.require(is_named, f"{fault}: the report lacks {pattern}: {text[:400]}")
-        resumed = replace(saved, save_after=None, resume=True)
-        with outcome.attempt("resumption"):
-            (whole,) = _launch(trainings, [plan], device, device=device, processes=1)
-            (after,) = _launch(trainings, [resumed], device, device=device, processes=2)
-            digests = {"1 rank": whole.digest, "resumed": after.digest}
-            outcome.require_one("resumed on 2 ranks after a kill among 3", digests)
-    return outcome
+    """`bits` and `layouts`."""
+    outcome = bits(device)
+    divided = layouts(device)
+    return Outcome({**outcome.numbers, **divided.numbers}, outcome.failures + divided.failures)
 
 
 def tests(device: str) -> Outcome:

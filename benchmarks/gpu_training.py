@@ -172,6 +172,7 @@ def build_training(plan: Plan, world: World) -> tuple[nn.Module, torch.optim.Opt
         strategy=world.strategy,
         reduction=plan.reduction,
         microbatches=max(plan.microbatches, world.size),
+        strict=True,  # divides small calls too, and refuses whole ones
     )
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 

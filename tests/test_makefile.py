@@ -1,7 +1,9 @@
 """Targets of the Makefile that no other test runs."""
 
+import importlib
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from operator import itemgetter
@@ -12,6 +14,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 IN_VENV = Path(sys.executable).parent == ROOT / ".venv" / "bin"
+WITHOUT_VERDICT = ("sanitizer", "speed")  # on a CPU
 QUICK_CHECKS = ("batch_norm", "checkpoint", "sanitizer")
 CHECKS = ("batch_norm", "zoo", "speed", "attention", "checkpoint", "sanitizer")
 
@@ -60,7 +63,7 @@ def test_gpu_checks_run_on_a_cpu(tmp_path: Path, checks_run: tuple[str, ...]) ->
     printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert sorted(printed, key=itemgetter("check")) == sorted(checks, key=itemgetter("check"))
     verdicts = {check["check"]: check["verdict"] for check in checks}
-    assert verdicts == {name: "skipped" if name == "sanitizer" else "pass" for name in checks_run}
+    assert verdicts == {name: "skipped" if name in WITHOUT_VERDICT else "pass" for name in checks_run}
     assert all(f"| {name} " in path.with_suffix(".md").read_text(encoding="utf-8") for name in checks_run)
 
 
@@ -76,6 +79,54 @@ def test_check_that_ends_early_is_reported(only: str, tmp_path: Path) -> None:
     line = json.loads(done.stdout)
     assert (done.returncode, line["verdict"], len(line["failures"])) == (3, "fail", 1)
     assert ("limit of 1 s" if only == "facts" else "exit code 1") in line["failures"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("make") is None, reason="the test runs make")
+@pytest.mark.parametrize(("target", "checks_run"), [("nccl", ("raw", "host")), ("gpus", ("bits",))])
+def test_checks_with_several_ranks_run_on_a_cpu(target: str, checks_run: tuple[str, ...], tmp_path: Path) -> None:
+    """The other checks take minutes: `make nccl DEVICE=cpu` and `make gpus DEVICE=cpu` run them."""
+    settings = [f"RESULTS={tmp_path}", "DEVICE=cpu", f"GPU_PY={sys.executable}", f"GPU=--only {' '.join(checks_run)}"]
+    done = subprocess.run(
+        ["make", target, *settings], cwd=ROOT, capture_output=True, text=True, timeout=220, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = (tmp_path / "gpu").glob(f"*-cpu-{target}.json")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert (content["device"], content["target"]) == ("cpu", target)
+    assert [(line["check"], line["verdict"]) for line in content["checks"]] == [(name, "pass") for name in checks_run]
+    if target == "gpus":
+        (line,) = content["checks"]
+        assert {name: line["numbers"][name] for name in ("tokens", "small", "backend")} == {
+            "tokens": 1,  # digest on 1, 2, 3 and 4 ranks
+            "small": 1,
+            "backend": "gloo",
+        }
+
+
+@pytest.mark.slow
+def test_failed_check_with_several_ranks_is_reported(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/gpu_nccl.py", "gpus", "--output", str(tmp_path)]
+    limit = ["--device", "cpu", "--only", "facts", "--seconds", "1.5"]
+    done = subprocess.run([*command, *limit], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 3
+    assert "1 of 1 checks failed" in done.stdout
+    unknown = subprocess.run([*command, "--only", "none"], cwd=ROOT, capture_output=True, timeout=100, check=False)
+    assert unknown.returncode == 2
+    if torch.cuda.device_count() < 2:
+        missing = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=100, check=False)
+        assert missing.returncode == 2
+
+
+def test_results_contain_no_names_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    gpu_checks = importlib.import_module("gpu_checks")
+    results = gpu_checks.Results(tmp_path / "result.json", "cpu", "gpus", {"facts": gpu_checks.Check("", "", 1, "")})
+    said = f"{socket.gethostname()}:7 connects 10.0.0.7<0>, {Path.home()}/x, NCCL 2.28.9"
+    results.add({"check": "facts", "verdict": "fail", "expected": "", "failures": [said], "numbers": {"lines": [said]}})
+    (line,) = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))["checks"]
+    shown = "HOST:7 connects ADDRESS<0>, ~/x, NCCL 2.28.9"
+    assert (line["failures"], line["numbers"]) == ([shown], {"lines": [shown]})
 
 
 @pytest.mark.long
