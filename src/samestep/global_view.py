@@ -56,7 +56,7 @@ def parallel(
             consecutive layers on different ranks. None: that of `samestep.init`, otherwise `ddp`.
         reduction: `fast`: results are equal to those of one process to rounding. `exact`: the same bits on every number
             of processes up to `microbatches`, one included. Each microbatch is computed alone, on one thread and by
-            deterministic kernels; compiled code runs uncompiled.
+            deterministic kernels; compiled code runs uncompiled. One microbatch is a plain call.
         batch_norm: statistics of the whole batch (`global`), or of the own rows (`local`): then results depend on the
             number of ranks.
         microbatches: number of slices of a batch, of which each rank owns equally many; at least the number of ranks.
@@ -84,7 +84,8 @@ def parallel(
     _observe(module, {"strategy": config and config.name, **options})
     _place(module)
     require_microbatches(microbatches, view.ranks.size)
-    if view.ranks.size > 1 or reduction == "exact" or tensor_slices > 1:  # otherwise its own calls
+    has_slices = view.ranks.size > 1 or tensor_slices > 1 or (reduction == "exact" and microbatches != 1)
+    if has_slices:  # otherwise its own calls
         _divide(module, owner_of(module, config, tensor_slices, tensor_plan, **options))
     return module
 

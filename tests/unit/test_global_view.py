@@ -105,11 +105,16 @@ with samestep.no_sync(model):
     model.zero_grad()
     model(x).sum().backward()
     print(bool(model[0].weight.grad.any()))
+whole = samestep.parallel(torch.nn.Linear(3, 2), reduction="exact", microbatches=1)
+print(parallel_module(whole), type(whole) is torch.nn.Linear)
 """
 
 
 def test_exact_divides_on_one_process() -> None:
-    """Into 8 microbatches; smaller batches are whole. Divided calls take one number of the script's stream."""
+    """Into 8 microbatches; smaller batches are whole. Divided calls take one number of the script's stream.
+
+    With one microbatch the module is its own.
+    """
     done = subprocess.run([sys.executable, "-c", EXACT], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.splitlines() == [
         "1 True",
@@ -119,4 +124,5 @@ def test_exact_divides_on_one_process() -> None:
         "9 1 3 1 False",
         "5 1 3 2 False",
         "True",
+        "None True",
     ]
