@@ -73,7 +73,7 @@ def batch_norm() -> Any:
 def in_step() -> list[str]:
     """Return the errors of all ranks after a step with equal facts and one with another loss on rank 2."""
     with _group() as (rank, _):
-        ranks = InStep(lambda text: [str(one) for one in _gathered(text)])
+        ranks = InStep(lambda text: [str(one) for one in _gathered(text)], is_alone=False)
         module = nn.Linear(2, 2)
         for step in range(2):
             ranks.facts_of_call(module, [torch.ones(4, 2)])

@@ -85,13 +85,15 @@ class InStep:
 
     Args:
         all_gather_text: returns the texts of all ranks; it is called after a difference only.
+        is_alone: there are no other ranks, so that facts of calls are not collected.
 
     Attributes:
         seeds: line and value of the last seed, by function that seeds a global generator.
     """
 
-    def __init__(self, all_gather_text: Callable[[str], list[str]]) -> None:
+    def __init__(self, all_gather_text: Callable[[str], list[str]], *, is_alone: bool) -> None:
         self.seeds: dict[str, tuple[Line, str]] = {}
+        self._is_alone = is_alone
         self._all_gather_text = all_gather_text
         self._facts: list[_Fact] = []
         self._sent: list[_Fact] = []
@@ -101,6 +103,8 @@ class InStep:
 
     def facts_of_call(self, module: nn.Module, leaves: Sequence[Any]) -> None:
         """Add the common facts of a call; `leaves` are its flattened arguments, of the whole batch."""
+        if self._is_alone:
+            return
         line = self._begin()
         self._calls += 1
         kind = f"call {self._calls}: {type(module).__qualname__}"
@@ -118,6 +122,8 @@ class InStep:
 
     def facts_of_backward(self, gradients: Iterable[Tensor | None]) -> None:
         """Add the gradients of a call's outputs, which stand for the loss."""
+        if self._is_alone:
+            return
         line = self._begin()
         for gradient in gradients:
             if gradient is None:

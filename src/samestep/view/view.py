@@ -90,7 +90,7 @@ class View:
         self.strategy = world.strategy
         self.reduction: Reduction = FastReduction(self.ranks, hook=world.strategy.hook)
         self.device = world.device
-        self.in_step = InStep(lambda text: all_gather(text, world))
+        self.in_step = InStep(lambda text: all_gather(text, world), is_alone=world.size == 1)
         self.kinds: dict[Hashable, Kind] = {}
         self.modules: list[ModuleSummary] = []
         self._owners: weakref.WeakSet[ParallelModule] = weakref.WeakSet()

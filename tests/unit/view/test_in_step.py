@@ -59,7 +59,7 @@ def exchanged(ranks: list[InStep]) -> list[RankMismatchError | None]:
 
 def made(size: int) -> tuple[list[InStep], Texts]:
     texts = Texts(size)
-    return [InStep(texts.of(rank)) for rank in range(size)], texts
+    return [InStep(texts.of(rank), is_alone=False) for rank in range(size)], texts
 
 
 def errors_of(facts: Facts, size: int = 3) -> list[RankMismatchError | None]:
