@@ -1,7 +1,10 @@
 """The loop of recipes beside a plain loop: bits on one process, parts of a batch, and steps that are not finite."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from samestep.config import RunOptions
 from samestep.distributed.rng import microbatch_seed, seed_generators
@@ -13,6 +16,9 @@ from samestep.recipes.run import evaluated
 
 SMALL = ("data.options.shift=0", "model.options.width=4", "batch_size=128", "optimizer.options.lr=0.1")
 
+FUSED = ("optimizer.options.fused=true",)
+ADAMW = ("optimizer.name=adamw", "optimizer.options={lr: 0.01, fused: true}")
+
 
 def built(world: World, *overrides: str) -> Built:
     return build(load_recipe("digits", [*SMALL, *overrides]), RunOptions(workers=0), world)
@@ -22,9 +28,16 @@ def weights(made: Built) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in made.driver.model.parameters()]
 
 
-def test_steps_have_the_bits_of_a_plain_loop(alone: World) -> None:
-    made = built(alone)
-    other = built(alone)
+def momenta(made: Built) -> dict[tuple[int, str], torch.Tensor]:
+    states = enumerate(made.driver.optimizer.state.values())
+    return {(number, name): value.clone() for number, state in states for name, value in state.items()}
+
+
+@pytest.mark.parametrize("options", [(), FUSED, ADAMW], ids=["plain", "fused", "fused adamw"])
+def test_steps_have_the_bits_of_a_plain_loop(alone: World, options: tuple[str, ...]) -> None:
+    made = built(alone, *options)
+    other = built(alone, *options)
+    other.driver.optimizer.state.clear()  # without momentum before the first step
     optimizer = other.driver.optimizer
     model = other.driver.model
     for number, (batch, same) in enumerate(zip(made.train.batches, other.train.batches, strict=True)):
@@ -58,12 +71,20 @@ def test_parts_have_the_gradient_of_the_whole_batch(alone: World) -> None:
     assert norms[0] != norms[1]
 
 
+@pytest.mark.parametrize("options", [(), FUSED, ADAMW], ids=["plain", "fused", "fused adamw"])
 @pytest.mark.parametrize("reaction", ["stop", "skip"])
-def test_a_sample_that_is_not_finite_is_named_or_skipped(alone: World, reaction: str) -> None:
-    made = built(alone, f"step.non_finite={reaction}")
-    batch = next(iter(made.train.batches))
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_sample_that_is_not_finite_is_named_or_skipped(
+    alone: World, reaction: str, options: tuple[str, ...], steps: int
+) -> None:
+    made = built(alone, f"step.non_finite={reaction}", *options)
+    batches = iter(made.train.batches)
+    for _ in range(steps):
+        assert not made.driver.step(next(batches)).skipped
+    batch = next(batches)
     batch.data[0][5] = float("nan")
     before = weights(made)
+    states = momenta(made)
     buffers = [buffer.clone() for buffer in made.driver.model.buffers()]
     if reaction == "stop":
         with pytest.raises(NonFiniteError, match=f"is not finite, from sample {int(batch.samples[5])} ") as error:
@@ -73,3 +94,49 @@ def test_a_sample_that_is_not_finite_is_named_or_skipped(alone: World, reaction:
         assert made.driver.step(batch).skipped
         assert all(map(torch.equal, buffers, made.driver.model.buffers()))
     assert all(map(torch.equal, before, weights(made)))
+    assert momenta(made).keys() >= states.keys()
+    # A fused AdamW makes its state in a step that is skipped.
+    assert all(
+        torch.equal(value, states.get(key, torch.zeros(()).expand_as(value))) for key, value in momenta(made).items()
+    )
+
+
+@pytest.mark.parametrize(("options", "kernel"), [(FUSED, "_fused_sgd_"), (ADAMW, "_fused_adamw_")])
+def test_nothing_is_read_before_a_fused_update(alone: World, options: tuple[str, ...], kernel: str) -> None:
+    made = built(alone, *options, "step.clip_norm=1")
+    batches = iter(made.train.batches)
+    made.driver.step(next(batches))
+    batch = next(batches)
+    batch.samples.tolist()  # indices of the samples are on the host
+    with Functions() as functions:
+        made.driver.step(batch)
+    update = functions.names.index(kernel)
+    forward = functions.names.index("conv2d")
+    reads = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "cpu"}
+    assert not reads.intersection(functions.names[forward:update])
+    assert "tolist" in functions.names[update:]
+
+
+def test_a_fused_sgd_accepts_a_first_gradient_after_the_first_step(alone: World) -> None:
+    made = built(alone, *FUSED)
+    optimizer = made.driver.optimizer
+    first, second = optimizer.param_groups[0]["params"][:2]
+    before = second.detach().clone()
+    first.grad = torch.ones_like(first)
+    optimizer.step()
+    second.grad = torch.ones_like(second)
+    optimizer.step()
+    group = optimizer.param_groups[0]
+    assert torch.allclose(second, before - group["lr"] * (1 + group["weight_decay"] * before))
+
+
+class Functions(TorchFunctionMode):
+    """Names of the functions that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.names.append(function.__name__)
+        return function(*arguments, **(options or {}))

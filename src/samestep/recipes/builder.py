@@ -42,6 +42,7 @@ from samestep.loading import loader
 from samestep.metrics.counts import CountMetric
 from samestep.metrics.metrics import LossMetric, build_metrics
 from samestep.recipes.driver import Driver
+from samestep.recipes.fused_optimizers import default_options
 from samestep.recipes.learning_rate import scale_rates
 from samestep.recipes.loss import LossFunction, RecipeLoss
 from samestep.recipes.model_options import transform_model, uses_batch_statistics
@@ -340,8 +341,10 @@ def _loaders(recipe: Recipe, splits: Splits, workers: int, *, has_batch_norm: bo
 
 def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     groups = parameter_groups(model, config)
+    kind = find(config.name, OPTIMIZERS, "optimizer")
+    options = default_options(kind, config.options, [one for group in groups for one in group["params"]])
     try:
-        optimizer = call(find(config.name, OPTIMIZERS, "optimizer"), config.options, groups, where="optimizer.options")
+        optimizer = call(kind, options, groups, where="optimizer.options")
     except ValueError as error:
         raise RecipeError(
             f"optimizer: {error}", expected=f"options of {config.name}", fix="correct optimizer.options", code="E_VALUE"

@@ -27,6 +27,7 @@ from samestep.metrics.metrics import LossMetric, Metric
 from samestep.microbatches import microbatch_bounds
 from samestep.recipes.ema import AveragedWeights, copy_tensors
 from samestep.recipes.forward import autocast, call_model
+from samestep.recipes.fused_optimizers import decides_on_device, step_if
 from samestep.recipes.loss import RecipeLoss
 from samestep.recipes.non_finite import non_finite_error
 from samestep.recipes.samples import RecipeBatch, pair_of, parts_of
@@ -92,6 +93,7 @@ class Driver:
         self.local_parameters = parameters
         self.steps = 0
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=recipe.step.precision == "fp16")
+        self._decides_on_device = decides_on_device(optimizer)
         self._loss = loss
         self._config = recipe.step
         self._parts = recipe.accumulate
@@ -126,12 +128,10 @@ class Driver:
         loss, weight = self._backward(data, len(batch.samples))
         self.scaler.unscale_(self.optimizer)
         norm = self._clipped_norm()
-        # One wait for the device.
-        numbers = device_reads.values(torch.stack([loss.double(), norm.double(), weight.double()]))
         rate = float(self.optimizer.param_groups[0]["lr"])
-        is_finite = all(map(math.isfinite, numbers[:2]))
+        numbers = self._update(torch.stack([loss.double(), norm.double(), weight.double()]))
+        is_finite = _are_finite(numbers[:2])
         if is_finite:
-            self.scaler.step(self.optimizer)
             if self._average is not None:
                 self._average.update(self.steps + 1)
         else:
@@ -141,6 +141,20 @@ class Driver:
         self._step_schedule()
         self.steps += 1
         return StepResult(self.steps, numbers[0], numbers[2], rate, numbers[1], not is_finite)
+
+    def _update(self, numbers: torch.Tensor) -> list[float]:
+        """Update the parameters if loss and norm are finite, and return the numbers; the only wait for the device.
+
+        Args:
+            numbers: loss, norm of the gradient and weight, on the device.
+        """
+        if self._decides_on_device:
+            step_if(self.optimizer, numbers[:2].isfinite().all())
+        values: list[float] = device_reads.values(numbers)
+        # Not by the scaler, which would read its flags: a finite norm has no overflow in it.
+        if not self._decides_on_device and _are_finite(values[:2]):
+            self.optimizer.step()
+        return values
 
     def on_device(self, batch: RecipeBatch) -> tuple[Any, Any]:
         """Return inputs and targets of a batch on the device of this rank."""
@@ -257,6 +271,10 @@ class Driver:
                 for module, training in modes:  # parents first: their method sets the children too
                     if module.training is not training:
                         module.train(training)
+
+
+def _are_finite(values: Iterable[float]) -> bool:
+    return all(map(math.isfinite, values))
 
 
 class _Means:
