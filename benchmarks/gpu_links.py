@@ -65,7 +65,7 @@ def measured(sizes: dict[str, int], device: Any) -> dict[str, Any]:
             # Equal rows for all ranks, of whole groups of 16 bytes.
             elements = size // 4 // (4 * world.size) * (4 * world.size)
             found[name] = {
-                operation: _timed(call, elements, world.device) for operation, call in _calls(world, elements).items()
+                operation: _timed(call, elements, world) for operation, call in _calls(world, elements).items()
             }
             for length in (elements, elements - 3):
                 _require_sum(world, length)
@@ -113,15 +113,15 @@ def _message(world: World, sent: torch.Tensor, received: torch.Tensor) -> None:
         work.wait()
 
 
-def _timed(call: Callable[[], Any], elements: int, device: torch.device) -> dict[str, float]:
+def _timed(call: Callable[[], Any], elements: int, world: World) -> dict[str, float]:
     call()
-    synchronize(device)
-    dist.barrier()
+    synchronize(world.device)
+    world.barrier()
     began = time.perf_counter()
     for _ in range(_REPEATS):
         call()
     host_seconds = (time.perf_counter() - began) / _REPEATS
-    synchronize(device)
+    synchronize(world.device)
     seconds = (time.perf_counter() - began) / _REPEATS
     return {
         "us": round(1e6 * seconds),

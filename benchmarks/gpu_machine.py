@@ -41,7 +41,7 @@ def versions(device: str) -> Outcome:
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "driver": _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0],
+            "driver": _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
         }
     command = [sys.executable, "-m", "samestep", "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -75,6 +75,8 @@ def facts(device: str) -> Outcome:
 
 
 def _nvidia_smi(*arguments: str) -> str:
+    if shutil.which("nvidia-smi") is None:
+        return ""
     command = ["nvidia-smi", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.strip()
 
@@ -89,6 +91,8 @@ def _copies(device: torch.device) -> dict[str, Any]:
     elements = _BYTES // 4
     source = torch.zeros(elements + 4, device=device)
     target = torch.zeros(elements + 4, device=device)
+
+    dist.all_reduce(source[:1])  # connects
 
     def send(first: int) -> None:
         rows = slice(first, first + elements)
