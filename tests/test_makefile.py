@@ -129,6 +129,21 @@ def test_results_contain_no_names_of_the_machine(tmp_path: Path, monkeypatch: py
     assert (line["failures"], line["numbers"]) == ([shown], {"lines": [shown]})
 
 
+@pytest.mark.slow
+def test_operations_of_a_step_beyond_a_plain_loop(tmp_path: Path) -> None:
+    output = tmp_path / "operations.json"
+    settings = ["--models", "ResNet-50", "--microbatches", "1", "--output", str(output)]
+    command = [sys.executable, "benchmarks/gpu_operations.py", *settings]
+    subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=220, check=True)
+    lines = json.loads(output.read_text(encoding="utf-8"))["lines"]
+    counts = {line["step"]: line["operations"] for line in lines}
+    beyond = {line["step"]: line["beyond"] for line in lines}
+    assert counts["plain loop"] > 3 * 53  # convolutions and batch norms with their gradients
+    assert beyond["samestep.parallel, fast"] == beyond["samestep.parallel, exact, microbatches=1"] == 0
+    assert 0 < beyond["plain loop with clipping and item"] < beyond["recipe, fast"] <= 40
+    assert beyond["recipe, fast"] < beyond["recipe, fast, clip_norm"] <= 40
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_wheels_for_a_gpu_machine_are_small_and_complete(tmp_path: Path) -> None:
