@@ -263,6 +263,7 @@ def _share_generators(world: World) -> None:
 
 def _end_script(world: World, uncaught: UncaughtErrors, *, is_adopted: bool) -> None:
     """End the session at the exit of the interpreter: an error would not change the exit code by itself."""
+    uncaught.limit_exit()
     try:
         _end_session(world, is_adopted=is_adopted)
     except Exception as error:  # boundary: nothing is above

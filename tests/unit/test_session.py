@@ -50,6 +50,18 @@ with samestep.init(device="cpu") as world:  # of the launcher whose variables ar
 """
 
 
+PENDING = """
+import torch
+import samestep
+world = samestep.init(device="cpu")
+if samestep.is_main():
+    samestep.all_gather(1)
+else:
+    world.group.allreduce([torch.ones(1000)])
+    raise ValueError("the cause")
+"""
+
+
 def test_nothing_changes_on_one_process() -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], check=False, capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
@@ -209,3 +221,14 @@ def test_variables_of_another_launcher_are_hidden(launcher: str, tmp_path: Path)
     for one in done:
         assert (one.code, one.err) == (0, "")
         assert json.loads(one.out) == [[0, 1], True, False, []]
+
+
+@pytest.mark.slow
+def test_rank_with_an_uncaught_error_ends_in_spite_of_a_collective_in_progress(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PENDING, encoding="utf-8")
+    with ranks(as_torchrun(free_port()), 2, script, cwd=tmp_path, command=[sys.executable]) as started:
+        main, other = started.wait()
+    assert (main.code, other.code) == (1, 1)
+    assert other.err.endswith("ValueError: the cause\n")
+    assert "the cause" not in main.err

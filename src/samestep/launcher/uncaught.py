@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import sys
 from functools import partial
 from types import TracebackType
@@ -12,6 +14,8 @@ from samestep.distributed.streams import report_line
 from samestep.errors import SamestepError
 from samestep.launcher.failure import Failure
 from samestep.launcher.job import Job, process_state, report_failure
+
+_EXIT_SECONDS = 10.0
 
 
 class UncaughtErrors:
@@ -40,6 +44,15 @@ class UncaughtErrors:
             return
         failure = Failure.of_exception(self._job.rank, error, self._status.activity)
         report_failure(self._job, failure, partial(self._show, error, failure))
+
+    def limit_exit(self) -> None:
+        """End this process with exit code 1 if the interpreter does not end within seconds after an uncaught error.
+
+        The destructor of a process group waits for collectives in progress, which other ranks may never join.
+        """
+        if self._job is not None and isinstance(getattr(sys, "last_value", None), Exception):
+            # A thread of C code, which ends the process at any point of the end of the interpreter.
+            faulthandler.dump_traceback_later(_EXIT_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
 
     def _show(self, error: BaseException, failure: Failure) -> None:
         if isinstance(error, SamestepError):
