@@ -26,6 +26,7 @@ from samestep.distributed.devices import (
     ACCELERATOR,
     accelerator_module,
     deterministic_kernels,
+    device_clock,
     first_gpu_index,
     gpu_uuids,
     is_accelerator,
@@ -222,6 +223,7 @@ def _session(options: SessionOptions) -> Iterator[World]:
         own = _create_process_group(worker, options, status)
     _set_threads(options, own)
     check = CollectiveCheck(own.store, status, rank=own.rank, size=own.size, timeout=own.limit)
+    status.device_clock = device_clock(own.device) if own.size > 1 else None
     stop = StopRequest() if options.is_private else _stop_request(worker)
     context = RunContext(status, stop, check)
     if options.reduction == "exact":

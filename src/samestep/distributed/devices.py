@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from samestep.distributed.device_clock import DeviceClock
 from samestep.distributed.env import prepare_shared_nccl
 from samestep.distributed.logging import logger
 from samestep.distributed.status import ranks_text
@@ -334,6 +335,13 @@ def _memory(device: torch.device) -> tuple[int, int]:
         return used, module.get_device_properties(device).total_memory
     free, total = module.mem_get_info(device)
     return total - free, total
+
+
+def device_clock(device: torch.device) -> DeviceClock | None:
+    """Return a clock of a device; None for a CPU, which computes nothing while the host continues."""
+    if not is_accelerator(device):
+        return None
+    return DeviceClock(partial(accelerator_module().Event, enable_timing=True))
 
 
 class GpuMemory(NamedTuple):

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing.reduction import DupFd
 from typing import Any
 
+from samestep.distributed.device_clock import DeviceClock
+
 # Odd while the slot is being written. The same even number before and after a read proves a consistent read.
 _VERSION = struct.Struct("<Q")
 # The fields of StatusSnapshot in order, then the length of the text.
@@ -39,7 +41,8 @@ class StatusSnapshot:
         operations: operations of all ranks that the rank has begun; equal on all ranks of a healthy run.
         last_change: monotonic clock of the machine, in seconds, at the last change of the status.
         steps: steps of optimizers since the start of the process.
-        compute_seconds: time of these steps without waits for other ranks; waiting for data counts.
+        compute_seconds: time of these steps without waits for other ranks, of the device if it has a clock; waiting for
+            data counts.
         checkpoints: checkpoints written by this rank.
         is_waiting: the rank waits for other ranks.
         is_finished: the rank has left `samestep.init()`.
@@ -66,10 +69,12 @@ class RankStatus:
     Attributes:
         on_wait: called with a name when a wait for other ranks begins, in the waiting thread. The returned function is
             called at the end of the wait. None disables the call.
+        device_clock: clock of the device of this rank, which computes while the host continues; None on a CPU.
         is_free: the rank rests between operations and waits, as in a plain loop, which reports no progress there.
     """
 
     is_free = False
+    device_clock: DeviceClock | None = None
     on_wait: Callable[[str], Callable[[], None]] | None = None
 
     def __init__(self, memory: Any, rank: int) -> None:
@@ -124,6 +129,8 @@ class RankStatus:
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
         """Record a wait for other ranks for the duration of the block."""
+        if self.device_clock is not None:
+            self.device_clock.begin_exchange()
         with self._lock:
             if not self._waits:
                 self._wait_began = time.monotonic()
@@ -132,6 +139,8 @@ class RankStatus:
         end = self.on_wait(name) if self.on_wait is not None else None
         try:
             yield
+            if self.device_clock is not None:  # not after an error, perhaps of the device
+                self.device_clock.end_exchange()
         finally:
             if end is not None:
                 end()
@@ -152,6 +161,8 @@ class RankStatus:
         own = now - self._step_began - (waited - self._waited_before)
         self._step_began = now
         self._waited_before = waited
+        if self.device_clock is not None and (seconds := self.device_clock.end_step()) is not None:
+            own = seconds
         steps = self._values["steps"] + 1
         changes = {"activity": f"after optimizer step {steps}"} if self._shows_steps else {}
         self._update(steps=steps, compute_seconds=self._values["compute_seconds"] + own, **changes)
