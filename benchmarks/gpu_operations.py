@@ -120,7 +120,7 @@ def recipe(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], world: Wo
         scheduler=LambdaLR(optimizer, lambda step: 1.0),
         parameters=CompleteModel(model),
     )
-    whole = RecipeBatch(batch, torch.arange(ROWS), [])
+    whole = RecipeBatch(batch, torch.arange(len(batch[1])), [])
     return lambda: driver.step(whole)
 
 

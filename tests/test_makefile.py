@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 IN_VENV = Path(sys.executable).parent == ROOT / ".venv" / "bin"
 WITHOUT_VERDICT = ("sanitizer", "speed")  # on a CPU
-QUICK_CHECKS = ("batch_norm", "checkpoint", "sanitizer")
+QUICK_CHECKS = ("batch_norm", "speed", "checkpoint", "sanitizer")
 CHECKS = ("batch_norm", "zoo", "speed", "attention", "checkpoint", "sanitizer")
 
 
