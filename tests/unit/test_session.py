@@ -87,6 +87,12 @@ def test_script_sees_one_process_and_all_ranks_agree(processes: int) -> None:
             assert row["threads"] <= threads
 
 
+def test_ranks_with_other_settings_of_torch_are_refused() -> None:
+    with pytest.raises(RankError, match=r"torch\.backends\.cudnn\.benchmark is False and True") as raised:
+        samestep.launch(sessions.other_kernels, processes=2)
+    assert raised.value.code == "E_RANK_SETTINGS"
+
+
 def test_world_ends_with_its_block() -> None:
     assert samestep.launch(sessions.two_blocks, processes=2) == [[0, 1], [0, 1]]
 

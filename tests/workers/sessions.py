@@ -55,6 +55,14 @@ def settings_of_kernels(reduction: Literal["fast", "exact"]) -> list[tuple[Any, 
     return [*seen, kernel_settings()]
 
 
+def other_kernels() -> None:
+    """Select kernels by their time on one rank."""
+    with samestep.init(device="cpu") as world:
+        torch.backends.cudnn.benchmark = not world.is_main
+        model = samestep.parallel(nn.Linear(4, 4))
+        model(torch.ones(8, 4)).sum().backward()
+
+
 def two_blocks() -> list[list[int]]:
     """Return the ranks in two worlds, one after another."""
     gathered = []

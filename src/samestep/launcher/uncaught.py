@@ -13,6 +13,7 @@ from samestep.distributed.status import RankStatus
 from samestep.distributed.streams import report_line
 from samestep.errors import SamestepError
 from samestep.launcher.failure import Failure
+from samestep.launcher.fixes import fix_lines
 from samestep.launcher.job import Job, process_state, report_failure
 
 _EXIT_SECONDS = 10.0
@@ -59,6 +60,8 @@ class UncaughtErrors:
             report_line(failure.reported(None).text)
         else:
             self._hook_before(type(error), error, error.__traceback__)  # the traceback as the script formats it
+            for line in fix_lines(error):
+                report_line(f"  {line}")
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, Exception):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from samestep.distributed.status import local_rank_status
 from samestep.errors import RankDesyncError
+from samestep.launcher.fixes import MEMORY_FIX
 from samestep.launcher.job import Job
 from samestep.launcher.uncaught import UncaughtErrors, joined_job
 
@@ -40,6 +41,14 @@ def test_first_error_of_the_job_is_shown_by_the_hook_of_the_script(shown: list[A
         raised(each)
         uncaught.close()
     assert shown == [error]
+
+
+def test_fix_follows_the_traceback(shown: list[Any], capfd: pytest.CaptureFixture[str]) -> None:
+    uncaught, error = UncaughtErrors(job(), local_rank_status()), MemoryError()
+    raised(error)
+    uncaught.close()
+    assert shown == [error]
+    assert capfd.readouterr().err.splitlines() == [f"  fix:      {MEMORY_FIX}"]
 
 
 def test_error_of_samestep_has_no_traceback(shown: list[Any], capfd: pytest.CaptureFixture[str]) -> None:
