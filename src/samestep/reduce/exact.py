@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World
 from samestep.microbatches import owned_microbatches
 from samestep.reduce.tree import MicrobatchTree, Node, tree_all_reduce
+
+Add = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ExactReduction:
@@ -32,17 +34,23 @@ class ExactReduction:
 
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum over all microbatches, in the order of the tree."""
-        copies = [part.detach().resolve_conj().resolve_neg().contiguous().clone().view(-1) for part in parts]
-        leaves = {(number, number + 1): copy for number, copy in zip(self.own, copies, strict=True)}
-        total = self._sum_over_ranks(list(self.merge(leaves).values()))
+        flat = [part.detach().resolve_conj().resolve_neg().contiguous().view(-1) for part in parts]
+        leaves = {(number, number + 1): part for number, part in zip(self.own, flat, strict=True)}
+        subtrees = self._merged(leaves, torch.add)  # new tensors: the parts are not written
+        for node in subtrees.keys() & leaves.keys():
+            subtrees[node] = leaves[node].clone()
+        total = self._sum_over_ranks(list(subtrees.values()))
         # `data`: a view could not be written in place, as `loss *= ...` does.
         return total.view(parts[0].shape).data
 
     def merge(self, sums: Mapping[Node, torch.Tensor]) -> dict[Node, torch.Tensor]:
         """Return the sums with all pairs of subtrees added of which both are there."""
+        return self._merged(sums, torch.Tensor.add_)
+
+    def _merged(self, sums: Mapping[Node, torch.Tensor], add: Add) -> dict[Node, torch.Tensor]:
         merged: dict[Node, torch.Tensor] = {}
         for node in self._cover:
-            merged |= self._tree.merge(node, sums, torch.Tensor.add_)
+            merged |= self._tree.merge(node, sums, add)
         return merged
 
     def start(self, sums: Mapping[Node, torch.Tensor]) -> Any:

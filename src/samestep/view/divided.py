@@ -456,5 +456,5 @@ class GatherOutputs(torch.autograd.Function):
             elif gradient is not None:
                 own[number::count] = crossing.own_gradients(gradient, output)
         # Without a gradient for its anchor, a bucket that no own row uses would not be summed on this rank.
-        anchors = [torch.zeros((), device=device) for device in ctx.anchors]
-        return (None, *own, *anchors)
+        zeros = {device: torch.zeros((), device=device) for device in set(ctx.anchors)}
+        return (None, *own, *[zeros[device] for device in ctx.anchors])

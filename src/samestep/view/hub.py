@@ -69,8 +69,9 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.bucket.collect(ctx.number, gradients[:-1])
-        # The gradient of the anchor only: Launch takes the others from the bucket.
-        return (None, None, *[None] * (len(gradients) - 1), gradients[-1])
+        # The gradient of one anchor only: Launch takes the others from the bucket.
+        anchor = gradients[-1] if ctx.bucket.is_first(ctx.number) else None
+        return (None, None, *[None] * (len(gradients) - 1), anchor)
 
 
 class _HubBucket:
@@ -109,6 +110,10 @@ class _HubBucket:
             collect: Any = collected[-1][-1].grad_fn
             collect._set_sequence_nr(_FIRST)
         return collected
+
+    def is_first(self, number: int) -> bool:
+        """Whether a slice is the first own one."""
+        return number == self._state.reduction.own.start
 
     def clear(self) -> None:
         """Forget the gradients of an earlier backward."""
