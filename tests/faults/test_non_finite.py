@@ -25,9 +25,10 @@ def test_stop_reports_step_and_samples_once(tmp_path: Path, capsys: pytest.Captu
     assert f"error: step {len(steps) + 1}:" in title
 
 
-def test_skip_gives_the_same_bits_on_any_number_of_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("optimizer.options={lr: 0.01, fused: true}",)], ids=["plain", "fused"])
+def test_skip_gives_the_same_bits_on_any_number_of_processes(tmp_path: Path, options: tuple[str, ...]) -> None:
     for processes in (1, 3):
-        arguments = ("--name", processes, "--processes", processes, "--set", *FAULT, "step.non_finite=skip")
+        arguments = ("--name", processes, "--processes", processes, "--set", *FAULT, *options, "step.non_finite=skip")
         assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
     one, three = (tmp_path / "runs" / str(processes) for processes in (1, 3))
     assert weights(one) == weights(three)

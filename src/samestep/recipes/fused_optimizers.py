@@ -33,7 +33,8 @@ def default_options(
 def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Whether updates of an optimizer can be left out by the device; prepare the optimizer for that."""
     groups = optimizer.param_groups
-    if not isinstance(optimizer, _CLASSES) or not all(group["fused"] for group in groups):
+    # Not subclasses: a step of their own may not know the flag.
+    if type(optimizer) not in _CLASSES or not all(group["fused"] for group in groups):
         return False
     if isinstance(optimizer, torch.optim.SGD):
         if any(group["dampening"] for group in groups):
