@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -29,6 +30,7 @@ FAILED = 3  # exit code
 Line = dict[str, Any]
 Target = Literal["gpu", "nccl", "gpus"]  # of make
 _ADDRESS = re.compile(r"\b\d{1,3}(\.\d{1,3}){3}\b")
+_UUID = re.compile(r"\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")  # of a GPU
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,9 @@ class Results:
         content = {**self._head, "facts": _without_names(facts), "checks": _without_names(lines)}
         save(self.path, content, _page(content))
 
-    def failed(self, names: list[str]) -> list[str]:
-        """Return the names of those checks that failed."""
-        return [name for name in names if self._lines[name]["verdict"] == "fail"]
+    def verdicts(self, names: list[str]) -> Counter[str]:
+        """Return the number of checks by verdict: `pass`, `fail` or `skipped`."""
+        return Counter(self._lines[name]["verdict"] for name in names)
 
 
 def run_check(name: str, check: Check, device: str, seconds: float, logs: Path | None = None) -> Line:
@@ -129,7 +131,7 @@ def file_name(*parts: str) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in text) + ".json"
 
 
-def short(line: Line) -> str:
+def _short(line: Line) -> str:
     """Return the failures of a check, or its numbers, in one line."""
     values = line.get("failures") or [f"{key}: {value}" for key, value in line.get("numbers", {}).items()]
     return (line.get("skipped") or "; ".join(values)).replace("|", "/").replace("\n", " ")
@@ -159,7 +161,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
 
 def _page(content: dict[str, Any]) -> str:
     rows = [
-        [line["check"], line["verdict"], f"{line.get('seconds', 0):.0f}", line["expected"], cut(short(line), 240)]
+        [line["check"], line["verdict"], f"{line.get('seconds', 0):.0f}", line["expected"], cut(_short(line), 240)]
         for line in content["checks"]
     ]
     table = markdown_table(["check", "verdict", "seconds", "expected", "result"], rows)
@@ -177,14 +179,14 @@ def _commit() -> str | None:
 
 
 def _without_names(value: Any) -> Any:
-    """Return a value with no address, name of the host or home directory in its texts: the file leaves the machine."""
+    """Return a value without what identifies the machine or its owner: the file leaves the machine."""
     if isinstance(value, dict):
         return {key: _without_names(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_without_names(item) for item in value]
     if not isinstance(value, str):
         return value
-    text = _ADDRESS.sub("ADDRESS", value).replace(str(Path.home()), "~")
+    text = _UUID.sub("UUID", _ADDRESS.sub("ADDRESS", value)).replace(str(Path.home()), "~")
     return re.sub(rf"\b{re.escape(socket.gethostname())}\b", "HOST", text)
 
 

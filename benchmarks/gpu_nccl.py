@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_checks import FAILED, HERE, Check, Line, Results, Target, cut, device_name, file_name, run_check, short
+from gpu_checks import FAILED, HERE, Check, Line, Results, Target, cut, device_name, file_name, run_check
 
 INPUT = 2  # exit code
 _FAILURES = 3  # of a check, on the screen
@@ -80,9 +80,9 @@ def main() -> None:
         line = run_check(name, check, options.device, min(check.seconds, deadline - time.monotonic()))
         results.add(line)
         _show(line)
-    failed = results.failed(names)
-    print(f"{len(failed)} of {len(names)} checks failed; results: {results.path}")
-    raise SystemExit(FAILED if failed else 0)
+    counts = results.verdicts(names)
+    print(f"{counts['pass']} passed, {counts['fail']} failed, {counts['skipped']} without a verdict: {results.path}")
+    raise SystemExit(FAILED if counts["fail"] else 0)
 
 
 def _title(suite: str, device: str, parser: argparse.ArgumentParser) -> str:
@@ -103,12 +103,13 @@ def _title(suite: str, device: str, parser: argparse.ArgumentParser) -> str:
 
 def _show(line: Line) -> None:
     """Print the verdict of a check and what was expected, with the first failures."""
-    width = shutil.get_terminal_size().columns
-    print(cut(f"{line['verdict']:7} {line['check']:8} {line.get('seconds', 0):4.0f} s  {line['expected']}", width))
-    for failure in line.get("failures", [])[:_FAILURES]:
-        print(cut("        " + " ".join(failure.split()), width))
+    texts = [f"{line['verdict']:7} {line['check']:8} {line.get('seconds', 0):4.0f} s  {line['expected']}"]
+    texts += [f"        {' '.join(failure.split())}" for failure in line.get("failures", [])[:_FAILURES]]
     if line.get("skipped"):
-        print(cut(f"        {short(line)}", width))
+        texts.append(f"        {line['skipped']}")
+    width = shutil.get_terminal_size(fallback=(120, 24)).columns
+    for text in texts:
+        print(cut(text, width), flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from samestep.distributed.addresses import free_loopback_socket
 from samestep.distributed.env import prepare_shared_nccl, prepare_torch_environment
 
 _SECONDS = 60
-_ELEMENTS = (1 << 10, 1 << 20, 4 << 20)
+_ELEMENTS = {"cuda": (1 << 10, 1 << 20, 4 << 20), "cpu": (1 << 10, 1 << 16)}
 _REPEATS = 4
 
 
@@ -30,7 +30,7 @@ def raw(device: str) -> Outcome:
     """Values and times of collectives and messages on 2 and 4 ranks."""
     outcome = Outcome()
     for size in (2, 4):
-        with tempfile.TemporaryDirectory() as folder, free_loopback_socket() as listener:
+        with free_loopback_socket() as listener:
             port = str(listener.getsockname()[1])
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "result.json"
@@ -78,7 +78,7 @@ def _rank(device: torch.device, rank: int, size: int, port: str) -> dict[str, An
     dist.all_reduce(total)
     assert total.unique().tolist() == [size * (size + 1) / 2]
     numbers["first all-reduce, seconds"] = round(time.perf_counter() - began, 2)
-    for elements in _ELEMENTS:
+    for elements in _ELEMENTS[device.type]:
         numbers[f"message of {4 * elements} bytes, ms"] = _message(device, rank, size, elements)
     row = torch.arange(size, device=device, dtype=torch.float32)
     column = torch.empty_like(row)
