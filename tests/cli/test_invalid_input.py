@@ -91,6 +91,13 @@ def test_more_processes_than_devices_is_an_error(refused: Refused, monkeypatch: 
     assert "--processes 3 with --devices 0,2 [E_PROCESSES]" in err.splitlines()[0]
 
 
+@pytest.mark.parametrize("sharing", ["1", "nccl"])
+def test_more_processes_than_devices_may_share(sharing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_options, "gpu_names", lambda: ["GPU"] * 4)
+    monkeypatch.setenv("SAMESTEP_SHARE_GPU", sharing)
+    assert launch_options.LaunchOptions(devices="0,2", processes="3").process_range() == (3, 3)
+
+
 @pytest.mark.parametrize("processes", ["0:2", "3:2", ":2", "auto:2", "1:9"])
 def test_invalid_range_of_processes_is_an_error(refused: Refused, processes: str) -> None:
     refused("train", "digits", f"--processes={processes}")

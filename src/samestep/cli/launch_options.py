@@ -95,7 +95,8 @@ class LaunchOptions(DeviceOption):
         maximum = maximum if colon else text
         count = self._auto_processes(recipe) if maximum == "auto" else parse_process_count(maximum)
         has_enough = count * self.devices_per_process <= len(self.selected_devices or ())
-        if self.selected_devices and not self.share_gpu and not has_enough:
+        may_share = self.share_gpu or read_environment().sharing is not None
+        if self.selected_devices and not may_share and not has_enough:
             problem = f"--processes {count} with --devices {self.devices}"
             expected = f"{plural(self.devices_per_process, 'GPU')} per rank"
             raise InputError(problem, expected, "more --devices, or --share-gpu", code="E_PROCESSES")
