@@ -47,6 +47,7 @@ def settings_of_kernels(reduction: Literal["fast", "exact"]) -> list[tuple[Any, 
     torch.manual_seed(0)
     with samestep.init(device="cpu", reduction=reduction) as world:
         model = samestep.parallel(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 1)), reduction=reduction)
+        torch.backends.cudnn.benchmark = True
         for _ in range(3):  # watched, tried, divided
             model(torch.randn(256, 64)).sum().backward()
             seen.append(kernel_settings())

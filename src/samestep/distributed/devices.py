@@ -70,19 +70,31 @@ def kernel_settings() -> tuple[str | bool, ...]:
     )
 
 
+def use_deterministic_kernels() -> bool:
+    """Request kernels that compute the same bits each time; return whether settings of torch had to change."""
+    import torch
+
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    is_deterministic = torch.are_deterministic_algorithms_enabled() and not warns
+    if is_deterministic and not torch.backends.cudnn.benchmark:
+        return False
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False  # selects kernels by their time
+    return True
+
+
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
-    """Request kernels that compute the same bits each time; settings are those of the script after the block."""
+    """Use deterministic kernels during the block; settings are those of the script after it."""
     import torch
 
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     measures = torch.backends.cudnn.benchmark
-    torch.use_deterministic_algorithms(True)
+    use_deterministic_kernels()
     # Filling new memory only helps programs that read uninitialized memory, and costs a pass over each tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = False  # selects kernels by their time
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from samestep.distributed.devices import is_accelerator
+from samestep.distributed.devices import is_accelerator, use_deterministic_kernels
 from samestep.errors import InputError
 from samestep.microbatches import microbatch_bounds, owned_microbatches
 from samestep.view.actions import Action
@@ -109,6 +109,8 @@ class ParallelModule:
             options: keyword arguments.
         """
         arguments, options = self.strategy.arguments((arguments, options))
+        if self.is_exact and use_deterministic_kernels():  # the script has set something else
+            self.view.report(self.summary, "kernels stay deterministic, and are not selected by their time")
         if not self.view.divides_here():
             reason = self.view.whole_here()
             if reason is not None:
@@ -183,9 +185,7 @@ class ParallelModule:
         if self._microbatches is None:
             self._microbatches = min(rows, MOST_MICROBATCHES)
         slices = Slices(rank_bounds(rows, self._microbatches, ranks.shares), ranks.size, ranks.rank)
-        if not slices.fewest_rows:
-            return None
-        return slices
+        return slices if slices.fewest_rows else None
 
     def _microbatches_of(self, rows: int) -> Slices | None:
         ranks = self.strategy.ranks
