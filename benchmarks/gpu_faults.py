@@ -81,7 +81,7 @@ def resumed(device: str) -> Outcome:
 def _report(outcome: Outcome, key: str, name: str, plan: Plan, device: str) -> None:
     """Launch ranks of which one fails, and compare the report with the expected one."""
     fault = FAULTS[name]
-    hang_after = 15 if device == "cuda" else 6
+    hang_after = 20 if device == "cuda" else 6
     began = time.monotonic()
     try:
         launch(failing, plan, name, device, ranks=min(3, most_ranks(device)), hang_after=hang_after)

@@ -28,7 +28,7 @@ _SAID = re.compile(r"channels|via (P2P|SHM|NET)|Using network|NVLS|GDR|P2P is di
 
 
 def links(device: str) -> Outcome:
-    """Times and memory on 2, 3 and all GPUs, and what NCCL reports about its connections."""
+    """Times and memory on 3 and all GPUs, and what NCCL reports about its connections."""
     outcome = Outcome()
     most = most_ranks(device)
     sizes = SIZES if device == "cuda" else {"64 kB": SIZES["64 kB"]}
@@ -38,7 +38,7 @@ def links(device: str) -> Outcome:
             "NCCL_DEBUG_SUBSYS": "INIT,GRAPH,P2P,SHM,NET",
             "NCCL_DEBUG_FILE": f"{folder}/%p",
         }
-        for ranks in sorted({2, min(3, most), most}):
+        for ranks in sorted({min(3, most), most}):
             with outcome.attempt(f"{ranks} ranks"):
                 outcome.numbers[f"{ranks} ranks"] = launch(measured, sizes, device, ranks=ranks, environment=debug)
         files = sorted(Path(folder).iterdir())

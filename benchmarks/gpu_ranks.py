@@ -21,7 +21,6 @@ import samestep
 from samestep.config import MeshConfig, StrategyConfig
 from samestep.distributed.env import read_environment
 
-PRELOAD = ("gpu_training", "gpu_ranks", "gpu_faults", "gpu_links", "gpu_scaling")
 SHARING_RANKS = 4  # on a CPU or a shared GPU
 MOST_RANKS = 8
 STRATEGIES = {
@@ -36,8 +35,8 @@ STRATEGIES = {
 
 def launch(function: Any, *arguments: Any, ranks: int, hang_after: float = 60, **options: Any) -> Any:
     """Return the result of rank 0."""
-    launched = {"processes": ranks, "preload": PRELOAD, "hang_after": hang_after, **options}
-    return samestep.launch(function, *arguments, **launched)
+    preload = (function.__module__,)
+    return samestep.launch(function, *arguments, processes=ranks, preload=preload, hang_after=hang_after, **options)
 
 
 def most_ranks(device: str) -> int:
