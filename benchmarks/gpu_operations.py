@@ -2,6 +2,7 @@
 
 Counted on a CPU, with the choices that recipes and torch make on a GPU: fused or `foreach` optimizers. An
 operation is a call of torch that computes: views and allocations are none, and one on a list of tensors is one.
+Batch norm of several microbatches has more of them on a CPU than on a GPU, which has kernels for its parts.
 Operations of the profiler are counted, as `samestep.parallel` computes calls whole under a dispatch mode.
 """
 

@@ -115,20 +115,17 @@ def _fast_moments(slices: Sequence[Tensor], sums: Sums) -> _Moments:
     channels = slices[0].shape[1]
     counts = [inputs.numel() // channels for inputs in slices]
     own = [_own_moments(inputs, kind, count) for inputs, count in zip(slices, counts, strict=True)]
-    messages = []
-    for (mean, variance), count in zip(own, counts, strict=True):
-        message = torch.cat([mean, variance, mean.new_ones(1)]).double()
-        first, second, _ = message.split([channels, channels, 1])
-        second.addcmul_(first, first)
-        messages.append(message.mul_(count))
-    total = sums.sum(messages)
+    means = torch.stack([mean for mean, _ in own]).double()
+    squares = torch.stack([variance for _, variance in own]).double().addcmul_(means, means)
+    messages = torch.cat([means, squares, means.new_ones(len(own), 1)], dim=1)
+    total = sums.sum([message.mul_(count) for message, count in zip(messages.unbind(), counts, strict=True)])
     number = _number(total[-1])
     whole, spread, _ = total.div_(number).split([channels, channels, 1])
     if kind == torch.float64:
-        squares = [
+        spreads = [
             (variance + (mean - whole).square()) * count for (mean, variance), count in zip(own, counts, strict=True)
         ]
-        spread = sums.sum(squares).div_(number)
+        spread = sums.sum(spreads).div_(number)
     else:
         spread.addcmul_(whole, whole, value=-1).clamp_(min=0)
     return _Moments(number, whole.to(kind), spread.to(kind))
@@ -229,23 +226,25 @@ def _by_slice(tensors: Sequence[Any]) -> list[Any]:
 
 def _fast_gradients(ctx: Any, gradients: Sequence[Tensor]) -> list[tuple[Tensor | None, Tensor, Tensor]]:
     *tensors, mean, variance = ctx.saved_tensors
+    moments = _Moments(ctx.count, mean, variance)
+    scale = torch.rsqrt(variance + ctx.eps)
     slices = []
-    messages = []
     for (inputs, weight, _), gradient in zip(_by_slice(tensors), gradients, strict=True):
         data, slope = _operands(inputs, gradient, mean.dtype)
         by_weight = by_bias = torch.zeros_like(mean)
         if data.numel():
-            by_weight, by_bias = _affine_gradients(data, slope, mean, variance, ctx.eps)
+            by_weight, by_bias = _affine_gradients(data, slope, moments, scale, ctx.eps)
         slices.append((data, slope, weight, by_weight, by_bias))
-        messages.append(torch.cat([by_weight, by_bias]).double())
     if not ctx.needs_input_grad[3]:
         return [(None, by_weight, by_bias) for *_, by_weight, by_bias in slices]
-    total = ctx.sums.sum(messages).view(2, -1)
+    weights = torch.stack([by_weight for *_, by_weight, _ in slices])
+    biases = torch.stack([by_bias for *_, by_bias in slices])
+    total = ctx.sums.sum(torch.cat([weights, biases], dim=1).double().unbind()).view(2, -1)
     results: list[tuple[Tensor | None, Tensor, Tensor]] = []
     for data, slope, weight, by_weight, by_bias in slices:
         by_inputs = torch.zeros_like(data)
         if data.numel():
-            by_inputs = _input_gradients(data, slope, weight, _Moments(ctx.count, mean, variance), total, ctx.eps)
+            by_inputs = _input_gradients(data, slope, weight, moments, scale, total, ctx.eps)
         results.append((by_inputs, by_weight, by_bias))
     return results
 
@@ -259,28 +258,28 @@ def _operands(inputs: Tensor, gradient: Tensor, kind: torch.dtype) -> tuple[Tens
     return inputs, gradient
 
 
-def _affine_gradients(data: Tensor, slope: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the sums of dy * xhat and of dy over the own values."""
+def _affine_gradients(
+    data: Tensor, slope: Tensor, moments: _Moments, scale: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return the sums of dy * xhat and of dy over the own values; `scale` is 1 / sigma."""
     if data.is_cuda:  # a kernel of torch's SyncBatchNorm
-        scale = torch.rsqrt(variance + eps)
         _, _, by_weight, by_bias = torch.batch_norm_backward_reduce(
-            slope, data, mean, scale, torch.ones_like(scale), False, True, True
+            slope, data, moments.mean, scale, torch.ones_like(scale), False, True, True
         )
         return by_weight, by_bias
     # The affine gradients of torch's backward in evaluation, which does not read the weight.
-    none = mean.new_empty(0)
+    none = scale.new_empty(0)
     _, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
-        slope, data, mean, mean, variance, none, none, False, eps, [False, True, True]
+        slope, data, moments.mean, moments.mean, moments.variance, none, none, False, eps, [False, True, True]
     )
     return by_weight, by_bias
 
 
 def _input_gradients(
-    data: Tensor, slope: Tensor, weight: Tensor | None, moments: _Moments, total: Tensor, eps: float
+    data: Tensor, slope: Tensor, weight: Tensor | None, moments: _Moments, scale: Tensor, total: Tensor, eps: float
 ) -> Tensor:
     """Return dx = w / sigma * (dy - xhat * mean(dy * xhat) - mean(dy)); `total` has the sums over all slices."""
     kind = moments.mean.dtype
-    scale = torch.rsqrt(moments.variance + eps)
     if data.is_cuda:  # a kernel of torch's SyncBatchNorm
         factor = torch.ones_like(scale) if weight is None else weight.to(kind)
         dot, shift = total.to(kind).unbind()
@@ -290,7 +289,7 @@ def _input_gradients(
         )
         return by_inputs
     if weight is not None:
-        scale.mul_(weight)
+        scale = (scale * weight).to(kind)
     # A forward of batch norm computes the last two terms.
     dot, shift = (total.div(moments.count).to(kind) * scale).neg_().unbind()
     by_inputs = functional.batch_norm(data, moments.mean, moments.variance, dot, shift, False, 0.0, eps)
