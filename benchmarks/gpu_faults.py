@@ -54,9 +54,10 @@ def faults(device: str) -> Outcome:
     for name, fault in FAULTS.items():
         if device == "cpu" and fault.needs_gpu:
             continue
-        repeats = fault.repeats if device == "cuda" else 1
-        for number in range(repeats):
-            _report(outcome, name if repeats == 1 else f"{name} {number + 1}", name, PLAN, device)
+        _report(outcome, name, name, PLAN, device)
+        if device == "cuda":
+            for number in range(1, fault.repeats):
+                _report(outcome, f"{name}, again {number}", name, PLAN, device)
     return outcome
 
 

@@ -24,6 +24,7 @@ from samestep.distributed.env import prepare_shared_nccl, prepare_torch_environm
 _SECONDS = 60
 _ELEMENTS = {"cuda": (1 << 10, 1 << 20, 4 << 20), "cpu": (1 << 10, 1 << 16)}
 _REPEATS = 4
+_BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
 
 
 def raw(device: str) -> Outcome:
@@ -65,7 +66,7 @@ def _rank(device: torch.device, rank: int, size: int, port: str) -> dict[str, An
     """Check values of each operation; return times."""
     numbers: dict[str, Any] = {}
     dist.init_process_group(
-        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        _BACKENDS[device.type],
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=size,
@@ -123,10 +124,12 @@ def _message(device: torch.device, rank: int, size: int, elements: int) -> float
 def main() -> None:
     kind, rank, size, port, result = sys.argv[1:]
     prepare_torch_environment(loopback=True)
+    device = torch.device("cpu")
     if kind == "cuda":
         prepare_shared_nccl(int(rank), loopback=True)
-        torch.cuda.set_device(0)
-    numbers = _rank(torch.device(kind, 0) if kind == "cuda" else torch.device(kind), int(rank), int(size), port)
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+    numbers = _rank(device, int(rank), int(size), port)
     if rank == "0":
         Path(result).write_text(json.dumps(numbers), encoding="utf-8")
 

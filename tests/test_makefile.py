@@ -83,9 +83,15 @@ def test_check_that_ends_early_is_reported(only: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("make") is None, reason="the test runs make")
-@pytest.mark.parametrize(("target", "checks_run"), [("nccl", ("raw", "host")), ("gpus", ("bits",))])
+@pytest.mark.parametrize(
+    ("target", "checks_run"),
+    [
+        ("nccl", ("raw", "host")),
+        ("gpus", ("bits",)),
+        pytest.param("gpus", ("facts", "links", "layouts", "faults"), marks=pytest.mark.long),
+    ],
+)
 def test_checks_with_several_ranks_run_on_a_cpu(target: str, checks_run: tuple[str, ...], tmp_path: Path) -> None:
-    """The other checks take minutes: `make nccl DEVICE=cpu` and `make gpus DEVICE=cpu` run them."""
     settings = [f"RESULTS={tmp_path}", "DEVICE=cpu", f"GPU_PY={sys.executable}", f"GPU=--only {' '.join(checks_run)}"]
     done = subprocess.run(
         ["make", target, *settings], cwd=ROOT, capture_output=True, text=True, timeout=220, check=False
@@ -95,7 +101,7 @@ def test_checks_with_several_ranks_run_on_a_cpu(target: str, checks_run: tuple[s
     content = json.loads(path.read_text(encoding="utf-8"))
     assert (content["device"], content["target"]) == ("cpu", target)
     assert [(line["check"], line["verdict"]) for line in content["checks"]] == [(name, "pass") for name in checks_run]
-    if target == "gpus":
+    if checks_run == ("bits",):
         (line,) = content["checks"]
         assert {name: line["numbers"][name] for name in ("tokens", "small", "backend")} == {
             "tokens": 1,  # digest on 1, 2, 3 and 4 ranks
