@@ -101,6 +101,20 @@ def test_a_sample_that_is_not_finite_is_named_or_skipped(
     )
 
 
+def test_overflows_of_half_precision_are_skipped_and_reduce_the_scale(alone: World) -> None:
+    found = []
+    for options in ((), FUSED):
+        made = built(alone, "step.precision=fp16", *options)
+        made.driver.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+        results = [made.driver.step(batch).skipped for batch in made.train.batches]
+        found.append((results, made.driver.scaler.get_scale()))
+    assert found[0] == found[1]
+    skipped, scale = found[0]
+    assert skipped[0]
+    assert not all(skipped)
+    assert scale == 2.0 ** (20 - sum(skipped))
+
+
 @pytest.mark.parametrize(("options", "kernel"), [(FUSED, "_fused_sgd_"), (ADAMW, "_fused_adamw_")])
 def test_nothing_is_read_before_a_fused_update(alone: World, options: tuple[str, ...], kernel: str) -> None:
     made = built(alone, *options, "step.clip_norm=1")
