@@ -97,6 +97,8 @@ class InStep:
         self._all_gather_text = all_gather_text
         self._facts: list[_Fact] = []
         self._sent: list[_Fact] = []
+        # Values that arrive from accelerators: of the last event, and of the one before.
+        self._arriving: list[tuple[str, Tensor, torch.Event, Line]] = []
         self._late: list[tuple[str, Tensor, torch.Event, Line]] = []
         self._lists: WeakKeyDictionary[nn.Module, _Lists] = WeakKeyDictionary()
         self._calls = 0
@@ -203,8 +205,14 @@ class InStep:
         raise cause
 
     def _begin(self) -> Line:
-        """Add values that have arrived from accelerators since the last event; return the line of the script."""
-        late, self._late = self._late, []
+        """Add values of the event before the last one; return the line of the script.
+
+        Those of the last event may still wait for work of an accelerator: the gradients at a step of an optimizer are
+        added when the next forward has been launched, so that the accelerator always has work.
+        """
+        late = self._late
+        self._late = self._arriving
+        self._arriving = []
         for name, values, event, line in late:
             with device_reads.waiting(event.device):
                 event.synchronize()
@@ -220,7 +228,7 @@ class InStep:
     def _add_values(self, name: str, tensor: Tensor, line: Line) -> None:
         """Add some values of a tensor, or its shape if other rows of it are elsewhere or it has no plain memory.
 
-        Values of accelerators are added at the next event, so that the host does not wait.
+        Values of accelerators are added two events later, so that the host does not wait.
         """
         sample = sample_of(tensor)
         if sample is None:
@@ -233,7 +241,7 @@ class InStep:
         values = sample.to("cpu", non_blocking=True)
         event = torch.Event(sample.device)
         event.record()
-        self._late.append((name, values, event, line))
+        self._arriving.append((name, values, event, line))
 
     def _add_state_of(self, module: nn.Module, line: Line) -> None:
         lists = self._lists.get(module)
