@@ -28,8 +28,10 @@ def test_hints_are_for_gpus_and_for_options_that_are_not_set() -> None:
 
 def test_memory_of_an_epoch(alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory_event(alone) is None  # without GPUs
-    memory = GpuMemory(allocated=1, peak=6 * 2**30, reserved=8, free=1, total=80 * 2**30)
+    unit = 2**30
+    memory = GpuMemory(allocated=unit, peak=6 * unit, reserved=8 * unit, free=70 * unit, total=80 * unit)
     monkeypatch.setattr(gpu_notes, "gpu_memory", lambda: memory)
     event = memory_event(alone)
-    text = "GPU memory: peak 6 GiB of 80 GiB"
-    assert event == {"peak_bytes": memory.peak, "total_bytes": memory.total, "text": text}
+    assert event is not None
+    assert "6 GiB and 2 GiB for connections, of 80 GiB" in event.pop("text")
+    assert event == {"peak_bytes": 6 * unit, "other_bytes": 2 * unit, "total_bytes": 80 * unit}

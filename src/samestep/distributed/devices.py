@@ -373,6 +373,11 @@ class GpuMemory(NamedTuple):
     free: int
     total: int
 
+    @property
+    def other(self) -> int:
+        """Memory outside of torch's allocator: of the context, of NCCL's connections, and of other processes."""
+        return self.total - self.free - self.reserved
+
 
 def gpu_memory() -> GpuMemory | None:
     """Return the memory of the present GPU; None before this process has used one, or if it does not answer."""

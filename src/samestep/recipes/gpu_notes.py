@@ -16,14 +16,15 @@ def memory_event(world: World) -> dict[str, Any] | None:
     """Return the event about memory of the rank with the highest peak since the start; a collective.
 
     Returns:
-        `peak_bytes`, of tensors of the process; `total_bytes`, of the device; and `text`. None without GPUs.
+        `peak_bytes`, of tensors of the process; `other_bytes`, which no tensor can have, as connections of NCCL take;
+        `total_bytes`, of the device; and `text`. None without GPUs.
     """
     memory = gpu_memory()
     if memory is None:
         return None
-    peak, total = max(all_gather([memory.peak, memory.total], world))
-    text = f"GPU memory: peak {format_bytes(peak)} of {format_bytes(total)}"
-    return {"peak_bytes": peak, "total_bytes": total, "text": text}
+    peak, other, total = max(all_gather([memory.peak, memory.other, memory.total], world))
+    text = f"GPU memory: peak {format_bytes(peak)} and {format_bytes(other)} for connections, of {format_bytes(total)}"
+    return {"peak_bytes": peak, "other_bytes": other, "total_bytes": total, "text": text}
 
 
 def gpu_hints(model: torch.nn.Module, step: RecipeStep, device: torch.device) -> list[str]:
