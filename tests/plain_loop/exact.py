@@ -99,15 +99,15 @@ class ExactRuns:
             if first is None:
                 first = next(iter(facts))
                 verdict.calls, verdict.reasons = _calls(outcomes[0].summary)
-            if run.hung or self._fails(run):
+            if run.strategy != "ddp" and not run.hung and len(errors) == 1 and errors != {None}:
+                verdict.layouts[f"{run.strategy}:{run.processes}"] = str(errors.pop())
+            elif run.hung or self._fails(run):
                 verdict.problem = f"{run.processes} processes hang or fail: {outcomes[0].errors[-2000:]}"
             elif facts == {first}:
                 if run.strategy == "ddp":
                     verdict.equal.append(run.processes)
                 else:
                     verdict.layouts[f"{run.strategy}:{run.processes}"] = "equal"
-            elif run.strategy != "ddp" and len(errors) == 1 and errors != {None}:
-                verdict.layouts[f"{run.strategy}:{run.processes}"] = str(errors.pop())
             elif not verdict.problem:
                 verdict.problem = f"{run.strategy} {run.processes} processes differ: {sorted(errors, key=str)}"
                 verdict.problem += "".join(outcome.errors[-1500:] for outcome in outcomes[:2] if outcome.code)
@@ -179,7 +179,7 @@ def _add_to_result(path: Path, verdicts: Sequence[ExactVerdict]) -> None:
     again = {verdict.script for verdict in verdicts}
     rows = [row for row in result.get("exact", []) if row["script"] not in again]
     short = [
-        {name: value for name, value in asdict(verdict).items() if name not in ("seconds", "reasons", "layouts")}
+        {name: value for name, value in asdict(verdict).items() if name not in ("seconds", "reasons")}
         for verdict in verdicts
     ]
     result["exact"] = sorted([*rows, *short], key=lambda row: str(row["script"]))
