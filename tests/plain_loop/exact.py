@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 from benchmarks.machine import save
@@ -61,11 +62,13 @@ class ExactRuns:
 
     def __init__(self, script: Script, processes: Sequence[int], folder: Path, layouts: Sequence[str] = ()) -> None:
         self.script = script
-        self.runs = [Run(script, number, folder / f"{script.name}.exact{number}", exact=True) for number in processes]
+        digests = not any(layout.startswith("pp") for layout in layouts)
+        create = partial(Run, script, exact=True, digests_steps=digests)
+        self.runs = [create(processes=number, folder=folder / f"{script.name}.exact{number}") for number in processes]
         for layout in layouts:
             strategy, number = layout.split(":")
             place = folder / f"{script.name}.{strategy}{number}"
-            self.runs.append(Run(script, int(number), place, exact=True, strategy=strategy))
+            self.runs.append(create(processes=int(number), folder=place, strategy=strategy))
 
     def all(self) -> list[Run]:
         return self.runs

@@ -96,6 +96,8 @@ class Run:
         exact: the added line asks for the reduction `exact`.
         rows: outputs of all sizes stay divided between the processes.
         strategy: strategy of the added line; `hsdp` has two copies.
+        digests_steps: with `exact`, states after each step are compared too, not only the output and the last state.
+            Not with `pp`, whose ranks have other parameters.
     """
 
     script: Script
@@ -105,6 +107,7 @@ class Run:
     exact: bool = False
     rows: bool = False
     strategy: str = "ddp"
+    digests_steps: bool = True
     hung: bool = False
     seconds: float = 0.0
     _pids: list[int] = field(default_factory=list)
@@ -261,7 +264,8 @@ def _execute(run: Run, rank: int) -> int:
         import samestep
 
         samestep.parallel = functools.partial(samestep.parallel, reduction="exact", strategy=_strategy(run))
-        steps = _DigestOfSteps()
+        if run.digests_steps:
+            steps = _DigestOfSteps()
         if run.strategy != "ddp":
             _report_full_state()
     try:

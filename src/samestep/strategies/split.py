@@ -22,7 +22,7 @@ from samestep.reduce.fast import FastReduction
 from samestep.reduce.reduction import Reduction
 from samestep.strategies.divided_parameters import split_of
 from samestep.strategies.pipeline.partition import require_single_uses
-from samestep.strategies.pipeline.stage import Later, Stage
+from samestep.strategies.pipeline.stage import Later, Stage, StageOperations
 from samestep.strategies.replicated import HubStrategy
 from samestep.strategies.split_gradients import combined, share_norms
 from samestep.strategies.tensor import Place, TensorParallel
@@ -147,7 +147,7 @@ class Split(HubStrategy):
             if self._stage is not None:
                 before = _nothing  # stages reach their sums one after another: the word is sent at the beginning
             hub = self.hub(call, own, before)
-        return _SplitParameters(hub, self._stage, self._tensor)
+        return _SplitParameters(hub, self._stage, self._tensor, StageOperations(call.operations))
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Whether this rank has a parameter, or a part of it."""
@@ -179,11 +179,18 @@ class Split(HubStrategy):
 
     # --- complete parameters ---------------------------------------------------------------------
 
-    def whole(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Put gathered parameters into the module; each rank keeps its part of their whole gradients."""
-        return self._gathered(module, self._with_graph)
+    @contextmanager
+    def whole(self, module: nn.Module) -> Iterator[None]:
+        """Put gathered parameters into the module; each rank keeps its part of their gradients and new values."""
+        with self._gathered(module, self._with_graph) as mapping:
+            yield
+        for one, full in mapping.items():
+            # Compared by value: `weight.data.mul_` counts no write. Embeddings with `max_norm` write, too.
+            if self.has(one) and not torch.equal(own := self.local_part(one, full.detach()), one):
+                with torch.no_grad():
+                    one.copy_(own)
 
-    def complete(self, module: nn.Module) -> AbstractContextManager[None]:
+    def complete(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Put gathered parameters into the module, as leaves."""
         return self._gathered(
             module, lambda parameter: nn.Parameter(self.full_tensor(parameter, parameter), parameter.requires_grad)
@@ -237,14 +244,16 @@ class Split(HubStrategy):
         return full
 
     @contextmanager
-    def _gathered(self, module: nn.Module, full: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[None]:
-        mapping: dict[torch.Tensor, torch.Tensor] = {
+    def _gathered(
+        self, module: nn.Module, full: Callable[[nn.Parameter], torch.Tensor]
+    ) -> Iterator[Mapping[Any, torch.Tensor]]:
+        mapping: dict[Any, torch.Tensor] = {
             parameter: full(parameter)
             for parameter in module.parameters()
             if self._stage is not None or parameter in self._places
         }
         with ParameterSlots(module).replaced(mapping):
-            yield
+            yield mapping
 
     def _with_graph(self, parameter: nn.Parameter) -> torch.Tensor:
         full: torch.Tensor = _Whole.apply(parameter, self)  # type: ignore[no-untyped-call]
@@ -274,16 +283,20 @@ class _SplitParameters(CallParameters):
         hub: hub of the own parameters; None without gradients.
         stage: stage of this rank, if there is a pipeline.
         tensor: divided products, if there are any.
+        operations: operations of all stages in calls of the kind.
     """
 
     _is_inner = False
 
-    def __init__(self, hub: Hub | None, stage: Stage | None, tensor: TensorParallel | None) -> None:
+    def __init__(
+        self, hub: Hub | None, stage: Stage | None, tensor: TensorParallel | None, operations: StageOperations
+    ) -> None:
         self.anchors = [] if hub is None else hub.anchors
         self.placed: list[torch.Tensor] = []
         self._hub = hub
         self._stage = stage
         self._tensor = tensor
+        self._operations = operations
         self._shared: list[tuple[list[Entry], list[torch.Tensor]]] = []  # of the own slices
         self._finished = 0
 
@@ -336,8 +349,8 @@ class _SplitParameters(CallParameters):
         if stage is None:
             return partial(checked_forward, forward)
         if self._is_inner:  # one node of the graph, with the outputs
-            return lambda *args, **kwargs: self.finish(stage.forward(*args, **kwargs))
-        return stage.forward
+            return lambda *args, **kwargs: self.finish(stage.forward(self._operations, *args, **kwargs))
+        return partial(stage.forward, self._operations)
 
     def finish(self, result: Any) -> Any:
         """Return the result of an own slice after the forwards of all of them."""

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_leaves
 
 from samestep.view.kinds import has_rows
+from samestep.view.operations import Operation
 from samestep.view.ranks import Slices
 from samestep.view.rows import is_rows, with_all_rows
 
@@ -29,6 +30,7 @@ class Call:
         spec: structure of both.
         rows: rows of the batch.
         slices: slices of the batch.
+        operations: operations that the division of the call was tried with.
         is_tried_again: whether a divided computation had operations that were not tried.
     """
 
@@ -42,6 +44,7 @@ class Call:
     spec: TreeSpec
     rows: int
     slices: Slices
+    operations: Sequence[Operation] = ()
     is_tried_again: bool = False
 
     def parameters(self) -> list[nn.Parameter]:

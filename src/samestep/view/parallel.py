@@ -410,6 +410,7 @@ class ParallelModule:
         )
         if self.strategy.exchanges_in_calls or exchanges is None or exchanges:
             view.require_same_action(view.word(Action.ENTER_CALL))
+        call.operations = division.operations
         parameters = self.strategy.parameters(call)
         results: list[OwnResult] | None = None
         try:

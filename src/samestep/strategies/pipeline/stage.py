@@ -92,12 +92,22 @@ class Later:
         return object.__new__(cls)
 
 
-@dataclass
-class _Expected:
-    """Operations and random draws of each stage, as observed by a trial."""
+class StageOperations:
+    """Operations of each stage, after a mark of the stage, and the random draws before each, as observed by a trial.
 
-    operations: list[list[Operation]] = field(default_factory=list)
-    draws: list[int] = field(default_factory=list)  # before each stage
+    Args:
+        operations: those of the whole module, with the marks.
+    """
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self.by_stage: list[list[Operation]] = []
+        self.draws: list[int] = []
+        for operation in operations:
+            if isinstance(operation, str) and operation.startswith(_MARK):
+                self.by_stage.append([])
+                self.draws.append(int(operation.split()[-1]))
+            if self.by_stage:
+                self.by_stage[-1].append(operation)
 
 
 class Stage:
@@ -132,7 +142,6 @@ class Stage:
             for stage, graph in enumerate(graphs)
         }
         self._anchor = torch.zeros((), device=world.device, requires_grad=True)
-        self._expected = _Expected()
         self._task = -1
         self._shared_nodes = 0  # also their sequence numbers, so low that they run after the backwards of all slices
         named = dict(module.named_parameters())
@@ -183,25 +192,18 @@ class Stage:
     # --- forward ---------------------------------------------------------------------------------
 
     def in_order(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute all stages on this rank, which has all parameters, and note their operations and draws."""
+        """Compute all stages on this rank, which has all parameters, and mark their operations."""
         by_name = bind_inputs(self._module, args, kwargs)
         mode = _operations()
-        expected = _Expected()
         values: Any = ()
         for stage in range(self.count):
-            start = 0
             if mode is not None:
-                expected.draws.append(len(mode.draws))
-                mode.functions.append(f"{_MARK}{stage}")
-                start = len(mode.functions)
+                mode.functions.append(f"{_MARK}{stage} after draws: {len(mode.draws)}")
             executor = self._executors[self._module.training, stage]
             values = executor(*values, *[by_name[name] for name in executor.inputs])
-            if mode is not None:
-                expected.operations.append(mode.functions[start:])
-        self._expected = expected
         return values
 
-    def forward(self, *args: Any, **kwargs: Any) -> Later:
+    def forward(self, expected: StageOperations, *args: Any, **kwargs: Any) -> Later:
         """Compute this stage for one slice: receive, compute, and send."""
         later = Later(operations=_operations())
         received: Message | None = None
@@ -212,7 +214,7 @@ class Stage:
             later.numbers = received.values or []
         if not later.has_failed:
             try:
-                later.values = self._compute(received, args, kwargs)
+                later.values = self._compute(expected, received, args, kwargs)
             except Exception as error:  # boundary: raised in `outputs`; other stages wait for a message
                 later.has_failed = True
                 later.error = error
@@ -223,7 +225,7 @@ class Stage:
                 self._send(later)
         return later
 
-    def _compute(self, received: Message | None, args: Any, kwargs: Any) -> Any:
+    def _compute(self, expected: StageOperations, received: Message | None, args: Any, kwargs: Any) -> Any:
         by_name = bind_inputs(self._module, args, kwargs)
         executor = self._executors[self._module.training, self.number]
         tensors: Sequence[torch.Tensor] = () if received is None else received.tensors
@@ -232,7 +234,7 @@ class Stage:
                 tensors = Received.apply(  # type: ignore[no-untyped-call]
                     self.links, self.number - 1, received, self._anchor
                 )
-        with self._among_operations():
+        with self._among_operations(expected):
             values = checked_forward(executor, *tensors, *[by_name[name] for name in executor.inputs])
         if self.number < self.count - 1 and not all(isinstance(value, torch.Tensor) for value in values):
             raise stage_error(
@@ -243,20 +245,19 @@ class Stage:
         return values
 
     @contextmanager
-    def _among_operations(self) -> Iterator[None]:
+    def _among_operations(self, expected: StageOperations) -> Iterator[None]:
         """Put the operations of this stage in the place of those of a trial, among those of the others."""
         mode = _operations()
-        if mode is None or len(self._expected.operations) != self.count:
+        if mode is None or len(expected.by_stage) != self.count:
             yield
             return
-        expected = self._expected
-        for stage in range(self.number):
-            mode.functions += [f"{_MARK}{stage}", *expected.operations[stage]]
-        mode.functions.append(f"{_MARK}{self.number}")
+        for operations in expected.by_stage[: self.number]:
+            mode.functions += operations
+        mode.functions.append(expected.by_stage[self.number][0])
         mode.draws += [()] * (expected.draws[self.number] - len(mode.draws))
         yield
-        for stage in range(self.number + 1, self.count):
-            mode.functions += [f"{_MARK}{stage}", *expected.operations[stage]]
+        for operations in expected.by_stage[self.number + 1 :]:
+            mode.functions += operations
 
     def shared_weights(self) -> tuple[list[Entry], list[torch.Tensor]]:
         """Return places for weights that several stages use, whose gradients are summed over these, and their tokens.
