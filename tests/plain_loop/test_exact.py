@@ -20,10 +20,10 @@ QUICK_PROCESSES = "1,2,3"
 PARTS = 12  # one of which belongs to the slow part
 
 
-def run(names: list[str], processes: str, folder: Path, threads: int = 1) -> list[ExactVerdict]:
+def run(names: list[str], processes: str, folder: Path, *, threads: int = 1, layouts: str = "") -> list[ExactVerdict]:
     output = folder / "verdicts.json"
     command = [sys.executable, "-m", "plain_loop.exact", *names, "--processes", processes, "--json", str(output)]
-    command += ["--threads", str(threads)]
+    command += ["--threads", str(threads), "--layouts", layouts]
     done = subprocess.run(
         command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False
     )
@@ -65,3 +65,13 @@ def test_more_ranks_than_microbatches_are_refused(tmp_path: Path) -> None:
     """The first batch has 7 rows."""
     (verdict,) = run(["layer_gru_sequence_first"], "1,8", tmp_path)
     assert (verdict.equal, verdict.refused, verdict.problem) == ([1], [8], "")
+
+
+@pytest.mark.slow
+def test_layouts_have_the_same_bits(tmp_path: Path) -> None:
+    """Several kinds of calls; parameters that a whole call writes; a rank that takes another way does not hang."""
+    names = ["port_mnist", "layer_embedding_max_norm", "parity_main_sets_eval_of_a_part"]
+    equal = {"fsdp:3": "equal", "pp:2": "equal"}
+    found = {one.script: one for one in run(names, "1", tmp_path, layouts=",".join(equal))}
+    assert [verdict.problem for verdict in found.values()] == ["", "", ""]
+    assert found["port_mnist"].layouts == found["layer_embedding_max_norm"].layouts == equal

@@ -362,7 +362,8 @@ class ParallelModule:
                     call.module,
                     call.arguments,
                     call.options,
-                    forward=self.strategy.forward_of_trial(call.eager),
+                    forward=call.eager,
+                    divided=self.strategy.forward_of_trial(call.eager),
                     rows=call.rows,
                     has_rows=call.cut_leaves(),
                 )
@@ -377,8 +378,7 @@ class ParallelModule:
             division = None
             reason = "the trial differs between ranks"
         if division is None:
-            self._decide_whole(kind, reason)
-            return
+            return self._decide_whole(kind, reason)
         if kind.uses_checkpointing:
             division = replace(division, form="inner")
             if self.is_exact and division.sums:  # a recomputation is one of a slice alone

@@ -51,6 +51,7 @@ def try_division(
     options: dict[str, Any],
     *,
     forward: Callable[..., Any],
+    divided: Callable[..., Any],
     rows: int,
     has_rows: tuple[bool, ...],
 ) -> Division:
@@ -61,6 +62,7 @@ def try_division(
         arguments: arguments of the call.
         options: its keyword arguments.
         forward: the module's own forward.
+        divided: function that divided calls compute; it may be a trace of `forward`, which then must have its results.
         rows: number of rows of the batch.
         has_rows: for each leaf of (arguments, options) in the order of `tree_flatten`: whether its first dimension is
             as long as the batch, be it by coincidence.
@@ -74,7 +76,7 @@ def try_division(
     alone = tuple(index == has_rows.index(True) for index in range(len(has_rows)))
     refusal: ComputedWhole | None = None
     for cut in dict.fromkeys((has_rows, alone)):
-        trial = partial(_attempt, module, forward, tree_flatten((arguments, options)), cut, rows)
+        trial = partial(_attempt, module, (forward, divided), tree_flatten((arguments, options)), cut, rows)
         try:
             try:
                 return _by_parts(partial(trial, torch.float64, 1e-9))
@@ -102,7 +104,7 @@ def _by_parts(attempt: Callable[[tuple[int, ...]], Division]) -> Division:
 
 def _attempt(
     module: nn.Module,
-    forward: Callable[..., Any],
+    forwards: tuple[Callable[..., Any], Callable[..., Any]],
     call: tuple[list[Any], TreeSpec],
     has_rows: tuple[bool, ...],
     rows: int,
@@ -111,12 +113,15 @@ def _attempt(
     parts: tuple[int, ...],
 ) -> Division:
     """Return the division of the call with the leaves of `has_rows` cut into parts."""
+    forward, divided = forwards
     tensors = [*module.parameters(), *(leaf for leaf in call[0] if isinstance(leaf, torch.Tensor))]
     device = tensors[0].device
     device_reads.finish(device)  # a trial reads often, and sends nothing
     with sandbox(module, device, dtype):
-        setting = Setting(module, forward, call, has_rows, rows, dtype, device)
+        setting = Setting(module, divided, call, has_rows, rows, dtype, device)
         division = _compare(setting, parts, tolerance)
+        if divided is not forward:
+            _require_results_of(forward, setting, sum(parts), tolerance)
         known = list(division.operations)
         if setting.has_plain_masks:
             # It may not accept such masks, or compute something else for them.
@@ -180,6 +185,25 @@ def _compare(
         operations_per_row=work.operations / fewer.own,
         operations=tuple(whole.operations.functions),
     )
+
+
+def _require_results_of(forward: Callable[..., Any], setting: Setting, rows: int, tolerance: float) -> None:
+    """Require that the function of divided calls has the results and effects of the module's own forward.
+
+    A trace has the attributes and branches of the time when it was made, and no code that is not of tensors.
+
+    Raises:
+        ComputedWhole: it has not.
+    """
+    setting.select(rows, None)
+    traced = Run(setting, 0, rows)
+    own = Run(setting, 0, rows, forward=forward)
+    with _refusing("fails in the trial", setting.dtype, _Failed):
+        for run in (traced, own):
+            with run.turn():
+                run.compute()
+        verdict = Verdict(setting, own, own, [traced], tolerance)
+        verdict.require_equal("its stages, which were traced before,")
 
 
 @contextmanager

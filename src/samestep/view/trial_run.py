@@ -34,7 +34,7 @@ class Setting:
 
     Args:
         module: the module; its slots hold the copies during a run.
-        forward: its own forward.
+        forward: function that computes a call.
         call: leaves of the arguments, and their structure.
         has_rows: leaves of the arguments that are cut.
         batch: rows of the batch.
@@ -170,7 +170,14 @@ class Run:
         generators: states of the generators afterwards.
     """
 
-    def __init__(self, setting: Setting, start: int, stop: int, draw_factors: Sequence[int | None] = ()) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        start: int,
+        stop: int,
+        draw_factors: Sequence[int | None] = (),
+        forward: Callable[..., Any] | None = None,
+    ) -> None:
         self.own = stop - start
         self.operations = Operations()
         self.outputs: list[Any] = []
@@ -181,6 +188,7 @@ class Run:
         self._setting = setting
         self.span = (start, stop)
         self._draw_factors = draw_factors
+        self._forward = forward or setting.forward
         self._restore_generators: Callable[[], None] | None = None
 
     @contextmanager
@@ -212,7 +220,7 @@ class Run:
         (arguments, options), self.wanted = setting.arguments(*self.span)
         precision = Precision(setting.dtype, setting.device)
         with setting.modes.installed(), precision, inside(region), self.operations:
-            result = setting.forward(*arguments, **options)
+            result = self._forward(*arguments, **options)
         self.outputs, self.structure = flatten(result)
         self.generators = generator_state(setting.device)
 

@@ -74,6 +74,28 @@ class Verdict:
             self._compare_gradients(outputs)
         return outputs
 
+    def require_equal(self, name: str) -> None:
+        """Require that the only part, of all rows, has the results and effects of the whole run.
+
+        Args:
+            name: what has computed the part.
+
+        Raises:
+            ComputedWhole: it has not.
+        """
+        (part,) = self._parts
+        is_equal = part.structure == self._whole.structure and all(
+            _same_value(one, other, self._tolerance)
+            for one, other in zip(self._whole.outputs, part.outputs, strict=True)
+        )
+        try:
+            self._compare_generators()
+            self._compare_written()
+        except ComputedWhole:
+            is_equal = False
+        if not is_equal:
+            raise ComputedWhole(f"{name} compute something else")
+
     def _compare_generators(self) -> None:
         for part in self._parts:
             if part.generators[:6] != self._whole.generators[:6]:  # those of Python and NumPy

@@ -41,7 +41,8 @@ class Call(nn.Module):
 def tried(module: nn.Module, *arguments: Any, rows: int = BATCH, **options: Any) -> Division:
     leaves = tree_flatten((arguments, options))[0]
     has_rows = tuple(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == rows for leaf in leaves)
-    return try_division(module, arguments, options, forward=module.forward, rows=rows, has_rows=has_rows)
+    forward = module.forward
+    return try_division(module, arguments, options, forward=forward, divided=forward, rows=rows, has_rows=has_rows)
 
 
 def x(*shape: int) -> torch.Tensor:

@@ -11,10 +11,13 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from samestep.distributed.rng import generator_state
 from samestep.errors import InputError
+from samestep.view.kinds import submodules
+from samestep.view.snapshot import Snapshot
 
 # Parts of names of functions that must run exactly once.
 _RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal")
@@ -28,17 +31,20 @@ def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -
     """Return the graph of a forward, down to children of `model` and elements of sequential modules.
 
     The inside of modules is not traced: modules read their own training mode at run time. The model's own forward is
-    traced with `self.training` set to `training`. `opened` names further modules to trace into.
+    traced with `self.training` set to `training`. `opened` names further modules to trace into. Buffers and attributes
+    that the forward writes keep their values.
 
     Raises:
         InputError: the control flow of the forward depends on tensor values, or the forward itself draws numbers that
             do not depend on tensors: they would be constants of the graph.
     """
-    modes = [(module, module.training) for module in model.modules()]
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    before = Snapshot(submodules(model), None, device)
     model.train(training)
     generators = generator_state()
     try:
         graph = _Tracer(model, opened).trace(model)
+        draws = generator_state() != generators
     except (fx.proxy.TraceError, TypeError, ValueError, AttributeError, RuntimeError, KeyError, IndexError) as error:
         raise stage_error(
             f"the forward of {type(model).__name__} cannot be partitioned: {type(error).__name__}: {error}",
@@ -46,9 +52,11 @@ def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -
             fix="move such code into a module, or into a function passed to torch.fx.wrap; or --strategy fsdp",
         ) from error
     finally:
-        for module, mode in modes:
-            module.training = mode
-    if generator_state() != generators:
+        # The tracer adds these to the model for the graph.
+        constants = {name: value for name, value in vars(model).items() if name.startswith("_tensor_constant")}
+        before.restore()
+        vars(model).update(constants)
+    if draws:
         raise stage_error(
             f"the forward of {type(model).__name__} draws random numbers between the calls of its modules",
             expected="draws inside modules, in each forward",
