@@ -24,12 +24,13 @@ from pathlib import Path
 from benchmarks.machine import save
 
 from plain_loop.forks import Run, preload
-from plain_loop.judge import Verdict
+from plain_loop.judge import Verdict, deviation
 from plain_loop.runner import ended, page, read_result
 from plain_loop.script import Script, find_scripts
 
 PROCESSES = (1, 2, 3, 5, 8)
 TOO_MANY = "E_TOO_MANY_RANKS"
+_ROUNDING = 1e-9
 
 
 @dataclass
@@ -40,7 +41,8 @@ class ExactVerdict:
         script: name of the script.
         equal: numbers of processes with the bits of the first one.
         refused: numbers of processes with more ranks than microbatches.
-        layouts: `equal`, or the error that refuses the script, by strategy and number of processes.
+        layouts: `equal`, `close` if calls are whole there and not divided, or the error that ends the script; by
+            strategy and number of processes.
         calls: `divided`, `whole` or `mixed`.
         problem: why the script is not as expected; empty if it is.
         reasons: reasons for whole calls.
@@ -102,15 +104,13 @@ class ExactRuns:
             if first is None:
                 first = next(iter(facts))
                 verdict.calls, verdict.reasons = _calls(outcomes[0].summary)
-            if run.strategy != "ddp" and not run.hung and len(errors) == 1 and errors != {None}:
-                verdict.layouts[f"{run.strategy}:{run.processes}"] = str(errors.pop())
+            layout = self._layout(run, is_equal=facts == {first})
+            if layout:
+                verdict.layouts[f"{run.strategy}:{run.processes}"] = layout
             elif run.hung or self._fails(run):
                 verdict.problem = f"{run.processes} processes hang or fail: {outcomes[0].errors[-2000:]}"
             elif facts == {first}:
-                if run.strategy == "ddp":
-                    verdict.equal.append(run.processes)
-                else:
-                    verdict.layouts[f"{run.strategy}:{run.processes}"] = "equal"
+                verdict.equal.append(run.processes)
             elif not verdict.problem:
                 verdict.problem = f"{run.strategy} {run.processes} processes differ: {sorted(errors, key=str)}"
                 verdict.problem += "".join(outcome.errors[-1500:] for outcome in outcomes[:2] if outcome.code)
@@ -118,6 +118,24 @@ class ExactRuns:
         if (self.script.numbers_vary or ends_by_time) and not any(run.hung for run in self.runs):
             verdict.problem = ""
         return verdict
+
+    def _layout(self, run: Run, *, is_equal: bool) -> str:
+        """Return the entry of `ExactVerdict.layouts` for a run; empty for `ddp`, and for a difference."""
+        errors = {outcome.error for outcome in run.outcomes()}
+        if run.strategy == "ddp" or run.hung or len(errors) > 1:
+            return ""
+        if errors != {None}:
+            return str(errors.pop())
+        if is_equal:
+            return "equal"
+        # Whole, where the trace of the stages is not right.
+        return "close" if run.strategy == "pp" and _is_close(self.runs[0], run) else ""
+
+
+def _is_close(first: Run, run: Run) -> bool:
+    """Whether the numbers of all ranks are those of the first run to rounding in float64."""
+    found = [deviation(first.outcomes()[0].lines, outcome.lines) for outcome in run.outcomes()]
+    return all(isinstance(one, float) and one < _ROUNDING for one in found)
 
 
 def _calls(summary: list[dict[str, object]]) -> tuple[str, list[str]]:

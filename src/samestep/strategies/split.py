@@ -30,6 +30,7 @@ from samestep.strategies.tensor_slices import Slicing, checked_forward
 from samestep.view.call import Call
 from samestep.view.hub import Hub
 from samestep.view.ranks import Ranks
+from samestep.view.recomputation import recomputation_inside
 from samestep.view.slots import Entry, ParameterSlots, replaced
 from samestep.view.strategy import CallParameters
 
@@ -182,7 +183,8 @@ class Split(HubStrategy):
     @contextmanager
     def whole(self, module: nn.Module) -> Iterator[None]:
         """Put gathered parameters into the module; each rank keeps its part of their gradients and new values."""
-        with self._gathered(module, self._with_graph) as mapping:
+        again = recomputation_inside(lambda: self.whole(module))
+        with self._gathered(module, self._with_graph) as mapping, again:
             yield
         for one, full in mapping.items():
             # Compared by value: `weight.data.mul_` counts no write. Embeddings with `max_norm` write, too.

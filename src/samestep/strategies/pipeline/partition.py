@@ -17,6 +17,7 @@ from torch import fx, nn
 from samestep.distributed.rng import generator_state
 from samestep.errors import InputError
 from samestep.view.kinds import submodules
+from samestep.view.reachable import Reachable, changed
 from samestep.view.snapshot import Snapshot
 
 # Parts of names of functions that must run exactly once.
@@ -35,11 +36,13 @@ def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -
     that the forward writes keep their values.
 
     Raises:
-        InputError: the control flow of the forward depends on tensor values, or the forward itself draws numbers that
-            do not depend on tensors: they would be constants of the graph.
+        InputError: the control flow of the forward depends on tensor values, the forward itself draws numbers that do
+            not depend on tensors, which would be constants of the graph, or it changes values outside of the model.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     before = Snapshot(submodules(model), None, device)
+    reachable = Reachable(model)
+    values = reachable.digest()
     model.train(training)
     generators = generator_state()
     try:
@@ -56,6 +59,12 @@ def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -
         constants = {name: value for name, value in vars(model).items() if name.startswith("_tensor_constant")}
         before.restore()
         vars(model).update(constants)
+    if (change := changed(values, reachable.digest())) is not None:
+        raise stage_error(
+            f"the forward of {type(model).__name__} {change}",
+            expected="a forward that changes nothing but the model: it is traced once",
+            fix="keep the value in a buffer, or change it in the training loop; or --strategy fsdp",
+        )
     if draws:
         raise stage_error(
             f"the forward of {type(model).__name__} draws random numbers between the calls of its modules",
