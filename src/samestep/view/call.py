@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_leaves
 
@@ -55,6 +56,11 @@ class Call:
                 if parameter is not None and parameter.requires_grad:
                     collected[parameter] = None
         return list(collected)
+
+    def has_differentiated_arguments(self) -> bool:
+        """Whether a backward of the call gives gradients to an argument."""
+        is_needed = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in self.leaves)
+        return is_needed and torch.is_grad_enabled()
 
     def gather(self) -> None:
         """Gather arguments of which other rows are elsewhere."""

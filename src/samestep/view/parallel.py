@@ -112,8 +112,7 @@ class ParallelModule:
         if self.is_exact and use_deterministic_kernels():  # the script has set something else
             self.view.report(self.summary, "kernels stay deterministic, and are not selected by their time")
         if not self.view.divides_here():
-            reason = self.view.whole_here()
-            if reason is not None:
+            if (reason := self.view.whole_here()) is not None:
                 self._count_whole(reason)
             return self._whole(forward, arguments, options)
         module = self.module
@@ -151,6 +150,8 @@ class ParallelModule:
             return kind.reason or kind.refused[kind.last]
         if call.slices.fewest_rows < kind.division.minimum_rows:
             return "a part of the rows would be a single one"
+        if self.strategy.has_stages and call.has_differentiated_arguments():
+            return "its arguments need gradients, which only the first stage has"
         if not self._is_worth_dividing(kind, kind.division, call):
             return "so small that messages would take longer"
         return None
@@ -382,8 +383,7 @@ class ParallelModule:
         if kind.uses_checkpointing:
             division = replace(division, form="inner")
             if self.is_exact and division.sums:  # a recomputation is one of a slice alone
-                self._decide_whole(kind, "computes activations again, with sums over all rows")
-                return
+                return self._decide_whole(kind, "computes activations again, with sums over all rows")
         kind.division = division
 
     # --- divided calls ---------------------------------------------------------------------------
