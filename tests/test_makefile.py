@@ -129,8 +129,8 @@ def test_results_contain_no_names_of_the_machine(tmp_path: Path, monkeypatch: py
     gpu_checks = importlib.import_module("gpu_checks")
     results = gpu_checks.Results(tmp_path / "result.json", "cpu", "gpus", {"facts": gpu_checks.Check("", "", 1, "")})
     device = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
-    said = f"{socket.gethostname()}:7 connects 10.0.0.7<0>, {Path.home()}/x, {device}, NCCL 2.28.9"
-    results.add({"check": "facts", "verdict": "fail", "expected": "", "failures": [said], "numbers": {"lines": [said]}})
+    text = f"{socket.gethostname()}:7 connects 10.0.0.7<0>, {Path.home()}/x, {device}, NCCL 2.28.9"
+    results.add({"check": "facts", "verdict": "fail", "expected": "", "failures": [text], "numbers": {"lines": [text]}})
     (line,) = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))["checks"]
     shown = "HOST:7 connects ADDRESS<0>, ~/x, GPU-UUID, NCCL 2.28.9"
     assert (line["failures"], line["numbers"]) == ([shown], {"lines": [shown]})

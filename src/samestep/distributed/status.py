@@ -129,17 +129,17 @@ class RankStatus:
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
         """Record a wait for other ranks for the duration of the block."""
-        if self.device_clock is not None:
-            self.device_clock.begin_exchange()
         with self._lock:
             if not self._waits:
                 self._wait_began = time.monotonic()
+                if self.device_clock is not None:
+                    self.device_clock.begin_exchange()
             self._waits.append(name)
         self._update(**self._rest(is_resting=False))
         end = self.on_wait(name) if self.on_wait is not None else None
         try:
             yield
-            if self.device_clock is not None:  # not after an error, perhaps of the device
+            if self.device_clock is not None and len(self._waits) == 1:  # not after an error, perhaps of the device
                 self.device_clock.end_exchange()
         finally:
             if end is not None:

@@ -12,7 +12,7 @@ from samestep.report_limits import message_of
 from samestep.units import format_bytes
 
 _OUT_OF_MEMORY = re.compile("out of memory|allocate memory|not enough memory", re.IGNORECASE)
-MEMORY_FIX = "use less memory per rank: more microbatches on more processes, a smaller model, or fewer loader workers"
+MEMORY_FIX = "use less memory per rank: more processes, a smaller batch or model, accumulate: 4, fewer loader workers"
 GPU_MEMORY_FIXES = (
     "bf16: step.precision: bf16, or torch.autocast",
     "fewer rows at a time: accumulate: 4, or a smaller batch",

@@ -162,7 +162,7 @@ def _received_rows(
     width = subtree_sums[0].element_size()
     own = slices[world.rank].stop - slices[world.rank].start
     sent = subtree_sums[0]
-    if len(subtree_sums) > 1 or slices[0] == slices[-1]:
+    if len(subtree_sums) > 1 or slices[0] == slices[-1]:  # otherwise the slices lie one after another in memory
         sent = torch.cat([vector[part] for part in slices for vector in subtree_sums])
     received = sent.new_empty(sum(map(len, covers)) * own)
     # As bytes: backends do not send tensors of every dtype.

@@ -148,7 +148,8 @@ class Split(HubStrategy):
             if self._stage is not None:
                 before = _nothing  # stages reach their sums one after another: the word is sent at the beginning
             hub = self.hub(call, own, before)
-        return _SplitParameters(hub, self._stage, self._tensor, StageOperations(call.operations))
+        operations = None if self._stage is None else StageOperations(call.operations)
+        return _SplitParameters(hub, self._stage, self._tensor, operations)
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Whether this rank has a parameter, or a part of it."""
@@ -285,13 +286,13 @@ class _SplitParameters(CallParameters):
         hub: hub of the own parameters; None without gradients.
         stage: stage of this rank, if there is a pipeline.
         tensor: divided products, if there are any.
-        operations: operations of all stages in calls of the kind.
+        operations: operations of all stages in calls of the kind, if there is a pipeline.
     """
 
     _is_inner = False
 
     def __init__(
-        self, hub: Hub | None, stage: Stage | None, tensor: TensorParallel | None, operations: StageOperations
+        self, hub: Hub | None, stage: Stage | None, tensor: TensorParallel | None, operations: StageOperations | None
     ) -> None:
         self.anchors = [] if hub is None else hub.anchors
         self.placed: list[torch.Tensor] = []
@@ -347,12 +348,12 @@ class _SplitParameters(CallParameters):
 
     def forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function that computes an own slice."""
-        stage = self._stage
-        if stage is None:
+        if self._stage is None or self._operations is None:
             return partial(checked_forward, forward)
+        compute = partial(self._stage.forward, self._operations)
         if self._is_inner:  # one node of the graph, with the outputs
-            return lambda *args, **kwargs: self.finish(stage.forward(self._operations, *args, **kwargs))
-        return partial(stage.forward, self._operations)
+            return lambda *args, **kwargs: self.finish(compute(*args, **kwargs))
+        return compute
 
     def finish(self, result: Any) -> Any:
         """Return the result of an own slice after the forwards of all of them."""

@@ -202,8 +202,7 @@ def _require_results_of(forward: Callable[..., Any], setting: Setting, rows: int
         for run in (traced, own):
             with run.turn():
                 run.compute()
-        verdict = Verdict(setting, own, own, [traced], tolerance)
-        verdict.require_equal("its stages, which were traced before,")
+        Verdict(setting, own, own, [traced], tolerance).require_equal()
 
 
 @contextmanager

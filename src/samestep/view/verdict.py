@@ -74,11 +74,8 @@ class Verdict:
             self._compare_gradients(outputs)
         return outputs
 
-    def require_equal(self, name: str) -> None:
-        """Require that the only part, of all rows, has the results and effects of the whole run.
-
-        Args:
-            name: what has computed the part.
+    def require_equal(self) -> None:
+        """Require that the only part, a trace with all rows, has the results and effects of the whole run.
 
         Raises:
             ComputedWhole: it has not.
@@ -94,7 +91,7 @@ class Verdict:
         except ComputedWhole:
             is_equal = False
         if not is_equal:
-            raise ComputedWhole(f"{name} compute something else")
+            raise ComputedWhole("its traced stages compute something else")
 
     def _compare_generators(self) -> None:
         for part in self._parts:

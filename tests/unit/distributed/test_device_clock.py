@@ -9,7 +9,7 @@ from samestep.distributed.status import local_rank_status
 
 
 class Timeline:
-    """Time of a device in seconds, which runs as the test says."""
+    """Time of a device in seconds, which a test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
