@@ -236,7 +236,10 @@ class _Unit:
         # The state has the only strong reference to itself in the module.
         self._state._pre_forward_hook_handle.remove()
         self._state._post_forward_hook_handle.remove()
-        for group in self._state._fsdp_param_groups:
+        # Newer versions of torch have a list of groups as well; without placements of its own, a unit has at most one.
+        group = self._state._fsdp_param_group
+        self._groups: list[Any] = [] if group is None else [group]
+        for group in self._groups:
             group._register_state_dict_hooks = _nothing  # between calls, the divided parameters are in place
             for parameter in group.fsdp_params:
                 parameter._post_load_hook_handle.remove()  # `refresh` does the same
@@ -273,7 +276,7 @@ class _Unit:
 
     def hide(self) -> None:
         """Put the divided parameters into the module. Gathered ones stay in memory if a backward may follow."""
-        for group in self._state._fsdp_param_groups:
+        for group in self._groups:
             for parameter in group.fsdp_params:
                 parameter._setattr_on_modules(parameter.sharded_param)
 
@@ -283,7 +286,7 @@ class _Unit:
         Raises:
             RunError: a parameter was assigned that is not divided.
         """
-        for group in self._state._fsdp_param_groups:
+        for group in self._groups:
             for parameter in group.fsdp_params:
                 info = parameter._module_info
                 own = info.module._parameters.get(info.param_name)
@@ -301,7 +304,7 @@ class _Unit:
 
     def show(self) -> None:
         """Put the gathered parameters into the module, if they are in memory."""
-        for group in self._state._fsdp_param_groups:
+        for group in self._groups:
             if group.is_unsharded:
                 for parameter in group.fsdp_params:
                     parameter._setattr_on_modules(parameter._unsharded_param)
@@ -309,7 +312,7 @@ class _Unit:
     def gather(self) -> None:
         """Gather and free parameters."""
         with _outside_inference_mode():
-            for group in self._state._fsdp_param_groups:
+            for group in self._groups:
                 group._to_sharded()
                 group.unshard()
                 group.wait_for_unshard()
@@ -317,7 +320,7 @@ class _Unit:
 
     def free(self) -> None:
         """Free gathered parameters, which can have other values now."""
-        for group in self._state._fsdp_param_groups:
+        for group in self._groups:
             group._to_sharded()
 
     def reset(self) -> None:

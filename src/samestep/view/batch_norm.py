@@ -145,7 +145,9 @@ def _own_moments(inputs: Tensor, kind: torch.dtype, count: int) -> tuple[Tensor,
         return torch.batch_norm_update_stats(data, None, None, 0.0)  # the kernel of torch's own layer
     # That kernel takes four times as long for channels one after another on a CPU.
     mean = _sum_channels(data) / count
-    centred = functional.batch_norm(data, mean, torch.ones_like(mean), eps=0.0)
+    ones = torch.ones_like(mean)
+    # Not the function of torch.nn, which refuses an eps of zero in some versions.
+    centred = torch.batch_norm(data, None, None, mean, ones, False, 0.0, 0.0, torch.backends.cudnn.enabled)
     return mean, _sum_channels(centred.square_()) / count
 
 
