@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,7 +39,11 @@ class Division:
         groups = mesh.get_all_groups()
         if not is_accelerator(device) or groups[0]._get_backend(device).name() != "gloo":
             return mesh
-        return DeviceMesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+        # A new mesh would need a default group, which a script under the global view does not see.
+        hosts = copy(mesh)
+        hosts._device_type = "cpu"
+        hosts._hash = None
+        return hosts
 
     def full_tensor(self, local: torch.Tensor) -> torch.Tensor:
         """Return the full tensor from the local parts of all ranks. A collective."""

@@ -187,8 +187,7 @@ class DividedCall:
         parts = [
             Part(partial(compute, position), partial(turn, position, states[position])) for position in range(count)
         ]
-        run_in_lockstep(parts, self.exchange)
-        results: list[OwnResult] = [part.result for part in parts]
+        results: list[OwnResult] = run_in_lockstep(parts, self.exchange)
         for state, result in zip(reversed(states), reversed(results), strict=True):  # that of the first one stays
             state.install()
             self._note_state(result)

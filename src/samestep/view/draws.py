@@ -3,7 +3,8 @@
 With `region.seed` None (CPUs) each rank draws for the whole batch, as torch would for the whole batch, and keeps its
 own rows: the numbers and the generator afterwards are those of a plain call. The order of torch's numbers depends on
 the shape and the memory format, so both are those of the whole batch. With a seed the numbers come from it, by
-microbatch. Without a region every function runs as it is, and only the shape of its numbers is noted.
+microbatch. Without a region every function runs as it is, and only the shape of its numbers is noted; except for the
+whole call of a trial on an accelerator, which draws as its parts do: fused kernels have other numbers.
 """
 
 from __future__ import annotations
@@ -63,6 +64,14 @@ def _argument(arguments: Arguments, options: Options, position: int, name: str, 
     return options.get(name, default)
 
 
+def _is_plain(operations: Operations, shape: Shape, device: torch.device) -> bool:
+    """Note the shape of a draw without a region; return whether torch's own function computes it."""
+    if operations.region is not None:
+        return False
+    operations.draws.append(shape)
+    return not (operations.is_compared and is_accelerator(device))
+
+
 def _drop(
     operations: Operations,
     input: torch.Tensor,
@@ -113,8 +122,7 @@ def _dropout(
         if feature:
             kept = 2 - (input.dim() == unbatched)
             features = (*input.shape[:kept], *(1,) * (input.dim() - kept))
-        if operations.region is None:
-            operations.draws.append(features or tuple(input.shape))
+        if _is_plain(operations, features or tuple(input.shape), input.device):
             return function(*arguments, **options)
         written = inplace or _argument(arguments, options, 3, "inplace", False)
         return _drop(operations, input, p, features, alpha, written)
@@ -126,8 +134,7 @@ def _native_dropout(operations: Operations, function: Function, arguments: Argum
     input, p, train = (_argument(arguments, options, i, name) for i, name in enumerate(("input", "p", "train")))
     if train is False or not input.numel():
         return function(*arguments, **options)
-    if operations.region is None:
-        operations.draws.append(tuple(input.shape))
+    if _is_plain(operations, tuple(input.shape), input.device):
         return function(*arguments, **options)
 
     def numbers_of(asked: Shape) -> torch.Tensor:
@@ -223,11 +230,10 @@ def _attention(operations: Operations, function: Function, arguments: Arguments,
     if not grouped:
         batch = torch.broadcast_shapes(batch, key.shape[:-2])
     shape = (*batch, query.shape[-2], key.shape[-2])
-    region = operations.region
-    if region is None:
-        operations.draws.append(shape)
+    if _is_plain(operations, shape, query.device):
         return function(*arguments, **options)
-    if is_accelerator(query.device) and region.seed is not None:  # fused kernels draw from the default generator
+    region = operations.region
+    if is_accelerator(query.device) and region is not None and region.seed is not None:  # fused kernels draw from the default generator
 
         def numbers_of(values: list[Any]) -> Any:
             return function(*values, p, **named)

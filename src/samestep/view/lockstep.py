@@ -30,7 +30,7 @@ class Part:
     """One slice of a divided call, and its `Exchange` with the others.
 
     Attributes:
-        result: result of the slice.
+        result: result of the slice, until `run_in_lockstep` returns it.
         error: exception that ended it.
         value: its value for the others, while it waits for them.
         is_waiting: whether it waits for them.
@@ -122,7 +122,10 @@ class Part:
         self._resumed.release()
         if self._thread.ident is not None:
             self._thread.join()
+        # All of these refer to the part: with cycles, tensors would be freed late, by the garbage collector.
         self._parts = ()
+        self.result = None
+        del self._compute, self._turn
 
     def _run(self) -> None:
         self._resumed.acquire()
@@ -156,8 +159,8 @@ class AllHere:
         return total
 
 
-def run_in_lockstep(parts: Sequence[Part], sums: Sums) -> None:
-    """Run the parts to their ends. No thread is left, whatever happens.
+def run_in_lockstep(parts: Sequence[Part], sums: Sums) -> list[Any]:
+    """Run the parts to their ends, and return their results. No thread is left, whatever happens.
 
     Args:
         parts: the slices that are computed here.
@@ -175,7 +178,7 @@ def run_in_lockstep(parts: Sequence[Part], sums: Sums) -> None:
                 part.advance()
             waiting = sum(part.is_waiting for part in parts)
             if not waiting:
-                return
+                return [part.result for part in parts]
             if waiting < len(parts):
                 raise OutOfStep("parts of the rows exchange different numbers of values")
     finally:

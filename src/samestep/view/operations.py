@@ -71,11 +71,13 @@ class Operations(TorchFunctionMode):
         functions: operations in order, each after its switches, such as the `reduction` of a loss.
         numbers: values that left tensors (`item`, `bool`, `tolist`, ...), in order.
         draws: shapes of the random draws, in order.
+        is_compared: whether the call is that of a trial, which draws as its parts do.
     """
 
-    def __init__(self, region: Region | None = None) -> None:
+    def __init__(self, region: Region | None = None, *, is_compared: bool = False) -> None:
         super().__init__()
         self.region = region
+        self.is_compared = is_compared
         self.functions: list[Operation] = []
         self.numbers: list[Any] = []
         self.draws: list[tuple[int, ...]] = []

@@ -216,7 +216,7 @@ class Run:
         region = None
         if exchange is not None:
             region = Region(setting.rows, *self.span, exchange, self._draw_factors)
-        self.operations = Operations(region)
+        self.operations = Operations(region, is_compared=True)
         (arguments, options), self.wanted = setting.arguments(*self.span)
         precision = Precision(setting.dtype, setting.device)
         with setting.modes.installed(), precision, inside(region), self.operations:

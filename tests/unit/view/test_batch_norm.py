@@ -78,8 +78,8 @@ def divided(
     if joined:
         sums = Counted()
         parts = [Part(partial(slice_of, rank), nullcontext) for rank in range(len(counts))]
-        run_in_lockstep(parts, sums)
-        return [part.result for part in parts], sums.calls
+        results = run_in_lockstep(parts, sums)
+        return results, sums.calls
 
     with ThreadPoolExecutor(len(counts)) as pool:
         return list(pool.map(lambda rank: slice_of(rank, Apart(rank, meeting)), range(len(counts)))), meeting.calls

@@ -18,10 +18,9 @@ def run(*computes: Callable[[Part], Any]) -> list[Any]:
     parts = [Part(compute, nullcontext) for compute in computes]
     before = threading.active_count()
     try:
-        run_in_lockstep(parts, AllHere())
+        return run_in_lockstep(parts, AllHere())
     finally:
         assert threading.active_count() == before
-    return [part.result for part in parts]
 
 
 def test_each_part_gets_the_total() -> None:

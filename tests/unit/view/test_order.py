@@ -32,8 +32,7 @@ def of_slices(count: int) -> tuple[list[int], list[Any]]:
     inputs = [x.clone().requires_grad_() for x in slices]
     parts = [Part(partial(dense, x, one), nullcontext) for x, one in zip(inputs, own, strict=True)]
     before = torch._C._autograd._get_sequence_nr()
-    run_in_lockstep(parts, AllHere())
-    outputs = [part.result for part in parts]
+    outputs = run_in_lockstep(parts, AllHere())
     order_nodes(parts, outputs, nodes_of(inputs))
     numbers = []
     todo = [outputs[0].grad_fn]
