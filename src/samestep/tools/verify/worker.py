@@ -18,6 +18,7 @@ from samestep.checkpoint.contents import Progress
 from samestep.checkpoint.state import load, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import Recipe, Reduction, RunOptions, StrategyConfig
+from samestep.distributed.devices import tf32_off
 from samestep.distributed.rng import seed_generators
 from samestep.errors import EXIT_FAILED
 from samestep.global_view import any_rank
@@ -42,7 +43,11 @@ def run(subject: Subject, trial: Trial) -> None:
     """Run the subject as one rank and record its results."""
     rank, size = rank_and_size()
     apply_to_process(trial.interventions, trial.folder, rank)
-    with (trial.folder / f"rank-{rank}.jsonl").open("a") as file:
+    with ExitStack() as stack:
+        file = stack.enter_context((trial.folder / f"rank-{rank}.jsonl").open("a"))
+        if not trial.requires_bits:
+            # TF32 rounds so coarsely that mistakes could be within its rounding.
+            stack.enter_context(tf32_off())
         observer = Observer(trial, rank, size, file, ends_script=subject.script is not None)
         observer.install()
         if not subject.is_unchanged:
