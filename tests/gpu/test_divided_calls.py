@@ -75,5 +75,12 @@ def test_losses_are_those_of_one_process(compiled: str, tmp_path: Path) -> None:
         assert losses(tmp_path, processes, 0.0, compiled) == pytest.approx(one, rel=1e-3)
 
 
+def test_ranks_that_compute_the_same_by_themselves_stay_equal(tmp_path: Path) -> None:
+    # So small that its calls are whole; without deterministic kernels the gradients of convolutions differ in bits.
+    options = ("--device", "cuda", "--processes", 2, "--set", "epochs=2", "--json")
+    done = samestep("train", "digits", *options, cwd=tmp_path)
+    assert done.code == 0, done.err
+
+
 def test_random_draws_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     assert losses(tmp_path, 4, 0.3, "eager") == pytest.approx(losses(tmp_path, 2, 0.3, "eager"), rel=1e-3)

@@ -50,6 +50,15 @@ def test_a_module_is_the_same_for_a_script(results: dict[str, list[Any]], name: 
         assert found == EXPECTED[name]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "reduction"),
+    [("ddp", "fast"), ("ddp", "exact"), pytest.param("fsdp", "exact", marks=pytest.mark.slow)],
+)
+def test_no_tensor_waits_for_the_garbage_collector(strategy: str, reduction: str) -> None:
+    results = results_of_ranks(2, ["cycles_have_no_tensors"], strategy=strategy, reduction=reduction)
+    assert results["cycles_have_no_tensors"] == [0, 0]
+
+
 def test_sums_of_two_models_are_not_mixed_up(results: dict[str, list[Any]]) -> None:
     assert all(difference <= 1e-12 for difference in results["two_models"])
 

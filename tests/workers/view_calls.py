@@ -591,6 +591,25 @@ def _collect() -> None:
 
 
 @check
+def cycles_have_no_tensors() -> Any:
+    """Tensors of a step that only the garbage collector frees: on a GPU the memory of another step."""
+    model = samestep.parallel(nn.Sequential(network(), nn.Dropout(0.2), nn.Linear(3, 3)), strict=True)
+    for number in range(4):
+        model(batch(number, 16)).pow(2).mean().backward()
+    _collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        model(batch(4, 16)).pow(2).mean().backward()
+        gc.collect()
+        return sum(isinstance(value, Tensor) for value in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+@check
 def arguments_are_not_kept_by_a_loss() -> Any:
     model = _trained()
     x = batch(0)

@@ -49,7 +49,8 @@ def _batch_norm(
         own = partial(functional.batch_norm, weight=weight, bias=bias, training=True, momentum=momentum, eps=eps)
         return _with_own_statistics(own, region, input, (running_mean, running_var))
     outputs, moments = region.exchange.join(partial(_normalize, eps=eps), (input, weight, bias))
-    _update(running_mean, running_var, moments, momentum)
+    if id(running_mean) not in region.shared_statistics:
+        _update(running_mean, running_var, moments, momentum)
     return outputs  # type: ignore[no-any-return]
 
 

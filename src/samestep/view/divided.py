@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from samestep.distributed.rng import generator_state
 from samestep.reduce.reduction import Reduction
 from samestep.view.call import Call
 from samestep.view.crossings import RowBounds, cut, enter, replicated
@@ -171,6 +172,8 @@ class DividedCall:
 
         def compute(position: int, part: Part) -> OwnResult:
             region = replace(self.regions[position], exchange=part)
+            if position:
+                region.shared_statistics = shared
             with modes.installed():
                 return self._run(region, own_forward, arguments[position])
 
@@ -183,11 +186,17 @@ class DividedCall:
                 yield
 
         count = len(arguments)
-        states = [self._before.state_of_slice(copied=position > 0) for position in range(count)]
+        device = self.ranks.world.device
+        draws = self._before.has_draws or (bool(self.division.draw_factors) and self.regions[0].seed is None)
+        states = [self._before.state_of_slice(copied=position > 0, draws=draws) for position in range(count)]
+        generators = generator_state(device)
+        shared = self._before.shared_statistics()
         parts = [
             Part(partial(compute, position), partial(turn, position, states[position])) for position in range(count)
         ]
         results: list[OwnResult] = run_in_lockstep(parts, self.exchange)
+        if not draws and generator_state(device) != generators:  # each slice has drawn after the one before
+            self.has_other_changes = True
         for state, result in zip(reversed(states), reversed(results), strict=True):  # that of the first one stays
             state.install()
             self._note_state(result)

@@ -233,7 +233,9 @@ def _attention(operations: Operations, function: Function, arguments: Arguments,
     if _is_plain(operations, shape, query.device):
         return function(*arguments, **options)
     region = operations.region
-    if is_accelerator(query.device) and region is not None and region.seed is not None:  # fused kernels draw from the default generator
+    if (
+        is_accelerator(query.device) and region is not None and region.seed is not None
+    ):  # fused kernels draw from the default generator
 
         def numbers_of(values: list[Any]) -> Any:
             return function(*values, p, **named)

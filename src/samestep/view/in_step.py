@@ -46,6 +46,8 @@ _RATES = "numbers of the optimizer"
 _GRADIENTS = "gradients"
 _EARLIER = "earlier calls"
 
+_KERNELS = "on GPUs by operations with deterministic kernels"
+
 _CODES_AND_FIXES = {
     _SHAPES: ("E_RANK_BATCH", "give every rank the same whole batch; only calls of modules are divided"),
     _SAMPLES: ("E_RANK_BATCH", "seed the sampler alike on every rank, and do not divide the data among ranks"),
@@ -55,8 +57,8 @@ _CODES_AND_FIXES = {
     _RATES: ("E_RANK_SETTINGS", "set optimizers and schedules alike on every rank"),
     _BUFFERS: ("E_RANK_MISMATCH", "write buffers alike on every rank"),
     _GENERATORS: ("E_RANK_MISMATCH", "seed and draw alike on every rank, also in code of one rank only"),
-    _LOSS: ("E_RANK_MISMATCH", "compute the loss from the same values on every rank"),
-    _GRADIENTS: ("E_RANK_MISMATCH", "change gradients alike on every rank"),
+    _LOSS: ("E_RANK_MISMATCH", f"compute the loss from the same values on every rank, {_KERNELS}"),
+    _GRADIENTS: ("E_RANK_MISMATCH", f"change gradients alike on every rank, {_KERNELS}"),
 }
 _OTHER_PATH = ("E_RANK_DESYNC", "let no decision of the script depend on the rank, the time or the machine")
 

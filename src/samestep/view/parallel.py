@@ -209,6 +209,7 @@ class ParallelModule:
         module = self.module
         assert module is not None
         arguments, options = with_all_rows((arguments, options))
+        self.view.equal_kernels.begin()
         if self.view.divides_here():
             self._enter(Action.WHOLE_CALL)
         with self.strategy.whole(module):
@@ -216,6 +217,7 @@ class ParallelModule:
 
     def _enter(self, action: Action) -> None:
         """Send a word before the messages of a strategy, as a rank that does something else would not take part."""
+        self.view.equal_kernels.begin()
         if self.strategy.exchanges_in_calls:
             self.view.require_same_action(self.view.word(action))
 
@@ -401,12 +403,11 @@ class ParallelModule:
         # Under `exact` not: code that is compiled for one number of rows has other bits than that for several.
         stays_compiled = kind.is_compiled and not self.is_exact and not has_rules(kind.last)
         known = kind.last if stays_compiled else None
-        output_rows = (RowBounds(view.row_messages(self.strategy.ranks), call.slices), view.output_limit)
         divided = DividedCall(
             *(self.strategy.ranks, self.strategy.reduction, division, call, regions, exchange, snapshot),
             notes_state=self.is_exact,
             known=known,
-            output_rows=output_rows,
+            output_rows=(RowBounds(view.row_messages(self.strategy.ranks), call.slices), view.output_limit),
         )
         if self.strategy.exchanges_in_calls or exchanges is None or exchanges:
             view.require_same_action(view.word(Action.ENTER_CALL))
@@ -468,14 +469,13 @@ class ParallelModule:
 
     def _regions(self, division: Division, call: Call, exchange: CallExchange, seed: int) -> list[Region]:
         """Return the regions of the own slices."""
-        view = self.view
         regions = []
         for number, (start, stop) in zip(call.slices.own, call.slices.own_bounds, strict=True):
             region = Region(call.rows, start, stop, exchange, division.draw_factors)
             region.local_batch_norm = self._batch_norm == "local"
-            if self.is_exact or (self.strategy.has_stages and is_accelerator(view.device)):
+            if self.is_exact or (self.strategy.has_stages and is_accelerator(self.view.device)):
                 region.microbatches = [(number, start, stop)]
-            elif is_accelerator(view.device):
+            elif is_accelerator(self.view.device):
                 assert self._microbatches is not None
                 slices = microbatch_bounds(call.rows, self._microbatches)
                 owned = owned_microbatches(self._microbatches, self.strategy.ranks.shares, self.strategy.ranks.rank)

@@ -58,6 +58,7 @@ class Region:
         positions: numbers of the draws by the state of the script's stream, which then advances at each; None if no
             part is computed again. Checkpoints restore that state, and so find the number of a draw.
         local_batch_norm: batch norm uses the statistics of the own rows.
+        shared_statistics: identities of running statistics that another slice of this process updates.
     """
 
     rows: int
@@ -69,6 +70,7 @@ class Region:
     seed: int | None = None
     positions: dict[bytes, int] | None = None
     local_batch_norm: bool = False
+    shared_statistics: frozenset[int] = frozenset()
 
     @property
     def own(self) -> int:

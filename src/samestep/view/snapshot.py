@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm  # the common class of all dimensions
 
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import is_accelerator
@@ -24,6 +25,7 @@ Written: TypeAlias = frozenset[Place]
 
 _GENERATORS = {"python": python_generator, "numpy": numpy_generator}  # those of torch may always change
 _LARGEST = 16 * 2**20  # bytes of a tensor that is copied in case that a later call writes into it
+_STATISTICS = ("running_mean", "running_var")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), numpy.generic)
 
 
@@ -103,6 +105,11 @@ class Snapshot:
         """Whether calls of the kind change buffers."""
         return any(place in self._written for place, _ in self._buffers)
 
+    @property
+    def has_draws(self) -> bool:
+        """Whether calls of the kind draw from the generators of Python or NumPy."""
+        return any(name in self._written for name in _GENERATORS)
+
     @contextmanager
     def revisited(self) -> Iterator[None]:
         """Put the state back during the block."""
@@ -130,24 +137,44 @@ class Snapshot:
         self._buffers = [entry for entry in self._buffers if entry[0] in self._written]
         self._attributes = [entry for entry in self._attributes if entry[0] in self._written]
 
-    def state_of_slice(self, *, copied: bool) -> StateOfSlice:
-        """Return the state that a slice writes: buffers of the module, or copies; attributes; generators."""
-        buffers = []
-        for (index, name), saved in self._buffers:
-            if (index, name) in self._written:
-                buffer = saved.tensor.detach().clone() if copied else saved.tensor
-                buffers.append((self._parts[index]._buffers, name, buffer))
-        return StateOfSlice(buffers, self.others())
+    def state_of_slice(self, *, copied: bool, draws: bool) -> StateOfSlice:
+        """Return the state that a slice writes: buffers of the module, or copies; attributes; generators.
 
-    def others(self) -> Snapshot:
-        """Return the present state of the places that calls of the kind change, without buffers."""
+        Args:
+            copied: whether to copy the buffers, without `shared_statistics`.
+            draws: whether the slice draws from the generators of torch.
+        """
+        own = [(place, saved.tensor) for place, saved in self._buffers if place in self._written]
+        own = [(place, tensor) for place, tensor in own if not self._is_statistic(place)]
+        tensors = [tensor for _, tensor in own]
+        if copied:
+            tensors = _copies(tensors)
+        tables = [(self._parts[index]._buffers, name) for (index, name), _ in own]
+        buffers = [(*table, tensor) for table, tensor in zip(tables, tensors, strict=True)]
+        return StateOfSlice(buffers, self.others(draws=draws), draws=draws)
+
+    def shared_statistics(self) -> frozenset[int]:
+        """Return the identities of running statistics that all slices share, as they are equal in all."""
+        return frozenset(id(saved.tensor) for place, saved in self._buffers if self._is_statistic(place))
+
+    def _is_statistic(self, place: tuple[int, str]) -> bool:
+        """Whether only batch norm of torch writes into a buffer, at a point where it knows all slices."""
+        index, name = place
+        part = self._parts[index]
+        return isinstance(part, _BatchNorm) and _is_of_torch(part) and name in _STATISTICS
+
+    def others(self, *, draws: bool) -> Snapshot | None:
+        """Return the present state of the places that calls of the kind change, without buffers; None without one."""
+        attributes = [(index, state) for index, state, _ in self._attributes if index in self._written]
+        draws = draws or self.has_draws
+        if not attributes and not draws:
+            return None
         now = copy(self)
         now._buffers = []
         now._attributes = []
-        for index, state, _ in self._attributes:
-            if index in self._written:
-                now._save_attributes(index, state.again())
-        now._restore_generators = saved_generators(self._device)
+        for index, state in attributes:
+            now._save_attributes(index, state.again())
+        now._restore_generators = saved_generators(self._device) if draws else _nothing
         return now
 
     def changes(self) -> Written:
@@ -191,20 +218,27 @@ class StateOfSlice:
 
     Args:
         buffers: (table, name, buffer) of the slice.
-        others: the other state.
+        others: the other state, if there is any.
+        draws: whether the slice draws from the generators of torch.
     """
 
     def __init__(
-        self, buffers: Sequence[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]], others: Snapshot
+        self,
+        buffers: Sequence[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]],
+        others: Snapshot | None,
+        *,
+        draws: bool,
     ) -> None:
         self._buffers = buffers
         self._others = others
+        self._draws = draws
 
     def install(self) -> None:
         """Put the state into the module and the generators."""
         for table, name, buffer in self._buffers:
             table[name] = buffer
-        self._others.restore()
+        if self._others is not None:
+            self._others.restore()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -215,9 +249,22 @@ class StateOfSlice:
             yield
         finally:
             self._buffers = [(table, name, table[name]) for table, name, _ in self._buffers]
-            self._others = self._others.others()
+            if self._others is not None:
+                self._others = self._others.others(draws=self._draws)
             for (table, name, _), buffer in zip(self._buffers, before, strict=True):
                 table[name] = buffer
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of tensors, made with one kernel for each dtype on a GPU."""
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    if copies:
+        torch._foreach_copy_(copies, [tensor.detach() for tensor in tensors])
+    return copies
+
+
+def _nothing() -> None:
+    """Restore no generator."""
 
 
 def _is_of_torch(part: nn.Module) -> bool:

@@ -26,6 +26,7 @@ from samestep.errors import RankDesyncError, RankMismatchError
 from samestep.reduce.fast import FastReduction
 from samestep.reduce.reduction import Reduction
 from samestep.view.actions import Action
+from samestep.view.equal_kernels import EqualKernels
 from samestep.view.in_step import InStep
 from samestep.view.kinds import Kind
 from samestep.view.ranks import Ranks
@@ -91,6 +92,7 @@ class View:
         self.reduction: Reduction = FastReduction(self.ranks, hook=world.strategy.hook)
         self.device = world.device
         self.in_step = InStep(lambda text: all_gather(text, world), is_alone=world.size == 1)
+        self.equal_kernels = EqualKernels(is_needed=world.size > 1 and is_accelerator(world.device))
         self.kinds: dict[Hashable, Kind] = {}
         self.modules: list[ModuleSummary] = []
         self._owners: weakref.WeakSet[ParallelModule] = weakref.WeakSet()
@@ -112,6 +114,7 @@ class View:
     def close(self, error: type[BaseException] | None) -> None:
         """End the view with its process group. After an error the other ranks may be anywhere, and are not asked."""
         self._step_hook.remove()
+        self.equal_kernels.end()
         self._cleanup.close()
         if error is None and self.ranks.size > 1 and os.getpid() == self._process:
             self.require_same_action(self.word(Action.END))
@@ -275,6 +278,7 @@ class View:
         splits = any(owner.strategy.splits_module for owner in self._owners)
         self.in_step.facts_of_step(optimizer, has_equal_gradients=not splits)
         self.require_same_action(self.word(Action.STEP))
+        self.equal_kernels.end()
 
     def require_equal(self, module: nn.Module, is_divided: Callable[[torch.Tensor], bool]) -> None:
         """Require that all ranks hold the same parameters and buffers.

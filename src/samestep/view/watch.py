@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten  # private; the only one that opens classes registered with torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -229,7 +230,9 @@ class _Recorder(Operations):
     def note_attribute(self, tensor: torch.Tensor, value: Any) -> None:
         """Taint a part of a tainted tensor."""
         if isinstance(value, Node):
-            self._refuse("uses the graph of a tensor")  # to hook into it
+            kind = getattr(type(value), "_forward_cls", None)  # private; the class of a function written in Python
+            if kind is None or kind.__module__ != checkpoint.__name__:  # torch 2.11 reads its own node
+                self._refuse("uses the graph of a tensor")  # to hook into it
         elif isinstance(value, torch.Tensor) and self._taint_of(tensor) is not None:
             self._taint(value, False)
 

@@ -225,7 +225,7 @@ def test_slices_that_take_turns_do_not_see_the_state_of_each_other() -> None:
     module.part.hidden = torch.zeros(())
     written: Written = frozenset({(PART, "table"), PART, "python", "numpy"})
     snapshot = Snapshot(submodules(module), written, CPU)
-    slices = [snapshot.state_of_slice(copied=position > 0) for position in range(3)]
+    slices = [snapshot.state_of_slice(copied=position > 0, draws=True) for position in range(3)]
     seen: list[list[Any]] = []
     for turn in range(2):
         for state in slices:
