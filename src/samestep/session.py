@@ -58,7 +58,8 @@ from samestep.launcher.peer_watchdog import PeerWatchdog
 from samestep.launcher.preflight import use_short_temporary_folder
 from samestep.launcher.uncaught import UncaughtErrors, joined_job
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER
-from samestep.launcher.worker import WorkerSpec, end_loader_workers, exit_process
+from samestep.launcher.worker import end_loader_workers, exit_process
+from samestep.launcher.worker_spec import WorkerSpec
 
 if TYPE_CHECKING:
     from samestep.loggers.logger import Logger

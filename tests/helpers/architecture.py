@@ -68,11 +68,6 @@ class Module:
         return list(ast.walk(self.tree))
 
     @cached_property
-    def runtime_nodes(self) -> list[ast.AST]:
-        """All nodes of the tree but those for type checkers only."""
-        return list(runtime_nodes(self.tree))
-
-    @cached_property
     def aliases(self) -> dict[str, str]:
         """Local names, and the complete names that they were imported from."""
         return aliases(self)
@@ -105,18 +100,6 @@ def read_modules(root: Path) -> Modules:
 
 
 # --- names -----------------------------------------------------------------------------------------------
-
-
-def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes below `node` except those under `if TYPE_CHECKING:`."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            for other in child.orelse:
-                yield other
-                yield from runtime_nodes(other)
-        else:
-            yield child
-            yield from runtime_nodes(child)
 
 
 def import_stem(module: Module, node: ast.ImportFrom) -> str:
@@ -168,8 +151,8 @@ def names_used(module: Module) -> Iterator[tuple[ast.AST, str]]:
 
 
 def imports(module: Module, modules: Modules) -> Iterator[tuple[ast.AST, str]]:
-    """The modules of the package that `module` imports when it runs, wherever the import stands."""
-    for node in module.runtime_nodes:
+    """The modules of the package that `module` imports, wherever the import stands, also for type checkers only."""
+    for node in module.nodes:
         targets: list[str] = []
         if isinstance(node, ast.Import):
             targets = [name.name for name in node.names]

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from samestep.distributed.world import World
 
 ACCELERATOR = "cuda"  # the kind of device that a rank uses if there is one
 _POSITION = re.compile(r"[0-9]{1,4}")
@@ -194,28 +193,32 @@ def require_default_device() -> None:
         )
 
 
-def rank_devices(world: World) -> tuple[torch.device, ...]:
-    """Return the devices of this rank under `strategy.devices`, in order; the first is `world.device`.
+def rank_devices(strategy: str, requested: int | None, device: torch.device, ranks: int) -> tuple[torch.device, ...]:
+    """Return the devices of this rank in order; the first is `device`.
 
     On a CPU all entries are the CPU: threads, or stand-ins for the devices of model parts.
+
+    Args:
+        strategy: name of the strategy.
+        requested: number of devices (`strategy.devices`); None for all, of the only rank.
+        device: device of this rank.
+        ranks: number of ranks.
 
     Raises:
         InputError: `strategy.devices` is needed and not set, or exceeds the available devices.
     """
     import torch
 
-    name = world.strategy.name
-    requested = world.strategy.devices
     no_number = partial(_device_error, fix="set strategy.devices: 2")
-    if not is_accelerator(world.device):
+    if not is_accelerator(device):
         if requested is None:
-            problem = f"strategy {name} on a CPU without a number of devices"
+            problem = f"strategy {strategy} on a CPU without a number of devices"
             raise no_number(problem, "a number of simulated devices on a machine without GPUs")
-        return (world.device,) * requested
-    if requested is None and world.size > 1:
-        problem = f"strategy {name} on {world.size} ranks without a number of devices"
+        return (device,) * requested
+    if requested is None and ranks > 1:
+        problem = f"strategy {strategy} on {ranks} ranks without a number of devices"
         raise no_number(problem, "a number of GPUs per rank, equal on all ranks of a machine")
-    indices = gpu_range(world.device.index, requested, accelerator_module().device_count())
+    indices = gpu_range(device.index, requested, accelerator_module().device_count())
     return tuple(torch.device(ACCELERATOR, index) for index in indices)
 
 

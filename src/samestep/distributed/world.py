@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,12 @@ from samestep.distributed.status import RankStatus, local_rank_status
 from samestep.errors import InputError, PeerLostError
 from samestep.microbatches import Shares
 
-if TYPE_CHECKING:
-    from samestep.loggers.logger import Logger
+
+class StepLogger(Protocol):
+    """Destination of the metrics of steps, such as a `samestep.loggers.logger.Logger`."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log metrics of an optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class RunContext:
     status: RankStatus  # current activity of this rank, read by the launcher
     stop: StopRequest  # request to end at the next step boundary
     collective_check: CollectiveCheck  # check that all ranks issue the same operations
-    loggers: tuple[Logger, ...] = ()  # loggers of `World.log`; empty on ranks other than 0
+    loggers: tuple[StepLogger, ...] = ()  # loggers of `World.log`; empty on ranks other than 0
     resources: ExitStack = field(default_factory=ExitStack)  # loggers and run directory; end before the ranks part
     session: ExitStack = field(default_factory=ExitStack)  # of a world of `samestep.init`, which ends with it
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,7 @@ from samestep.launcher.watchdog import HANG_AFTER
 
 if TYPE_CHECKING:
     from samestep.distributed.world import World
-    from samestep.launcher.peer_watchdog import PeerWatchdog
-    from samestep.launcher.worker import WorkerSpec
-    from samestep.session import SessionOptions
+    from samestep.launcher.worker_spec import WorkerSpec
 
 TIMEOUT = timedelta(seconds=HANG_AFTER)
 _CONNECT_POLL_SECONDS = 0.1
@@ -54,6 +52,18 @@ class Job:
     hang_after: float  # seconds without progress that count as a hang
 
 
+class RanksWatch(Protocol):
+    """Watchdog of ranks that another launcher started (`samestep.launcher.peer_watchdog.PeerWatchdog`)."""
+
+    def close(self) -> None:
+        """End the watch."""
+        ...
+
+    def join_if_ending(self) -> None:
+        """Wait for a report that ends this process, if there is one."""
+        ...
+
+
 class Membership(NamedTuple):
     """Place of this rank among the ranks of a world, and the means to reach them."""
 
@@ -63,7 +73,7 @@ class Membership(NamedTuple):
     store: dist.Store  # of this world alone
     limit: timedelta  # of collectives
     rendezvous: Rendezvous | None = None  # of another launcher
-    watchdog: PeerWatchdog | None = None
+    watchdog: RanksWatch | None = None
     group: dist.ProcessGroup | None = None  # None for the default group
     is_adopted: bool = False  # another library created the default group, and destroys it
 
@@ -78,9 +88,9 @@ class ProcessState:
     job: Job | None = None  # the job of another launcher, once joined
     session: ExitStack = field(default_factory=ExitStack)  # ends the world of `samestep.init()`
     world: World | None = None  # of `samestep.init()`, until its end
-    options: SessionOptions | None = None  # of this world
+    options: Any = None  # `SessionOptions` of this world; its type belongs to a higher level
     rendezvous: Rendezvous | None = None  # of another launcher, whose variables a private world hides
-    view: Any = None  # global view of this world; its type belongs to a higher level
+    view: Any = None  # global view of this world; the same
     worlds: int = 0  # number of worlds that this process has entered with other ranks
     # Process groups of finished worlds. They are never released in a launched rank: when a model under DDP is released
     # later, and its group with it, torch waits for gloo threads that may wait for the GIL in turn.

@@ -35,8 +35,8 @@ from samestep.launcher.orphans import end_orphans
 from samestep.launcher.pickling import ByName, portable, unpack
 from samestep.launcher.preflight import require_machine
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER, StackFile
-from samestep.launcher.worker import WorkerSpec
 from samestep.launcher.worker_group import RANK_NAME, LaunchConfig, WorkerGroup
+from samestep.launcher.worker_spec import WorkerSpec
 
 __all__ = ["LaunchConfig", "RankError", "StoppedError", "launch"]
 

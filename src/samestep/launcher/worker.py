@@ -6,14 +6,12 @@ import gc
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -22,41 +20,18 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from samestep.distributed.env import hide_ranks, prepare_torch_environment, set_environment
-from samestep.distributed.signals import GROUP_SIGNALS, StoppedLoop, StopRequest, die_with_parent
-from samestep.distributed.status import RankStatus, StatusBoard
+from samestep.distributed.signals import GROUP_SIGNALS, StoppedLoop, die_with_parent
 from samestep.distributed.streams import STALL_SECONDS, protect_output
 from samestep.errors import InputError
 from samestep.launcher.failure import Failure
 from samestep.launcher.pickling import pack
-from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, StackFile
+from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS
+from samestep.launcher.worker_spec import WorkerSpec
 from samestep.report_limits import message_of
 
 # Time that a rank waits for the reader of its standard output, such as the next program of a pipeline.
 _STDOUT_SECONDS = 60.0
 _SCRIPT_TIMEOUT = timedelta(minutes=10)
-
-
-@dataclass(frozen=True)
-class WorkerSpec:
-    """Specification of one worker process."""
-
-    rank: int
-    size: int  # number of ranks
-    store_address: tuple[str, int]  # host and port of the store of rank 0
-    listener: socket.socket | None  # of the store, in rank 0 only; no other process can take the port meanwhile
-    function: Callable[[], Any]  # runs in every rank; the launcher receives rank 0's result
-    log: Path | None  # file for the output of this rank; None for the launcher's terminal
-    status_board: StatusBoard
-    stacks: StackFile
-    environment: Mapping[str, str]  # variables, set before other code reads the environment
-    timeout: float  # default time limit of a collective, in seconds
-    server: int  # process id of the fork server, the parent
-    stop: StopRequest = field(default_factory=StopRequest)
-
-    @cached_property
-    def rank_status(self) -> RankStatus:
-        """Status slot of this rank."""
-        return self.status_board.rank_status(self.rank)
 
 
 def _die_with_launcher() -> None:

@@ -29,7 +29,8 @@ from samestep.launcher.watchdog import (
     is_running,
     process_stat,
 )
-from samestep.launcher.worker import RankResult, WorkerSpec, run_rank
+from samestep.launcher.worker import RankResult, run_rank
+from samestep.launcher.worker_spec import WorkerSpec
 
 RANK_NAME = "samestep-rank-"
 # Time for the other ranks to report their failures after the first one, before they are killed.

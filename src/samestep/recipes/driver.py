@@ -216,7 +216,14 @@ class Driver:
         # Under fp16, overflows of gradients are expected: the scaler reduces its scale.
         is_scaling = self.scaler.is_enabled() and is_loss_finite
         if self._config.non_finite == "stop" and not is_scaling:
-            raise non_finite_error(self, data, samples.tolist(), self._trained, is_loss_finite=is_loss_finite)
+            self.model.eval()
+            raise non_finite_error(
+                *(data, samples.tolist(), self._trained),
+                loss_of=lambda inputs, targets: self.losses(inputs, targets)[1]["loss"],
+                world=self.world,
+                step=self.steps + 1,
+                is_loss_finite=is_loss_finite,
+            )
 
     def _step_schedule(self) -> None:
         with warnings.catch_warnings():

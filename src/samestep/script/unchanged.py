@@ -30,7 +30,8 @@ from samestep.errors import EXIT_DONE, EXIT_FAILED
 from samestep.global_view import joined_view, owner_of
 from samestep.launcher.job import process_state, rank_and_size
 from samestep.launcher.pickling import ByValue
-from samestep.launcher.worker import WorkerSpec, run_script
+from samestep.launcher.worker import run_script
+from samestep.launcher.worker_spec import WorkerSpec
 from samestep.script.calls import OutermostCalls
 from samestep.script.console import shared_console
 from samestep.script.entropy import equal_entropy

@@ -56,9 +56,9 @@ def apply_device_map(model: nn.Module, world: World) -> None:
     Raises:
         InputError: the strategy does not fit the model, or a device is missing.
     """
-    devices = rank_devices(world)
-    modules = dict(model.named_modules(remove_duplicate=False))
     config = world.strategy
+    devices = rank_devices(config.name, config.devices, world.device, world.size)
+    modules = dict(model.named_modules(remove_duplicate=False))
     assigned = _by_pattern(modules, config, len(devices)) if config.place else _in_order(model, len(devices))
     _require_one_device_per_tensor(modules, assigned)
     inside: dict[str, set[int]] = {name: set() for name in modules}  # numbers of devices, descendants included

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,13 +18,36 @@ from torch.nn.utils import clip_grad
 from samestep.distributed.device_reads import device_reads
 from samestep.view.ranks import Ranks
 
-if TYPE_CHECKING:
-    from samestep.strategies.split import Split
-
 TotalNorm = Callable[..., torch.Tensor]
 
 
-def share_norms(split: Split, module: nn.Module, ranks: Ranks) -> None:
+class Parts(Protocol):
+    """Parameters of a module with parts on different ranks.
+
+    Attributes:
+        is_exact: gradients are added in one order on any number of ranks.
+        has_stages: ranks hold different parameters.
+    """
+
+    is_exact: bool
+    has_stages: bool
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Return whether this rank counts the gradient here of a parameter."""
+        ...
+
+    def norm_of_parts(self, parts: Sequence[torch.Tensor], order: float, ranks: Ranks) -> torch.Tensor:
+        """Return the norm of the parts of all ranks; a collective."""
+        ...
+
+    def full_values(
+        self, parameters: Mapping[str, nn.Parameter], values: Mapping[str, Mapping[str, Any]]
+    ) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield name, slot and full tensor of values that have the parts of parameters."""
+        ...
+
+
+def share_norms(split: Parts, module: nn.Module, ranks: Ranks) -> None:
     """Let `clip_grad_norm_`, `get_total_norm` and `GradScaler` see the gradients of all ranks.
 
     Args:
@@ -44,7 +67,7 @@ def share_norms(split: Split, module: nn.Module, ranks: Ranks) -> None:
 class _Part:
     """Gradients of one module on this rank."""
 
-    def __init__(self, split: Split, module: nn.Module, ranks: Ranks) -> None:
+    def __init__(self, split: Parts, module: nn.Module, ranks: Ranks) -> None:
         self._split = weakref.ref(split)
         self._module = weakref.ref(module)
         self._ranks = ranks

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,7 @@ from torch.nn import functional
 
 from samestep.view.crossings import Sums, totals
 from samestep.view.region import Region
-
-if TYPE_CHECKING:
-    from samestep.view.operations import Operations, Rule
+from samestep.view.rule import CallOperations, Rule
 
 
 class _Moments(NamedTuple):
@@ -324,7 +322,7 @@ def _differentiable_gradients(ctx: Any, gradients: Sequence[Tensor]) -> list[tup
 
 
 def _rule(compute: Callable[..., Tensor]) -> Rule:
-    def rule(operations: Operations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    def rule(operations: CallOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
         if operations.region is None:
             return function(*arguments, **options)
         return compute(operations.region, *arguments, **options)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional, init
@@ -20,9 +20,7 @@ from torch.nn import functional, init
 from samestep.distributed.devices import is_accelerator
 from samestep.view.own_numbers import Shape, draw, follows_rows, like, with_rows
 from samestep.view.region import UnknownDraw
-
-if TYPE_CHECKING:
-    from samestep.view.operations import Operations, Rule
+from samestep.view.rule import CallOperations, Rule
 
 Function = Callable[..., Any]
 Arguments = Sequence[Any]
@@ -44,7 +42,7 @@ def seen_inside(function: Function) -> Function:
     return copy
 
 
-def _inside(operations: Operations, function: Function, arguments: Arguments, options: Options) -> Any:
+def _inside(operations: CallOperations, function: Function, arguments: Arguments, options: Options) -> Any:
     with operations:
         return seen_inside(function)(*arguments, **options)
 
@@ -52,7 +50,7 @@ def _inside(operations: Operations, function: Function, arguments: Arguments, op
 def _pool_by(with_indices: Function) -> Rule:
     """Return the rule of a pooling that calls `with_indices`, which draws."""
 
-    def rule(operations: Operations, function: Function, arguments: Arguments, options: Options) -> Any:
+    def rule(operations: CallOperations, function: Function, arguments: Arguments, options: Options) -> Any:
         return _inside(operations, with_indices, arguments, options)[0]
 
     return rule
@@ -64,7 +62,7 @@ def _argument(arguments: Arguments, options: Options, position: int, name: str, 
     return options.get(name, default)
 
 
-def _is_plain(operations: Operations, shape: Shape, device: torch.device) -> bool:
+def _is_plain(operations: CallOperations, shape: Shape, device: torch.device) -> bool:
     """Note the shape of a draw without a region; return whether torch's own function computes it."""
     if operations.region is not None:
         return False
@@ -73,7 +71,7 @@ def _is_plain(operations: Operations, shape: Shape, device: torch.device) -> boo
 
 
 def _drop(
-    operations: Operations,
+    operations: CallOperations,
     input: torch.Tensor,
     p: float,
     features: Shape = (),
@@ -113,7 +111,7 @@ def _dropout(
     input has the number of dimensions `unbatched`.
     """
 
-    def rule(operations: Operations, function: Function, arguments: Arguments, options: Options) -> Any:
+    def rule(operations: CallOperations, function: Function, arguments: Arguments, options: Options) -> Any:
         input = _argument(arguments, options, 0, "input")
         p = _argument(arguments, options, 1, "p", 0.5)
         if not _argument(arguments, options, 2, on, default) or not 0 < p < 1 or not input.numel():
@@ -130,7 +128,7 @@ def _dropout(
     return rule
 
 
-def _native_dropout(operations: Operations, function: Function, arguments: Arguments, options: Options) -> Any:
+def _native_dropout(operations: CallOperations, function: Function, arguments: Arguments, options: Options) -> Any:
     input, p, train = (_argument(arguments, options, i, name) for i, name in enumerate(("input", "p", "train")))
     if train is False or not input.numel():
         return function(*arguments, **options)
@@ -144,7 +142,7 @@ def _native_dropout(operations: Operations, function: Function, arguments: Argum
     return input * (mask.to(input.dtype) * (p < 1 and 1 / (1 - p))), mask
 
 
-def _factory(operations: Operations, function: Function, arguments: Arguments, options: Options) -> Any:
+def _factory(operations: CallOperations, function: Function, arguments: Arguments, options: Options) -> Any:
     """Rule of functions that receive the size of the result, and whose tensors do not matter."""
     if operations.region is None:
         result = function(*arguments, **options)
@@ -179,7 +177,7 @@ def _factory(operations: Operations, function: Function, arguments: Arguments, o
     return numbers.requires_grad_(needs_gradient)
 
 
-def _sample(operations: Operations, function: Function, arguments: Arguments, options: Options) -> Any:
+def _sample(operations: CallOperations, function: Function, arguments: Arguments, options: Options) -> Any:
     """Rule of functions of tensors: samples of distributions, `rand_like`, and methods that fill, as `uniform_`."""
     named: dict[Any, Any] = {**dict(enumerate(arguments)), **options}
     out, needs_gradient = named.pop("out", None), named.pop("requires_grad", False)
@@ -219,7 +217,7 @@ def _sample(operations: Operations, function: Function, arguments: Arguments, op
     return numbers
 
 
-def _attention(operations: Operations, function: Function, arguments: Arguments, options: Options) -> Any:
+def _attention(operations: CallOperations, function: Function, arguments: Arguments, options: Options) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     named = {**dict(zip(names, arguments, strict=False)), **options}
     query, key, value, mask = (named.pop(name, None) for name in names[:4])
@@ -261,7 +259,7 @@ def _attention(operations: Operations, function: Function, arguments: Arguments,
 def _undivided(draws: Callable[[Arguments, Options], bool]) -> Rule:
     """Return the rule of functions that cannot be divided if `draws` of the arguments holds."""
 
-    def rule(operations: Operations, function: Function, arguments: Arguments, options: Options) -> Any:
+    def rule(operations: CallOperations, function: Function, arguments: Arguments, options: Options) -> Any:
         if operations.region is not None and draws(arguments, options):
             raise UnknownDraw(f"draw inside of {function.__name__}")
         return function(*arguments, **options)

@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from inspect import signature
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional
 
-if TYPE_CHECKING:
-    from samestep.view.operations import Operations, Rule
+from samestep.view.rule import CallOperations, Rule
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -99,7 +98,7 @@ def mean(function: Callable[..., Any], named: dict[str, Any], count: torch.Tenso
     return result
 
 
-def _loss(operations: Operations, function: Callable[..., Any], arguments: Any, options: Any) -> Any:
+def _loss(operations: CallOperations, function: Callable[..., Any], arguments: Any, options: Any) -> Any:
     """Rule of the losses inside of a divided call."""
     named = arguments_of(function, arguments, options)
     region = operations.region

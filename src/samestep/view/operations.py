@@ -13,9 +13,8 @@ from samestep.view.batch_norm import BATCH_NORM_RULES
 from samestep.view.draws import DRAW_RULES
 from samestep.view.losses import LOSS_RULES
 from samestep.view.region import Make, Region
+from samestep.view.rule import Rule
 
-# A rule receives the operations of the call, the function, and its arguments; it returns the result.
-Rule = Callable[["Operations", Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 RULES: dict[Callable[..., Any], Rule] = {**DRAW_RULES, **LOSS_RULES, **BATCH_NORM_RULES}
 # A function, or a switch of the next function in a list of operations: one of its arguments that is not a tensor.
 Operation = Callable[..., Any] | str | bool | int

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.view.region import UnknownDraw
-
-if TYPE_CHECKING:
-    from samestep.view.operations import Operations
+from samestep.view.rule import CallOperations
 
 Shape = tuple[int, ...]
 
 
-def follows_rows(operations: Operations) -> bool:
+def follows_rows(operations: CallOperations) -> bool:
     """Return whether the next draw has own rows in its first dimension."""
     region = operations.region
     index = len(operations.draws)
@@ -43,7 +41,11 @@ def default_generator(generator: torch.Generator | None) -> Iterator[None]:
 
 
 def draw(
-    operations: Operations, shape: Shape, compute: Callable[[Shape], Any], device: torch.device, received: bool = False
+    operations: CallOperations,
+    shape: Shape,
+    compute: Callable[[Shape], Any],
+    device: torch.device,
+    received: bool = False,
 ) -> torch.Tensor:
     """Return the numbers of the own rows, which have `shape`; `compute` is asked for those of other shapes as well.
 
@@ -84,7 +86,7 @@ def like(tensor: torch.Tensor, shape: Shape, *, exactly: bool = False) -> torch.
 
 
 def with_rows(
-    operations: Operations,
+    operations: CallOperations,
     shape: Shape,
     values: Sequence[Any],
     compute: Callable[[list[Any]], Any],

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -15,14 +15,29 @@ from samestep.view.actions import Action
 from samestep.view.ranks import Ranks
 from samestep.view.region import current_region
 
-if TYPE_CHECKING:
-    from samestep.view.view import View
-
 _MOST_NUMBERS = 2  # that fit into a word
 
 
 class RaisedElsewhere(Exception):
     """An operation on the own rows of another rank has raised an exception; all ranks compute it whole."""
+
+
+class Words(Protocol):
+    """Words of all ranks (`samestep.view.view.View`).
+
+    Attributes:
+        ranks: all ranks.
+    """
+
+    ranks: Ranks
+
+    def word(self, action: Action, *fields: int) -> list[list[int]]:
+        """Send a word to all ranks and return the words of all."""
+        ...
+
+    def require_same_action(self, words: Iterable[list[int]]) -> None:
+        """Require that all ranks do the same."""
+        ...
 
 
 class RowMessages:
@@ -38,7 +53,7 @@ class RowMessages:
         ranks: the ranks that hold the rows.
     """
 
-    def __init__(self, view: View, ranks: Ranks) -> None:
+    def __init__(self, view: Words, ranks: Ranks) -> None:
         self.rank = ranks.rank
         self.size = ranks.size
         self.operation = ""

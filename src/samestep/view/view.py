@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -33,9 +33,7 @@ from samestep.view.ranks import Ranks
 from samestep.view.region import current_region
 from samestep.view.row_messages import RowMessages
 from samestep.view.rows import BATCH_LIMIT, OUTPUT_LIMIT, torch_gathers
-
-if TYPE_CHECKING:
-    from samestep.view.parallel import ParallelModule
+from samestep.view.strategy import Strategy
 
 _WORD = 8  # integers; the last one is a request to stop
 
@@ -71,6 +69,20 @@ class ModuleSummary:
             self.reasons.append(reason)
 
 
+class Owner(Protocol):
+    """Owner of the calls of one module (`samestep.view.parallel.ParallelModule`)."""
+
+    @property
+    def summary(self) -> ModuleSummary:
+        """Its calls."""
+        ...
+
+    @property
+    def strategy(self) -> Strategy:
+        """Strategy of its parameters."""
+        ...
+
+
 class View:
     """Global view of this process.
 
@@ -95,7 +107,7 @@ class View:
         self.equal_kernels = EqualKernels(is_needed=world.size > 1 and is_accelerator(world.device))
         self.kinds: dict[Hashable, Kind] = {}
         self.modules: list[ModuleSummary] = []
-        self._owners: weakref.WeakSet[ParallelModule] = weakref.WeakSet()
+        self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()
         # How loaders read their batches, by data set.
         self.batch_decisions: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
         self.keeps_rows = True  # large tensors of batches are not gathered
@@ -119,7 +131,7 @@ class View:
         if error is None and self.ranks.size > 1 and os.getpid() == self._process:
             self.require_same_action(self.word(Action.END))
 
-    def add(self, owner: ParallelModule) -> None:
+    def add(self, owner: Owner) -> None:
         """Add a module with divided calls."""
         self.modules.append(owner.summary)
         self._owners.add(owner)
