@@ -27,7 +27,8 @@ def owned_microbatches(microbatches: int, shares: Shares, rank: int) -> range:
     """Return the microbatches of a rank: `[V*r//R, V*(r+1)//R)` of R equal shares, or in proportion to the shares."""
     if isinstance(shares, int):
         return range(microbatches * rank // shares, microbatches * (rank + 1) // shares)
-    total, before = sum(shares), sum(shares[:rank])
+    total = sum(shares)
+    before = sum(shares[:rank])
     return range(microbatches * before // total, microbatches * (before + shares[rank]) // total)
 
 
@@ -53,7 +54,7 @@ def require_shares(shares: tuple[int, ...], data_ranks: int, microbatches: int |
         f"shares {','.join(map(str, shares))}{of} for {plural(data_ranks, 'rank')} that share the data",
         expected="a positive share for each of these ranks, with at least one microbatch",
         fix=f"--shares {','.join(['1'] * data_ranks)} for equal shares; or more microbatches, with other results",
-        code="E_SHARES",
+        code="E_STRATEGY",
     )
 
 

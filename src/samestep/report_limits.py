@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 # Limits of a report, below one screen of 60 lines and 8 kB: lines of the progress can precede a report.
-_MAX_LINES, _MAX_BYTES, _MAX_CHARACTERS = 48, 6_144, 1_000
+_MAX_LINES = 48
+_MAX_BYTES = 6_144
+_MAX_CHARACTERS = 1_000
 _LINE_END_CHARACTERS = 100  # kept at the end of a long line, which can have the code
 _NAME = type.__dict__["__name__"]
 _UNUSUAL = re.compile(r"[^\n -~]")

@@ -152,7 +152,8 @@ def join(options: SessionOptions) -> World:
     if not options.adopt:
         _share_generators(world)
     world = replace(world, context=replace(world.context, session=session))
-    process_state.world, process_state.options = world, options
+    process_state.world = world
+    process_state.options = options
     session.callback(_forget_world)
     uncaught = UncaughtErrors(None if options.adopt else joined_job(), world.context.status)
     session.push(uncaught.close)

@@ -145,7 +145,7 @@ def test_upload(place: Path, hub: Hub) -> None:
 def test_refused_upload(place: Path, hub: Hub, name: str, token: str) -> None:
     done = push(place, "runs/a", "--hub", name, address=hub.address, token=token)
     assert done.returncode == EXIT_FAILED
-    assert "[E_HUB]" in done.stderr
+    assert "[E_IO]" in done.stderr
     assert not hub.files
 
 

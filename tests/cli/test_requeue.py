@@ -69,7 +69,7 @@ def test_other_signals_do_not_requeue(tmp_path: Path) -> None:
 def test_failed_requeue_is_an_error_after_the_checkpoint(tmp_path: Path) -> None:
     done = stop_in_step_7(tmp_path, signal.SIGUSR1, job(tmp_path, code=1))
     assert done.code == 1
-    assert "error: job 4711 was not requeued: job is not yours [E_REQUEUE]\n" in done.err
+    assert "error: job 4711 was not requeued: job is not yours [E_JOB]\n" in done.err
     assert (tmp_path / "runs/a/checkpoints/last").exists()
 
 

@@ -94,7 +94,7 @@ def test_or_resume_continues_the_run_of_the_name(tmp_path: Path, capfd: pytest.C
     capfd.readouterr()
     before = tree(tmp_path / "runs")
     assert here(*train, "epochs=2", "optimizer.options.lr=0.5", cwd=tmp_path) != 0
-    assert "[E_RECIPE_CHANGED]" in capfd.readouterr().err
+    assert "[E_RESUME_CHANGED]" in capfd.readouterr().err
     assert tree(tmp_path / "runs") == before
     assert here("train", RECIPE, "--or-resume", cwd=tmp_path) == 2
     assert "[E_OPTION_CONFLICT]" in capfd.readouterr().err

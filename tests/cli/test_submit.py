@@ -85,7 +85,7 @@ def test_missing_and_failing_commands_keep_the_file(
     (tmp_path / "kubectl").chmod(0o755)
     assert here(*KUBERNETES, cwd=tmp_path) == 1
     error = capsys.readouterr().err
-    assert "[E_SUBMIT]" in error
+    assert "[E_JOB]" in error
     assert "no server" in error
     (tmp_path / "a.jobset.yaml").write_text("own: work\n")
     assert here(*KUBERNETES, cwd=tmp_path) == 2

@@ -29,7 +29,7 @@ HOLDING = TESTS / "helpers" / "recorded.yaml"
 TRAIN = ("train", RECIPE, "--name", "a")
 REFUSED = {
     "24 open files": ("ulimit -n 24", "", "E_MACHINE"),
-    "no network interface": ("true", "--net", "E_LOOPBACK"),
+    "no network interface": ("true", "--net", "E_MACHINE"),
     "the current folder was removed": ('mkdir "$TMPDIR/gone"; cd "$TMPDIR/gone"; rmdir "$PWD"', "", "E_UNREADABLE"),
 }
 OTHER_USER = 65534

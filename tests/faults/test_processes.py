@@ -143,7 +143,7 @@ def test_a_fork_server_that_is_killed_while_ranks_start_is_told(tmp_path: Path) 
         done = running.wait(20)
         assert done.code == 1
         message = "error: the fork server of the ranks was killed while they were started, and they ended with it"
-        assert done.err.splitlines()[0] == f"{message} [E_FORK_SERVER]"
+        assert done.err.splitlines()[0] == f"{message} [E_LAUNCHER_GONE]"
         assert "Traceback" not in done.err
         none_left(running)
 

@@ -272,6 +272,21 @@ def stubs(module: Module) -> list[str]:
     return [module.at(n, "is a stub") for n in found if "NotImplementedError" in ast.unparse(n)]
 
 
+def joined_assignments(module: Module) -> list[str]:
+    """Assignments of several values in one statement, although none of them needs the old value of a target."""
+    broken = []
+    for node in module.nodes:
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+            continue
+        if not isinstance(node.targets[0], ast.Tuple):
+            continue
+        targets = {ast.unparse(target) for target in node.targets[0].elts}
+        used = {ast.unparse(below) for below in ast.walk(node.value) if isinstance(below, ast.Name | ast.Attribute)}
+        if not targets & used:
+            broken.append(module.at(node, "assigns several values in one statement"))
+    return broken
+
+
 # --- sizes and types -------------------------------------------------------------------------------------
 
 
@@ -326,6 +341,7 @@ MODULE_RULES: list[Callable[[Module], list[str]]] = [
     unpickling,
     swallowed_exceptions,
     stubs,
+    joined_assignments,
     oversize,
     unannotated,
 ]

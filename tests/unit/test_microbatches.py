@@ -69,7 +69,7 @@ def test_shares_without_a_microbatch_for_each_rank_are_refused(
 ) -> None:
     with pytest.raises(InputError) as error:
         require_shares(shares, ranks, microbatches)
-    assert error.value.code == "E_SHARES"
+    assert error.value.code == "E_STRATEGY"
 
 
 def test_known_slices() -> None:

@@ -176,7 +176,8 @@ def build_manifest(files: Mapping[str, Contents]) -> bytes:
 
 
 def _entry(contents: Contents) -> dict[str, object]:
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     for piece in pieces(contents):
         digest.update(piece)
         size += len(piece)

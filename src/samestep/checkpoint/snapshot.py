@@ -40,7 +40,8 @@ class HostBuffers:
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a contiguous copy in host memory, complete after `wait`."""
-        device, is_queued = tensor.device, is_accelerator(tensor.device)
+        device = tensor.device
+        is_queued = is_accelerator(tensor.device)
         key = tensor.shape, tensor.dtype, is_queued
         free = self._free.get(key)
         buffer = free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_queued)
@@ -57,7 +58,8 @@ class HostBuffers:
 
     def reuse(self) -> None:
         """Make the memory of the present copies available to the next ones; call when nothing reads them any more."""
-        self._free, self._used = self._used, {}
+        self._free = self._used
+        self._used = {}
 
 
 def distinct(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -110,7 +112,8 @@ class TensorFile:
         entries = json.loads(template[_HEADER_ALIGNMENT:][:size])
         end = 0
         for name, entry in entries.items():
-            begin, end = end, end + self._tensors[name].nbytes
+            begin = end
+            end = end + self._tensors[name].nbytes
             entry |= {"shape": entry["shape"][1:], "data_offsets": [begin, end]}
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
         text = text.ljust(-(-len(text) // _HEADER_ALIGNMENT) * _HEADER_ALIGNMENT)
@@ -145,7 +148,9 @@ class AsyncCheckpointWriter:
         on_saved: Callable[[SavedCheckpoint], None],
         heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
-        self._folder, self._on_saved, self._heartbeat = folder, on_saved, heartbeat
+        self._folder = folder
+        self._on_saved = on_saved
+        self._heartbeat = heartbeat
         self._thread: _WriterThread | None = None
         self._buffers = HostBuffers()
 
@@ -192,7 +197,8 @@ class AsyncCheckpointWriter:
             now = disk_operations.pending(self._thread.ident)
             if now is None or now != before:  # otherwise one operation of the disk has no end
                 self._heartbeat()
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread.error is not None:
             raise thread.error
         assert thread.saved is not None

@@ -52,7 +52,8 @@ class CheckpointFolder:
     def __init__(self, path: Path, keep: int = DEFAULT_KEEP) -> None:
         if keep < 1:
             raise InputError(f"keep is {keep}", expected="at least 1 checkpoint", fix="keep=1, or more", code="E_VALUE")
-        self.path, self.keep = path, keep
+        self.path = path
+        self.keep = keep
         self.held: HeldFolder | None = None
 
     def hold(self, root: HeldFolder) -> None:
@@ -106,7 +107,9 @@ class CheckpointFolder:
             CheckpointError: no such checkpoint.
         """
         with self._read_errors():
-            checkpoints, folder, target = self._by_step(), self.path / which, self._link_target(which)
+            checkpoints = self._by_step()
+            folder = self.path / which
+            target = self._link_target(which)
             is_folder = folder.is_dir() and not folder.is_symlink()
         if which in ("last", "best") or _EPOCH_NAME.fullmatch(which):
             if is_folder:
@@ -122,7 +125,7 @@ class CheckpointFolder:
             f"{self.path} has no checkpoint {which!r}",
             expected="last, best, epoch-N, or a saved step",
             fix=f"steps: {', '.join(map(str, checkpoints)) or 'none'}",
-            code="E_CHECKPOINT_NOT_FOUND",
+            code="E_CHECKPOINT",
         )
 
     def newest_valid(self) -> Path | None:
@@ -132,7 +135,8 @@ class CheckpointFolder:
         considered only if no other checkpoint is valid.
         """
         with self._read_errors():
-            checkpoints, last = self._by_step(), self._link_target("last")
+            checkpoints = self._by_step()
+            last = self._link_target("last")
         newest_first = sorted(checkpoints, key=lambda step: (last is None or step <= last, step), reverse=True)
         return next((checkpoints[step] for step in newest_first if _is_valid(checkpoints[step])), None)
 
@@ -165,7 +169,8 @@ class CheckpointFolder:
 
     def _save(self, name: str, files: Mapping[str, Contents], links: Sequence[str]) -> Path:
         """Write a checkpoint and its links, and return its folder."""
-        final, manifest = self.path / name, build_manifest(files)
+        final = self.path / name
+        manifest = build_manifest(files)
         with disk_operations.run("update", self.path):
             make_folder(self.path)
             self._recover()
@@ -233,7 +238,8 @@ class CheckpointFolder:
 
     def _prune(self, newest: Path) -> None:
         """Remove old checkpoints. After a return to an earlier step, higher steps remain, and do not count."""
-        best, name = self._link_target("best"), _NAME.fullmatch(newest.name)
+        best = self._link_target("best")
+        name = _NAME.fullmatch(newest.name)
         assert name is not None
         present = [(step, path) for step, path in self._by_step().items() if step <= int(name[1])]
         for step, path in present[: -self.keep]:

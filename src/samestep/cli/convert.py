@@ -33,7 +33,8 @@ class Options(JsonOption):
 
 def run(options: Options) -> int:
     """Write the converted file and print the conversion of each key or tensor."""
-    file, out = options.file, options.out
+    file = options.file
+    out = options.out
     suffix = _SUFFIXES.get(file.suffix)
     if suffix is None or out.suffix != suffix:
         expected = "a .yaml file for a .yaml file of PaddleViT, a .safetensors file for a .pdparams file"

@@ -52,7 +52,9 @@ def run(options: Options) -> int:
         raise option_conflict(f"{plural(len(options.folders), 'run')} without --step", fix)
     runs = read_runs(options.folders)
     replays: list[Replayed] = []
-    logs, finding, note = None, None, None
+    logs = None
+    finding = None
+    note = None
     if options.step is not None:
         replays, finding = _replay(runs, options.step - 1, options.step, options)
     else:
@@ -90,7 +92,8 @@ def _compared(logs: Comparison) -> dict[str, list[str]]:
 
 
 def _replayed(replayed: Replayed) -> str:
-    step, compared = replayed.first_different, plural(replayed.compared, "checksum")
+    step = replayed.first_different
+    compared = plural(replayed.compared, "checksum")
     result = f"has the logged {compared}" if step is None else f"differs from the log from step {step} on"
     steps = f"steps {replayed.first + 1} to {max(replayed.checksums)} on {plural(replayed.processes, 'process')}"
     return f"{replayed.run}, {steps}: {result}"

@@ -47,7 +47,8 @@ def run(options: Options) -> int:
     from samestep.tools.doctor.doctor import check_machine
     from samestep.tools.doctor.gpus import read_nvidia
 
-    nvidia, usable = read_nvidia(), usable_processors()
+    nvidia = read_nvidia()
+    usable = usable_processors()
     processes = len(nvidia.gpus) or usable
     if options.processes != "auto":
         processes = parse_process_count(options.processes)

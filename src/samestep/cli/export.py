@@ -47,7 +47,8 @@ def run(options: Options) -> int:
     """Export the model, and print where it is."""
     if options.hub is not None:
         return _export_to_hub(options, options.hub)
-    folder, kind = options.folder, options.format
+    folder = options.folder
+    kind = options.format
     if options.certificate is not None:
         raise option_conflict("--certificate without --hub", "--hub USER/NAME")
     if options.like is None and kind != "safetensors":

@@ -106,7 +106,8 @@ def exit_now(code: int) -> NoReturn:
 
 def _require_compatible(options: LaunchOptions, rendezvous: Rendezvous) -> None:
     """Require options that leave the launch to the other launcher."""
-    launcher, size = rendezvous.launcher, rendezvous.world_size
+    launcher = rendezvous.launcher
+    size = rendezvous.world_size
     values = {"devices": options.devices, "max-restarts": options.max_restarts, "grace": options.grace}
     if options.size != str(size):
         values["processes"] = options.size

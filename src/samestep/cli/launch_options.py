@@ -223,7 +223,7 @@ def slurm_restarts(requeue: bool) -> int:
     job = read_slurm_job()
     if requeue and job is None:
         problem = "--requeue, but SLURM_JOB_ID is not set"
-        raise InputError(problem, "a Slurm job", "leave --requeue out", code="E_REQUEUE")
+        raise InputError(problem, "a Slurm job", "leave --requeue out", code="E_JOB")
     return job.restarts if job is not None else 0
 
 
@@ -239,5 +239,5 @@ def requeue_after(stop_signal: int | None) -> None:
         expected = "a batch job that scontrol can requeue (sbatch --requeue)"
         fix = "submit the job again, or `samestep resume`: the checkpoint is complete"
         problem = f"job {job.id} was not requeued: {str(reason).strip()}"
-        raise RunError(problem, expected, fix, code="E_REQUEUE") from error
+        raise RunError(problem, expected, fix, code="E_JOB") from error
     logger.info("job %s is requeued", job.id)

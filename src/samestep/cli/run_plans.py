@@ -89,7 +89,7 @@ def _require_equal(before: dict[str, Any], now: dict[str, Any], message: str, fi
     changes = differences(before, now)
     if changes:
         problem = "\n    ".join([f"{message}:", *changes])
-        raise CheckpointError(problem, "the same recipe for all steps of a run", fix, code="E_RECIPE_CHANGED")
+        raise CheckpointError(problem, "the same recipe for all steps of a run", fix, code="E_RESUME_CHANGED")
 
 
 def plan_to_replay(folder: Path, begin: int, *, trust: bool) -> RunPlan:

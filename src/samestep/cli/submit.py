@@ -75,7 +75,8 @@ def run(options: Options) -> int:
 
 
 def _job(options: Options) -> Job:
-    script, path = options.script(), Path(options.recipe)
+    script = options.script()
+    path = Path(options.recipe)
     minimum, colon, maximum = (options.processes or str(options.nodes * max(1, options.gpus))).partition(":")
     counts = [parse_process_count(text) for text in (minimum, maximum if colon else minimum)]
     if script is None:
@@ -99,10 +100,12 @@ def _job(options: Options) -> Job:
 
 def _run(submission: Submission) -> str:
     """Write the file, run the command, and return its output."""
-    path, command = Path(submission.file), shlex.join(submission.command)
+    path = Path(submission.file)
+    command = shlex.join(submission.command)
     with output_errors(f"{path} cannot be written", "a writable folder", "another --name, or another current folder"):
         if path.exists() and path.read_bytes() != submission.text.encode():
-            expected, fix = "a new file: no file is overwritten", "another --name, or remove the file"
+            expected = "a new file: no file is overwritten"
+            fix = "another --name, or remove the file"
             raise InputError(f"{path} exists with other content", expected, fix, code="E_OUTPUT")
         path.write_text(submission.text, encoding="utf-8")
     try:
@@ -113,5 +116,5 @@ def _run(submission: Submission) -> str:
         raise InputError(problem, "the command of the system", fix, code="E_NOT_INSTALLED") from error
     if done.returncode:
         problem = f"{command} failed with exit code {done.returncode}: {done.stderr.strip() or done.stdout.strip()}"
-        raise RunError(problem, "a submitted job", "correct the cause, and repeat the command", code="E_SUBMIT")
+        raise RunError(problem, "a submitted job", "correct the cause, and repeat the command", code="E_JOB")
     return done.stdout

@@ -225,7 +225,7 @@ def _require_effect(strategy: StrategyConfig, shape: MeshShape) -> None:
 
     def error(key: str, circumstance: str, expected: str, alternative: str = "") -> InputError:
         fix = f"leave strategy.{key} out{alternative}"
-        return InputError(f"strategy.{key} {circumstance}", expected, fix, code="E_STRATEGY_OPTION")
+        return InputError(f"strategy.{key} {circumstance}", expected, fix, code="E_STRATEGY")
 
     changed = {key for key, default in vars(StrategyConfig()).items() if getattr(strategy, key) != default}
     for key, names in _STRATEGIES_OF_OPTION.items():

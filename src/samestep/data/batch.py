@@ -56,7 +56,8 @@ def tensors_of(data: Any) -> Iterator[torch.Tensor]:
 
 def digest_of(data: Any) -> str:
     """Return a hash of the tensors, arrays, images and numbers in nested data, but not of text, such as local paths."""
-    total, stack = hashlib.blake2b(digest_size=4), [data]
+    total = hashlib.blake2b(digest_size=4)
+    stack = [data]
     while stack:
         value = stack.pop()
         if isinstance(value, torch.Tensor) and value.layout == torch.strided:

@@ -188,15 +188,13 @@ def require_samples(samples: int, batch_size: int, lengths: Indices | None, *, d
         InputError: the number of lengths is another one.
     """
     if samples == 0:
-        raise DataError(
-            "the dataset is empty", "at least one sample", "check the path and the filters", code="E_EMPTY_DATASET"
-        )
+        raise DataError("the dataset is empty", "at least one sample", "check the path and the filters", code="E_DATA")
     if drop_last and samples < batch_size:
         raise DataError(
             f"the dataset has {samples} samples, fewer than one batch of {batch_size}, and drop_last is set",
             expected="at least one complete batch",
             fix=f"batch_size={samples} or less, or leave drop_last out",
-            code="E_EMPTY_DATASET",
+            code="E_DATA",
         )
     if lengths is not None and len(lengths) != samples:
         raise InputError(

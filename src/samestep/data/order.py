@@ -24,7 +24,8 @@ _MIN_BITS = 8  # of a block; a network of fewer bits has few permutations
 KEYED_ABOVE = 10_000_000
 # Global batches per window of samples that are sorted by length together. A large window gives batches of nearly equal
 # length; at least some windows per epoch keep the samples of a batch different from epoch to epoch.
-_MAX_BATCHES_PER_WINDOW, _MIN_WINDOWS = 50, 4
+_MAX_BATCHES_PER_WINDOW = 50
+_MIN_WINDOWS = 4
 
 
 class Order(Protocol):
@@ -73,7 +74,9 @@ class KeyedPermutation:
 
     def __init__(self, size: int, *, seed: int, epoch: int) -> None:
         half = max(_MIN_BITS, (size - 1).bit_length() + 1) // 2
-        self._size, self._half, self._mask = size, numpy.uint64(half), numpy.uint64((1 << half) - 1)
+        self._size = size
+        self._half = numpy.uint64(half)
+        self._mask = numpy.uint64((1 << half) - 1)
         keys = [derive_seed("keyed order", seed, epoch, size, number) for number in range(_ROUNDS)]
         self._keys = [numpy.uint64(key) for key in keys]
 
@@ -91,7 +94,8 @@ class KeyedPermutation:
         return result.astype(numpy.int64)
 
     def _permuted(self, blocks: NDArray[numpy.uint64]) -> NDArray[numpy.uint64]:
-        left, right = blocks >> self._half, blocks & self._mask
+        left = blocks >> self._half
+        right = blocks & self._mask
         for key in self._keys:
             left, right = right, left ^ (_mix(right + key) & self._mask)
         return (left << self._half) | right
@@ -136,7 +140,8 @@ def grouped_order(lengths: Indices, batch_size: int, *, seed: int, epoch: int, s
     if not shuffle:
         return order[numpy.argsort(lengths, kind="stable")]
     batches = len(order) // batch_size
-    complete, rest = order[: batches * batch_size], order[batches * batch_size :]
+    complete = order[: batches * batch_size]
+    rest = order[batches * batch_size :]
     batches_per_window = min(_MAX_BATCHES_PER_WINDOW, max(1, batches // _MIN_WINDOWS))
     window = numpy.arange(len(complete)) // (batches_per_window * batch_size)
     rows = complete[numpy.lexsort((lengths[complete], window))].reshape(batches, batch_size)

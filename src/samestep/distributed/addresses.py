@@ -37,7 +37,7 @@ def free_loopback_socket() -> socket.socket:
             f"the loopback interface does not work: {error}",
             expected=f"ranks on one machine communicate by {_LOOPBACK}",
             fix="ip link set lo up (a container without a network, such as unshare -n, starts with lo down)",
-            code="E_LOOPBACK",
+            code="E_MACHINE",
         ) from error
     return listener
 

@@ -34,9 +34,13 @@ from samestep.errors import PeerLostError, RankDesyncError, RankMismatchError
 _READERS_SECONDS = 0.5
 _WAIT_SECONDS = 1.0  # then an operation is stored, and the difference of pending operations is read
 _POLL_SECONDS = 0.25
-BATCH, DATASET = "global batch", "dataset"  # facts with an error code of their own
+# Facts with an error code of their own
+BATCH = "global batch"
+DATASET = "dataset"
 # Of a rank's text in an error; limits of its parts.
-_TEXT_BYTES, _LINE_BYTES, _FACTS_BYTES = 4000, 500, 3000
+_TEXT_BYTES = 4000
+_LINE_BYTES = 500
+_FACTS_BYTES = 3000
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +80,9 @@ class OperationMonitor:
     """
 
     def __init__(self, store: dist.Store, *, rank: int, size: int) -> None:
-        self._job_store, self._rank, self._size = store, rank, size
+        self._job_store = store
+        self._rank = rank
+        self._size = size
         self._thread_id = threading.get_ident()
         self._ended = threading.Event()
         self._pending: PendingOperation | None = None
@@ -103,7 +109,8 @@ class OperationMonitor:
             self._thread.join(_WAIT_SECONDS)
 
     def _run(self) -> None:
-        store, stored = None, None
+        store = None
+        stored = None
         while not self._ended.wait(_POLL_SECONDS):
             pending = self._pending
             if pending is None or time.monotonic() - pending.began < _WAIT_SECONDS:
@@ -142,7 +149,9 @@ class CollectiveCheck:
     """
 
     def __init__(self, store: dist.Store, rank_status: RankStatus, *, rank: int, size: int, timeout: timedelta) -> None:
-        self._rank_status, self._rank, self._size = rank_status, rank, size
+        self._rank_status = rank_status
+        self._rank = rank
+        self._size = size
         self._group = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
         self._thread = threading.get_ident()
         self._is_inside = False

@@ -40,7 +40,9 @@ class LocalSockets:
     """
 
     def __init__(self, rank: int, timeout: timedelta, peers: dict[int, socket.socket]) -> None:
-        self._rank, self._timeout, self._peers = rank, timeout, peers
+        self._rank = rank
+        self._timeout = timeout
+        self._peers = peers
         seconds = timeout.total_seconds()
         limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
         for peer in peers.values():
@@ -58,7 +60,8 @@ class LocalSockets:
         Raises:
             PeerLostError: another rank ended, or sent nothing within the time limit.
         """
-        outgoing, incoming = self._streams(sent), self._streams(received)
+        outgoing = self._streams(sent)
+        incoming = self._streams(received)
         while outgoing or incoming:
             # All send a piece before any receives it, so no rank waits for one that waits for it.
             for streams, transfer in ((outgoing, self._send), (incoming, self._receive)):
@@ -133,15 +136,18 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 def _pieces(messages: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     """Divide a stream of messages into pieces, the last of which may be shorter."""
-    piece, room = list[memoryview](), _PIECE_BYTES
+    piece = list[memoryview]()
+    room = _PIECE_BYTES
     for data in messages:
         rest = data
         while rest:
             piece.append(rest[:room])
-            rest, room = rest[room:], room - len(piece[-1])
+            rest = rest[room:]
+            room = room - len(piece[-1])
             if room == 0:
                 yield piece
-                piece, room = [], _PIECE_BYTES
+                piece = []
+                room = _PIECE_BYTES
     if piece:
         yield piece
 
@@ -155,7 +161,8 @@ def connect_locally(
     """
     peers: dict[int, socket.socket] = {}
     with ExitStack() as stack:
-        listener, address = stack.enter_context(socket.socket(socket.AF_UNIX)), None
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        address = None
         try:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="samestep-"))
             path = str(Path(folder) / "rank")  # other accounts have no access to the folder

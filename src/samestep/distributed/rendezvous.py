@@ -17,7 +17,8 @@ import torch.distributed as dist
 from samestep.distributed.status import ranks_text
 from samestep.errors import RunError
 
-_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.0005, 0.1
+_MIN_POLL_SECONDS = 0.0005
+_MAX_POLL_SECONDS = 0.1
 
 
 def wait_for_ranks(
@@ -66,7 +67,8 @@ def _admit_ranks(store: dist.Store, size: int, restarts: int, timeout: timedelta
             if store.check([f"hello/{rank}"]):
                 nonce, count = store.get(f"hello/{rank}").decode().split()
                 if nonces.get(rank) != nonce:
-                    nonces[rank], counts[rank] = nonce, int(count)
+                    nonces[rank] = nonce
+                    counts[rank] = int(count)
                     store.set(f"welcome/{nonce}", name)
             if attempt.check([f"here/{rank}"]):
                 missing.remove(rank)
@@ -88,7 +90,8 @@ def wait_for_keys(store: dist.Store, keys: list[str], seconds: float) -> bool:
 
 
 def _poll(is_done: Callable[[], bool], problem: Callable[[], str], timeout: timedelta, hint: str) -> None:
-    began, limit = time.monotonic(), timeout.total_seconds()
+    began = time.monotonic()
+    limit = timeout.total_seconds()
     while not _answer(is_done, hint):
         waited = time.monotonic() - began
         if waited > limit:

@@ -7,7 +7,9 @@ import os
 from pathlib import Path
 
 # Parameters of mallopt(3).
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
+_ARENA_MAX = -8
 _KEPT_BYTES = 2**28
 # The largest value of the threshold that glibc adapts. Larger blocks are mapped: in the heap they could fragment it.
 _MAPPED_BYTES = 2**25

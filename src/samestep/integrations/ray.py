@@ -80,7 +80,7 @@ def run_rank(config: Mapping[str, Any]) -> None:
             "the run stopped with a checkpoint before a preemption",
             expected="other workers, which Ray Train starts",
             fix="FailureConfig(max_preemption_failures=-1)",
-            code="E_PREEMPTED",
+            code="E_STOPPED",
         )
     if code not in (EXIT_DONE, EXIT_STOPPED):
         raise RunError(

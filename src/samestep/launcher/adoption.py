@@ -40,7 +40,9 @@ def adopt_process_group(
     """
     require_default_device()
     prepare_torch_environment(loopback=False)  # the library has chosen the network interface
-    rank, size, limit = dist.get_rank(), dist.get_world_size(), timeout or TIMEOUT
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    limit = timeout or TIMEOUT
     configure_logging(rank)
     process_state.worlds += 1  # equal on all ranks
     store = dist.PrefixStore(f"samestep/world-{process_state.worlds}", _get_default_store())

@@ -145,7 +145,7 @@ class Failure:
         """Return the failure of all ranks after their fork server was killed."""
         problem = f"the fork server of the ranks was killed{_spaced(activity)}, and they ended with it"
         fix = "look for a memory limit of this machine, or an administrator, that kills processes"
-        return cls._of_report(0, "E_FORK_SERVER", problem, fix, activity, by_signal=signal.SIGKILL)
+        return cls._of_report(0, "E_LAUNCHER_GONE", problem, fix, activity, by_signal=signal.SIGKILL)
 
     @classmethod
     def of_hang(cls, rank: int, text: str, activity: str, code: str = "E_HANG") -> Failure:

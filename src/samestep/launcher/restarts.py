@@ -20,8 +20,11 @@ class RestartPolicy:
         if not 1 <= minimum <= maximum:
             value = f"--processes {minimum}:{maximum}"
             raise InputError(value, expected="1 <= MIN <= MAX", fix="--processes 1:4", code="E_LAUNCH")
-        self._limit, self._done = limit, 0
-        self._minimum, self._maximum, self.processes = minimum, maximum, maximum
+        self._limit = limit
+        self._done = 0
+        self._minimum = minimum
+        self._maximum = maximum
+        self.processes = maximum
         self._last: tuple[str | None, int] | None = None
 
     @property

@@ -137,7 +137,8 @@ def _library_folders() -> tuple[str, ...]:
 def _find(name: str) -> str | None:
     """Return the file of a module that is not imported, without importing its packages."""
     search: Sequence[str] | None = [*sys.path, str(Path.cwd())]
-    parts, spec = name.split("."), None
+    parts = name.split(".")
+    spec = None
     if not all(part.isidentifier() for part in parts):  # a recorded name is input
         return None
     for number in range(1, len(parts) + 1):

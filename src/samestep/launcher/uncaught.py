@@ -28,7 +28,8 @@ class UncaughtErrors:
     """
 
     def __init__(self, job: Job | None, status: RankStatus) -> None:
-        self._job, self._status = job, status
+        self._job = job
+        self._status = status
         self._hook_before = sys.excepthook
         if job is not None:
             sys.excepthook = self._hook

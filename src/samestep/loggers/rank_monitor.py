@@ -108,7 +108,8 @@ class RankMonitor:
         with self._lock:
             now = self._read()
             if now.time - self._last.time >= _MIN_RATE_SECONDS:
-                self._rates, self._last = self._rates_between(self._last, now), now
+                self._rates = self._rates_between(self._last, now)
+                self._last = now
             rates = self._rates
         status = self._world.context.status.snapshot
         return {

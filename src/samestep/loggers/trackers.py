@@ -175,7 +175,9 @@ class WandbLogger(Tracker):
 
 
 _FLUSH_SECONDS = 1.0
-_MAX_METRICS, _MAX_PARAMS = 1000, 100  # limits of one request to MLflow
+# Limits of one request to MLflow
+_MAX_METRICS = 1000
+_MAX_PARAMS = 100
 _MAX_PARAM_CHARACTERS = 6000
 
 

@@ -15,8 +15,12 @@ from samestep.config.validation import require_package
 from samestep.errors import RunError
 
 _MAX_ROWS = 40  # of a table; the file has all classes
-_MAX_NAME, _MAX_LABEL = 30, 16  # characters of a name in the table and in the plot
-_MAX_CELL_NUMBERS, _MAX_TICK_NAMES = 20, 60  # classes up to which the plot has numbers in cells, and names at ticks
+# Characters of a name in the table and in the plot
+_MAX_NAME = 30
+_MAX_LABEL = 16
+# Classes up to which the plot has numbers in cells, and names at ticks
+_MAX_CELL_NUMBERS = 20
+_MAX_TICK_NAMES = 60
 
 Counts = Sequence[Sequence[int]]
 
@@ -37,7 +41,9 @@ def class_rows(counts: Counts, names: Sequence[str]) -> list[ClassRow]:
     """Return one row per class from `counts[class][prediction]`."""
     rows = []
     for number, (name, row, column) in enumerate(zip(names, counts, zip(*counts, strict=True), strict=True)):
-        hits, count, predicted = row[number], sum(row), sum(column)
+        hits = row[number]
+        count = sum(row)
+        predicted = sum(column)
         f1 = _ratio(2 * hits, count + predicted)
         rows.append(ClassRow(name, _ratio(hits, predicted), _ratio(hits, count), f1, count, predicted))
     return rows
@@ -46,7 +52,8 @@ def class_rows(counts: Counts, names: Sequence[str]) -> list[ClassRow]:
 def averages(rows: Sequence[ClassRow]) -> dict[str, float]:
     """Return the unweighted means of recall and F1 over the classes that have samples."""
     present = [row for row in rows if row.count]
-    recall, f1 = sum(row.recall or 0.0 for row in present), sum(row.f1 or 0.0 for row in present)
+    recall = sum(row.recall or 0.0 for row in present)
+    f1 = sum(row.f1 or 0.0 for row in present)
     count = max(1, len(present))
     return {"balanced_accuracy": recall / count, "macro_f1": f1 / count}
 
@@ -86,10 +93,12 @@ def require_matplotlib(subject: str) -> None:
 
 def write_report(folder: Path, by_class: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
     """Write the result of an evaluation with its numbers per class; return their lines for the terminal."""
-    names, counts = by_class["classes"], by_class["counts"]
+    names = by_class["classes"]
+    counts = by_class["counts"]
     rows = class_rows(counts, names)
     data = {**result, **averages(rows), "classes": [asdict(row) for row in rows], "confusion": counts}
-    table, picture = folder / "classes.json", folder / "confusion.png"
+    table = folder / "classes.json"
+    picture = folder / "confusion.png"
     try:
         table.write_text(json.dumps(data) + "\n", encoding="utf-8")
         draw_confusion(counts, names, picture)

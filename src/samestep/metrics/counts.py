@@ -35,7 +35,9 @@ class CountMetric(ABC):
     higher_is_better = True
 
     def __init__(self, name: str, classes: int | None = None, ignore_index: int = -100) -> None:
-        self.name, self.classes, self.ignore_index = name, classes, ignore_index
+        self.name = name
+        self.classes = classes
+        self.ignore_index = ignore_index
         self.counts: torch.Tensor | None = None  # int64; None before the first batch
 
     def update(self, outputs: Any, targets: Any) -> None:
@@ -161,9 +163,11 @@ class OverlapMetric(ConfusionMatrix):
 
     def value(self, counts: torch.Tensor) -> float:
         matrix = (counts.view(2, 2) if counts.dim() == 1 else counts).double()
-        both, sizes = matrix.diagonal(), matrix.sum(dim=0) + matrix.sum(dim=1)
+        both = matrix.diagonal()
+        sizes = matrix.sum(dim=0) + matrix.sum(dim=1)
         if counts.dim() == 1:
-            both, sizes = both[1:], sizes[1:]
+            both = both[1:]
+            sizes = sizes[1:]
         occurs = sizes > 0
         if not occurs.any():
             return 1.0

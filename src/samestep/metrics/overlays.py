@@ -72,8 +72,11 @@ def overlay(inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor) 
     expected: Classes = device_reads.copy(targets.detach().long()).numpy()
     if predicted.ndim == 3:
         middle = predicted.shape[0] // 2
-        pixels, predicted, expected = pixels[:, middle], predicted[middle], expected[middle]
-    image, is_binary = scaled_image(pixels), outputs.shape[0] == 1
+        pixels = pixels[:, middle]
+        predicted = predicted[middle]
+        expected = expected[middle]
+    image = scaled_image(pixels)
+    is_binary = outputs.shape[0] == 1
     return side_by_side([image, *(blended(image, classes, is_binary=is_binary) for classes in (expected, predicted))])
 
 
@@ -108,7 +111,8 @@ def write_overlays(
 
 def scaled_image(pixels: torch.Tensor) -> Image.Image:
     """Return `pixels` `(channels, H, W)` scaled from the least to the largest value, as RGB or gray."""
-    low, high = pixels.min(), pixels.max()
+    low = pixels.min()
+    high = pixels.max()
     scaled = ((pixels - low) / (high - low).clamp(min=1e-12) * 255).round().to(torch.uint8)
     channels = scaled if scaled.shape[0] == 3 else scaled[:1].expand(3, -1, -1)
     return Image.fromarray(channels.permute(1, 2, 0).contiguous().numpy())

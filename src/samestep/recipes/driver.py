@@ -307,6 +307,6 @@ class _Means:
         """
         total = device_reads.values(torch.stack(self._weights).sum()) if self._weights else 0.0
         if not total:
-            raise RunError("the loss counted nothing in evaluation", fix="check for ignored targets", code="E_LOSS")
+            raise RunError("the loss counted nothing in evaluation", fix="check for ignored targets", code="E_SHAPE")
         numbers = device_reads.values(torch.stack(list(self._sums.values())))
         return {name: number / total for name, number in zip(self._sums, numbers, strict=True)}

@@ -81,5 +81,5 @@ def _no_loss(returned: str) -> InputError:
         f"the loss function returned {returned}",
         expected="a scalar tensor, or a mapping with the scalar 'loss' and others",
         fix="return the mean over the batch, as the losses of torch.nn do",
-        code="E_LOSS",
+        code="E_SHAPE",
     )

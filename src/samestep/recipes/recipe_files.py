@@ -85,7 +85,8 @@ def read_recipe(path: Path) -> Recipe:
     recipe = make_recipe(raw, (), origin=str(path))
     missing = sorted(recipe_data(recipe).keys() - raw.keys())
     if missing:
-        problem, fix = f"{path} has no {missing[0]}", "restore the file"
+        problem = f"{path} has no {missing[0]}"
+        fix = "restore the file"
         raise RecipeError(problem, expected="a resolved recipe with all keys", fix=fix, code="E_UNREADABLE")
     return recipe
 
@@ -105,7 +106,8 @@ def with_saved_weight(recipe: Recipe, saved: Recipe) -> Recipe:
 
     The masks can have changed since the first step of the run, or be those of other data.
     """
-    options, key = recipe.loss.options, "foreground_weight"
+    options = recipe.loss.options
+    key = "foreground_weight"
     if options.get(key) != "from_masks" or recipe.loss.name != saved.loss.name:
         return recipe
     weight = saved.loss.options.get(key, options[key])
@@ -116,7 +118,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     """Return the differences of two recipes in plain data, one line per key."""
     lines = []
     for key in [*old, *(key for key in new if key not in old)]:
-        before, after = old.get(key, _MISSING), new.get(key, _MISSING)
+        before = old.get(key, _MISSING)
+        after = new.get(key, _MISSING)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             lines += differences(before, after, f"{prefix}{key}.")
         elif before != after:
@@ -132,7 +135,8 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     try:
         raw = from_yaml(path.read_text(encoding="utf-8"))
     except (YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
-        problem, fix = f"{path} cannot be read: {error}", "correct the line of the error"
+        problem = f"{path} cannot be read: {error}"
+        fix = "correct the line of the error"
         raise RecipeError(problem, expected="YAML in UTF-8", fix=fix, code="E_UNREADABLE") from error
     if not isinstance(raw, Mapping):
         raise RecipeError(f"{path} contains a {type(raw).__name__}", expected="a mapping", fix="write key: value lines")
@@ -204,15 +208,18 @@ def _explained(errors: Sequence[ErrorDetails], origin: str) -> RecipeError:
         meant = suggest(key, [*siblings, *SYNONYMS.values()], least=0.75)
         if meant is None and "options" in names:
             meant = ".".join([*path[:-1], "options", path[-1]])
-        problem, code = f"unknown key {key}", "E_UNKNOWN_KEY"
+        problem = f"unknown key {key}"
+        code = "E_UNKNOWN_KEY"
         expected = f"one of the keys {', '.join(names)}"
         fix = f"did you mean {meant}?" if meant is not None else f"remove {key}"
     elif error["type"] in ("missing", "missing_argument"):
-        problem, code = f"{key} is missing", "E_MISSING_KEY"
+        problem = f"{key} is missing"
+        code = "E_MISSING_KEY"
         expected = "a value; this key has no default"
         fix = f"add {path[-1]}: to the recipe, or --set {key}=VALUE"
     else:
-        problem, code = f"{key} is {json.dumps(error['input'])}", "E_VALUE"
+        problem = f"{key} is {json.dumps(error['input'])}"
+        code = "E_VALUE"
         expected = error["msg"].removeprefix("Input should be ")
         meant = suggest(key, SYNONYMS.values(), least=1.0)  # such as a number for `learning_rate`
         fix = f"--set {key}=..., or correct the file"

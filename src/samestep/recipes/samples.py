@@ -131,5 +131,5 @@ def pair_of(data: Any) -> tuple[Any, Any]:
         f"a batch is a {kind}",
         expected="a pair (inputs, targets)",
         fix="return pairs from the data set, or from its collate function",
-        code="E_BATCH",
+        code="E_DATA",
     )

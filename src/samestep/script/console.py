@@ -26,7 +26,10 @@ from samestep.view.fingerprints import script_line
 Share = Callable[[bytes | None], bytes]
 # Until rank 0 has input, ranks exchange an empty message after this time, so that none of them counts as hung.
 _PATIENCE_SECONDS = 20.0
-_DATA, _OS_ERROR, _END = b"+", b"!", b"."  # first byte of a message
+# First byte of a message
+_DATA = b"+"
+_OS_ERROR = b"!"
+_END = b"."
 
 
 class _Console:

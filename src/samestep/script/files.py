@@ -168,7 +168,8 @@ class FirstWriter:
         is_fresh = truncates and state is not None and self._can_begin_again(name, state)
         if name in self._large:
             self._hold(name, is_in_place=not (is_fresh or replaces))
-        copy, is_lost = "", False
+        copy = ""
+        is_lost = False
         if state is not None and self._is_ready and name not in self._changed:
             copy, is_lost = self._keep(name, state, is_unchanged=is_fresh or replaces)
         operation = "removed" if removes else "made" if state is None else "changed"

@@ -18,7 +18,7 @@ from samestep.errors import InputError
 from samestep.strategies.pipeline.partition import assign_parts
 
 _NAMED = 3  # modules named in an error
-_device_map_error = partial(InputError, code="E_DEVICE_MAP")
+_device_map_error = partial(InputError, code="E_STRATEGY")
 
 
 class _Mover:

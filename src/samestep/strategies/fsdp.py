@@ -87,7 +87,7 @@ def _move_to_meta(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
             "strategy.meta with a model that uses a parameter under two names",
             expected="every parameter has one name: values are broadcast by name",
             fix="remove strategy.meta",
-            code="E_META",
+            code="E_STRATEGY",
         )
     values = {name: tensor.detach() for name, tensor in _named_tensors(model)} if world.is_main else {}
     if any(tensor.is_meta for tensor in values.values()):
@@ -95,7 +95,7 @@ def _move_to_meta(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
             "the model has no values on rank 0",
             expected="strategy.meta: rank 0 builds the model with values, other ranks on the meta device",
             fix="with torch.device('meta') if world.rank else nullcontext(): model = ...",
-            code="E_META",
+            code="E_STRATEGY",
         )
     model.to("meta")
     return values

@@ -133,7 +133,7 @@ class Split(HubStrategy):
                 expected="a rank of the tensor axis computes complete slices, as many as every other rank",
                 fix=f"--mesh tensor={max(size for size in range(1, ranks) if count % size == 0)}, or a multiple of "
                 f"{ranks} slices, with other results",
-                code="E_TENSOR_PLAN",
+                code="E_STRATEGY",
             )
         return count
 

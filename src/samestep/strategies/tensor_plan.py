@@ -33,7 +33,7 @@ _PLANS = {
 }
 _KINDS = ("column", "column_gathered", "row")
 _MAX_SUGGESTED = 64  # number of slices in a `fix` line
-plan_error = partial(InputError, code="E_TENSOR_PLAN")
+plan_error = partial(InputError, code="E_STRATEGY")
 
 
 def builtin_plan(model: nn.Module) -> dict[str, str]:

@@ -133,7 +133,7 @@ _EXPECTED = "the divided result of a `column` module passes through elementwise 
 divided_error = partial(
     InputError,
     fix="set step.tensor_plan: column_gathered for the modules before the operation",
-    code="E_TENSOR_PLAN",
+    code="E_STRATEGY",
 )
 
 # Functions of an element and numbers, and conversions. Each name is looked up in torch, torch.Tensor and functional,

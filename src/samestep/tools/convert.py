@@ -43,7 +43,8 @@ class Family(NamedTuple):
 
 
 def _read_family(fields: dict[str, Any]) -> Family:
-    defaults, without = fields.pop("defaults", {}), fields.pop("without", ())
+    defaults = fields.pop("defaults", {})
+    without = fields.pop("without", ())
     entries = {name: entry for name, entry in (_TABLE["keys"] | fields.pop("keys", {})).items() if name not in without}
     keys = {name: Key(**entry) for name, entry in entries.items()}
     keys |= {name: keys[name]._replace(default=default) for name, default in defaults.items()}
@@ -90,7 +91,8 @@ def convert_recipe(file: Path, devices: int | None) -> ConvertedRecipe:
     raw = dict(_leaves(read_yaml(file)))
     if any(raw.pop("BASE", None) or ()):
         raise _refused(f"{file} includes other files by BASE", "all keys in one file", "copy the keys into the file")
-    kind, name = str(raw.get("MODEL.TYPE", "ViT")), str(raw.get("MODEL.NAME", "")).lower()
+    kind = str(raw.get("MODEL.TYPE", "ViT"))
+    name = str(raw.get("MODEL.NAME", "")).lower()
     if kind.lower() not in FAMILIES or "distilled" in name:
         families = f"{', '.join(FAMILIES)}, without distillation"
         raise _refused(f"{file}: MODEL.TYPE is {kind}, MODEL.NAME is {name}", families, "write a recipe")
@@ -107,7 +109,8 @@ def convert_recipe(file: Path, devices: int | None) -> ConvertedRecipe:
     values = {name: key.default for name, key in family.keys.items()} | renamed
     _require_convertible(file, values, family)
     if devices is None:
-        size, steps = values["DATA.BATCH_SIZE"], values["TRAIN.ACCUM_ITER"]
+        size = values["DATA.BATCH_SIZE"]
+        steps = values["TRAIN.ACCUM_ITER"]
         raise RecipeError(
             f"{file}: DATA.BATCH_SIZE is {size} samples per device, accumulated over {steps} steps",
             expected="a number of devices; batch_size counts the samples of one update on all devices",
@@ -121,7 +124,7 @@ def convert_recipe(file: Path, devices: int | None) -> ConvertedRecipe:
 
 
 def _refused(problem: str, expected: str, fix: str = "change the value, or write a new recipe") -> RecipeError:
-    return RecipeError(problem, expected, fix, code="E_PADDLE_FILE")
+    return RecipeError(problem, expected, fix, code="E_UNREADABLE")
 
 
 def _leaves(raw: Values, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -147,9 +150,13 @@ def _require_types(file: Path, values: Values, family: Family) -> None:
 
 
 def _require_convertible(file: Path, values: Values, family: Family) -> None:
-    rate, heads, dim = values["TRAIN.BASE_LR"], values["MODEL.NUM_HEADS"], values["MODEL.EMBED_DIM"]
-    head_size, decay = values.get("MODEL.ATTN_HEAD_SIZE"), values["TRAIN.MODEL_EMA_DECAY"]
-    schedule, optimizer = values["TRAIN.LR_SCHEDULER.NAME"], values["TRAIN.OPTIMIZER.NAME"]
+    rate = values["TRAIN.BASE_LR"]
+    heads = values["MODEL.NUM_HEADS"]
+    dim = values["MODEL.EMBED_DIM"]
+    head_size = values.get("MODEL.ATTN_HEAD_SIZE")
+    decay = values["TRAIN.MODEL_EMA_DECAY"]
+    schedule = values["TRAIN.LR_SCHEDULER.NAME"]
+    optimizer = values["TRAIN.OPTIMIZER.NAME"]
     is_head_size = head_size is None or head_size * heads == dim
     rules = {
         "DATA.IMAGE_CHANNELS": (values["DATA.IMAGE_CHANNELS"] == 3, "3 channels"),

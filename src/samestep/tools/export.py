@@ -99,7 +99,8 @@ def _write_onnx(model: nn.Module, arguments: Any, keywords: Any, shapes: Any, ou
 
 
 def _relative_difference(outputs: Any, others: Any) -> float:
-    expected, actual = list(tensors_of(outputs)), list(tensors_of(others))
+    expected = list(tensors_of(outputs))
+    actual = list(tensors_of(others))
     if [t.shape for t in expected] != [t.shape for t in actual]:
         return float("inf")
     largest = max(float(t.abs().max()) for t in expected)

@@ -51,7 +51,8 @@ def write_repository(run: Path, which: str, certificate: Path | None, out: Path)
     values = log.evaluation_values(log.events.evaluations.get(progress.step)).items()
     metrics = {name: value for name, value in values if not name.startswith("train_")}
     facts = {"step": progress.step, "sha256": sha256((out / WEIGHTS).read_bytes()).hexdigest(), "metrics": metrics}
-    verified, lines = None, list[str]()
+    verified = None
+    lines = list[str]()
     if certificate is not None:
         verified = _read_certificate(certificate)
         shutil.copyfile(certificate, out / "certificate.json")
@@ -102,6 +103,6 @@ def upload(folder: Path, step: int, name: str) -> str:
             f"the upload to {name} failed: {str(error).strip() or type(error).__name__}",
             expected="USER/NAME, pip install 'samestep[hub]', a token with write access, a connection to the Hub",
             fix="hf auth login; or --out DIR, and upload the folder yourself",
-            code="E_HUB",
+            code="E_IO",
         ) from error
     return str(commit.repo_url)

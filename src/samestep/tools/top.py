@@ -113,7 +113,8 @@ class _LastEvents:
     def _add(self, event: dict[str, Any]) -> None:
         kind = event.get("event")
         if kind in ("step", "resume"):
-            self.end, self.failure = None, {}
+            self.end = None
+            self.failure = {}
         if kind == "step" and parse_count(event.get("step")) is not None:
             self.step = event
         elif kind == "end":

@@ -148,15 +148,20 @@ def _factory(operations: CallOperations, function: Function, arguments: Argument
         result = function(*arguments, **options)
         operations.draws.append(tuple(result.shape))
         return result
-    first, others = list(arguments), dict(options)
-    out, needs_gradient, size = others.pop("out", None), others.pop("requires_grad", False), others.pop("size", None)
+    first = list(arguments)
+    others = dict(options)
+    out = others.pop("out", None)
+    needs_gradient = others.pop("requires_grad", False)
+    size = others.pop("size", None)
     if function is torch.randperm:
-        size, first = [_argument(first, others, 0, "n")], []
+        size = [_argument(first, others, 0, "n")]
+        first = []
         others.pop("n", None)
         if follows_rows(operations):
             raise UnknownDraw("permutation of rows")
     elif size is None and function in (torch.rand, torch.randn):
-        size, first = first, []
+        size = first
+        first = []
         if len(size) == 1 and isinstance(size[0], Sequence):
             size = size[0]
     elif size is None:
@@ -180,7 +185,8 @@ def _factory(operations: CallOperations, function: Function, arguments: Argument
 def _sample(operations: CallOperations, function: Function, arguments: Arguments, options: Options) -> Any:
     """Rule of functions of tensors: samples of distributions, `rand_like`, and methods that fill, as `uniform_`."""
     named: dict[Any, Any] = {**dict(enumerate(arguments)), **options}
-    out, needs_gradient = named.pop("out", None), named.pop("requires_grad", False)
+    out = named.pop("out", None)
+    needs_gradient = named.pop("requires_grad", False)
     tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
     if operations.region is None or not tensors:
         return _factory(operations, function, arguments, options)  # with a region it is normal(0.0, 1.0, size)
@@ -221,7 +227,8 @@ def _attention(operations: CallOperations, function: Function, arguments: Argume
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     named = {**dict(zip(names, arguments, strict=False)), **options}
     query, key, value, mask = (named.pop(name, None) for name in names[:4])
-    p, grouped = named.pop("dropout_p", 0.0), named.get("enable_gqa", False)
+    p = named.pop("dropout_p", 0.0)
+    grouped = named.get("enable_gqa", False)
     if not 0 < p < 1:
         return function(*arguments, **options)
     batch = query.shape[:-2]
@@ -243,7 +250,9 @@ def _attention(operations: CallOperations, function: Function, arguments: Argume
         )
     kind = query.dtype
     if kind in (torch.float16, torch.bfloat16):
-        query, key, value = query.float(), key.float(), value.float()
+        query = query.float()
+        key = key.float()
+        value = value.float()
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
     elif mask is not None:

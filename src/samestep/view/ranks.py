@@ -64,7 +64,8 @@ class Ranks:
             self.world.run_collective(lambda: sockets.all_gather(own, every, range(self.size)), name)
         else:
             # As bytes: backends do not send tensors of every dtype.
-            sent, received = own.view(-1).view(torch.uint8), every.view(-1).view(torch.uint8)
+            sent = own.view(-1).view(torch.uint8)
+            received = every.view(-1).view(torch.uint8)
             self.world.run_collective(lambda: self._group._allgather_base(received, sent).wait(), name)
         return every
 

@@ -32,13 +32,16 @@ class DigitImages:
     """
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, shift: int = 0) -> None:
-        self._images, self._labels, self._shift = images, labels, shift
+        self._images = images
+        self._labels = labels
+        self._shift = shift
 
     def __len__(self) -> int:
         return len(self._images)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        image, label = self._images[index], int(self._labels[index])
+        image = self._images[index]
+        label = int(self._labels[index])
         return (_shifted(image, self._shift) if self._shift else image), label
 
 
@@ -48,7 +51,8 @@ def load_digits(*, shift: int = 1) -> Splits:
     images = torch.tensor(rows[:, :64], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     labels = torch.tensor(rows[:, 64], dtype=torch.int64)
     order = torch.from_numpy(global_order(len(images), seed=_SPLIT_SEED, epoch=0, shuffle=True))
-    validation, train = order[:_VALIDATION], order[_VALIDATION:]
+    validation = order[:_VALIDATION]
+    train = order[_VALIDATION:]
     return Splits(
         train=DigitImages(images[train], labels[train], shift),
         evaluation=DigitImages(images[validation], labels[validation]),

@@ -99,7 +99,8 @@ def _offline(name: str, builder: Builder, classes: str) -> Builder:
         try:
             return builder(**{**options, classes: num_classes})
         except (KeyError, TypeError, ValueError) as error:
-            problem, expected = f"model {name!r}: {error}", f"options of {name}"
+            problem = f"model {name!r}: {error}"
+            expected = f"options of {name}"
             raise RecipeError(problem, expected, "correct model.options", code="E_VALUE") from error
 
     return build

@@ -74,7 +74,8 @@ def read_pdparams(file: Path) -> Converted:
             fix = "convert weights of image_classification/ViT; other models and heads of two layers are not supported"
             raise DataError(f"{file}: {name}: {problem}", expected, fix, code="E_WEIGHTS")
         oriented = array.T if array.ndim == 2 and name.endswith(".weight") else array
-        tensors[target], sources[target] = torch.from_numpy(numpy.ascontiguousarray(oriented)), name
+        tensors[target] = torch.from_numpy(numpy.ascontiguousarray(oriented))
+        sources[target] = name
     return Converted(tensors, sources, left_out)
 
 
@@ -176,7 +177,8 @@ def _array(name: Any, value: Any) -> NDArray[Any]:
     if not isinstance(name, str) or not isinstance(record, _Record):
         raise ValueError(f"{name!r} is no array, but a {type(value).__name__}")
     _, shape, dtype, is_fortran, content = record.state
-    (code, *_), (_, order, *others) = dtype.arguments, dtype.state[:5]
+    code, *_ = dtype.arguments
+    _, order, *others = dtype.state[:5]
     if code not in _DTYPES or order not in ("<", ">", "=", "|") or others != [None, None, None]:
         raise ValueError(f"{name} has elements of type {code!r}, not one of {', '.join(_DTYPES)}")
     numpy_dtype = numpy.dtype(order + code)

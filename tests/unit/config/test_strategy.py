@@ -112,7 +112,7 @@ def test_more_data_ranks_than_microbatches_is_an_error() -> None:
 def test_option_without_an_effect_is_an_error(strategy: StrategyConfig, processes: int, error: str) -> None:
     with pytest.raises(InputError, match=error) as caught:
         resolve_mesh(strategy, processes)
-    assert caught.value.code == "E_STRATEGY_OPTION"
+    assert caught.value.code == "E_STRATEGY"
 
 
 @pytest.mark.parametrize(

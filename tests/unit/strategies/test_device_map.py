@@ -67,7 +67,7 @@ def test_maps_that_do_not_fit_are_errors(
 ) -> None:
     with pytest.raises(InputError, match=message) as error:
         applied(model, monkeypatch, **place)
-    assert error.value.code == "E_DEVICE_MAP"
+    assert error.value.code == "E_STRATEGY"
 
 
 def test_modules_that_share_a_tensor_are_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:

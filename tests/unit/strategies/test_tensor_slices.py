@@ -123,4 +123,4 @@ def test_function_modes_see_methods_as_those_of_tensors(divided: SlicedTensor) -
 def test_other_functions_are_errors(divided: SlicedTensor, function: Callable[[Any], Any]) -> None:
     with pytest.raises(InputError) as error:
         function(divided)
-    assert error.value.code == "E_TENSOR_PLAN"
+    assert error.value.code == "E_STRATEGY"

@@ -216,7 +216,7 @@ def test_refused_file(tmp_path: Path, kind: str) -> None:
     flat, message = REFUSED[kind]
     with pytest.raises(RecipeError, match=message.replace(".", r"\.")) as raised:
         convert(tmp_path, flat)
-    assert raised.value.code == "E_PADDLE_FILE"
+    assert raised.value.code == "E_UNREADABLE"
 
 
 @pytest.mark.parametrize("flat", [SWIN, OLD_SWIN, DEIT], ids=["swin", "older swin", "deit"])

@@ -151,7 +151,7 @@ class StreamDataset:
                 "the files of a stream have no samples",
                 expected="at least one file with a sample",
                 fix="check the path",
-                code="E_EMPTY_DATASET",
+                code="E_DATA",
             )
 
     def __len__(self) -> int:

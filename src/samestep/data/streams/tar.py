@@ -69,7 +69,8 @@ def _samples(members: Iterable[_Member]) -> list[tuple[str, dict[str, _Member]]]
         stem, _, extension = last.partition(".")
         if not stem or not extension or member.name.startswith("__"):
             continue
-        key, extension = f"{folder}{slash}{stem}", extension.lower()
+        key = f"{folder}{slash}{stem}"
+        extension = extension.lower()
         if not samples or samples[-1][0] != key:
             samples.append((key, {}))
         if extension in samples[-1][1]:

@@ -98,7 +98,8 @@ def _samples(reference: Trace, other: Trace) -> Iterator[Difference]:
         if ours != theirs:
             yield Difference("samples", step, *_sample_cause(reference, other, ours, theirs, size))
             return
-        ours_hashes, theirs_hashes = _hashes(one), _hashes(many)
+        ours_hashes = _hashes(one)
+        theirs_hashes = _hashes(many)
         different = [key for key in ours_hashes.keys() & theirs_hashes.keys() if ours_hashes[key] != theirs_hashes[key]]
         if different:
             count = len({sample for _, sample in different})
@@ -140,8 +141,10 @@ def _values(reference: Trace, other: Trace) -> Iterator[Difference]:
     """Yield the first difference of parameters, losses, gradients and learning rates in each observed step."""
     before = 0.0  # largest distance of the step before
     for key in sorted(reference.updates.keys() & other.updates.keys()):
-        one, many = reference.updates[key], other.updates[key]
-        step, distances = key[0], [0.0]
+        one = reference.updates[key]
+        many = other.updates[key]
+        step = key[0]
+        distances = [0.0]
         for quantity, (ours, theirs) in _quantities(reference, other, one[0], many[0]).items():
             distances += [abs(a[0] - b[0]) / max(a[0], b[0]) for a, b in zip(ours, theirs, strict=False) if _both(a, b)]
             if any(differs(a, b, TOLERANCE) for a, b in zip(ours, theirs, strict=False)):
@@ -242,7 +245,8 @@ def reference_command(command: Sequence[str], processes: int) -> list[str]:
     Raises:
         InputError: the command does not have exactly one option for the number of processes.
     """
-    result, count = list(command), 0
+    result = list(command)
+    count = 0
     for i, argument in enumerate(command):
         option, _, value = argument.partition("=")
         if option in _OPTIONS:

@@ -38,7 +38,8 @@ def group_worlds(processes: Iterable[list[Event]]) -> list[World]:
         before: list[Event] = []  # events before the first world
         for event in others:
             if event["kind"] == "world":
-                identity, is_child = event["world"], False
+                identity = event["world"]
+                is_child = False
                 _add(worlds, header, identity, before)
                 before = []
             elif identity is None:

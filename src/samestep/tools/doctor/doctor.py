@@ -34,7 +34,8 @@ def check_machine(plan: Plan, nvidia: Nvidia, runs: Path, *, quick: bool, preloa
         preload: modules that the fork server imports.
     """
     variables = relevant_variables()
-    devices, self_test = None, Finding("self-test", "info", "skipped")
+    devices = None
+    self_test = Finding("self-test", "info", "skipped")
     if not quick:
         devices, self_test = run_self_test(preload)
     yield from software.check_packages()

@@ -84,7 +84,8 @@ def read_torch_build() -> Mapping[str, Any]:
 
 def check_torch_build(build: Mapping[str, Any], driver: str | None) -> Finding:
     """Check that torch is built for the GPUs of the machine; `build` is the result of `read_torch_build`."""
-    cuda, hip = build.get("cuda"), build.get("hip")
+    cuda = build.get("cuda")
+    hip = build.get("hip")
     return judged(
         "torch build",
         "fail" if driver is not None and cuda is None and hip is None else "pass",

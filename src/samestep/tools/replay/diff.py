@@ -41,7 +41,8 @@ def compare_logs(one: Run, other: Run) -> Comparison:
     keys = (*_FREE, "strategy") if _has_exact_strategy(one) and _has_exact_strategy(other) else _FREE
     free = [line for line in lines if line.partition(":")[0].partition(".")[0] in keys]
     recipe = [line for line in lines if line not in free]
-    checksums, others = one.events.checksums, other.events.checksums
+    checksums = one.events.checksums
+    others = other.events.checksums
     common = sorted(checksums.keys() & others.keys())
     if not common and not recipe:
         raise no_checksum(f"{one.folder} and {other.folder} have no checksums of the same steps")
@@ -97,7 +98,8 @@ def replay_and_compare(
         progress(f"replaying {subject.folder} up to step {last} on {processes}")
         replays.append(replay(subject, last, options))
     if len(replays) == 2:
-        names, others = replays[0].by_name, replays[1].by_name
+        names = replays[0].by_name
+        others = replays[1].by_name
         tensor = next((name for name in {**names, **others} if names.get(name) != others.get(name)), None)
         if tensor is not None:
             return replays, Finding(f"step {last}, state after the step: {tensor}", tensor, last)

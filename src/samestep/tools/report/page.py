@@ -25,7 +25,11 @@ _TITLES = {
     "lr": "Learning rate",
     "grad_norm": "Gradient norm",
 }
-_LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, 630.0, 10.0, 190.0  # plot within a chart of 640 x 215 pixels
+# Plot within a chart of 640 x 215 pixels
+_LEFT = 66.0
+_RIGHT = 630.0
+_TOP = 10.0
+_BOTTOM = 190.0
 _BUCKETS = 400  # of a longer curve, minimum and maximum of each are drawn
 _MAX_NOTES = 100
 Floats = NDArray[numpy.float64]
@@ -117,19 +121,23 @@ def draw(chart: Chart) -> dict[str, Any]:
     finite = [numpy.isfinite(curve.values) for curve in chart.curves]
     xs = numpy.concatenate([curve.steps for curve in chart.curves])
     ys = numpy.concatenate([curve.values[mask] for curve, mask in zip(chart.curves, finite, strict=True)])
-    left, right = xs.min(), max(xs.max(), xs.min() + 1)
+    left = xs.min()
+    right = max(xs.max(), xs.min() + 1)
     low, high = (ys.min(), ys.max()) if len(ys) else (0.0, 1.0)
     margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    low, high = low - margin, high + margin
+    low = low - margin
+    high = high + margin
 
     def pixels(steps: Floats, values: Floats) -> str:
         across = _LEFT + (_RIGHT - _LEFT) * (steps - left) / (right - left)
         down = _BOTTOM - (_BOTTOM - _TOP) * (values - low) / (high - low)
         return " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(across, down, strict=True))
 
-    lines, rows = [], []
+    lines = []
+    rows = []
     for curve, mask in zip(chart.curves, finite, strict=True):
-        steps, values = curve.steps[mask], curve.values[mask]
+        steps = curve.steps[mask]
+        values = curve.values[mask]
         lines += [(curve.run, kind, pixels(*points)) for kind, points in reduced(steps, values)]
         statistics = (values[-1], values.min(), values.max()) if len(values) else ()
         texts = [format_number(chart.name, float(value), is_metric=chart.is_evaluation) for value in statistics]

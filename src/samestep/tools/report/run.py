@@ -92,7 +92,8 @@ class EventLog:
 
     def _add(self, event: dict[str, Any]) -> bool:
         """Add an event; return whether the event is valid."""
-        kind, step = event.get("event"), parse_count(event.get("step"))
+        kind = event.get("event")
+        step = parse_count(event.get("step"))
         if not isinstance(kind, str) or (kind in ("step", "evaluation", "resume") and step is None):
             return False
         if kind == "step" and any(name in event and parse_count(event[name]) is None for name in _COUNTS):
@@ -242,7 +243,8 @@ def read_run(folder: Path, name: str) -> Run:
                 code="E_NOT_A_RUN",
             )
         recipe = {} if is_loop else dict(read_yaml(path))
-        events, ranks = EventLog(folder / "events.jsonl"), read_ranks(folder / "ranks")
+        events = EventLog(folder / "events.jsonl")
+        ranks = read_ranks(folder / "ranks")
         starts: list[dict[str, Any]] = []
         with suppress(FileNotFoundError, ValueError):  # missing, or damaged
             starts = read_objects(folder / "environment.json")

@@ -58,7 +58,9 @@ class Attribution:
     """
 
     def __init__(self, runner: TrialRunner, reference: Record, other: Record, tolerance: Tolerance | None) -> None:
-        self._runner, self._reference, self._other = runner, reference, other
+        self._runner = runner
+        self._reference = reference
+        self._other = other
         self._one = reference.processes
         self._many = other.processes
         self._tolerance = tolerance
@@ -286,7 +288,8 @@ class Attribution:
     def _scale(self, first: Difference, seen: str) -> Finding | None:
         """Return a finding if the gradient is that of the reference times a power of the number of processes."""
         norm, other = (note["norm"] for note in self._notes(first))
-        ratio, by = other / norm if norm else 1.0, self._many / self._one
+        ratio = other / norm if norm else 1.0
+        by = self._many / self._one
         for factor in (by, 1 / by, by**2, 1 / by**2):
             if factor != 1 and abs(ratio / factor - 1) < _SAME_RATIO:
                 evidence = (

@@ -268,7 +268,8 @@ class _Comparer:
     """Adds the differences of one step to a comparison."""
 
     def __init__(self, result: Comparison, weights: Collection[str], tolerance: Tolerance | None, step: int) -> None:
-        self._result, self._compared = result, result.compared
+        self._result = result
+        self._compared = result.compared
         self._weights = weights
         self._tolerance = tolerance
         self._step = step

@@ -177,7 +177,8 @@ def _append(file: Path, index: Any) -> None:
 
 def _reorder_directories(rank: int) -> None:
     """Patch listings of directories, which have an arbitrary order: sorted, reversed on odd ranks, rotated by rank."""
-    list_names, scan = os.listdir, os.scandir
+    list_names = os.listdir
+    scan = os.scandir
 
     def reordered(entries: list[Any]) -> list[Any]:
         entries = sorted(entries, key=str, reverse=rank % 2 == 1)

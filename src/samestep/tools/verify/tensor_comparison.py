@@ -90,7 +90,8 @@ def distance(value: torch.Tensor, reference: torch.Tensor, min_scale: float = 0.
         return float("inf")
     if not value.numel():
         return 0.0
-    one, other = reference.detach().cpu().double(), value.detach().cpu().double()
+    one = reference.detach().cpu().double()
+    other = value.detach().cpu().double()
     if bool((torch.isfinite(one) != torch.isfinite(other)).any()):
         return float("inf")
     largest = float((other - one).nan_to_num(posinf=0.0).abs().max())
@@ -140,7 +141,8 @@ class StepTensors:
         optimizers such as Adam scale to a full step. Elements with small gradients that have less than half of their
         digits in common do not count in the state; the kind `rounding` has the distances with them.
         """
-        tensors, self._tensors = self._tensors, {}
+        tensors = self._tensors
+        self._tensors = {}
         if not self._keeps:
             return {}
         if self._reference is None:
@@ -175,7 +177,8 @@ class StepTensors:
         result: dict[str, dict[str, float]] = {}
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
-            distances, expected = result.setdefault(kind, {}), reference.get(key)
+            distances = result.setdefault(kind, {})
+            expected = reference.get(key)
             if expected is None:
                 distances[name] = float("inf")
             elif digest(tensor) != digest(expected):

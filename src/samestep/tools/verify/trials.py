@@ -180,8 +180,11 @@ class TrialRunner:
         preload: tuple[str, ...],
         progress: Callable[[str], None],
     ) -> None:
-        self.subject, self.conditions = subject, conditions
-        self._folder, self._preload, self._progress = folder, (*preload, _WORKER), progress
+        self.subject = subject
+        self.conditions = conditions
+        self._folder = folder
+        self._preload = (*preload, _WORKER)
+        self._progress = progress
         self._numbers = count(1)
         self._records: dict[tuple[int, Interventions, Path | None], Record] = {}
 
@@ -233,7 +236,8 @@ class TrialRunner:
         conditions = vars(self.conditions) | {"interventions": interventions}
         origin = reference.folder if reference else None
         trial = Trial(**conditions, folder=folder, processes=processes, reference=origin, **options)
-        run, failure = ByName(_WORKER, "run"), None
+        run = ByName(_WORKER, "run")
+        failure = None
         own_seeds = interventions.other_orders
         config = LaunchConfig(HANG_AFTER, grace=None, log_dir=folder / "logs", has_own_hash_seeds=own_seeds)
         with stop_errors("the verification was stopped before the certificate"):
@@ -242,7 +246,8 @@ class TrialRunner:
                     run, self.subject, trial, processes=processes or 1, launch_config=config, preload=self._preload
                 )
             except RankError as error:
-                result, failure = None, error.failure
+                result = None
+                failure = error.failure
             finally:
                 for changed in (folder, trial.killed):
                     if changed is not None and trial.kill_at is None:

@@ -139,7 +139,8 @@ class EncodedImage:
             with open_header(BytesIO(self._data)) as header:
                 is_supported = header.format in ("JPEG", "MPO") and header.mode == "RGB"
                 if is_supported:
-                    self._size, self._orientation = header.size, header.getexif().get(ExifTags.Base.Orientation, 1)
+                    self._size = header.size
+                    self._orientation = header.getexif().get(ExifTags.Base.Orientation, 1)
                 return is_supported
         except UnidentifiedImageError:  # raised by `read_image` with the name of the file
             return False

@@ -55,7 +55,9 @@ class ImageSource:
     def __init__(
         self, decoder: Decoder = "pillow", shorter_side: int | None = None, interpolation: str = "bilinear"
     ) -> None:
-        self._decoder, self._shorter_side, self._interpolation = decoder, shorter_side, interpolation
+        self._decoder = decoder
+        self._shorter_side = shorter_side
+        self._interpolation = interpolation
         self._decode = image_reader(decoder)
         self._cache: SampleCache | None = None
 
@@ -110,16 +112,21 @@ class _CachedScales:
     """Image of a decoder with several scales: its size, and the pixels of each scale that was used, are entries."""
 
     def __init__(self, cache: SampleCache, decode: ReadImage, path: Path, status: os.stat_result, name: str) -> None:
-        self._cache, self._decode, self._file, self._name = cache, decode, (path, status), name
+        self._cache = cache
+        self._decode = decode
+        self._file = (path, status)
+        self._name = name
         self._image: LazyImage | None = None
         key = file_key(path, status, variant=0)
         size = cache.get(key, name)
         if size is None:
             self._image = decode(path, name)
-            self.height, self.width = self._image.height, self._image.width
+            self.height = self._image.height
+            self.width = self._image.width
             cache.add(key, memoryview(b"\0"), self.height, self.width)
         else:
-            self.height, self.width = size.height, size.width
+            self.height = size.height
+            self.width = size.width
 
     def pixels(self, scale: int = 1) -> torch.Tensor:
         """Return the pixels of a scale, as the decoder does."""

@@ -104,7 +104,8 @@ class JointTransform:
 def _pad(image: torch.Tensor, mask: torch.Tensor, *, size: tuple[int, ...]) -> tuple[Any, Any]:
     """Return image and mask, padded equally on both sides if smaller than `size`."""
     height, width = (max(0, side - length) for side, length in zip(size, image.shape[-2:], strict=True))
-    top, left = height // 2, width // 2
+    top = height // 2
+    left = width // 2
     padding = [left, top, width - left, height - top]
     return functional.pad(image, padding, fill=0), functional.pad(mask, padding, fill=IGNORED)
 
@@ -121,14 +122,18 @@ class MaskedImages:
     """
 
     def __init__(self, pairs: Sequence[Pair], source: ImageSource, code: MaskCode, transform: JointTransform) -> None:
-        self._pairs, self._source, self._code, self._transform = pairs, source, code, transform
+        self._pairs = pairs
+        self._source = source
+        self._code = code
+        self._transform = transform
 
     def __len__(self) -> int:
         return len(self._pairs)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         pair = self._pairs[index]
-        image, mask = as_image(self._source(pair.image, str(pair.image))), read_mask(pair.mask, self._code)
+        image = as_image(self._source(pair.image, str(pair.image)))
+        mask = read_mask(pair.mask, self._code)
         if mask.shape != (image.height, image.width):
             raise DataError(
                 f"{pair.mask} has {mask.shape[1]} x {mask.shape[0]} pixels, {pair.image} has "

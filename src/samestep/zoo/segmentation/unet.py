@@ -72,7 +72,8 @@ class UNet(nn.Module):
             _double_convolution(dimensions, before, after, stride=2) for before, after in pairwise(widths)
         )
         self.dropout = _layer("Dropout", dimensions)(dropout)
-        pairs, up_convolution = list(pairwise(widths[::-1])), _layer("ConvTranspose", dimensions)
+        pairs = list(pairwise(widths[::-1]))
+        up_convolution = _layer("ConvTranspose", dimensions)
         self.up = nn.ModuleList(up_convolution(below, above, 2, stride=2) for below, above in pairs)
         self.joined = nn.ModuleList(_double_convolution(dimensions, 2 * above, above) for _, above in pairs)
         self.head = _layer("Conv", dimensions)(widths[0], num_classes, 1)
@@ -99,7 +100,8 @@ unet_3d = partial(UNet, dimensions=3, in_channels=1)
 
 
 def _double_convolution(dimensions: int, before: int, after: int, stride: int = 1) -> nn.Sequential:
-    convolution, norm = _layer("Conv", dimensions), _layer("BatchNorm", dimensions)
+    convolution = _layer("Conv", dimensions)
+    norm = _layer("BatchNorm", dimensions)
     layers: list[nn.Module] = []
     for inputs, step in ((before, stride), (after, 1)):
         layers += [convolution(inputs, after, 3, stride=step, padding=1, bias=False), norm(after), nn.ReLU()]

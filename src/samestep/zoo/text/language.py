@@ -39,7 +39,9 @@ from samestep.zoo.text.tokenizer import Tokenizer, as_tokens, read_tokenizer
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 CACHE = ".samestep-cache"
 _MAX_2_BYTES = 2**16
-_TEMPERATURE, _TOP_K = 0.8, 50  # of generated text
+# of generated text
+_TEMPERATURE = 0.8
+_TOP_K = 50
 _CACHE_FORMAT = 1  # part of the file name; a change makes existing files unused
 Tokens = NDArray[Any]
 
@@ -54,7 +56,8 @@ class Blocks:
     """
 
     def __init__(self, tokens: Tokens, block_size: int) -> None:
-        self.tokens, self._block_size = tokens, block_size
+        self.tokens = tokens
+        self._block_size = block_size
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1 + self._block_size - 1) // self._block_size

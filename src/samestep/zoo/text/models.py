@@ -43,7 +43,8 @@ class GPT(nn.Module):
         super().__init__()
         require_divisible(n_embd, n_head)
         self.block_size = block_size
-        self.wte, self.wpe = nn.Embedding(num_classes, n_embd), nn.Embedding(block_size, n_embd)
+        self.wte = nn.Embedding(num_classes, n_embd)
+        self.wpe = nn.Embedding(block_size, n_embd)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.Sequential(*(_Block(n_embd, n_head, dropout, fused) for _ in range(n_layer)))
         self.ln_f = nn.LayerNorm(n_embd)
@@ -73,7 +74,8 @@ class _Block(nn.Module):
     def __init__(self, n_embd: int, n_head: int, dropout: float, fused: bool) -> None:
         super().__init__()
         # The order of parameters decides the order of terms in the gradient norm.
-        self.ln_1, self.ln_2 = nn.LayerNorm(n_embd), nn.LayerNorm(n_embd)
+        self.ln_1 = nn.LayerNorm(n_embd)
+        self.ln_2 = nn.LayerNorm(n_embd)
         self.attn = _Attention(n_embd, n_head, dropout, fused)
         self.mlp = _MLP(n_embd)
         self.dropout = nn.Dropout(dropout)
@@ -87,8 +89,11 @@ class _Block(nn.Module):
 class _Attention(nn.Module):
     def __init__(self, n_embd: int, n_head: int, dropout: float, fused: bool) -> None:
         super().__init__()
-        self.n_head, self.dropout, self.fused = n_head, dropout, fused
-        self.c_attn, self.c_proj = nn.Linear(n_embd, 3 * n_embd), nn.Linear(n_embd, n_embd)
+        self.n_head = n_head
+        self.dropout = dropout
+        self.fused = fused
+        self.c_attn = nn.Linear(n_embd, 3 * n_embd)
+        self.c_proj = nn.Linear(n_embd, n_embd)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
@@ -99,7 +104,8 @@ class _Attention(nn.Module):
 class _MLP(nn.Module):
     def __init__(self, n_embd: int) -> None:
         super().__init__()
-        self.c_fc, self.c_proj = nn.Linear(n_embd, 4 * n_embd), nn.Linear(4 * n_embd, n_embd)
+        self.c_fc = nn.Linear(n_embd, 4 * n_embd)
+        self.c_proj = nn.Linear(4 * n_embd, n_embd)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         projected: torch.Tensor = self.c_proj(functional.gelu(self.c_fc(features), approximate="tanh"))

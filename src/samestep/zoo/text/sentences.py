@@ -56,7 +56,8 @@ def load_tokens(*, lines: int = 1000) -> Splits:
 
 def make_lines(count: int) -> list[str]:
     """Return the first `count` different lines."""
-    numbers, lines = _random_numbers(), dict[str, None]()
+    numbers = _random_numbers()
+    lines = dict[str, None]()
     while len(lines) < count:
         lines[_sentence(numbers)] = None
     return list(lines)
@@ -113,8 +114,10 @@ class _Block(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
-        self.attention_norm, self.layers_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mixed, self.joined = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.attention_norm = nn.LayerNorm(width)
+        self.layers_norm = nn.LayerNorm(width)
+        self.mixed = nn.Linear(width, 3 * width)
+        self.joined = nn.Linear(width, width)
         self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.dropout = nn.Dropout(dropout)
 

@@ -36,7 +36,9 @@ class ByteTokenizer:
 
     def __init__(self, max_tokens: int | None = None) -> None:
         self._max_tokens = max_tokens
-        self.size, self.padding, self.digest = _BYTES + 1, _BYTES + 1, "bytes"
+        self.size = _BYTES + 1
+        self.padding = _BYTES + 1
+        self.digest = "bytes"
         self.end: int | None = _BYTES
 
     def encode(self, text: bytes) -> list[int]:
@@ -81,7 +83,8 @@ class FileTokenizer:
         self.end = next((numbers[name] for name in _ENDS if name in numbers), None)
         common = next((numbers[name] for name in _PADDINGS if name in numbers), self.size)
         self.padding = int(padding["pad_id"]) if padding else common
-        self._backend, self._names = backend, names
+        self._backend = backend
+        self._names = names
         if max_tokens is not None:
             backend.enable_truncation(max_length=max_tokens)
 

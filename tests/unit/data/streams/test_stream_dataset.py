@@ -32,7 +32,7 @@ def test_stream_without_samples_or_window_is_refused() -> None:
     for files in ([], [0, 0]):
         with pytest.raises(DataError) as empty:
             StreamDataset(NumberFiles(files))
-        assert empty.value.code == "E_EMPTY_DATASET"
+        assert empty.value.code == "E_DATA"
     with pytest.raises(InputError) as caught:
         StreamDataset(NumberFiles(FILES), window=0)
     assert caught.value.code == "E_VALUE"

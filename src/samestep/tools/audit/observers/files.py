@@ -71,12 +71,16 @@ def observe_files(session: Session) -> None:
     def state_loaded() -> None:
         session.emit("optimizer_loaded", line=user_line())
 
-    opened, written = session.guarded(observer.opened), session.guarded(observer.written)
-    observed_saved, observed_loaded = session.guarded(saved), session.guarded(loaded)
+    opened = session.guarded(observer.opened)
+    written = session.guarded(observer.written)
+    observed_saved = session.guarded(saved)
+    observed_loaded = session.guarded(loaded)
     observed_state = session.guarded(state_loaded)
     patched: Any = torch
     optimizer: Any = Optimizer
-    save, load, load_state = torch.save, torch.load, optimizer.load_state_dict
+    save = torch.save
+    load = torch.load
+    load_state = optimizer.load_state_dict
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and len(arguments) == 3 and isinstance(arguments[2], int):
@@ -102,7 +106,8 @@ def observe_files(session: Session) -> None:
         return load_state(self, *args, **kwargs)
 
     sys.addaudithook(hook)
-    patched.save, patched.load = observed_save, observed_load
+    patched.save = observed_save
+    patched.load = observed_load
     optimizer.load_state_dict = observed_load_state
 
 

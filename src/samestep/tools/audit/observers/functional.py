@@ -34,7 +34,8 @@ class ModuleObserver:
         if session.steps >= _STEPS:
             return
         if session.steps != self._step:
-            self._step, self._calls = session.steps, 0
+            self._step = session.steps
+            self._calls = 0
         self._calls += 1
         if self._calls <= _CALLS:
             state = state_hash(_generator_state(values.device))
@@ -50,9 +51,13 @@ class ModuleObserver:
 def observe_modules(session: Session) -> None:
     """Observe the functions of dropout, attention and batch norm."""
     observer = ModuleObserver(session)
-    dropped, normalised = session.guarded(observer.dropout), session.guarded(observer.batch_norm)
-    dropout, attention, batch_norm = F.dropout, F.scaled_dot_product_attention, F.batch_norm
-    has_dropout, has_batch_norm = "dropout" not in session.without, "batch norm" not in session.without
+    dropped = session.guarded(observer.dropout)
+    normalised = session.guarded(observer.batch_norm)
+    dropout = F.dropout
+    attention = F.scaled_dot_product_attention
+    batch_norm = F.batch_norm
+    has_dropout = "dropout" not in session.without
+    has_batch_norm = "batch norm" not in session.without
 
     def observed_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if training and p > 0 and not torch.compiler.is_compiling():
@@ -90,7 +95,8 @@ def replace_function(name: str, observed: Any) -> None:
     """Replace a function of `torch.nn.functional`, except while TorchScript compiles a module."""
     functional: Any = F
     jit: Any = torch.jit
-    original, script = getattr(F, name), torch.jit.script
+    original = getattr(F, name)
+    script = torch.jit.script
 
     def observed_script(*args: Any, **kwargs: Any) -> Any:
         setattr(functional, name, original)
@@ -122,7 +128,9 @@ def observe_losses(session: Session) -> None:
     def observe(loss: torch.Tensor, target: torch.Tensor, ignore_index: int) -> None:
         if not session.is_observed or not loss.requires_grad or target.is_floating_point():
             return
-        count, line, value = int((target != ignore_index).sum()), user_line(), loss.detach()
+        count = int((target != ignore_index).sum())
+        line = user_line()
+        value = loss.detach()
         loss.register_hook(lambda gradient: observed_backward(gradient, value, count, line))
 
     observed = session.guarded(observe)

@@ -152,10 +152,15 @@ def observe_loading(session: Session, before_pass: Callable[[], None]) -> None:
     """Observe the iterators of all loaders, and the reductions of counts."""
     observer = LoadingObserver(session, before_pass)
     session.positions = observer.positions
-    begin, drawn = session.guarded(observer.begin), session.guarded(observer.drawn)
-    yielded, ended = session.guarded(observer.yielded), session.guarded(observer.ended)
+    begin = session.guarded(observer.begin)
+    drawn = session.guarded(observer.drawn)
+    yielded = session.guarded(observer.yielded)
+    ended = session.guarded(observer.ended)
     base: Any = torch_dataloader._BaseDataLoaderIter
-    init, reset, next_index, next_batch = base.__init__, base._reset, base._next_index, base.__next__
+    init = base.__init__
+    reset = base._reset
+    next_index = base._next_index
+    next_batch = base.__next__
 
     def observed_init(self: Any, loader: Any) -> None:
         init(self, loader)
@@ -180,15 +185,18 @@ def observe_loading(session: Session, before_pass: Callable[[], None]) -> None:
         yielded(self, data)
         return data
 
-    base.__init__, base._reset = observed_init, observed_reset
-    base._next_index, base.__next__ = observed_next_index, observed_next
+    base.__init__ = observed_init
+    base._reset = observed_reset
+    base._next_index = observed_next_index
+    base.__next__ = observed_next
     _observe_counts(session.guarded(observer.counted))
 
 
 def _observe_counts(counted: Any) -> None:
     if not dist.is_available():
         return
-    all_reduce, reduce = dist.all_reduce, dist.reduce
+    all_reduce = dist.all_reduce
+    reduce = dist.reduce
 
     def observed_all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
         counted(tensor, op)
@@ -200,7 +208,8 @@ def _observe_counts(counted: Any) -> None:
 
     for module in (dist, distributed_c10d):
         patched: Any = module
-        patched.all_reduce, patched.reduce = observed_all_reduce, observed_reduce
+        patched.all_reduce = observed_all_reduce
+        patched.reduce = observed_reduce
 
 
 def _sampler(loader: DataLoader[Any]) -> Any:
@@ -259,7 +268,9 @@ def _fingerprint(dataset: Any) -> int | None:
 
     The result is None without an attribute that has a value for each sample, and with a container of unknown type.
     """
-    count, has_data, result = len(dataset), False, 0
+    count = len(dataset)
+    has_data = False
+    result = 0
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         is_tensors = isinstance(value, tuple) and all(isinstance(part, torch.Tensor) for part in value)
         for item in value if is_tensors else [value]:
@@ -332,7 +343,8 @@ class DrawObserver:
 
     def ends_fetch(self, index: Any) -> None:
         """Write the states of the generators that a batch used."""
-        before, self._before = self._before, {}
+        before = self._before
+        self._before = {}
         if not before:
             return
         after = _states()
@@ -345,7 +357,8 @@ class DrawObserver:
 def observe_fetches(session: Session) -> None:
     """Observe the fetches of map-style datasets."""
     observer = DrawObserver(session)
-    begins, ends = session.guarded(observer.begins_fetch), session.guarded(observer.ends_fetch)
+    begins = session.guarded(observer.begins_fetch)
+    ends = session.guarded(observer.ends_fetch)
     patched: Any = torch_fetch._MapDatasetFetcher
     fetch = patched.fetch
 
