@@ -36,3 +36,21 @@ def test_decisions_are_linked_from_modules_that_exist() -> None:
     pages = {path.name for path in (ROOT / "docs/decisions").glob("*.md")} - {"index.md"}
     assert {name for name in pages if f"docs/decisions/{name}" not in source} == set()
     assert set(re.findall(r"docs/decisions/([\w-]+\.md)", source)) <= pages
+
+
+def test_architecture_names_files_and_classes_that_exist() -> None:
+    page = (ROOT / "docs/concepts/architecture.md").read_text(encoding="utf-8")
+    files = set(re.findall(r"`([\w/]+\.py)`", page)) - {"tests/test_architecture.py"}
+    source = ROOT / "src/samestep"
+    assert len(files) > 30
+    assert {name for name in files if not (source / name).is_file()} == set()
+    rows = re.findall(r"^\| (`[A-Z]\w+`(?:, `[A-Z]\w+`)*) \| (`[^|]+`) \|", page, re.MULTILINE)
+    assert len(rows) >= 7
+    for names, places in rows:
+        text = "".join((source / place).read_text(encoding="utf-8") for place in re.findall(r"`([^`]+)`", places))
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^class {name}\b", text, re.MULTILINE), name
+
+
+def test_architecture_is_short() -> None:
+    assert len((ROOT / "docs/concepts/architecture.md").read_text(encoding="utf-8").split()) <= 900
