@@ -1,7 +1,7 @@
 """Files and lines of Samestep that one step of a plain loop runs through, with `samestep.parallel` on two processes.
 
-What a reader has to know to follow a step. The model has no batch norm and no random draws; the counted step comes after
-those that decide how calls are divided. Lines are those of the functions that ran, counted once.
+What a reader has to know to follow a step. The model has no batch norm and no random draws; the counted step comes
+after those that decide how calls are divided. Lines are those of the functions that ran, counted once.
 """
 
 from __future__ import annotations

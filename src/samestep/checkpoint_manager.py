@@ -443,4 +443,6 @@ def _by_name(parts: Part | Mapping[str, Part]) -> dict[str, Part]:
 
 
 def _prefix(name: str) -> str:
-    return f"{name}." if name else ""
+    if name:
+        return f"{name}."
+    return ""

@@ -169,13 +169,17 @@ def any_rank(world: World, *flags: bool, place: str = "") -> list[bool]:
     Raises:
         RankMismatchError: other ranks are elsewhere.
     """
-    return joined_view(None, "fast").any_rank(*flags, place=place) if world.size > 1 else list(flags)
+    if world.size > 1:
+        return joined_view(None, "fast").any_rank(*flags, place=place)
+    return list(flags)
 
 
 def parallel_module(module: nn.Module) -> ParallelModule | None:
     """Return the state of `samestep.parallel` for a module, or None if its calls are not divided."""
     owner: ParallelModule | None = getattr(type(module), "_samestep_owner", None)
-    return owner if owner is not None and owner.module is module else None
+    if owner is not None and owner.module is module:
+        return owner
+    return None
 
 
 class _Parallel(nn.Module):

@@ -91,4 +91,6 @@ def _batch_ranks() -> ViewOfBatches | None:
         if is_alone or dist.is_initialized():  # or a group of the script, or of `samestep.init`
             return None
     view = joined_view(None, "fast")
-    return ViewOfBatches(view) if view.ranks.size > 1 else None
+    if view.ranks.size > 1:
+        return ViewOfBatches(view)
+    return None

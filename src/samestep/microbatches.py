@@ -34,7 +34,9 @@ def owned_microbatches(microbatches: int, shares: Shares, rank: int) -> range:
 
 def rank_count(shares: Shares) -> int:
     """Return the number of ranks that have the shares."""
-    return shares if isinstance(shares, int) else len(shares)
+    if isinstance(shares, int):
+        return shares
+    return len(shares)
 
 
 def require_shares(shares: tuple[int, ...], data_ranks: int, microbatches: int | None = None) -> None:

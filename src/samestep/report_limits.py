@@ -21,7 +21,9 @@ def printable(text: str) -> str:
 
     def escaped(match: re.Match[str]) -> str:
         character = match[0]
-        return character if character.isprintable() else character.encode("unicode_escape").decode()
+        if character.isprintable():
+            return character
+        return character.encode("unicode_escape").decode()
 
     return _UNUSUAL.sub(escaped, text.expandtabs(4))
 

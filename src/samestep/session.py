@@ -413,7 +413,9 @@ def _ranks(worker: WorkerSpec | None, rendezvous: Rendezvous | None) -> tuple[in
     """Return rank, number of ranks and local rank."""
     if worker is not None:
         return worker.rank, worker.size, worker.rank
-    return (rendezvous.rank, rendezvous.world_size, rendezvous.local_rank) if rendezvous is not None else (0, 1, 0)
+    if rendezvous is not None:
+        return (rendezvous.rank, rendezvous.world_size, rendezvous.local_rank)
+    return (0, 1, 0)
 
 
 def _select_devices(

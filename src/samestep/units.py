@@ -20,7 +20,9 @@ def format_bytes(value: float | None) -> str:
         if abs(value) < 1024 or unit == "TiB":
             break
         value /= 1024
-    return f"{value:,.0f} {unit}" if unit == "B" or abs(value) >= 100 else f"{value:.3g} {unit}"
+    if unit == "B" or abs(value) >= 100:
+        return f"{value:,.0f} {unit}"
+    return f"{value:.3g} {unit}"
 
 
 def parse_duration(option: str, text: str) -> float:
@@ -49,7 +51,9 @@ def format_milliseconds(seconds: float) -> str:
 
 def format_percent(fraction: float | None) -> str:
     """Return a fraction between 0 and 1 as a percentage."""
-    return _MISSING if fraction is None else f"{fraction:.1%}"
+    if fraction is None:
+        return _MISSING
+    return f"{fraction:.1%}"
 
 
 def plural(number: int, noun: str) -> str:

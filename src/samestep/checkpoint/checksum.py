@@ -188,7 +188,9 @@ def checksum_event(trained: Trained, cursor: Cursor) -> dict[str, Any]:
     There are none on ranks other than 0, which log nothing.
     """
     value = state_checksum(trained, cursor)
-    return {"step": trained.steps, "checksum": f"{value:016x}"} if value is not None else {}
+    if value is not None:
+        return {"step": trained.steps, "checksum": f"{value:016x}"}
+    return {}
 
 
 def checksums_by_name(trained: Trained, cursor: Cursor) -> dict[str, str]:
@@ -264,7 +266,9 @@ def _other_state(training: Training, step: int, cursor: Cursor) -> _State:
 
 def _as_loaded(value: Any) -> Any:
     """Return an option of the optimizer as a checkpoint restores it."""
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return list(value)
+    return value
 
 
 def _sum_of_values(values: dict[str, str]) -> int:

@@ -195,7 +195,9 @@ class CheckpointFolder:
     def _link_target(self, name: str) -> int | None:
         """Return the step of the checkpoint in this folder that a link points to, or None."""
         target = _NAME.fullmatch(linked_name(self.path / name) or "")
-        return int(target[1]) if target else None
+        if target:
+            return int(target[1])
+        return None
 
     def _write(self, final: Path, files: Mapping[str, Contents], manifest: bytes) -> None:
         temporary = self._temporary(final.name)

@@ -100,4 +100,6 @@ def run(options: Options) -> int:
         print(f"the command failed with exit code {code}", file=sys.stderr)
         return code
     differs = any(comparison.difference is not None for comparison in comparisons)
-    return EXIT_DIFFERS if analysis.findings or differs else EXIT_DONE
+    if analysis.findings or differs:
+        return EXIT_DIFFERS
+    return EXIT_DONE

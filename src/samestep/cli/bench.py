@@ -124,4 +124,6 @@ def run(options: Options) -> int:
     if not options.json:
         print_table(data)
     options.result({**data, "folder": str(folder)}, f"written     {folder / 'bench.json'}")
-    return EXIT_DONE if data.get("complete", True) else EXIT_STOPPED
+    if data.get("complete", True):
+        return EXIT_DONE
+    return EXIT_STOPPED

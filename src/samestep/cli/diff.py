@@ -78,7 +78,9 @@ def run(options: Options) -> int:
     for title, values in lines.items():
         texts += [f"{'' if number else title:<14}{printable(line)}" for number, line in enumerate(values or ["equal"])]
     options.result(data, *texts)
-    return EXIT_DONE if equal else EXIT_DIFFERS
+    if equal:
+        return EXIT_DONE
+    return EXIT_DIFFERS
 
 
 def _compared(logs: Comparison) -> dict[str, list[str]]:

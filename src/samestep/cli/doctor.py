@@ -58,7 +58,9 @@ def run(options: Options) -> int:
     verdict: Verdict = max((finding.verdict for finding in findings), key=get_args(Verdict).index)
     data = {"verdict": verdict, "plan": str(plan), "findings": [asdict(finding) for finding in findings]}
     options.result(data, *_lines(findings))
-    return EXIT_DIFFERS if verdict == "fail" else EXIT_DONE
+    if verdict == "fail":
+        return EXIT_DIFFERS
+    return EXIT_DONE
 
 
 def _lines(findings: Sequence[Finding]) -> Iterator[str]:

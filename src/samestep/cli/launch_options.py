@@ -68,7 +68,9 @@ class LaunchOptions(DeviceOption):
             return self.processes
         if self.rendezvous is not None:
             return str(self.rendezvous.world_size)
-        return str(self.devices.count(",") + 1) if self.devices else self.default_size
+        if self.devices:
+            return str(self.devices.count(",") + 1)
+        return self.default_size
 
     @cached_property
     def selected_devices(self) -> tuple[str, ...] | None:
@@ -224,7 +226,9 @@ def slurm_restarts(requeue: bool) -> int:
     if requeue and job is None:
         problem = "--requeue, but SLURM_JOB_ID is not set"
         raise InputError(problem, "a Slurm job", "leave --requeue out", code="E_JOB")
-    return job.restarts if job is not None else 0
+    if job is not None:
+        return job.restarts
+    return 0
 
 
 def requeue_after(stop_signal: int | None) -> None:

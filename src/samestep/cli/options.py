@@ -67,7 +67,9 @@ def _conversion(hint: Any) -> dict[str, Any]:
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
     converters = {int: integer, Path: Path}
-    return {"type": converters[kind]} if kind in converters else {}
+    if kind in converters:
+        return {"type": converters[kind]}
+    return {}
 
 
 def options_of(kind: type[Options], arguments: Any, **others: Any) -> Options:

@@ -70,4 +70,6 @@ def _prediction_lines(prediction: dict[str, Any]) -> list[str]:
 
 
 def _format(value: Any) -> str:
-    return f"{value:7.2%}" if isinstance(value, float) and 0 <= value <= 1 else str(value)
+    if isinstance(value, float) and 0 <= value <= 1:
+        return f"{value:7.2%}"
+    return str(value)

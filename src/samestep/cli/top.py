@@ -107,4 +107,6 @@ def _cell(line: Any, keys: tuple[str, ...], form: Any) -> str:
     for key in keys:
         line = line.get(key) if isinstance(line, dict) else None
     value = parse_finite(line)
-    return "-" if value is None else str(form(value))
+    if value is None:
+        return "-"
+    return str(form(value))

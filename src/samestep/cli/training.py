@@ -123,8 +123,12 @@ def run_training(options: TrainingOptions, make_plan: Callable[[int], RunPlan]) 
     if options.rendezvous is not None and options.rendezvous.rank > 0:
         if is_stopped:
             # srun --kill-on-bad-exit would end rank 0 before its request to requeue the job.
-            return EXIT_DONE if options.requeue else EXIT_STOPPED
-        return EXIT_FAILED if run.has_failed else EXIT_DONE
+            if options.requeue:
+                return EXIT_DONE
+            return EXIT_STOPPED
+        if run.has_failed:
+            return EXIT_FAILED
+        return EXIT_DONE
     options.result({**run.summary, "run": str(run.folder)}, *_summary_lines(run.summary, run.folder))
     if is_stopped:
         if options.requeue:

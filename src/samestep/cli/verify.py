@@ -72,7 +72,9 @@ def run(options: Options) -> int:
     texts = [text for text in (table(data), calls_text(data), explanation(data), summary(data)) if text]
     lines = ["\n\n".join(texts), f"certificate  {certificate}, certificate.html"]
     options.result({**data, "certificate": str(certificate)}, *lines)
-    return EXIT_DONE if data["holds"] else EXIT_DIFFERS
+    if data["holds"]:
+        return EXIT_DONE
+    return EXIT_DIFFERS
 
 
 def _subject(options: Options) -> Subject:

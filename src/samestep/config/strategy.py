@@ -116,7 +116,9 @@ class StrategyConfig(Constrained):
     @property
     def gradient_note(self) -> str | None:
         """Note about compressed gradients; None without compression."""
-        return None if self.hook == "none" else _ROUNDING_NOTE.format(self.hook)
+        if self.hook == "none":
+            return None
+        return _ROUNDING_NOTE.format(self.hook)
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,9 @@ def resolve_mesh(strategy: StrategyConfig, processes: int, microbatches: int | N
 
 def _combined_name(name: str, sizes: dict[str, int]) -> str:
     if name == "device_map":
-        return "ddp x device_map" if sizes["replicate"] > 1 else name
+        if sizes["replicate"] > 1:
+            return "ddp x device_map"
+        return name
     data = {(True, True): "hsdp", (False, True): "fsdp", (True, False): "ddp"}
     parts = [data.get((sizes["replicate"] > 1, sizes["shard"] > 1))]
     parts += ["pp" if sizes["pipeline"] > 1 else None, "tp" if sizes["tensor"] > 1 else None]

@@ -53,7 +53,9 @@ class Constrained:
 
 def _default(item: Field[Any]) -> Any:
     """Return the default of a field, or MISSING."""
-    return item.default if item.default_factory is MISSING else item.default_factory()
+    if item.default_factory is MISSING:
+        return item.default
+    return item.default_factory()
 
 
 @cache

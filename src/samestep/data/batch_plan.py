@@ -78,7 +78,9 @@ def _plan_of_tensor(whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: S
         has_rows = all(tuple(part.shape) == shape for part, shape in zip(parts, shapes, strict=True))
         if has_rows and equal(whole, torch.cat(list(parts))):
             return Leaf("rows", factor)
-    return Leaf("same") if all(equal(whole, part) for part in parts) else None
+    if all(equal(whole, part) for part in parts):
+        return Leaf("same")
+    return None
 
 
 def _plan_of_list(whole: Sequence[Any], parts: Sequence[Any], sizes: Sequence[int]) -> Plan | None:
@@ -87,7 +89,9 @@ def _plan_of_list(whole: Sequence[Any], parts: Sequence[Any], sizes: Sequence[in
     joined = [item for part in parts for item in part]
     if not has_values or type(whole) not in (list, tuple) or any(type(item) not in _PLAIN for item in whole):
         return None
-    return Leaf("list", factor) if equal(list(whole), joined) else None
+    if equal(list(whole), joined):
+        return Leaf("list", factor)
+    return None
 
 
 def is_mapping(value: Any) -> bool:
@@ -225,7 +229,9 @@ def pack(tensors: Sequence[torch.Tensor], lists: Sequence[Sequence[Any]]) -> tor
     parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     if text:
         parts.append(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    if parts:
+        return torch.cat(parts)
+    return torch.empty(0, dtype=torch.uint8)
 
 
 def unpack(messages: Sequence[torch.Tensor], counts: Sequence[int], examples: Sequence[tuple[Leaf, Any]]) -> list[Any]:

@@ -114,7 +114,9 @@ def _mix(values: NDArray[numpy.uint64]) -> NDArray[numpy.uint64]:
 def resolve_order(order: SampleOrder, size: int) -> Literal["shuffled", "keyed"]:
     """Return the kind of order of `size` samples."""
     if order == "auto":
-        return "keyed" if size > KEYED_ABOVE else "shuffled"
+        if size > KEYED_ABOVE:
+            return "keyed"
+        return "shuffled"
     return order
 
 

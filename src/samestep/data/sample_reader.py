@@ -296,7 +296,9 @@ class SampleReader(Dataset[Any]):
 
 def _own(sample: Any) -> Any:
     """Return a sample that a collate function can change without an effect on the other one."""
-    return copy.copy(sample) if isinstance(sample, dict | list | UserDict) else sample
+    if isinstance(sample, dict | list | UserDict):
+        return copy.copy(sample)
+    return sample
 
 
 def as_it_is(data: Any) -> Any:

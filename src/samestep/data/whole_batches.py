@@ -108,7 +108,9 @@ class WholeBatches:
 
     def adopt(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a checkpoint."""
-        return dict(settings) if self._order is None else self._order.adopt(settings)
+        if self._order is None:
+            return dict(settings)
+        return self._order.adopt(settings)
 
     def samples_of(self, epoch: int) -> int:
         """Return the number of samples of an epoch, without those that `drop_last` leaves out."""
@@ -121,7 +123,9 @@ class WholeBatches:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of generators at the begin of the epoch, from which torch's order can be drawn again."""
-        return {} if self._begin is None else {"begin": self._begin}
+        if self._begin is None:
+            return {}
+        return {"begin": self._begin}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state of `state_dict`; assign the cursor too."""
@@ -336,4 +340,6 @@ def is_stopping() -> bool:
 
 def _is_main() -> bool:
     world = process_state.world
-    return world.is_main if world is not None else rank_and_size()[0] == 0
+    if world is not None:
+        return world.is_main
+    return rank_and_size()[0] == 0

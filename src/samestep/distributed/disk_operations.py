@@ -48,7 +48,9 @@ class DiskOperations:
     def pending(self, thread: int | None) -> int | None:
         """Return the number of the operation of a thread, or None; the number differs between two operations."""
         operation = self._pending.get(thread) if thread is not None else None
-        return operation[0] if operation is not None else None
+        if operation is not None:
+            return operation[0]
+        return None
 
     def _show(self) -> None:
         if self.rank_status is not None:

@@ -104,7 +104,9 @@ def sharing_variables(*, is_requested: bool) -> dict[str, str]:
         InputError: as `read_environment`.
     """
     is_shared = read_environment().sharing is not None
-    return {SHARE_GPU: "1"} if is_requested and not is_shared else {}
+    if is_requested and not is_shared:
+        return {SHARE_GPU: "1"}
+    return {}
 
 
 def read_wandb_mode() -> str | None:
@@ -133,7 +135,9 @@ def read_slurm_job() -> SlurmJob | None:
     """Return the Slurm job of this process, in a job step or in the batch script."""
     job = os.environ.get("SLURM_JOB_ID")
     restarts = os.environ.get("SLURM_RESTART_COUNT", "")
-    return SlurmJob(job, int(restarts) if restarts.isdecimal() else 0) if job else None
+    if job:
+        return SlurmJob(job, int(restarts) if restarts.isdecimal() else 0)
+    return None
 
 
 def state_folder() -> Path:

@@ -228,8 +228,12 @@ def _require(variables: Variables, names: Sequence[str], reason: str) -> None:
 
 def _listed(names: Sequence[str]) -> str:
     *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
+    if first:
+        return f"{', '.join(first)} and {last}"
+    return last
 
 
 def _are(names: Sequence[str]) -> str:
-    return "is" if len(names) == 1 else "are"
+    if len(names) == 1:
+        return "is"
+    return "are"

@@ -152,7 +152,9 @@ class RankStatus:
             self._update(**self._rest(is_resting=is_resting))
 
     def _rest(self, *, is_resting: bool) -> dict[str, bool]:
-        return {"is_resting": is_resting} if self.is_free else {}
+        if self.is_free:
+            return {"is_resting": is_resting}
+        return {}
 
     def end_step(self) -> None:
         """Count a step of an optimizer, and the time of this rank's own work since the one before."""
@@ -229,7 +231,9 @@ class WaitClock:
     def seconds(self) -> float:
         """Total, including a wait in progress."""
         total, began = self._waits
-        return total if began is None else total + time.perf_counter() - began
+        if began is None:
+            return total
+        return total + time.perf_counter() - began
 
     @contextmanager
     def wait(self) -> Iterator[None]:

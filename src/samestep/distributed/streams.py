@@ -53,7 +53,9 @@ def lost_output() -> OSError | None:
     """Return the error by which standard output was lost; None also if its reader closed the pipe."""
     sys.stdout.flush()
     output = _buffer(sys.stdout)
-    return output.error if isinstance(output, _Output) else None
+    if isinstance(output, _Output):
+        return output.error
+    return None
 
 
 def report_line(line: str) -> None:

@@ -93,4 +93,6 @@ def _device_types() -> set[str]:
 def _backend(device: torch.device) -> str | None:
     """Return the name of the default group's backend for a device, or None."""
     assert dist.group.WORLD is not None
-    return dist.group.WORLD._get_backend(device).name() if device.type in _device_types() else None
+    if device.type in _device_types():
+        return dist.group.WORLD._get_backend(device).name()
+    return None

@@ -269,4 +269,6 @@ def _without_own_frames(error: traceback.TracebackException) -> traceback.StackS
 
 
 def _spaced(activity: str) -> str:
-    return f" {activity}" if activity else ""
+    if activity:
+        return f" {activity}"
+    return ""

@@ -54,7 +54,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def operator_without_kernel(error: BaseException) -> str | None:
     """Return the operator for which torch has no deterministic kernel, if this is the error; otherwise None."""
     match = _NO_DETERMINISTIC_KERNEL.match(message_of(error)) if type(error) is RuntimeError else None
-    return match["operator"] if match else None
+    if match:
+        return match["operator"]
+    return None
 
 
 def fix_lines(error: BaseException) -> Iterator[str]:

@@ -114,7 +114,9 @@ process_state = ProcessState()
 def rank_and_size() -> tuple[int, int]:
     """Return the rank and the number of ranks from Samestep's launcher; 0 and 1 in any other process."""
     worker = process_state.worker
-    return (worker.rank, worker.size) if worker is not None else (0, 1)
+    if worker is not None:
+        return (worker.rank, worker.size)
+    return (0, 1)
 
 
 def join_job(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT, hang_after: float = HANG_AFTER) -> Job:

@@ -120,7 +120,9 @@ def _nearest_ancestor_without(variable: str) -> int | None:
     """
     for process in psutil.Process().parents():
         if variable not in environment_of(process.pid):  # unreadable of another user, such as slurmstepd
-            return int(process.pid) if process.pid > 1 else None
+            if process.pid > 1:
+                return int(process.pid)
+            return None
     return None
 
 

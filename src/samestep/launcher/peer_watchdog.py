@@ -152,12 +152,16 @@ class PeerWatchdog:
 
     @property
     def _store_host(self) -> str:
-        return "the launcher" if self._job.launcher_has_store else "rank 0"
+        if self._job.launcher_has_store:
+            return "the launcher"
+        return "rank 0"
 
     @property
     def _reporter(self) -> int:
         """Rank that reports the loss of the store, without which ranks cannot agree on one."""
-        return 0 if self._job.launcher_has_store else 1
+        if self._job.launcher_has_store:
+            return 0
+        return 1
 
     def _send_status(self) -> None:
         self._beats += 1
@@ -267,4 +271,6 @@ def _process_identity() -> list[Any]:
 def _stack(thread: int) -> list[str]:
     """Return `file:line function` for each frame of a thread of this process, outermost first."""
     frame = sys._current_frames().get(thread)
-    return [f"{line.filename}:{line.lineno} {line.name}" for line in traceback.extract_stack(frame)] if frame else []
+    if frame:
+        return [f"{line.filename}:{line.lineno} {line.name}" for line in traceback.extract_stack(frame)]
+    return []

@@ -146,12 +146,16 @@ def _find(name: str) -> str | None:
             return None
         spec = PathFinder.find_spec(".".join(parts[:number]), search)
         search = spec.submodule_search_locations if spec is not None else None
-    return spec.origin if spec is not None and spec.has_location else None
+    if spec is not None and spec.has_location:
+        return spec.origin
+    return None
 
 
 def _digest_by_name(name: str) -> str | None:
     file = _find(name)
-    return _digest(Path(file)) if file is not None else None
+    if file is not None:
+        return _digest(Path(file))
+    return None
 
 
 def _digest(path: Path) -> str | None:

@@ -74,4 +74,6 @@ class UncaughtErrors:
 def joined_job() -> Job | None:
     """Return the job of another launcher with several ranks, if this process is one of them."""
     job = process_state.job
-    return job if job is not None and job.size > 1 else None
+    if job is not None and job.size > 1:
+        return job
+    return None

@@ -65,7 +65,9 @@ class RankState:
     @property
     def disk_operation(self) -> str:
         """Disk operation in progress, such as `fsync of PATH`; empty without one, and for a stopped process."""
-        return "" if self.process_state == "T" else self.status.activity.partition(DISK_OPERATION)[2]
+        if self.process_state == "T":
+            return ""
+        return self.status.activity.partition(DISK_OPERATION)[2]
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,9 @@ class Watchdog:
         if not any(status.operations for status in watched):
             return None
         seconds = self._timer.seconds_without_change(max(status.last_change for status in running))
-        return seconds if seconds >= self._hang_after else None
+        if seconds >= self._hang_after:
+            return seconds
+        return None
 
 
 class SlowRanks:
@@ -261,7 +265,9 @@ def _activity(state: RankState) -> str:
     if state.is_silent:
         return f"{text}; no status since then: the process may be stopped, or its machine lost"
     kernel = _PROCESS_STATES.get(state.process_state)
-    return f"{text}; {kernel}" if kernel is not None else text
+    if kernel is not None:
+        return f"{text}; {kernel}"
+    return text
 
 
 def _grouped(values: Mapping[int, Key], first: Sequence[int]) -> dict[Key, list[int]]:
@@ -314,7 +320,9 @@ class StackFile:
 
     def _read(self, begin: int) -> str:
         size = os.fstat(self._descriptor).st_size - begin
-        return os.pread(self._descriptor, size, begin).decode(errors="replace") if size > 0 else ""
+        if size > 0:
+            return os.pread(self._descriptor, size, begin).decode(errors="replace")
+        return ""
 
 
 def parse_stack(text: str) -> list[str]:
@@ -333,7 +341,9 @@ def parse_stack(text: str) -> list[str]:
     last = threads[-1][1] if threads else []
     frames = next((frames for is_current, frames in threads if is_current), last)[::-1]
     launcher = [index for index, frame in enumerate(frames) if _LAUNCHER_FRAME.search(frame)]
-    return frames[launcher[-1] + 1 :] if launcher else frames
+    if launcher:
+        return frames[launcher[-1] + 1 :]
+    return frames
 
 
 def _received(handle: Any) -> StackFile:

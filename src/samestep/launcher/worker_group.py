@@ -182,14 +182,18 @@ class WorkerGroup:
     def _settle_seconds(self) -> float:
         """Return the time for further failures: longer while none so far can be the cause of the others."""
         failures = [worker.result for worker in self._workers if isinstance(worker.result, Failure)]
-        return KILL_SECONDS if all(failure.is_consequence for failure in failures) else _SETTLE_SECONDS
+        if all(failure.is_consequence for failure in failures):
+            return KILL_SECONDS
+        return _SETTLE_SECONDS
 
     def _cause(self, failures: list[Failure]) -> Failure | None:
         """Return the first cause of the failures; None without failures."""
         is_lost = failures and all(worker.process.exitcode == _SERVER_GONE for worker in self._workers)
         if is_lost and self._server_has_ended():  # otherwise it is the exit code of the ranks
             return Failure.of_fork_server(failures[0].activity)
-        return first_cause(failures) if failures else None
+        if failures:
+            return first_cause(failures)
+        return None
 
     def _server_has_ended(self) -> bool:
         """Return whether the fork server has ended; the kernel closes the channels of a killed process before."""

@@ -205,7 +205,9 @@ def parse_json_line(line: bytes) -> dict[str, Any] | None:
         value = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    if isinstance(value, dict):
+        return value
+    return None
 
 
 def _encodable(value: Any) -> Any:
@@ -213,7 +215,9 @@ def _encodable(value: Any) -> Any:
         return {key: _encodable(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_encodable(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def format_metric(name: str, value: float) -> str:
@@ -222,4 +226,6 @@ def format_metric(name: str, value: float) -> str:
         return f"{value:,.0f}"
     if name == "perplexity":
         return f"{value:,.2f}"
-    return f"{value:.4f}" if name == "loss" or name.startswith("loss_") else f"{value:.2%}"
+    if name == "loss" or name.startswith("loss_"):
+        return f"{value:.4f}"
+    return f"{value:.2%}"

@@ -109,7 +109,9 @@ class Tracker(MetricLogger):
         self._resume = resume
 
     def _read_id(self) -> str | None:
-        return self._id_path.read_text(encoding="utf-8") if self._resume and self._id_path.exists() else None
+        if self._resume and self._id_path.exists():
+            return self._id_path.read_text(encoding="utf-8")
+        return None
 
     def _write_id(self, run_id: str) -> None:
         with write_errors(OSError):

@@ -75,11 +75,15 @@ def table_lines(rows: Sequence[ClassRow]) -> list[str]:
 
 
 def _ratio(numerator: int, denominator: int) -> float | None:
-    return numerator / denominator if denominator else None
+    if denominator:
+        return numerator / denominator
+    return None
 
 
 def _shortened(name: str, length: int) -> str:
-    return name if len(name) <= length else name[: length - 1] + "…"
+    if len(name) <= length:
+        return name
+    return name[: length - 1] + "…"
 
 
 def require_matplotlib(subject: str) -> None:

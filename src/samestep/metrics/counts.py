@@ -76,7 +76,9 @@ class CountMetric(ABC):
         """Return the value over all counts, NaN without any, and reset the counts."""
         counts = self.counts
         self.reset()
-        return math.nan if counts is None else self.value(device_reads.copy(counts))
+        if counts is None:
+            return math.nan
+        return self.value(device_reads.copy(counts))
 
     def reset(self) -> None:
         """Reset the counts."""
@@ -145,7 +147,9 @@ class ConfusionMatrix(CountMetric):
             )
         # Integers: the sum is independent of the order on every device.
         counts = torch.bincount(counted * size + predictions[is_counted].long(), minlength=size**2)
-        return counts if channels == 1 else counts.view(size, size)
+        if channels == 1:
+            return counts
+        return counts.view(size, size)
 
 
 class OverlapMetric(ConfusionMatrix):

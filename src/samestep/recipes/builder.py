@@ -310,7 +310,9 @@ def build_model(
 def _workers(recipe: Recipe, options: RunOptions, splits: Splits, world: World) -> int:
     if options.workers is not None:
         return options.workers
-    return default_workers(usable_processors(), world.size) if splits.reads_files else 0
+    if splits.reads_files:
+        return default_workers(usable_processors(), world.size)
+    return 0
 
 
 def _loaders(recipe: Recipe, splits: Splits, workers: int, *, has_batch_norm: bool) -> tuple[EpochData, EpochData]:
@@ -364,7 +366,9 @@ def _loss(config: NamedConfig) -> LossFunction:
         if not takes(function, key):
             names = list(inspect.signature(function).parameters)[2:]  # after outputs and targets
             raise unknown_option("loss.options", key, names)
-    return partial(function, **options) if options else function
+    if options:
+        return partial(function, **options)
+    return function
 
 
 def schedule_factor(schedule: ScheduleConfig, steps_per_epoch: int, epochs: int) -> Callable[[int], float]:

@@ -32,4 +32,6 @@ def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     is_unpacked = isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence)
-    return (tuple(inputs), {}) if is_unpacked else ((inputs,), {})
+    if is_unpacked:
+        return (tuple(inputs), {})
+    return ((inputs,), {})

@@ -29,7 +29,9 @@ def scaled_lr(lr: float, batch_size: int, *, rule: LearningRateRule, base_batch_
         raise InputError(f"batch_size is {batch_size}", "batch_size >= 1", "pass the size of the global batch")
     if base is None:
         return lr
-    return lr * batch_size / base if rule == "linear" else lr * math.sqrt(batch_size / base)
+    if rule == "linear":
+        return lr * batch_size / base
+    return lr * math.sqrt(batch_size / base)
 
 
 def scale_rates(optimizer: torch.optim.Optimizer, batch_size: int, config: LearningRateConfig) -> tuple[str, ...]:

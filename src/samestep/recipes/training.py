@@ -90,7 +90,9 @@ class StepTimer:
     @property
     def speed(self) -> float:
         """Samples per second over all steps; 0 before the first step."""
-        return self._samples / self._step_seconds if self._step_seconds else 0.0
+        if self._step_seconds:
+            return self._samples / self._step_seconds
+        return 0.0
 
     @property
     def last_wait(self) -> float:

@@ -178,7 +178,9 @@ def recorded_keep(run: Path) -> int:
     starts = _read_starts(run)
     keep = starts[-1].get("keep") if starts else None
     present = len(CheckpointFolder(run / "checkpoints").steps())
-    return keep if isinstance(keep, int) and keep > 0 else max(DEFAULT_KEEP, present)
+    if isinstance(keep, int) and keep > 0:
+        return keep
+    return max(DEFAULT_KEEP, present)
 
 
 def environment(world: World, **facts: Any) -> dict[str, Any]:

@@ -74,7 +74,9 @@ def _message(read: Callable[[], bytes | None]) -> bytes:
         return _OS_ERROR + str(error).encode()
     except EOFError as error:
         return _END + str(error).encode()
-    return b"" if data is None else _DATA + data
+    if data is None:
+        return b""
+    return _DATA + data
 
 
 def _has_terminal() -> bytes:
@@ -102,7 +104,9 @@ class _SharedInput(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         def read() -> bytes | None:
             is_ready = select.select([0], [], [], _PATIENCE_SECONDS)[0]
-            return os.read(0, len(buffer)) if is_ready else None
+            if is_ready:
+                return os.read(0, len(buffer))
+            return None
 
         data = self._console.receive(read)
         buffer[: len(data)] = data

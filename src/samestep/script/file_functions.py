@@ -103,7 +103,9 @@ class Replaced:
         read = self._writer.reader(real, position, keyword)
         write = self._writer.writer(real, position, keyword)
         if writes is not None:
-            return write if writes else read
+            if writes:
+                return write
+            return read
 
         def call(*arguments: Any, **options: Any) -> Any:
             mode = options.get("mode", "".join(map(str, arguments[position + 1 : position + 2])))

@@ -102,7 +102,9 @@ class FileView:
         if names is not None and (path := names.get(name)) is not None:
             return path
         names = self._before.get(folder)
-        return names.get(name) if names is not None else None
+        if names is not None:
+            return names.get(name)
+        return None
 
     def _place(self, path: Any, *, follow: bool) -> Place:
         text: str = path if type(path) is str else os.fsdecode(path)
@@ -114,7 +116,9 @@ class FileView:
             return head, name
         folder = self._folders.get(head)
         place = (self._folder(head) if folder is None else folder, name)
-        return self._followed(place) if follow else place
+        if follow:
+            return self._followed(place)
+        return place
 
     def _folder(self, path: str) -> str:
         """Return a folder without links and dots; "" for the root."""
@@ -206,7 +210,9 @@ class FileView:
 
     def _real(self, place: Place, path: Any) -> Any:
         """Return a path in the real file system, as it was given where this is possible."""
-        return "/".join(place) or "/" if self._is_moved or self._has_links else path
+        if self._is_moved or self._has_links:
+            return "/".join(place) or "/"
+        return path
 
     def _must_wait(self, path: str, *, is_nothing: bool) -> bool:
         """Whether rank 0, which is not ready, changes the path now, or may create it."""
@@ -283,7 +289,9 @@ class FileView:
         name, content = closes[number - 1]
         # Threads of rank 0 may have written the files in another order.
         is_other = name != path and any(other == path for other, _ in closes)
-        return "" if is_other else content[0]
+        if is_other:
+            return ""
+        return content[0]
 
     def _content(self, path: Any, actual: str) -> str:
         """Return where the content of a file is: at rank 0 if this rank has not kept it."""

@@ -30,7 +30,9 @@ def mode_of(script: Path, *, is_module: bool, own_group: bool) -> Mode:
     if own_group:
         return Mode.OWN_GROUP
     file, package = _file_of_module(str(script)) if is_module else (script, "")
-    return Mode.SAMESTEP if file is not None and imports_samestep(file, package) else Mode.UNCHANGED
+    if file is not None and imports_samestep(file, package):
+        return Mode.SAMESTEP
+    return Mode.UNCHANGED
 
 
 def imports_samestep(script: Path, package: str = "") -> bool:
@@ -101,7 +103,9 @@ def _file_of_module(name: str) -> tuple[Path | None, str]:
         return None, ""
     file, package = files[-1]
     main = file.with_name("__main__.py")
-    return (main, package) if package == name and main.is_file() else (file, package)
+    if package == name and main.is_file():
+        return (main, package)
+    return (file, package)
 
 
 def uses_samestep(function: Callable[..., Any]) -> bool:

@@ -55,7 +55,9 @@ class Overlay(FileView):
         if not self._is_active or not isinstance(path, PATHS):
             return None
         place = self._place(path, follow=follow)
-        return None if self._exempt.covers("/".join(place)) else place
+        if self._exempt.covers("/".join(place)):
+            return None
+        return place
 
     def _state(self, place: Place, *, waits: bool = True) -> os.stat_result | None:
         try:

@@ -78,7 +78,9 @@ class Records:
     @property
     def run_seconds(self) -> float:
         """Time from the first call to the end of the last one, without first calls."""
-        return 0.0 if self._span is None else self._span[1] - self._span[0] - self._first_seconds
+        if self._span is None:
+            return 0.0
+        return self._span[1] - self._span[0] - self._first_seconds
 
     @contextmanager
     def steps_counted(self) -> Iterator[None]:
@@ -215,4 +217,6 @@ def advice(rows: int, backwards: int, size: int) -> str:
 
 
 def _rows(number: int) -> str:
-    return "1 row" if number == 1 else f"{number:,} rows"
+    if number == 1:
+        return "1 row"
+    return f"{number:,} rows"

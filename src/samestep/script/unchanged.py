@@ -284,4 +284,6 @@ def _share(view: View, world: World, data: bytes | None) -> bytes:
 
 
 def _readers(view: View) -> ViewOfBatches | None:
-    return ViewOfBatches(view) if view.ranks.size > 1 else None
+    if view.ranks.size > 1:
+        return ViewOfBatches(view)
+    return None

@@ -88,7 +88,9 @@ def split_of(module: nn.Module) -> Any:
     """Return the strategy that splits a module between ranks, if one does."""
     owner = getattr(type(module), "_samestep_owner", None)  # of the class that `samestep.parallel` gives a module
     strategy = getattr(owner, "strategy", None)
-    return strategy if getattr(strategy, "splits_module", False) else None
+    if getattr(strategy, "splits_module", False):
+        return strategy
+    return None
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

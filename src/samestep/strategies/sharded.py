@@ -359,7 +359,9 @@ class _ShardedParameters(CallParameters):
         """Whether these are the parameters."""
         if [id(one) for one in divided] != [id(one) for one in self._divided]:
             return False
-        return not complete if self._hub is None else self._hub.is_current(complete)
+        if self._hub is None:
+            return not complete
+        return self._hub.is_current(complete)
 
     @property
     def differentiable(self) -> CallParameters:
@@ -371,7 +373,9 @@ class _ShardedParameters(CallParameters):
         if not torch.is_grad_enabled():
             return []
         own: list[torch.Tensor] = list(self._divided)
-        return own if self._hub is None else own + self._hub.aliases(position)
+        if self._hub is None:
+            return own
+        return own + self._hub.aliases(position)
 
     def leaves(self, aliases: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the divided parameters themselves: FSDP writes their gradients. The other leaves are new."""
@@ -475,7 +479,9 @@ def _nothing() -> None:
 
 
 def _not_a_view(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) and value._is_view() else value
+    if isinstance(value, torch.Tensor) and value._is_view():
+        return value.clone()
+    return value
 
 
 def _load_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -157,7 +157,9 @@ class Split(HubStrategy):
 
     def forward_of_trial(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function that a trial computes: the stages one after another, if there is a pipeline."""
-        return forward if self._stage is None else self._stage.in_order
+        if self._stage is None:
+            return forward
+        return self._stage.in_order
 
     def share_buffers(self, buffers: Sequence[tuple[nn.Module, str]]) -> None:
         """Give buffers that a divided call has written to all ranks of a pipeline."""
@@ -305,7 +307,9 @@ class _SplitParameters(CallParameters):
 
     def aliases(self, position: int) -> list[torch.Tensor]:
         """Return the tensors that stand for the own parameters in an own slice."""
-        return [] if self._hub is None else self._hub.aliases(position)
+        if self._hub is None:
+            return []
+        return self._hub.aliases(position)
 
     @contextmanager
     def aliases_in_place(self, position: int) -> Iterator[None]:
@@ -330,7 +334,9 @@ class _SplitParameters(CallParameters):
 
     def _leaves_in_place(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         self._is_inner = True
-        return nullcontext() if self._hub is None else self._hub.in_place(leaves)
+        if self._hub is None:
+            return nullcontext()
+        return self._hub.in_place(leaves)
 
     @contextmanager
     def _others_in_place(self, position: int) -> Iterator[None]:
@@ -344,7 +350,9 @@ class _SplitParameters(CallParameters):
             yield
 
     def _divided_weights(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._tensor is None else self._tensor.divided_weights()
+        if self._tensor is None:
+            return nullcontext()
+        return self._tensor.divided_weights()
 
     def forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function that computes an own slice."""

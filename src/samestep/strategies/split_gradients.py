@@ -159,7 +159,9 @@ def combined(parts: Sequence[torch.Tensor], order: float, ranks: Ranks, copies: 
     words = _float_words(torch.linalg.vector_norm(norms.double(), order), ranks)
     every = torch.tensor([word[0] for word in words], dtype=torch.float64)
     if math.isinf(order):
-        return every.max() if order > 0 else every.min()
+        if order > 0:
+            return every.max()
+        return every.min()
     return (every.pow(order).sum() / copies).pow(1 / order)
 
 

@@ -125,13 +125,17 @@ def _product(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if weight.place.kind == "row":
         parts = inputs.parts if isinstance(inputs, SlicedTensor) else divide(inputs, slicing)
         total = add([one(part, own) for part, own in zip(parts, weight.parts(), strict=True)], slicing)
-        return total if bias is None else total + bias.to(total.dtype)
+        if bias is None:
+            return total
+        return total + bias.to(total.dtype)
     full = inputs.join() if isinstance(inputs, SlicedTensor) else inputs
     operands: list[Sequence[Any]] = [spread(full, slicing), weight.parts()]
     if bias is not None:
         operands.append(bias.parts())
     results = tuple(one(*own) for own in zip(*operands, strict=True))
-    return SlicedTensor(results, slicing) if weight.place.kind == "column" else join(results, slicing)
+    if weight.place.kind == "column":
+        return SlicedTensor(results, slicing)
+    return join(results, slicing)
 
 
 class TensorParallel:

@@ -102,7 +102,9 @@ def _is_divisible(module: nn.Module, kind: str) -> bool:
 def divided_dims(module: nn.Module, kind: str) -> dict[str, int]:
     """Return the divided dimension of each parameter; parameters without one are replicated."""
     outputs = 0 if isinstance(module, nn.Linear) else 1
-    return {"weight": 1 - outputs} if kind == "row" else {"weight": outputs, "bias": 0}
+    if kind == "row":
+        return {"weight": 1 - outputs}
+    return {"weight": outputs, "bias": 0}
 
 
 def _no_match(model: nn.Module, pattern: str, kind: str) -> InputError:

@@ -114,7 +114,9 @@ def _assign(parameter: DTensor, value: torch.Tensor) -> None:
 
 def _format(tensor: DTensor, spec: str) -> str:
     """Return a scalar as text, as of other tensors: torch formats the object."""
-    return format(tensor.item(), spec) if tensor.dim() == 0 else object.__format__(tensor, spec)
+    if tensor.dim() == 0:
+        return format(tensor.item(), spec)
+    return object.__format__(tensor, spec)
 
 
 def _is_divided(value: Any) -> bool:

@@ -65,7 +65,9 @@ class ConvertedKey(NamedTuple):
 
     def __str__(self) -> str:
         value = f"{self.key} = {self.value}" + (" (PaddleViT's default)" if self.is_default else "")
-        return f"{value} -> {', '.join(self.targets)}" if self.targets else f"{value}: omitted, {self.reason}"
+        if self.targets:
+            return f"{value} -> {', '.join(self.targets)}"
+        return f"{value}: omitted, {self.reason}"
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,9 @@ def last_lines(path: Path, size: int) -> list[bytes]:
         begin = max(0, file.seek(0, 2) - size)
         file.seek(begin)
         *lines, _ = file.read(size).split(b"\n")
-        return lines[1:] if begin else lines
+        if begin:
+            return lines[1:]
+        return lines
     return []
 
 

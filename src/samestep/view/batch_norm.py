@@ -131,7 +131,9 @@ def _fast_moments(slices: Sequence[Tensor], sums: Sums) -> _Moments:
 
 
 def _number(value: Tensor) -> Any:
-    return value.item() if value.device.type == "cpu" else value.detach().clone()
+    if value.device.type == "cpu":
+        return value.item()
+    return value.detach().clone()
 
 
 def _own_moments(inputs: Tensor, kind: torch.dtype, count: int) -> tuple[Tensor, Tensor]:

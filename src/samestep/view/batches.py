@@ -42,7 +42,9 @@ class ViewOfBatches:
         if self._microbatches is None:
             self._microbatches = min(rows, MOST_MICROBATCHES)
         bounds = rank_bounds(rows, self._microbatches, self._view.ranks.shares)
-        return None if any(start == stop for start, stop in bounds) else bounds
+        if any(start == stop for start, stop in bounds):
+            return None
+        return bounds
 
     def word(self, samples: int, *fields: int) -> list[list[int]]:
         """Return the integers of all ranks, of which each is at a batch; `samples` must be equal on all of them.

@@ -87,7 +87,9 @@ class RowBounds:
 
     def times(self, factor: int) -> RowBounds:
         """Return the bounds of a tensor with `factor` rows per row of the batch."""
-        return self if factor == self.factor else RowBounds(self.ranks, self.slices, factor)
+        if factor == self.factor:
+            return self
+        return RowBounds(self.ranks, self.slices, factor)
 
     def is_equal(self, other: RowBounds) -> bool:
         """Whether ranks hold the same rows."""

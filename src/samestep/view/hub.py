@@ -277,7 +277,9 @@ class _State:
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
+    if gradient.is_sparse:
+        return gradient.to_dense()
+    return gradient
 
 
 def _place(parameter: torch.Tensor) -> tuple[Any, ...]:

@@ -275,7 +275,9 @@ class InStep:
 def _description(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return (*leaf.shape, leaf.dtype)
-    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__qualname__
+    if isinstance(leaf, bool | int | float | str | None):
+        return leaf
+    return type(leaf).__qualname__
 
 
 def _lists_of(module: nn.Module) -> _Lists:
@@ -328,8 +330,14 @@ def _unequal(one: Any, other: Any) -> str:
     """Return the first two values that differ, with their name if they have one."""
     if isinstance(one, dict) and isinstance(other, dict):
         names = [name for name in (*one, *other) if one.get(name) != other.get(name)]
-        return f": {names[0]} is {one.get(names[0])} and {other.get(names[0])}" if names else ""
+        if names:
+            return f": {names[0]} is {one.get(names[0])} and {other.get(names[0])}"
+        return ""
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         pairs = [(a, b) for a, b in zip(one, other, strict=True) if a != b]
-        return f" ({pairs[0][0]} and {pairs[0][1]})" if pairs else ""
-    return "" if one is None else f" ({one} and {other})"
+        if pairs:
+            return f" ({pairs[0][0]} and {pairs[0][1]})"
+        return ""
+    if one is None:
+        return ""
+    return f" ({one} and {other})"

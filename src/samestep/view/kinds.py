@@ -255,7 +255,9 @@ def operations_hash(functions: Sequence[Operation]) -> int:
 
 def numbers_hash(numbers: Sequence[Any]) -> int:
     """Return a number below 2**62 for values that left tensors, equal in all processes."""
-    return _hash(repr(numbers)) if numbers else 0
+    if numbers:
+        return _hash(repr(numbers))
+    return 0
 
 
 def _hash(text: str) -> int:

@@ -189,7 +189,9 @@ def extremes(function: Function, arguments: Sequence[Any], options: Mapping[str,
 
 def where(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """Choose between two values; with a condition alone, `where` returns indices."""
-    return elementwise(function, arguments, options) if len(arguments) + len(options) > 2 else NotImplemented
+    if len(arguments) + len(options) > 2:
+        return elementwise(function, arguments, options)
+    return NotImplemented
 
 
 def draw_like(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
@@ -267,7 +269,9 @@ def contiguous(function: Function, arguments: Sequence[Any], options: Mapping[st
     (form,) = values_at(arguments, options, 1, 2, "memory_format") or [torch.contiguous_format]
     if not is_apart(rows):
         return NotImplemented
-    return rows if rows.is_contiguous(memory_format=form) else as_rows(rows._rows_own.clone(memory_format=form), rows)
+    if rows.is_contiguous(memory_format=form):
+        return rows
+    return as_rows(rows._rows_own.clone(memory_format=form), rows)
 
 
 def concatenate(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:

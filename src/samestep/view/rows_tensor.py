@@ -198,7 +198,9 @@ class Memory:
         for reference, whole, node in self._joined:
             if reference() is rows and whole.grad_fn is not node:
                 return whole
-        return rows._rows_own if rows._rows_own.requires_grad else self.all_rows(rows)
+        if rows._rows_own.requires_grad:
+            return rows._rows_own
+        return self.all_rows(rows)
 
     def separate(self, rows: Rows) -> None:
         """Let all rows of a tensor follow a change of the graph of its own rows."""
@@ -243,12 +245,16 @@ def is_apart(value: Any) -> TypeGuard[Rows]:
 
 def own_rows(rows: Rows) -> torch.Tensor:
     """Return the own rows."""
-    return rows._rows_own if is_apart(rows) else cut_own(gathered(rows), rows._rows_bounds)
+    if is_apart(rows):
+        return rows._rows_own
+    return cut_own(gathered(rows), rows._rows_bounds)
 
 
 def graph_of(rows: Rows) -> torch.Tensor:
     """Return the tensor that has the graph of Rows."""
-    return rows._rows_own if is_apart(rows) else memory_of(rows).graph_of(rows)
+    if is_apart(rows):
+        return rows._rows_own
+    return memory_of(rows).graph_of(rows)
 
 
 def own_slice(whole: torch.Tensor, bounds: RowBounds) -> torch.Tensor:
@@ -275,7 +281,9 @@ def is_rows(value: Any) -> bool:
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """Return all rows as a plain tensor; a plain tensor is returned as it is."""
-    return memory_of(tensor).all_rows(tensor) if type(tensor) is Rows else tensor
+    if type(tensor) is Rows:
+        return memory_of(tensor).all_rows(tensor)
+    return tensor
 
 
 def with_all_rows(value: Any) -> Any:

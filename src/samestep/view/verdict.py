@@ -235,7 +235,9 @@ class Verdict:
             torch.zeros_like(part.wanted[number]) if piece is None else piece
             for part, piece in zip(self._parts, pieces, strict=True)
         ]
-        return torch.cat(filled) if self._setting.has_rows[number] else torch.stack(filled).sum(0)
+        if self._setting.has_rows[number]:
+            return torch.cat(filled)
+        return torch.stack(filled).sum(0)
 
     def _compare_gradient(
         self, whole: torch.Tensor | None, divided: torch.Tensor | None, scale: float, name: str
@@ -323,4 +325,6 @@ def _same_leaf(whole: Any, divided: Any, tolerance: float) -> bool:
 
 def _by_key(content: dict[Any, Any] | list[Any]) -> dict[Any, Any]:
     """Return the items of a container by key or position."""
-    return content if isinstance(content, dict) else dict(enumerate(content))
+    if isinstance(content, dict):
+        return content
+    return dict(enumerate(content))

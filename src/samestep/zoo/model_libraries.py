@@ -44,7 +44,9 @@ def find_in_library(name: str) -> Builder | None:
         "transformers": transformers_model,
         "segmentation_models_pytorch": _segmentation_model,
     }
-    return finders[library](model) if colon and library in finders else None
+    if colon and library in finders:
+        return finders[library](model)
+    return None
 
 
 def torchvision_names() -> list[str]:

@@ -223,7 +223,9 @@ class SampleCache:
                 # A private mapping is writable, as torch requires, and never changes the file.
                 part.mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         # A page beyond the end of a file that was truncated later would end this process with SIGBUS.
-        return memoryview(part.mapped)[entry.offset : end] if part.mapped.size() >= end else None
+        if part.mapped.size() >= end:
+            return memoryview(part.mapped)[entry.offset : end]
+        return None
 
     def _is_intact(self, entry: Entry, data: memoryview) -> bool:
         """Verify the checksum, unless a process of this rank has done so."""

@@ -181,7 +181,9 @@ def label_text(value: object) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     is_missing = value is None or (isinstance(value, float) and math.isnan(value))
-    return "" if is_missing else str(value).strip()
+    if is_missing:
+        return ""
+    return str(value).strip()
 
 
 def class_names(classes: object) -> tuple[str, ...]:

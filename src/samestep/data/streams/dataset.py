@@ -162,7 +162,9 @@ class StreamDataset:
             raise IndexError(f"sample {index} of a stream of {len(self)}")
         file = int(numpy.searchsorted(self._ends, index, side="right"))
         sample = self.source.read(file, index - int(self._ends[file] - self._sizes[file]))
-        return sample if self._transform is None else self._transform(sample)
+        if self._transform is None:
+            return sample
+        return self._transform(sample)
 
     def settings(self, *, shuffle: bool) -> dict[str, int | str]:
         """Return the settings on which the order depends, for checkpoints."""

@@ -210,7 +210,9 @@ def _single_use(model: nn.Module, graph: fx.Graph, parameter: nn.Parameter) -> s
     if len(nodes) != 1:
         return ""
     if nodes[0].op == "get_attr":
-        return "product" if len(nodes[0].users) == 1 else ""
+        if len(nodes[0].users) == 1:
+            return "product"
+        return ""
     kind = type(model.get_submodule(str(nodes[0].target)))
     return {nn.Embedding: "table", nn.Linear: "product"}.get(kind, "")
 
@@ -300,7 +302,9 @@ def _parameters_of(model: nn.Module, node: fx.Node) -> list[nn.Parameter]:
     if node.op == "call_module":
         return list(model.get_submodule(str(node.target)).parameters())
     value = attrgetter(str(node.target))(model) if node.op == "get_attr" else None
-    return [value] if isinstance(value, nn.Parameter) else []
+    if isinstance(value, nn.Parameter):
+        return [value]
+    return []
 
 
 def _stage_of_nodes(graph: fx.Graph, starts: Sequence[str]) -> dict[fx.Node, int]:

@@ -61,10 +61,14 @@ class GraphExecutor(fx.Interpreter):
 def _plain(value: Any) -> Any:
     """Return a value with plain containers in the place of those of a graph, which cannot be changed."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()} if type(value) is immutable_dict else value
+        if type(value) is immutable_dict:
+            return {key: _plain(item) for key, item in value.items()}
+        return value
     if isinstance(value, tuple) and type(value) is tuple:
         return tuple(_plain(item) for item in value)
-    return [_plain(item) for item in value] if type(value) is immutable_list else value
+    if type(value) is immutable_list:
+        return [_plain(item) for item in value]
+    return value
 
 
 @dataclass

@@ -182,7 +182,9 @@ def _quantities(reference: Trace, other: Trace, one: Event, many: Event) -> dict
 def _mean_loss(events: list[Event]) -> tuple[float, int] | None:
     """Return the mean loss over all targets of a step, and their number."""
     count = sum(event["count"] for event in events)
-    return (sum(event["value"] * event["count"] for event in events) / count, count) if count else None
+    if count:
+        return (sum(event["value"] * event["count"] for event in events) / count, count)
+    return None
 
 
 def _both(first: list[float] | None, second: list[float] | None) -> bool:

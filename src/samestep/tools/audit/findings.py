@@ -254,7 +254,9 @@ def batches_per_update(world: World) -> float:
     """Return the usual number of batches of training between two optimizer steps."""
     trained = [one for one in passes(world.ranks[0]) if one.trains]
     steps = Counter(batch["step"] for one in trained for batch in one.batches)
-    return median(steps.values()) if steps else 0
+    if steps:
+        return median(steps.values())
+    return 0
 
 
 def data_findings(world: World) -> Iterator[Finding]:

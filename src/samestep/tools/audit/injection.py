@@ -62,7 +62,9 @@ def run_observed(command: Sequence[str], folder: Path, steps: int, *, quiet: boo
             fix="samestep audit -- python train.py",
             code="E_FILE_MISSING",
         ) from error
-    return code if code >= 0 else 128 - code
+    if code >= 0:
+        return code
+    return 128 - code
 
 
 def _run(command: Sequence[str], variables: dict[str, str], stdout: TextIO | None) -> int:

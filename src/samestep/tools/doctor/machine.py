@@ -66,7 +66,9 @@ def compare(limit: float, needed: float, comfortable: float) -> Verdict:
     """Return `fail` if the limit is below the need, and `warn` if it is below a comfortable value."""
     if limit < needed:
         return "fail"
-    return "warn" if limit < comfortable else "pass"
+    if limit < comfortable:
+        return "warn"
+    return "pass"
 
 
 def check_folder(path: Path) -> Iterator[Finding]:

@@ -153,7 +153,9 @@ class StepRecorder:
             self._annotation.__enter__()
 
     def _begin_user_collective(self, is_blocking: bool) -> Callable[[], None] | None:
-        return self._begin_collective() if is_blocking else None
+        if is_blocking:
+            return self._begin_collective()
+        return None
 
     def _begin_collective(self) -> Callable[[], None]:
         begin = self._clock.now()

@@ -114,4 +114,6 @@ def _compare_with_logs(replays: Sequence[Replayed]) -> Finding | None:
         if replayed.first_different is not None
     ]
     equal = ["the replays of both runs are equal"] if len(replays) == 2 else []
-    return Finding("; ".join([*equal, *texts])) if texts else None
+    if texts:
+        return Finding("; ".join([*equal, *texts]))
+    return None

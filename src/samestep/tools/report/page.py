@@ -113,7 +113,9 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
 
 def format_number(name: str, value: float, *, is_metric: bool = True) -> str:
     """Return a value; accuracies and similar metrics as percentages."""
-    return format_metric(name, value) if is_metric and not name.endswith("loss") else f"{value:.5g}"
+    if is_metric and not name.endswith("loss"):
+        return format_metric(name, value)
+    return f"{value:.5g}"
 
 
 def draw(chart: Chart) -> dict[str, Any]:

@@ -153,7 +153,9 @@ class RankLog:
 
     def mean(self, name: str) -> float | None:
         """Return the mean of `data_share`, `wait_share`, `cpu_percent` or `samples_per_second`; None if unknown."""
-        return self.sums[name] / self.seconds if name in self.sums and self.seconds else None
+        if name in self.sums and self.seconds:
+            return self.sums[name] / self.seconds
+        return None
 
 
 def read_ranks(folder: Path) -> list[RankLog]:
@@ -203,7 +205,9 @@ class Run:
             return "not ended"
         if self.events.end.get("event") == "failure":
             return "failed"
-        return "stopped" if self.events.end.get("stopped") is True else "finished"
+        if self.events.end.get("stopped") is True:
+            return "stopped"
+        return "finished"
 
     def evaluation_values(self, event: Mapping[str, Any] | None) -> dict[str, float]:
         """Return the loss and the metrics of an evaluation, without values that are no numbers."""

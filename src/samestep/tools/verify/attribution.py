@@ -167,7 +167,9 @@ class Attribution:
         threads = self._threads(first, evidence)
         if threads is None:
             size = self._float64_distance(first)
-        return threads if size >= _ROUNDING else Finding(Cause.REDUCTION, first, (evidence, _rounding_text(size)))
+        if size >= _ROUNDING:
+            return threads
+        return Finding(Cause.REDUCTION, first, (evidence, _rounding_text(size)))
 
     def _check_options(self, first: Difference) -> Finding | None:
         """Return a finding if the options of `samestep.parallel` depend on the number of processes."""
@@ -321,7 +323,9 @@ class Attribution:
         if first.stage in TEXTS or not self._note_exists(first):
             return None
         one, other = (note["threads"] for note in self._notes(first))
-        return None if one == other else f"ranks compute with {one} and {other} threads"
+        if one == other:
+            return None
+        return f"ranks compute with {one} and {other} threads"
 
     def _note_exists(self, first: Difference) -> bool:
         return first.step in self._reference.steps and first.step in self._other.steps
@@ -371,7 +375,9 @@ def _rows(notes: tuple[Note, ...]) -> set[str]:
 def _failure_text(failure: Failure | None) -> tuple[str, ...]:
     """Return the error without expectation and fix, since a finding has its own fix."""
     text = failure.text.removeprefix("error: ").partition("\n  expected: ")[0] if failure else ""
-    return (text,) if text else ()
+    if text:
+        return (text,)
+    return ()
 
 
 def _rounding_text(size: float) -> str:

@@ -137,7 +137,9 @@ class Difference:
         if self.ranks:
             words.append(f"ranks {self.ranks[0]} and {self.ranks[1]}")
         text = ", ".join(words)
-        return f"{text}: {self.detail}" if self.detail else text
+        if self.detail:
+            return f"{text}: {self.detail}"
+        return text
 
 
 @dataclass
@@ -165,7 +167,9 @@ class Comparison:
         if not self.compared[quantity]:
             return "-"
         largest = self.distance(quantity)
-        return f"{largest:.1e}" if largest else "bits"
+        if largest:
+            return f"{largest:.1e}"
+        return "bits"
 
     def distance(self, quantity: str) -> float | None:
         """Return the largest measured distance, within the tolerance or not."""
@@ -391,7 +395,9 @@ class _Comparer:
 
 def _relative(value: float, other: float) -> float | None:
     scale = max(abs(value), abs(other))
-    return abs(value - other) / scale if scale and math.isfinite(scale) else None
+    if scale and math.isfinite(scale):
+        return abs(value - other) / scale
+    return None
 
 
 def _settings_detail(one: list[Any], other: list[Any]) -> str:

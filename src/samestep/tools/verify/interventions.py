@@ -124,7 +124,9 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _to_double(value: Any) -> Any:
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.double()
+    return value
 
 
 def _seed(generator: _Generator, seed: int) -> None:

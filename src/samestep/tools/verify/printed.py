@@ -81,10 +81,14 @@ def _distance(text: str, repeated: str, other: str, *, is_exact: bool) -> float:
     actual = float(other)
     varies = abs(value - again)
     if is_exact:
-        return 0.0 if varies else 1.0
+        if varies:
+            return 0.0
+        return 1.0
     digits = len(text.partition(".")[2]) if "e" not in text.lower() else 0
     last_digit = 10.0**-digits if "." in text and digits else 0.0
     difference = abs(value - actual) - _FACTOR * varies - 1.01 * last_digit
     if math.isnan(difference):
-        return 0.0 if math.isnan(value) and math.isnan(actual) else 1.0
+        if math.isnan(value) and math.isnan(actual):
+            return 0.0
+        return 1.0
     return max(0.0, difference) / max(abs(value), abs(actual))

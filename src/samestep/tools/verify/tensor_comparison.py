@@ -98,12 +98,16 @@ def distance(value: torch.Tensor, reference: torch.Tensor, min_scale: float = 0.
     scale = max(min_scale, max_abs(reference))
     if largest == 0.0:
         return 0.0
-    return largest / scale if scale else float("inf")
+    if scale:
+        return largest / scale
+    return float("inf")
 
 
 def max_abs(tensor: torch.Tensor) -> float:
     """Return the largest finite magnitude of an element; 0 if no element is finite."""
-    return float(tensor.detach().cpu().double().abs().nan_to_num(posinf=0.0).max()) if tensor.numel() else 0.0
+    if tensor.numel():
+        return float(tensor.detach().cpu().double().abs().nan_to_num(posinf=0.0).max())
+    return 0.0
 
 
 class StepTensors:

@@ -57,7 +57,9 @@ class Record:
 
     def notes(self, kind: str, rank: int = 0) -> list[Note]:
         """Return the notes of one rank of one kind."""
-        return [note for note in self.events[rank] if note["kind"] == kind] if self.events else []
+        if self.events:
+            return [note for note in self.events[rank] if note["kind"] == kind]
+        return []
 
     @property
     def end(self) -> Note:
@@ -68,7 +70,9 @@ class Record:
     def output(self) -> list[str]:
         """Lines that rank 0 printed."""
         file = self.folder / "output-0.log"
-        return file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
+        if file.exists():
+            return file.read_text(encoding="utf-8", errors="replace").splitlines()
+        return []
 
     @property
     def texts(self) -> dict[str, list[str]]:
@@ -78,7 +82,9 @@ class Record:
 
 def described(processes: int) -> str:
     """Return a number of processes as text."""
-    return "plain Python" if processes == PLAIN else plural(processes, "process")
+    if processes == PLAIN:
+        return "plain Python"
+    return plural(processes, "process")
 
 
 def read_record(folder: Path, processes: int, failure: Failure | None = None) -> Record:

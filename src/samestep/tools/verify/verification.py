@@ -98,7 +98,9 @@ def _specification(runner: TrialRunner, first: int) -> int:
     if not runner.subject.is_unchanged or runner.conditions.requires_bits:
         return first
     draws = runner.run(first, _run_reference(runner, PLAIN)).end.get("draws", False)
-    return first if draws else PLAIN
+    if draws:
+        return first
+    return PLAIN
 
 
 def _run_reference(runner: TrialRunner, processes: int) -> Record:
@@ -356,4 +358,6 @@ def _comparison_data(comparison: Comparison) -> dict[str, Any]:
 def _short(label: str) -> str:
     """Return `3` for `3 processes`, and `2 > 4` for `2, killed in step 3, then 4`."""
     first, _, rest = label.partition(", killed in step ")
-    return f"{first} > {rest.rpartition(' ')[2]}" if rest else first.partition(" ")[0]
+    if rest:
+        return f"{first} > {rest.rpartition(' ')[2]}"
+    return first.partition(" ")[0]

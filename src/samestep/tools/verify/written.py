@@ -104,7 +104,9 @@ def restore_files(folder: Path) -> None:
 def _entries(folder: Path) -> list[list[str]]:
     """Return path, kind, and copy or target, of each path that changed, in the order of the first changes."""
     journal = folder / _JOURNAL
-    return list(map(json.loads, journal.read_text(encoding="utf-8").splitlines())) if journal.exists() else []
+    if journal.exists():
+        return list(map(json.loads, journal.read_text(encoding="utf-8").splitlines()))
+    return []
 
 
 def describe_files(folder: Path, scratch: Path, start: Path, *, bits: bool) -> list[str]:
@@ -143,4 +145,6 @@ def _content(file: Path, *, bits: bool) -> list[str]:
 def _value(leaf: Any, *, bits: bool) -> str:
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)
-    return digest(leaf) if bits else f"norm {float(leaf.double().norm())!r}"
+    if bits:
+        return digest(leaf)
+    return f"norm {float(leaf.double().norm())!r}"

@@ -56,7 +56,9 @@ class StoredImage:
 
 def as_image(image: DecodedImage) -> Image.Image:
     """Return an image of Pillow."""
-    return image if isinstance(image, Image.Image) else Image.fromarray(image.pixels().permute(1, 2, 0).numpy())
+    if isinstance(image, Image.Image):
+        return image
+    return Image.fromarray(image.pixels().permute(1, 2, 0).numpy())
 
 
 def as_pixels(image: DecodedImage) -> torch.Tensor:
@@ -166,4 +168,6 @@ def _upright(pixels: torch.Tensor, orientation: int) -> torch.Tensor:
     """Return `(3, height, width)` in the orientation of the camera; an unknown number is ignored, as by Pillow."""
     is_transposed, flipped = _UPRIGHT.get(orientation, (False, ()))
     pixels = pixels.transpose(1, 2) if is_transposed else pixels
-    return pixels.flip(flipped) if flipped else pixels
+    if flipped:
+        return pixels.flip(flipped)
+    return pixels

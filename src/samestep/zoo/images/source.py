@@ -161,7 +161,9 @@ def crop_long_image(image: Image.Image) -> Image.Image:
     """Return the center of a very long image of Pillow, or another image unchanged."""
     top, left, height, width = limit_aspect_ratio(image.height, image.width)
     is_whole = (height, width) == (image.height, image.width)
-    return image if is_whole else image.crop((left, top, left + width, top + height))
+    if is_whole:
+        return image
+    return image.crop((left, top, left + width, top + height))
 
 
 def resize_shorter_side(image: LazyImage, length: int, interpolation: v2.InterpolationMode) -> torch.Tensor:

@@ -60,7 +60,9 @@ def load_stream_images(
 def _open_files(path: str, format: Format, columns: Sequence[str]) -> SampleFiles:
     if format == "webdataset":
         return TarFiles(path)
-    return ParquetFiles(path, columns) if format == "parquet" else ArrowFiles(path, columns)
+    if format == "parquet":
+        return ParquetFiles(path, columns)
+    return ArrowFiles(path, columns)
 
 
 def _convert(

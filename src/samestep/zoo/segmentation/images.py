@@ -74,7 +74,9 @@ class MaskTransforms:
 
     @property
     def _sides(self) -> tuple[int, int]:
-        return (self.image_size, self.image_size) if isinstance(self.image_size, int) else self.image_size
+        if isinstance(self.image_size, int):
+            return (self.image_size, self.image_size)
+        return self.image_size
 
 
 class JointTransform:

@@ -206,4 +206,6 @@ def _integers(image: Image.Image) -> NDArray[Any]:
 
 def as_target(numbers: torch.Tensor, *, is_binary: bool) -> torch.Tensor:
     """Return class numbers as the target of a loss for one output channel, or for several."""
-    return numbers.to(torch.float32).unsqueeze(0) if is_binary else numbers.to(torch.int64)
+    if is_binary:
+        return numbers.to(torch.float32).unsqueeze(0)
+    return numbers.to(torch.int64)

@@ -137,7 +137,9 @@ class PatchOptions:
     @property
     def sides(self) -> tuple[int, int, int]:
         """Sides of a patch."""
-        return (self.patch_size,) * 3 if isinstance(self.patch_size, int) else self.patch_size
+        if isinstance(self.patch_size, int):
+            return (self.patch_size,) * 3
+        return self.patch_size
 
 
 class RandomPatches:

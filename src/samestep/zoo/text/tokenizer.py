@@ -59,7 +59,9 @@ class ByteTokenizer:
         """Return the name of a token."""
         if token == _BYTES:
             return "end"
-        return chr(token) if 0x20 < token < 0x7F else f"0x{token:02x}"
+        if 0x20 < token < 0x7F:
+            return chr(token)
+        return f"0x{token:02x}"
 
 
 class FileTokenizer:

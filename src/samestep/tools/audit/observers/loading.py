@@ -279,7 +279,9 @@ def _fingerprint(dataset: Any) -> int | None:
                 return None
             result = zlib.crc32(f"{name} {description}".encode(), result)
             has_data |= hasattr(item, "__len__") and not isinstance(item, str) and len(item) == count
-    return result if has_data and count > 1 else None
+    if has_data and count > 1:
+        return result
+    return None
 
 
 def _description(value: Any) -> str | None:
@@ -293,10 +295,14 @@ def _description(value: Any) -> str | None:
         value = list(value.items())
     if isinstance(value, list | tuple):
         items = value[:: max(1, len(value) // _HASHED_ITEMS)]
-        return f"{len(value)} {items}" if all(map(_is_plain, items)) else None
+        if all(map(_is_plain, items)):
+            return f"{len(value)} {items}"
+        return None
     if _is_plain(value):
         return repr(value)
-    return None if hasattr(value, "__len__") or hasattr(value, "__getitem__") else type(value).__qualname__
+    if hasattr(value, "__len__") or hasattr(value, "__getitem__"):
+        return None
+    return type(value).__qualname__
 
 
 def _is_plain(value: Any) -> bool:

@@ -175,7 +175,9 @@ class StepObserver:
         return reference is not None and reference() is parameter
 
     def _name(self, index: int, parameter: torch.Tensor) -> str:
-        return self._names[id(parameter)][1] if self._is_replicated(parameter) else f"parameter {index}"
+        if self._is_replicated(parameter):
+            return self._names[id(parameter)][1]
+        return f"parameter {index}"
 
     def _finalize_process(self) -> None:
         """Write the last state when the process ends, with `multiprocessing` too, which runs no `atexit` functions."""
