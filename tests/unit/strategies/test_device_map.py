@@ -28,7 +28,7 @@ class Pair(nn.Module):
 def applied(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **place: int) -> nn.Module:
     strategy = StrategyConfig(name="device_map", place=place)
     world = World(0, 1, DEVICES[0], RunContext.local(), strategy=strategy)
-    monkeypatch.setattr(device_map, "rank_devices", lambda world: DEVICES)
+    monkeypatch.setattr(device_map, "rank_devices", lambda *arguments: DEVICES)
     apply_device_map(model, world)
     return model
 
