@@ -68,8 +68,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reduction", choices=("fast", "exact"), default="exact")
     options = parser.parse_args()
-    found = samestep.launch(counted_step, options.reduction, processes=2)
-    print(json.dumps({"files": len(found), "lines": sum(found.values()), "by_file": found}, indent=2))
+    lines = samestep.launch(counted_step, options.reduction, processes=2)
+    print(json.dumps({"files": len(lines), "lines": sum(lines.values()), "by_file": lines}, indent=2))
 
 
 if __name__ == "__main__":

@@ -151,6 +151,16 @@ def test_operations_of_a_step_beyond_a_plain_loop(tmp_path: Path) -> None:
     assert beyond["recipe, fast"] < beyond["recipe, fast, clip_norm"] <= 40
 
 
+@pytest.mark.slow
+def test_lines_of_a_step_are_those_of_functions_that_ran() -> None:
+    command = [sys.executable, "benchmarks/step_path.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    counted = json.loads(done.stdout)
+    assert {"view/parallel.py", "view/divided.py", "view/hub.py", "reduce/exact.py"} <= counted["by_file"].keys()
+    assert counted["lines"] == sum(counted["by_file"].values())
+    assert not {"view/trial.py", "view/watch.py"} & counted["by_file"].keys()  # of earlier steps
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_wheels_for_a_gpu_machine_are_small_and_complete(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from samestep.errors import PeerLostError, RankDesyncError, RankMismatchError
 _READERS_SECONDS = 0.5
 _WAIT_SECONDS = 1.0  # then an operation is stored, and the difference of pending operations is read
 _POLL_SECONDS = 0.25
-# Facts with an error code of their own
+# Facts with an error code of their own.
 BATCH = "global batch"
 DATASET = "dataset"
 # Of a rank's text in an error; limits of its parts.

@@ -82,24 +82,44 @@ def use_deterministic_kernels() -> bool:
     return True
 
 
+class KernelChoice(NamedTuple):
+    """Settings of torch that decide between kernels with the same bits each time and faster ones."""
+
+    # Of `torch.use_deterministic_algorithms`: whether it is on, and whether an operation without one is only a warning.
+    determinism: tuple[bool, bool]
+    fills: bool  # new memory is filled, for programs that read it before they write it; costs a pass over each tensor
+    measures: bool  # cuDNN selects kernels by their time
+
+    @classmethod
+    def present(cls) -> KernelChoice:
+        """Return the present settings."""
+        import torch
+
+        return cls(
+            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+            torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+            torch.backends.cudnn.benchmark,
+        )
+
+    def install(self) -> None:
+        """Make these the settings of torch."""
+        import torch
+
+        is_deterministic, warns = self.determinism
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=warns)
+        torch.utils.deterministic.fill_uninitialized_memory = self.fills  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = self.measures
+
+
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
     """Use deterministic kernels during the block; settings are those of the script after it."""
-    import torch
-
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    measures = torch.backends.cudnn.benchmark
-    use_deterministic_kernels()
-    # Filling new memory only helps programs that read uninitialized memory, and costs a pass over each tensor.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    before = KernelChoice.present()
+    KernelChoice((True, False), fills=False, measures=False).install()
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(is_deterministic, warn_only=warns)
-        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = measures
+        before.install()
 
 
 def set_tf32(device: torch.device, *, allowed: bool | None) -> None:

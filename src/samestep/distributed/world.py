@@ -54,7 +54,7 @@ class RunContext:
         return cls(status, stop or StopRequest(), check)
 
 
-# Of the first message of `all_gather`
+# Of the first message of `all_gather`.
 _LENGTH_BYTES = 8
 _FEW_DATA_BYTES = 504
 _FEW_BYTES = 2**16  # every rank sends its values to every other one

@@ -88,9 +88,10 @@ class ProcessState:
     job: Job | None = None  # the job of another launcher, once joined
     session: ExitStack = field(default_factory=ExitStack)  # ends the world of `samestep.init()`
     world: World | None = None  # of `samestep.init()`, until its end
-    options: Any = None  # `SessionOptions` of this world; its type belongs to a higher level
+    # Of this world; their types belong to a higher level.
+    options: Any = None  # `samestep.session.SessionOptions`
+    view: Any = None  # `samestep.view.view.View`
     rendezvous: Rendezvous | None = None  # of another launcher, whose variables a private world hides
-    view: Any = None  # global view of this world; the same
     worlds: int = 0  # number of worlds that this process has entered with other ranks
     # Process groups of finished worlds. They are never released in a launched rank: when a model under DDP is released
     # later, and its group with it, torch waits for gloo threads that may wait for the GIL in turn.

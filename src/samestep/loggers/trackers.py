@@ -177,7 +177,7 @@ class WandbLogger(Tracker):
 
 
 _FLUSH_SECONDS = 1.0
-# Limits of one request to MLflow
+# Limits of one request to MLflow.
 _MAX_METRICS = 1000
 _MAX_PARAMS = 100
 _MAX_PARAM_CHARACTERS = 6000

@@ -15,10 +15,10 @@ from samestep.config.validation import require_package
 from samestep.errors import RunError
 
 _MAX_ROWS = 40  # of a table; the file has all classes
-# Characters of a name in the table and in the plot
+# Characters of a name in the table and in the plot.
 _MAX_NAME = 30
 _MAX_LABEL = 16
-# Classes up to which the plot has numbers in cells, and names at ticks
+# Classes up to which the plot has numbers in cells, and names at ticks.
 _MAX_CELL_NUMBERS = 20
 _MAX_TICK_NAMES = 60
 

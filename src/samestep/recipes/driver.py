@@ -218,7 +218,9 @@ class Driver:
         if self._config.non_finite == "stop" and not is_scaling:
             self.model.eval()
             raise non_finite_error(
-                *(data, samples.tolist(), self._trained),
+                data,
+                samples.tolist(),
+                self._trained,
                 loss_of=lambda inputs, targets: self.losses(inputs, targets)[1]["loss"],
                 world=self.world,
                 step=self.steps + 1,

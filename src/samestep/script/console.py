@@ -26,7 +26,7 @@ from samestep.view.fingerprints import script_line
 Share = Callable[[bytes | None], bytes]
 # Until rank 0 has input, ranks exchange an empty message after this time, so that none of them counts as hung.
 _PATIENCE_SECONDS = 20.0
-# First byte of a message
+# First byte of a message.
 _DATA = b"+"
 _OS_ERROR = b"!"
 _END = b"."

@@ -21,7 +21,7 @@ from samestep.view.ranks import Ranks
 TotalNorm = Callable[..., torch.Tensor]
 
 
-class Parts(Protocol):
+class SplitParameters(Protocol):
     """Parameters of a module with parts on different ranks.
 
     Attributes:
@@ -47,7 +47,7 @@ class Parts(Protocol):
         ...
 
 
-def share_norms(split: Parts, module: nn.Module, ranks: Ranks) -> None:
+def share_norms(split: SplitParameters, module: nn.Module, ranks: Ranks) -> None:
     """Let `clip_grad_norm_`, `get_total_norm` and `GradScaler` see the gradients of all ranks.
 
     Args:
@@ -67,7 +67,7 @@ def share_norms(split: Parts, module: nn.Module, ranks: Ranks) -> None:
 class _Part:
     """Gradients of one module on this rank."""
 
-    def __init__(self, split: Parts, module: nn.Module, ranks: Ranks) -> None:
+    def __init__(self, split: SplitParameters, module: nn.Module, ranks: Ranks) -> None:
         self._split = weakref.ref(split)
         self._module = weakref.ref(module)
         self._ranks = ranks

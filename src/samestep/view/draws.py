@@ -238,9 +238,8 @@ def _attention(operations: CallOperations, function: Function, arguments: Argume
     if _is_plain(operations, shape, query.device):
         return function(*arguments, **options)
     region = operations.region
-    if (
-        is_accelerator(query.device) and region is not None and region.seed is not None
-    ):  # fused kernels draw from the default generator
+    has_own_stream = region is not None and region.seed is not None
+    if has_own_stream and is_accelerator(query.device):  # fused kernels draw from the default generator
 
         def numbers_of(values: list[Any]) -> Any:
             return function(*values, p, **named)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import warnings
 
-import torch
-
+from samestep.distributed.devices import KernelChoice
 from samestep.view.region import current_region
 
 _WARNING = ".* does not have a deterministic implementation"
@@ -26,35 +25,26 @@ class EqualKernels:
 
     def __init__(self, *, is_needed: bool) -> None:
         self._is_needed = is_needed
-        self._is_active = False
-        self._is_deterministic = False
-        self._warns = False
-        self._fills = False
-        self._measures = False
+        self._before: KernelChoice | None = None
+        self._own: KernelChoice | None = None
 
     def begin(self) -> None:
         """Request deterministic kernels; operations without one compute as before."""
-        if not self._is_needed or self._is_active or current_region() is not None:
+        if not self._is_needed or self._own is not None or current_region() is not None:
             return
-        self._is_active = True
-        self._is_deterministic = torch.are_deterministic_algorithms_enabled()
-        self._warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        self._fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-        self._measures = torch.backends.cudnn.benchmark
-        torch.backends.cudnn.benchmark = False
-        if not self._is_deterministic:
+        self._before = KernelChoice.present()
+        self._own = self._before._replace(measures=False)
+        is_deterministic, _ = self._before.determinism
+        if not is_deterministic:
+            self._own = KernelChoice((True, True), fills=False, measures=False)
             warnings.filterwarnings("ignore", _WARNING, UserWarning)
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            # It costs a pass over each new tensor, and helps only programs that read memory before they write it.
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        self._own.install()
 
     def end(self) -> None:
         """Put the settings back, except for those that the script has changed since."""
-        if not self._is_active:
+        if self._before is None or self._own is None:
             return
-        self._is_active = False
-        if not torch.backends.cudnn.benchmark:
-            torch.backends.cudnn.benchmark = self._measures
-        if not self._is_deterministic and torch.is_deterministic_algorithms_warn_only_enabled():
-            torch.use_deterministic_algorithms(False, warn_only=self._warns)
-            torch.utils.deterministic.fill_uninitialized_memory = self._fills  # type: ignore[attr-defined]
+        settings = zip(KernelChoice.present(), self._own, self._before, strict=True)
+        restored = (before if present == own else present for present, own, before in settings)
+        KernelChoice._make(restored).install()
+        self._own = None

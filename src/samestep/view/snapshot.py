@@ -142,7 +142,7 @@ class Snapshot:
 
         Args:
             copied: whether to copy the buffers, without `shared_statistics`.
-            draws: whether the slice draws from the generators of torch.
+            draws: whether the slice draws from a generator of the process.
         """
         own = [(place, saved.tensor) for place, saved in self._buffers if place in self._written]
         own = [(place, tensor) for place, tensor in own if not self._is_statistic(place)]
@@ -166,7 +166,6 @@ class Snapshot:
     def others(self, *, draws: bool) -> Snapshot | None:
         """Return the present state of the places that calls of the kind change, without buffers; None without one."""
         attributes = [(index, state) for index, state, _ in self._attributes if index in self._written]
-        draws = draws or self.has_draws
         if not attributes and not draws:
             return None
         now = copy(self)
@@ -219,7 +218,7 @@ class StateOfSlice:
     Args:
         buffers: (table, name, buffer) of the slice.
         others: the other state, if there is any.
-        draws: whether the slice draws from the generators of torch.
+        draws: whether the slice draws from a generator of the process.
     """
 
     def __init__(

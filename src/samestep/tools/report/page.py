@@ -25,7 +25,7 @@ _TITLES = {
     "lr": "Learning rate",
     "grad_norm": "Gradient norm",
 }
-# Plot within a chart of 640 x 215 pixels
+# Plot within a chart of 640 x 215 pixels.
 _LEFT = 66.0
 _RIGHT = 630.0
 _TOP = 10.0
