@@ -28,7 +28,10 @@ ATTRIBUTE = re.compile(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", re.MULTILINE)
 def recipe_page() -> str:
     """Return the table of recipe keys with types, defaults and descriptions."""
     lines = ["# Recipe keys", "", NOTE, "| key | type | default | meaning |", "|---|---|---|---|"]
-    lines += [f"| `{key}` | {kind} | {default} | {text} |" for key, kind, default, text in _keys(Recipe, "")]
+    lines += [
+        f"| `{key}` | {kind} | {default} | {text} |"
+        for key, kind, default, text in _keys(Recipe, "")
+    ]
     return "\n".join([*lines, ""])
 
 
@@ -40,7 +43,9 @@ def _keys(kind: Any, prefix: str) -> Iterator[tuple[str, str, str, str]]:
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         key, text = f"{prefix}{field.name}", descriptions.get(field.name, "").replace("|", "\\|")
-        nested = next((part for part in (hint, *get_args(hint)) if dataclasses.is_dataclass(part)), None)
+        nested = next(
+            (part for part in (hint, *get_args(hint)) if dataclasses.is_dataclass(part)), None
+        )
         if nested is not None:
             yield key, "mapping", "", text
             yield from _keys(nested, f"{key}.")
@@ -96,7 +101,9 @@ def errors_page() -> str:
         "| code | meaning |",
         "|---|---|",
     ]
-    return "\n".join([*lines, *(f"| `{code}` | {meaning} |" for code, meaning in sorted(CODES.items())), ""])
+    return "\n".join(
+        [*lines, *(f"| `{code}` | {meaning} |" for code, meaning in sorted(CODES.items())), ""]
+    )
 
 
 def api_page() -> str:

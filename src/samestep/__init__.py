@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
-# Not from `typing`: `python -m samestep` imports this file before it removes the current folder from `sys.path`, and a
-# file typing.py there would be imported.
+# Not from `typing`: `python -m samestep` imports this file before it removes the current folder
+# from `sys.path`, and a file typing.py there would be imported.
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from typing import Any

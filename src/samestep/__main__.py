@@ -15,7 +15,9 @@ def entry() -> int:
     def end(number: int, frame: object) -> None:
         os._exit(_EXIT_STOPPED)
 
-    is_first = os.getpid() == 1  # of a container: the kernel ignores signals with the default action
+    is_first = (
+        os.getpid() == 1
+    )  # of a container: the kernel ignores signals with the default action
     # Ctrl-C during the imports ends the process without a traceback.
     before = signal.signal(signal.SIGINT, end if is_first else signal.SIG_DFL)
     if is_first:

@@ -54,14 +54,18 @@ class _PlainLoop:
         steps: steps of the optimizer, with those before a resumption.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, others: tuple[Any, Any]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, others: tuple[Any, Any]
+    ) -> None:
         self.world = init()
         self.steps = 0
         self.model = model
         self.optimizer = optimizer
         self.scheduler, self._scaler = others
         own = set(model.parameters())
-        if not own.issuperset(parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if not own.issuperset(
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ):
             raise InputError(
                 "the optimizer updates parameters that the model does not have",
                 expected="an optimizer of the model's parameters",
@@ -78,18 +82,28 @@ class _PlainLoop:
     def training(self) -> Training:
         scaler = self._scaler or torch.amp.GradScaler(enabled=False)
         return Training(
-            self.model, self.optimizer, self.scheduler, scaler, local_parameters=divided_parameters(self.model)
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            scaler,
+            local_parameters=divided_parameters(self.model),
         )
 
     def check(self) -> None:
         """Require equal parameters, buffers and state of the optimizer on ranks that have the same; a collective."""
         parameters = self.training.parameters
-        values = {name: value for name, value in self.model.state_dict().items() if name not in parameters.local}
+        values = {
+            name: value
+            for name, value in self.model.state_dict().items()
+            if name not in parameters.local
+        }
         values |= {name: value for name, value in parameters.local.items() if parameters.has(name)}
         for number, state in self.optimizer.state_dict()["state"].items():
             values |= {f"{number}.{slot}": value for slot, value in state.items()}
         tensors = {
-            name: value for name, value in values.items() if isinstance(value, torch.Tensor) and not is_divided(value)
+            name: value
+            for name, value in values.items()
+            if isinstance(value, torch.Tensor) and not is_divided(value)
         }
         copies = self.world
         if split_of(self.model) is not None:
@@ -129,27 +143,32 @@ class CheckpointManager:
             for inputs, targets in batches:
                 ...
 
-    With `background=True`, use the manager as a context manager around the loop: `save` then returns once the state is
-    copied, or on a GPU once the copies are queued, and the end of the block waits for the last checkpoint.
+    With `background=True`, use the manager as a context manager around the loop: `save` then
+    returns once the state is copied, or on a GPU once the copies are queued, and the end of the
+    block waits for the last checkpoint.
 
     Args:
-        folder: folder with one subfolder per checkpoint. Locked against other processes until this object is closed
-            or deleted.
+        folder: folder with one subfolder per checkpoint. Locked against other processes until this
+            object is closed or deleted.
         model: the model, or several by name: `{"generator": generator, "critic": critic}`.
             The number of a checkpoint is the largest number of steps of an optimizer.
-        batches: training data, or several loaders by name; the cursor of the first is the position of the loop.
+        batches: training data, or several loaders by name; the cursor of the first is the position
+            of the loop.
         optimizer: optimizer of the model, or several by the names of the models.
         scheduler: schedule of the optimizer, or several by name.
         scaler: the `GradScaler` of the loop.
-        state: other objects by name: with `state_dict` and `load_state_dict`, such as schedulers that the loop steps;
-            generators of torch; dicts, which are restored in place. Equal on every rank.
+        state: other objects by name: with `state_dict` and `load_state_dict`, such as schedulers
+            that the loop steps; generators of torch; dicts, which are restored in place. Equal on
+            every rank.
         keep: number of newest checkpoints to keep, in addition to the best.
-        best_by: key among the results of an evaluation that selects the best checkpoint: `loss` or a metric.
+        best_by: key among the results of an evaluation that selects the best checkpoint: `loss` or
+            a metric.
         best_mode: `min` or `max`; None for `min` of losses and `max` of the built-in metrics.
         background: write checkpoints in a background thread.
 
     Raises:
-        InputError: another process writes to the folder, or the state has values that a checkpoint cannot hold.
+        InputError: another process writes to the folder, or the state has values that a checkpoint
+        cannot hold.
     """
 
     def __init__(
@@ -170,7 +189,9 @@ class CheckpointManager:
         self._rule = BestRule.of(best_by, best_mode)
         self._best: float | None = None
         self._saved: int | None = None  # number of the last checkpoint
-        self._saved_hashes: dict[str, str] = {}  # of its state that the loop can change between steps
+        self._saved_hashes: dict[
+            str, str
+        ] = {}  # of its state that the loop can change between steps
         self._last_step = 0  # before the last batch
         self._loaders: dict[str, WholeBatches] = _by_name(batches)
         self._loops = _parts(_by_name(model), optimizer, scheduler, scaler)
@@ -197,18 +218,22 @@ class CheckpointManager:
     def epochs(self, number: int) -> Iterator[int]:
         """Resume from the newest checkpoint, yield the remaining epochs as `samestep.epochs`, and save after each.
 
-        If the body has called `save` after the last step, and the state has not changed since, the state is not saved
-        again. Errors are those of `resume`, `samestep.epochs` and `save`.
+        If the body has called `save` after the last step, and the state has not changed since, the
+        state is not saved again. Errors are those of `resume`, `samestep.epochs` and `save`.
 
-        A stop request (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C, `samestep.request_stop`) saves after the next step, with
-        several loaders after the epoch, and ends the script with exit code 130.
+        A stop request (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C, `samestep.request_stop`) saves after the
+        next step, with several loaders after the epoch, and ends the script with exit code 130.
         """
         self.resume()
         self._last_step = self._step
         with stopped_by_signals(self._world.context.stop, keeps_handlers=True):
-            for epoch in stoppable_epochs(next(iter(self._loaders.values())), number, self._end_on_request):
+            for epoch in stoppable_epochs(
+                next(iter(self._loaders.values())), number, self._end_on_request
+            ):
                 yield epoch
-                if self._saved != self._step or any(all_gather(self._hashes() != self._saved_hashes, self._world)):
+                if self._saved != self._step or any(
+                    all_gather(self._hashes() != self._saved_hashes, self._world)
+                ):
                     self.save()
 
     def _end_on_request(self) -> None:
@@ -231,14 +256,15 @@ class CheckpointManager:
         """Save models, optimizers, schedules, objects and positions. Call on every rank; rank 0 writes.
 
         Args:
-            values: results of an evaluation of this state. The checkpoint becomes `best` if they are the best so
-                far; a loss or a value that is not finite never is.
+            values: results of an evaluation of this state. The checkpoint becomes `best` if they
+                are the best so far; a loss or a value that is not finite never is.
 
         Returns:
             Whether the checkpoint is the best.
 
         Raises:
-            CheckpointWriteError: the checkpoint, or with `background=True` the previous one, could not be written.
+            CheckpointWriteError: the checkpoint, or with `background=True` the previous one, could
+            not be written.
             RankMismatchError: ranks hold different state.
             InputError: `values` have no value of the name `best_by`; the checkpoint is saved.
         """
@@ -278,13 +304,16 @@ class CheckpointManager:
 
         Args:
             checkpoint: `last`, `best`, `epoch-N`, or the number of a step.
-            accept_changes: continue although the script, or a module that it imports, has changed since the checkpoint;
-                or the batch size, microbatches, seeds, the number and order of the samples, or the step options; or
-                although `state` has additional objects, which keep their present state.
+            accept_changes: continue although the script, or a module that it imports, has changed
+                since the checkpoint; or the batch size, microbatches, seeds, the number and order
+                of the samples, or the step options; or although `state` has additional objects,
+                which keep their present state.
 
         Raises:
-            CheckpointError: the checkpoint does not exist, is damaged, or is of another model or optimizer.
-            InputError: the code, the data or an option has changed, or the code differs between ranks.
+            CheckpointError: the checkpoint does not exist, is damaged, or is of another model or
+            optimizer.
+            InputError: the code, the data or an option has changed, or the code differs between
+            ranks.
         """
         # No rank reads while rank 0 removes the leftovers of a killed run.
         if self._world.is_main:
@@ -294,15 +323,27 @@ class CheckpointManager:
             return False
         path = self._folder.find(checkpoint)
         sources = process_state.source_files
-        names = {file.removesuffix(STATE).removesuffix(".") for file in file_names(path) if file.endswith(STATE)}
+        names = {
+            file.removesuffix(STATE).removesuffix(".")
+            for file in file_names(path)
+            if file.endswith(STATE)
+        }
         require_same_names("models", names, self._loops)
         trainings = {_prefix(name): training for name, training in self._trainings()}
         states = read_verified(path, trainings)
         saved = {name: states[_prefix(name)] for name in self._loops}
-        changes = [change for name, state in saved.items() for change in self._changes(name, state.progress)]
-        require_unchanged_settings(list(dict.fromkeys(changes)), self._world.is_main, accept_changes=accept_changes)
+        changes = [
+            change
+            for name, state in saved.items()
+            for change in self._changes(name, state.progress)
+        ]
+        require_unchanged_settings(
+            list(dict.fromkeys(changes)), self._world.is_main, accept_changes=accept_changes
+        )
         if self._world.is_main:
-            for name in sources.require(next(iter(saved.values())).sources, accept_changes=accept_changes):
+            for name in sources.require(
+                next(iter(saved.values())).sources, accept_changes=accept_changes
+            ):
                 logger.warning("continuing with changed code: %s", name)
         sources.check_ranks(self._world)
         for name, training in self._trainings():
@@ -362,8 +403,12 @@ class CheckpointManager:
             for kind in (state, state["objects"]):
                 for key in sorted(set(kind) - {"objects"}):
                     text = json.dumps(kind[key]).encode()
-                    hashes[f"state of {_prefix(name)}{key}"] = hashlib.blake2b(text, digest_size=4).hexdigest()
-            hashes[f"tensors in the state of {name or 'the loop'}"] = str(checksum(dict(tensors.values())))
+                    hashes[f"state of {_prefix(name)}{key}"] = hashlib.blake2b(
+                        text, digest_size=4
+                    ).hexdigest()
+            hashes[f"tensors in the state of {name or 'the loop'}"] = str(
+                checksum(dict(tensors.values()))
+            )
         return hashes
 
     def _changes(self, name: str, saved: Progress) -> Iterator[str]:
@@ -372,7 +417,9 @@ class CheckpointManager:
             require_same_names("loaders", saved.loaders, self._loaders)
         for key, loader in saved.loaders.items():
             before = self._loaders[key].adopt(loader.settings)
-            yield from setting_changes(key or "loader", before, self._loaders[key].settings_of(loader.cursor.epoch))
+            yield from setting_changes(
+                key or "loader", before, self._loaders[key].settings_of(loader.cursor.epoch)
+            )
 
     def _restore(self, saved: Mapping[str, SavedState]) -> None:
         for name, state in saved.items():
@@ -389,7 +436,12 @@ class CheckpointManager:
         self._is_entered = True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._is_entered = False
         try:
             self._writer.__exit__(kind, error, at)
@@ -414,7 +466,9 @@ def _parts(models: Mapping[str, Any], *others: Any) -> dict[str, _PlainLoop]:
     """Return the parts of a loop by name."""
     optimizer, scheduler, scaler = others
     optimizers, schedulers = (
-        dict(other) if isinstance(other, Mapping) else dict.fromkeys(list(models)[: len(models) == 1], other)
+        dict(other)
+        if isinstance(other, Mapping)
+        else dict.fromkeys(list(models)[: len(models) == 1], other)
         for other in (optimizer, scheduler)
     )
     for name in models:
@@ -425,7 +479,10 @@ def _parts(models: Mapping[str, Any], *others: Any) -> dict[str, _PlainLoop]:
                 fix="CheckpointManager(folder, model, batches, optimizer=optimizer)",
                 code="E_CHECKPOINT_WRITE",
             )
-    return {name: _PlainLoop(model, optimizers[name], (schedulers.get(name), scaler)) for name, model in models.items()}
+    return {
+        name: _PlainLoop(model, optimizers[name], (schedulers.get(name), scaler))
+        for name, model in models.items()
+    }
 
 
 def _by_name(parts: Part | Mapping[str, Part]) -> dict[str, Part]:

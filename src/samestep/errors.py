@@ -1,6 +1,7 @@
 """Errors of Samestep, their codes and the exit codes of the command.
 
-An error gives the value, the expectation and the fix. It is reported once, by the rank that caused it.
+An error gives the value, the expectation and the fix. It is reported once, by the rank that caused
+it.
 """
 
 from __future__ import annotations
@@ -101,7 +102,12 @@ class SamestepError(Exception):
     default_code = "E_RUN"
 
     def __init__(
-        self, value: str, expected: str | None = None, fix: str | None = None, *, code: str | None = None
+        self,
+        value: str,
+        expected: str | None = None,
+        fix: str | None = None,
+        *,
+        code: str | None = None,
     ) -> None:
         super().__init__(value, expected, fix)
         self.value = value
@@ -121,7 +127,10 @@ class SamestepError(Exception):
         """Report of any length."""
         title, *details = self.value.split("\n")
         # Text from a file or a library can have lines that look like another report.
-        lines = [f"{title} [{self.code}]", *(line if line.startswith(" ") else f"    {line}" for line in details)]
+        lines = [
+            f"{title} [{self.code}]",
+            *(line if line.startswith(" ") else f"    {line}" for line in details),
+        ]
         for name, text in (("expected:", self.expected), ("fix:", self.fix)):
             if text:
                 lines.append(f"  {name:<9} {_continued(text)}")
@@ -133,7 +142,9 @@ def _continued(text: str) -> str:
     return text.replace("\n", "\n" + 12 * " ")
 
 
-def _rebuilt(kind: type[SamestepError], value: str, expected: str | None, fix: str | None, code: str) -> SamestepError:
+def _rebuilt(
+    kind: type[SamestepError], value: str, expected: str | None, fix: str | None, code: str
+) -> SamestepError:
     return kind(value, expected, fix, code=code)
 
 

@@ -45,29 +45,38 @@ def parallel(
 ) -> ModuleType:
     """Divide the calls of a module between the ranks, and return the same module.
 
-    Every rank runs the whole script and gives whole batches to the module. In a call, each rank computes its own rows;
-    outputs, and gradients of parameters and inputs, are those of the whole batch. The class of the module becomes a
-    subclass of its own class. Joins the other ranks if `samestep.init` was not called.
+    Every rank runs the whole script and gives whole batches to the module. In a call, each rank
+    computes its own rows; outputs, and gradients of parameters and inputs, are those of the whole
+    batch. The class of the module becomes a subclass of its own class. Joins the other ranks if
+    `samestep.init` was not called.
 
     Args:
         module: a module with equal parameters on all ranks.
-        strategy: `ddp`: each rank holds all parameters. `fsdp`: one part of every parameter; make optimizers
-            afterwards. `hsdp`: `fsdp` within groups of ranks. `tp`: matrix products divided between ranks. `pp`:
-            consecutive layers on different ranks. None: that of `samestep.init`, otherwise `ddp`.
-        reduction: `fast`: results are equal to those of one process to rounding. `exact`: the same bits on every number
-            of processes up to `microbatches`, one included. Each microbatch is computed alone, on one thread and by
-            deterministic kernels; compiled code runs uncompiled. One microbatch is a plain call.
-        batch_norm: statistics of the whole batch (`global`), or of the own rows (`local`): then results depend on the
-            number of ranks.
-        microbatches: number of slices of a batch, of which each rank owns equally many; at least the number of ranks.
-            None: the rows of the first call with a row for each rank, under `exact` with several rows; at most 8.
-        whole: whether a rank can compute a whole batch. With False, a call that cannot be divided is an error.
+        strategy: `ddp`: each rank holds all parameters. `fsdp`: one part of every parameter; make
+            optimizers afterwards. `hsdp`: `fsdp` within groups of ranks. `tp`: matrix products
+            divided between ranks. `pp`: consecutive layers on different ranks. None: that of
+            `samestep.init`, otherwise `ddp`.
+        reduction: `fast`: results are equal to those of one process to rounding. `exact`: the same
+            bits on every number of processes up to `microbatches`, one included. Each microbatch is
+            computed alone, on one thread and by deterministic kernels; compiled code runs
+            uncompiled. One microbatch is a plain call.
+        batch_norm: statistics of the whole batch (`global`), or of the own rows (`local`): then
+            results depend on the number of ranks.
+        microbatches: number of slices of a batch, of which each rank owns equally many; at least
+            the number of ranks.
+            None: the rows of the first call with a row for each rank, under `exact` with several
+            rows; at most 8.
+        whole: whether a rank can compute a whole batch. With False, a call that cannot be divided
+            is an error.
         strict: raise an error if a call is not divided, with the reason.
-        tensor_slices: slices of matrix products with a tensor axis, a multiple of its size; 1 for its size.
-        tensor_plan: kinds of division by shell pattern of module names; empty for the plans of known models.
+        tensor_slices: slices of matrix products with a tensor axis, a multiple of its size; 1 for
+            its size.
+        tensor_plan: kinds of division by shell pattern of module names; empty for the plans of
+            known models.
 
     Raises:
-        InputError: an argument is invalid, there are more ranks than microbatches, or ranks hold different parameters.
+        InputError: an argument is invalid, there are more ranks than microbatches, or ranks hold
+        different parameters.
     """
     _require_arguments(module, reduction, batch_norm)
     if parallel_module(module) is not None:
@@ -84,7 +93,9 @@ def parallel(
     _observe(module, {"strategy": config and config.name, **options})
     _place(module)
     require_microbatches(microbatches, view.ranks.size)
-    has_slices = view.ranks.size > 1 or tensor_slices > 1 or (reduction == "exact" and microbatches != 1)
+    has_slices = (
+        view.ranks.size > 1 or tensor_slices > 1 or (reduction == "exact" and microbatches != 1)
+    )
     if has_slices:  # otherwise its own calls
         _divide(module, owner_of(module, config, tensor_slices, tensor_plan, **options))
     return module
@@ -109,7 +120,9 @@ def owner_of(
     reduction = options["reduction"]
     view = joined_view(config, reduction)
     view.require_equal(module, is_divided)
-    is_part = any(map(is_divided, module.parameters()))  # of a module that is divided, or has such a part
+    is_part = any(
+        map(is_divided, module.parameters())
+    )  # of a module that is divided, or has such a part
     strategy = _strategy(view, config, reduction, tensor_slices, tensor_plan, is_part=is_part)
     strategy.prepare(module)
     return ParallelModule(view, module, strategy, **options)
@@ -124,14 +137,16 @@ def _observe(module: nn.Module, options: dict[str, Any]) -> None:
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Keep gradients of backwards inside the block, and sum them over ranks in the first backward after it.
 
-    For gradient accumulation: one sum for several backwards. `.grad` is complete after that backward. Under `exact`
-    each backward is summed, and the block changes nothing.
+    For gradient accumulation: one sum for several backwards. `.grad` is complete after that
+    backward. Under `exact` each backward is summed, and the block changes nothing.
 
     Args:
         module: result of `samestep.parallel`.
     """
     owner = parallel_module(module)
-    if owner is None or owner.is_exact:  # one process, or sums of microbatches, which cannot wait for later ones
+    if (
+        owner is None or owner.is_exact
+    ):  # one process, or sums of microbatches, which cannot wait for later ones
         yield
         return
     before = owner.strategy.is_deferred
@@ -226,7 +241,9 @@ def _divide(module: nn.Module, owner: ParallelModule) -> None:
     # Compiled and patched modules have a forward of their own, which would hide that of the class.
     instance_forward = module.__dict__.pop("forward", None)
 
-    def call(self: nn.Module, compiler: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def call(
+        self: nn.Module, compiler: Any, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
         eager = instance_forward or functools.partial(base.forward, self)
         forward = with_compiler(compiler, eager)
         if owner.module is not self:  # another instance that the script made of this class
@@ -342,7 +359,9 @@ def _require_arguments(module: Any, reduction: str, batch_norm: str) -> None:
             fix="remove the wrapper: samestep.parallel(model)",
             code="E_WRAPPED_MODEL",
         )
-    if parallel_module(module) is None and any(is_divided(parameter) for parameter in module.parameters()):
+    if parallel_module(module) is None and any(
+        is_divided(parameter) for parameter in module.parameters()
+    ):
         raise InputError(
             f"samestep.parallel received a {type(module).__name__} whose parameters are divided already",
             expected="a module that no strategy has divided, with all its parts",

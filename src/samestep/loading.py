@@ -40,23 +40,28 @@ _LOADER_DEFAULTS: dict[str, Any] = {
 }
 
 
-def loader(dataset: SizedDataset | DataLoader[Any], *arguments: Any, **options: Any) -> WholeBatches:
+def loader(
+    dataset: SizedDataset | DataLoader[Any], *arguments: Any, **options: Any
+) -> WholeBatches:
     """Return an iterable over the whole batches of one epoch, of which each rank reads its own rows.
 
-    With a data set and the arguments of torch's `DataLoader`, the order is a function of (seed, epoch), and a run
-    resumes at any batch at the same cost. With a `DataLoader`, the order is that of its samplers. Each iteration is an
-    epoch. See `WholeBatches`.
+    With a data set and the arguments of torch's `DataLoader`, the order is a function of (seed,
+    epoch), and a run resumes at any batch at the same cost. With a `DataLoader`, the order is that
+    of its samplers. Each iteration is an epoch. See `WholeBatches`.
 
     Args:
         dataset: data set, or a `DataLoader` of torch, which stays as it is.
         arguments: positional arguments of `DataLoader`, from `batch_size` on.
         options: keyword arguments of `DataLoader`. With a data set also:
-            `seed`: seed of order and random numbers, 0 if omitted; a `generator` gives its initial seed.
+            `seed`: seed of order and random numbers, 0 if omitted; a `generator` gives its initial
+                seed.
             `order`: kind of order with `shuffle`: `shuffled`, `keyed` (constant memory) or `auto`.
-            `bad_samples`: `stop` raises the `DataError` of an unusable sample, `skip` leaves the sample out.
-            `lengths`: one length per sample; samples of similar length share a batch, to reduce padding.
-            A sampler can also be a function of (seed, epoch) that returns indices. It is drawn once per epoch, with
-            generators that are seeded by seed and epoch.
+            `bad_samples`: `stop` raises the `DataError` of an unusable sample, `skip` leaves the
+                sample out.
+            `lengths`: one length per sample; samples of similar length share a batch, to reduce
+                padding.
+            A sampler can also be a function of (seed, epoch) that returns indices. It is drawn once
+            per epoch, with generators that are seeded by seed and epoch.
 
     Raises:
         InputError: an argument is invalid, or arguments do not fit together.

@@ -11,14 +11,16 @@ from annotated_types import Ge, Le
 from samestep.errors import CheckpointError, InputError
 from samestep.units import plural
 
-Shares = int | tuple[int, ...]  # number of ranks with equal shares of the microbatches, or the share of each rank
+Shares = (
+    int | tuple[int, ...]
+)  # number of ranks with equal shares of the microbatches, or the share of each rank
 
 
 def microbatch_bounds(size: int, microbatches: int) -> list[tuple[int, int]]:
     """Return one slice `[start, stop)` of a global batch of `size` samples per microbatch.
 
-    Sizes differ by at most one. A batch smaller than `microbatches` has empty microbatches, which do not take part in
-    the step.
+    Sizes differ by at most one. A batch smaller than `microbatches` has empty microbatches, which
+    do not take part in the step.
     """
     return [(size * v // microbatches, size * (v + 1) // microbatches) for v in range(microbatches)]
 
@@ -39,16 +41,20 @@ def rank_count(shares: Shares) -> int:
     return len(shares)
 
 
-def require_shares(shares: tuple[int, ...], data_ranks: int, microbatches: int | None = None) -> None:
+def require_shares(
+    shares: tuple[int, ...], data_ranks: int, microbatches: int | None = None
+) -> None:
     """Require a share for each of `data_ranks` ranks that is at least one microbatch.
 
     Raises:
-        InputError: there are other numbers of shares than ranks, or a rank would have no microbatch.
+        InputError: there are other numbers of shares than ranks, or a rank would have no
+        microbatch.
     """
     numbers = range(data_ranks)
     is_positive = len(shares) == data_ranks and min(shares) >= 1
     if is_positive and (
-        microbatches is None or all(owned_microbatches(microbatches, shares, rank) for rank in numbers)
+        microbatches is None
+        or all(owned_microbatches(microbatches, shares, rank) for rank in numbers)
     ):
         return
     of = "" if microbatches is None else f" of {plural(microbatches, 'microbatch')}"
@@ -60,7 +66,9 @@ def require_shares(shares: tuple[int, ...], data_ranks: int, microbatches: int |
     )
 
 
-def require_enough_microbatches(microbatches: int, data_ranks: int, *, ranks_per_model: int = 1) -> None:
+def require_enough_microbatches(
+    microbatches: int, data_ranks: int, *, ranks_per_model: int = 1
+) -> None:
     """Require a microbatch for each of `data_ranks` ranks, or groups of `ranks_per_model` ranks, with different data.
 
     Raises:
@@ -77,7 +85,13 @@ def require_enough_microbatches(microbatches: int, data_ranks: int, *, ranks_per
 
 
 def require_integer(
-    name: str, value: Any, *, at_least: int, at_most: int | None = None, expected: str = "", example: int
+    name: str,
+    value: Any,
+    *,
+    at_least: int,
+    at_most: int | None = None,
+    expected: str = "",
+    example: int,
 ) -> int:
     """Return an argument as an `int`, from any integer type, such as those of NumPy.
 
@@ -92,7 +106,12 @@ def require_integer(
         number = None
     if number is None or number < at_least or (at_most is not None and number > at_most):
         limits = f">= {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        raise InputError(f"{name} is {value!r}", f"an integer {limits}{expected}", f"{name}={example}", code="E_VALUE")
+        raise InputError(
+            f"{name} is {value!r}",
+            f"an integer {limits}{expected}",
+            f"{name}={example}",
+            code="E_VALUE",
+        )
     return number
 
 
@@ -101,7 +120,9 @@ class Cursor:
     """The only position of a run, independent of ranks."""
 
     epoch: Annotated[int, Ge(0), Le(2**62)] = 0  # number of complete passes over the data
-    samples: Annotated[int, Ge(0), Le(2**62)] = 0  # samples of the current pass consumed by all ranks together
+    samples: Annotated[int, Ge(0), Le(2**62)] = (
+        0  # samples of the current pass consumed by all ranks together
+    )
 
 
 def require_position(cursor: Cursor, samples: int, batch_size: int) -> None:

@@ -26,10 +26,11 @@ def is_main() -> bool:
 def request_stop() -> None:
     """Request the end of the training loop, on all ranks after the same step. One rank suffices.
 
-    Ranks agree on requests inside the messages of a step. Loops over `samestep.epochs` and `CheckpointManager.epochs`
-    end before the next batch; the latter write a checkpoint, unless no step followed the last one. The script then ends
-    with exit code 130. A loop that has its last batch ends as without a request. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C
-    are requests in a loop over `CheckpointManager.epochs`, unless the script has handlers of its own.
+    Ranks agree on requests inside the messages of a step. Loops over `samestep.epochs` and
+    `CheckpointManager.epochs` end before the next batch; the latter write a checkpoint, unless no
+    step followed the last one. The script then ends with exit code 130. A loop that has its last
+    batch ends as without a request. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C are requests in a loop over
+    `CheckpointManager.epochs`, unless the script has handlers of its own.
     """
     init().context.stop.is_made = True
 
@@ -53,9 +54,9 @@ def all_gather(value: Any, world: World | None = None) -> list[Any]:
     """Return the values of all ranks, by rank, on every rank. Collective.
 
     Args:
-        value: a dense tensor, whose shape and dtype may differ between ranks; or a JSON value: number, string,
-            boolean, None, or lists and string-keyed mappings of these. Tensors arrive on the device of the rank,
-            without gradient; tuples arrive as lists.
+        value: a dense tensor, whose shape and dtype may differ between ranks; or a JSON value:
+            number, string, boolean, None, or lists and string-keyed mappings of these. Tensors
+            arrive on the device of the rank, without gradient; tuples arrive as lists.
         world: the ranks; None for those of `samestep.init`.
 
     Raises:
@@ -74,16 +75,18 @@ def reduce_dict(
 ) -> dict[str, Value]:
     """Return the mean of each value over ranks, weighted by `count`, or the sum. Collective.
 
-    With the number of samples as `count`, the result is the mean over all samples, not a mean of means. All ranks get
-    the same bits.
+    With the number of samples as `count`, the result is the mean over all samples, not a mean of
+    means. All ranks get the same bits.
 
     Args:
         values: numbers, or tensors with the same shape on every rank; the same keys on every rank.
         world: the ranks; None for those of `samestep.init`.
-        count: number of items behind the values of this rank; 0 for a rank without items, whose values are ignored.
+        count: number of items behind the values of this rank; 0 for a rank without items, whose
+            values are ignored.
         reduce: `mean`, or `sum` of the values, in which counts other than 0 have no weight.
 
     Raises:
-        InputError: keys or shapes differ between ranks, the sum of counts is 0, or `reduce` is unknown.
+        InputError: keys or shapes differ between ranks, the sum of counts is 0, or `reduce` is
+        unknown.
     """
     return collectives.reduce_dict(values, world or init(), count=count, reduce=reduce)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-# Limits of a report, below one screen of 60 lines and 8 kB: lines of the progress can precede a report.
+# Limits of a report, below one screen of 60 lines and 8 kB: lines of the progress can precede a
+# report.
 _MAX_LINES = 48
 _MAX_BYTES = 6_144
 _MAX_CHARACTERS = 1_000
@@ -16,7 +17,8 @@ _UNUSUAL = re.compile(r"[^\n -~]")
 def printable(text: str) -> str:
     r"""Return `text` with every control character, except for newlines, as an escape sequence such as `\x1b`.
 
-    A terminal would execute control characters. Lone surrogates, which stand for invalid UTF-8, are escaped too.
+    A terminal would execute control characters. Lone surrogates, which stand for invalid UTF-8, are
+    escaped too.
     """
 
     def escaped(match: re.Match[str]) -> str:
@@ -51,13 +53,19 @@ def bounded(text: str) -> str:
 
 def _shortened(line: str) -> str:
     count = len(line)
-    if count > 2 * _MAX_CHARACTERS:  # before the conversion, which is slow for millions of characters
+    if (
+        count > 2 * _MAX_CHARACTERS
+    ):  # before the conversion, which is slow for millions of characters
         line = line[:_MAX_CHARACTERS] + line[-_LINE_END_CHARACTERS:]
     line = printable(line)
     if len(line) <= _MAX_CHARACTERS and count <= _MAX_CHARACTERS:
         return line
     remark = f" ... {count:,} characters ... "
-    return line[: _MAX_CHARACTERS - _LINE_END_CHARACTERS - len(remark)] + remark + line[-_LINE_END_CHARACTERS:]
+    return (
+        line[: _MAX_CHARACTERS - _LINE_END_CHARACTERS - len(remark)]
+        + remark
+        + line[-_LINE_END_CHARACTERS:]
+    )
 
 
 def indented(text: str, indent: str = "    ") -> str:

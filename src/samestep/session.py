@@ -82,7 +82,8 @@ def start(
 ) -> Iterator[World]:
     """Join the other ranks, and yield the world.
 
-    Arguments are those of `init`; `exact` and one thread are the defaults, and torch's default group is not private.
+    Arguments are those of `init`; `exact` and one thread are the defaults, and torch's default
+    group is not private.
 
     Yields:
         The world. Its process group ends with the block, unless it was adopted.
@@ -90,7 +91,9 @@ def start(
     Raises:
         InputError: as `init`.
     """
-    options = SessionOptions(device, reduction, timeout, strategy, run, tuple(loggers), share_gpu, adopt, threads)
+    options = SessionOptions(
+        device, reduction, timeout, strategy, run, tuple(loggers), share_gpu, adopt, threads
+    )
     with _session(options) as world:
         yield world
 
@@ -109,36 +112,46 @@ def init(
 ) -> World:
     """Join the other ranks, and return the world.
 
-    Ranks are defined by `samestep.launch` or the `samestep` command, otherwise by the environment variables of
-    torchrun, Slurm's srun or Open MPI's mpirun (docs/guides/launching.md), otherwise this process is the only rank.
+    Ranks are defined by `samestep.launch` or the `samestep` command, otherwise by the environment
+    variables of torchrun, Slurm's srun or Open MPI's mpirun (docs/guides/launching.md), otherwise
+    this process is the only rank.
 
-    The world ends when the interpreter exits, when the function of `samestep.launch` returns, or at the end of a
-    block: `with samestep.init():`. A second call returns the same world. `samestep.parallel` calls this function.
+    The world ends when the interpreter exits, when the function of `samestep.launch` returns, or at
+    the end of a
+    block: `with samestep.init():`. A second call returns the same world. `samestep.parallel` calls
+        this function.
 
-    The process group is private: the script sees neither a default group of torch nor the launcher's variables, such as
-    `RANK`. On one process nothing of the script's environment changes. On several, all ranks start with the states of
-    the generators of torch, NumPy and Python on rank 0, and ranks that compute on CPUs share the cores.
+    The process group is private: the script sees neither a default group of torch nor the
+    launcher's variables, such as `RANK`. On one process nothing of the script's environment
+    changes. On several, all ranks start with the states of the generators of torch, NumPy and
+    Python on rank 0, and ranks that compute on CPUs share the cores.
 
     Args:
         device: `auto` selects this rank's GPU if torch sees one, otherwise the CPU.
-        reduction: `exact` requests deterministic kernels from torch; `fast` leaves torch's settings unchanged.
-        threads: intra-op threads of this rank. None: 1 under `exact`; under `fast` unchanged on one process and on
-            GPUs, otherwise a share of the cores.
-        timeout: limit of the time without progress, and of collectives. None means 10 minutes, or the limit of the
+        reduction: `exact` requests deterministic kernels from torch; `fast` leaves torch's settings
+            unchanged.
+        threads: intra-op threads of this rank. None: 1 under `exact`; under `fast` unchanged on one
+            process and on GPUs, otherwise a share of the cores.
+        timeout: limit of the time without progress, and of collectives. None means 10 minutes, or
+            the limit of the
             launcher, with a slightly longer one of collectives: the watchdog reports a hang first.
-        strategy: a strategy that divides the model needs torch's default group, which is then not private.
-        run: name of a run in `runs`, or a `Path` of its directory; None writes nothing. An existing run is continued.
-        loggers: loggers of `World.log`, used on rank 0 and closed at the end of the world. With a run, they receive its
-            events too; also `tensorboard`, `wandb` and `mlflow` by name.
+        strategy: a strategy that divides the model needs torch's default group, which is then not
+            private.
+        run: name of a run in `runs`, or a `Path` of its directory; None writes nothing. An existing
+            run is continued.
+        loggers: loggers of `World.log`, used on rank 0 and closed at the end of the world. With a
+            run, they receive its events too; also `tensorboard`, `wandb` and `mlflow` by name.
         share_gpu: several ranks may use one GPU; they communicate by gloo in place of NCCL.
-        adopt: use the process group of another library in this process, if there is one, with its ranks and device;
-            the group stays afterwards. Ranks are not watched for hangs.
+        adopt: use the process group of another library in this process, if there is one, with its
+            ranks and device; the group stays afterwards. Ranks are not watched for hangs.
 
     Raises:
-        InputError: device, default device or mesh do not fit, a process group exists, the run cannot be written, or the
-            process has a world with other options.
+        InputError: device, default device or mesh do not fit, a process group exists, the run
+            cannot be written, or the process has a world with other options.
     """
-    options = SessionOptions(device, reduction, timeout, strategy, run, tuple(loggers), share_gpu, adopt, threads)
+    options = SessionOptions(
+        device, reduction, timeout, strategy, run, tuple(loggers), share_gpu, adopt, threads
+    )
     return join(replace(options, is_private=not adopt and not _needs_default_group(strategy)))
 
 
@@ -185,7 +198,10 @@ def _require_same(options: SessionOptions) -> None:
     for name in (field.name for field in fields(SessionOptions)):
         value = getattr(options, name)
         before = getattr(first, name)
-        if name not in ("is_private", "sees_own_devices") and value not in (getattr(defaults, name), before):
+        if name not in ("is_private", "sees_own_devices") and value not in (
+            getattr(defaults, name),
+            before,
+        ):
             wanted = _shown(value)
             raise InputError(
                 f"samestep.init({name}={wanted}) in a process that has joined with {name}={_shown(before)}",
@@ -205,7 +221,9 @@ def _shown(value: Any) -> str:
 
 
 def _needs_default_group(strategy: StrategyConfig | None) -> bool:
-    return strategy is not None and (strategy.name not in ("auto", "ddp") or strategy.ranks_per_model > 1)
+    return strategy is not None and (
+        strategy.name not in ("auto", "ddp") or strategy.ranks_per_model > 1
+    )
 
 
 def _forget_world() -> None:
@@ -231,7 +249,10 @@ def _session(options: SessionOptions) -> Iterator[World]:
     if options.reduction == "exact":
         context.resources.enter_context(deterministic_kernels())
     try:
-        world = replace(build_world(own.rank, own.size, own.device, context, strategy, own.limit), group=own.group)
+        world = replace(
+            build_world(own.rank, own.size, own.device, context, strategy, own.limit),
+            group=own.group,
+        )
         if options.is_private:
             own = own._replace(group=hide_default_group())
             process_state.rendezvous = own.rendezvous  # of later worlds too
@@ -276,15 +297,22 @@ def _end_script(world: World, uncaught: UncaughtErrors, *, is_adopted: bool) -> 
 
 
 def _end_session(world: World, *, is_adopted: bool) -> None:
-    # After an uncaught exception, other ranks may wait in a collective for this one, and the teardown for them.
+    # After an uncaught exception, other ranks may wait in a collective for this one, and the
+    # teardown for them.
     error: BaseException | None = getattr(sys, "last_value", None)
     # The library that owns an adopted group may have destroyed it.
-    stack = process_state.session if not is_adopted or dist.is_initialized() else world.context.resources
+    stack = (
+        process_state.session
+        if not is_adopted or dist.is_initialized()
+        else world.context.resources
+    )
     stack.__exit__(type(error) if error is not None else None, error, None)
 
 
 @contextmanager
-def _with_loggers(world: World, run: str | Path | None, loggers: Sequence[Logger | str]) -> Iterator[World]:
+def _with_loggers(
+    world: World, run: str | Path | None, loggers: Sequence[Logger | str]
+) -> Iterator[World]:
     """Yield the world with its loggers, and with the run if there is one."""
     if run is not None and not process_state.is_experiment:
         from samestep.runs.folder import open_run  # worlds without a run do not need these modules
@@ -300,15 +328,21 @@ def _with_loggers(world: World, run: str | Path | None, loggers: Sequence[Logger
             fix='samestep.init(run="first", loggers=[...]), or an object such as WandbLogger(path)',
             code="E_UNKNOWN_NAME",
         )
-    own = tuple(logger for logger in loggers if not isinstance(logger, str)) if world.is_main else ()
+    own = (
+        tuple(logger for logger in loggers if not isinstance(logger, str)) if world.is_main else ()
+    )
     with ExitStack() as stack:
         for logger in own:
             stack.callback(logger.close)
-        used = () if process_state.is_experiment else own  # values of a trial do not belong into the user's tracker
+        used = (
+            () if process_state.is_experiment else own
+        )  # values of a trial do not belong into the user's tracker
         yield replace(world, context=replace(world.context, loggers=used))
 
 
-def _create_process_group(worker: WorkerSpec | None, options: SessionOptions, rank_status: RankStatus) -> Membership:
+def _create_process_group(
+    worker: WorkerSpec | None, options: SessionOptions, rank_status: RankStatus
+) -> Membership:
     """Select the device, find the other ranks and create the process group."""
     if dist.is_initialized() or process_state.world is not None:
         raise InputError(
@@ -343,12 +377,16 @@ def _create_process_group(worker: WorkerSpec | None, options: SessionOptions, ra
             require_own_gpus(store, rank, size, own_gpus)
         default = worker.timeout if worker else job.hang_after if job else HANG_AFTER
         hang_after = timeout.total_seconds() if timeout is not None else default
-        limit = timedelta(seconds=hang_after + (COLLECTIVE_MARGIN_SECONDS if job is not None else 0))
+        limit = timedelta(
+            seconds=hang_after + (COLLECTIVE_MARGIN_SECONDS if job is not None else 0)
+        )
         hook = sys.excepthook
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         if options.is_private:
             sys.excepthook = hook  # without torch's prefix of the rank
-    watchdog = PeerWatchdog(job, store, rank_status, hang_after) if job is not None and size > 1 else None
+    watchdog = (
+        PeerWatchdog(job, store, rank_status, hang_after) if job is not None and size > 1 else None
+    )
     return Membership(rank, size, device, store, limit, rendezvous, watchdog)
 
 
@@ -359,14 +397,16 @@ def _sharing(options: SessionOptions) -> Sharing | None:
 
 
 def _leave(world: World, own: Membership, *, is_launched: bool) -> None:
-    # Ranks leave together: a rank that destroys its group while another communicates can abort at exit.
+    # Ranks leave together: a rank that destroys its group while another communicates can abort at
+    # exit.
     world.barrier()
     if own.watchdog is not None:
         own.watchdog.close()
         world.barrier()  # otherwise a watchdog could find the store gone
     world.context.status.finish()
     if own.is_adopted:
-        # The owner may exit now. Threads of gloo that still release the barrier's objects would abort the process.
+        # The owner may exit now. Threads of gloo that still release the barrier's objects would
+        # abort the process.
         time.sleep(_RELEASE_SECONDS)
         return
     if is_launched:
@@ -377,7 +417,8 @@ def _leave(world: World, own: Membership, *, is_launched: bool) -> None:
 def _leave_after_failure(own: Membership) -> None:
     if own.watchdog is not None:
         own.watchdog.join_if_ending()
-    # With other ranks the group stays: they may wait in a collective for this rank, and the teardown for them.
+    # With other ranks the group stays: they may wait in a collective for this rank, and the
+    # teardown for them.
     if own.size == 1 and not own.is_adopted:
         destroy(own.group)
 
@@ -394,8 +435,8 @@ def stopped_by_signals(stop: StopRequest, *, keeps_handlers: bool) -> AbstractCo
 
     Args:
         stop: receives the requests.
-        keeps_handlers: do nothing with signals that the script handles, and in experiments: their commands stop
-            scripts at once.
+        keeps_handlers: do nothing with signals that the script handles, and in experiments: their
+            commands stop scripts at once.
     """
     numbers = [signal.SIGINT, *STOP_SIGNALS]
     if keeps_handlers:
@@ -419,7 +460,10 @@ def _ranks(worker: WorkerSpec | None, rendezvous: Rendezvous | None) -> tuple[in
 
 
 def _select_devices(
-    options: SessionOptions, worker: WorkerSpec | None, rendezvous: Rendezvous | None, sharing: Sharing | None
+    options: SessionOptions,
+    worker: WorkerSpec | None,
+    rendezvous: Rendezvous | None,
+    sharing: Sharing | None,
 ) -> tuple[torch.device, list[str]]:
     """Return the first device of this rank, and the UUIDs of GPUs that it must share with no other rank."""
     kind = options.device
@@ -430,10 +474,14 @@ def _select_devices(
     _, size, local_rank = _ranks(worker, rendezvous)
     per_rank = (strategy.devices or 1) if strategy.name == "device_map" else 1
     # srun --gpus-per-task=1 and similar options hide the devices of other ranks, too.
-    shows_own = available == per_rank and rendezvous is not None and rendezvous.launcher != "torchrun"
+    shows_own = (
+        available == per_rank and rendezvous is not None and rendezvous.launcher != "torchrun"
+    )
     if options.sees_own_devices or shows_own:
         local_rank = 0
-    device = torch.device(ACCELERATOR, first_gpu_index(local_rank, per_rank, available, share=sharing is not None))
+    device = torch.device(
+        ACCELERATOR, first_gpu_index(local_rank, per_rank, available, share=sharing is not None)
+    )
     shape = resolve_mesh(strategy, size)
     if sharing == "gloo" and shape.pipeline > 1:
         raise InputError(
@@ -455,8 +503,9 @@ def _set_threads(options: SessionOptions, own: Membership) -> None:
     elif own.size > 1 and not is_accelerator(own.device):
         share = usable_processors() // _local_size(own)
         torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
-    # MKL selects the kernels of its vector functions at their first call. If several threads make this call at the
-    # same time, one of them can compute with a generic kernel, with other rounding.
+    # MKL selects the kernels of its vector functions at their first call. If several threads make
+    # this call at the same time, one of them can compute with a generic kernel, with other
+    # rounding.
     torch.tanh(torch.zeros(16))
 
 
@@ -485,7 +534,9 @@ def _launch_store(worker: WorkerSpec, timeout: timedelta) -> dist.Store:
         hint = "read the output of the missing ranks"
         store = process_state.hosted_store
         if store is None:
-            store = dist.TCPStore(*worker.store_address, size, False, timeout, wait_for_workers=False)
+            store = dist.TCPStore(
+                *worker.store_address, size, False, timeout, wait_for_workers=False
+            )
         store = dist.PrefixStore(read_environment().job_prefix, store)
         process_state.launch_store, _ = wait_for_ranks(
             store, rank=rank, size=size, restarts=0, timeout=timeout, hint=hint

@@ -1,11 +1,13 @@
 """Import of torchvision next to a CPU-only torch.
 
-The torchvision of the public package index is built for CUDA. With a CPU build of torch its compiled operators do not
-load, and its import fails while it registers shapes for two of them. Declaring these two is enough for models,
-transforms and datasets; the operators themselves (nms, image codecs) stay absent.
+The torchvision of the public package index is built for CUDA. With a CPU build of torch its
+compiled operators do not load, and its import fails while it registers shapes for two of them.
+Declaring these two is enough for models, transforms and datasets; the operators themselves (nms,
+image codecs) stay absent.
 
-In the development environment a `.pth` file calls `install_import_hook` at the start of Python, so that every program
-can import torchvision. Therefore functions import modules that the start of Python does not need.
+In the development environment a `.pth` file calls `install_import_hook` at the start of Python, so
+that every program can import torchvision. Therefore functions import modules that the start of
+Python does not need.
 """
 
 from __future__ import annotations

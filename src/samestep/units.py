@@ -46,7 +46,13 @@ def parse_duration(option: str, text: str) -> float:
 def format_milliseconds(seconds: float) -> str:
     """Return seconds as milliseconds: `1,234 ms`, `12.3 ms`, `0.12 ms`."""
     value = seconds * 1e3
-    return f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms" if value >= 1 else f"{value:.2f} ms"
+    return (
+        f"{value:,.0f} ms"
+        if value >= 100
+        else f"{value:.1f} ms"
+        if value >= 1
+        else f"{value:.2f} ms"
+    )
 
 
 def format_percent(fraction: float | None) -> str:

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 _BLOCK = 2**16
 _GPU_BLOCKS = 2**6
 _SEED = 0x5EED
-_FACTOR = 6364136223846793005  # odd, and 5 modulo 8: the powers have period 2^62 (Knuth's MMIX generator)
+_FACTOR = (
+    6364136223846793005  # odd, and 5 modulo 8: the powers have period 2^62 (Knuth's MMIX generator)
+)
 MODULUS = 2**64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
@@ -36,16 +38,18 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 def checksum(tensors: Mapping[str, torch.Tensor]) -> int:
     """Return 64 bits that depend on every bit of `tensors`, its position, and names, types and shapes.
 
-    A tensor is a sequence of words v_i of at most 32 bits, in the order of its elements. Its sum is s = sum of v_i w_i
-    modulo 2^64, with fixed odd 64-bit weights: w_i = r_(i mod B) P^(i div B), with random odd r of a block of B words,
-    and an odd P. The checksum is the sum over tensors of a s + b modulo 2^64, with a, odd, and b from a BLAKE2 hash of
-    name, type and shape. Sums modulo 2^64 have no rounding, so threads and the order of summation are irrelevant. Raw
+    A tensor is a sequence of words v_i of at most 32 bits, in the order of its elements. Its sum is
+    s = sum of v_i w_i modulo 2^64, with fixed odd 64-bit weights: w_i = r_(i mod B) P^(i div B),
+    with random odd r of a block of B words, and an odd P. The checksum is the sum over tensors of a
+    s + b modulo 2^64, with a, odd, and b from a BLAKE2 hash of name, type and shape. Sums modulo
+    2^64 have no rounding, so threads and the order of summation are irrelevant. Raw
     bits are read: NaNs with different payloads differ, and so do 0.0 and -0.0.
 
     A change within one word is always detected: it alters v_i by d with 0 < |d| < 2^32, and the checksum by d times an
-    odd number, which is no multiple of 2^64. So every single flipped bit is detected. Changes in several words cancel
-    for about one choice of the weights in 2^32 (multilinear hashing: Lemire and Kaser, "Strongly universal string
-    hashing is fast", 2014; words have half the width of the weights so that this holds for high bits too). The weights
+    odd number, which is no multiple of 2^64. So every single flipped bit is detected. Changes in
+    several words cancel for about one choice of the weights in 2^32 (multilinear hashing: Lemire
+    and Kaser, "Strongly universal string hashing is fast", 2014; words have half the width of the
+    weights so that this holds for high bits too). The weights
     are public: the checksum detects accidents, not constructed collisions.
     """
     return int(_sum_of_tensors(tensors, torch.device("cpu"))) % MODULUS
@@ -62,7 +66,9 @@ def _sum_of_tensors(tensors: Mapping[str, torch.Tensor], device: torch.device) -
         A 64-bit integer; sums of such integers wrap around.
     """
     summands = sum(_hash(name, tensor.dtype, tensor.shape)[1] for name, tensor in tensors.items())
-    total = torch.full((), signed(summands), dtype=torch.int64, device=device)  # `torch.tensor` waits for a GPU
+    total = torch.full(
+        (), signed(summands), dtype=torch.int64, device=device
+    )  # `torch.tensor` waits for a GPU
     by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         if tensor.numel():
@@ -70,7 +76,9 @@ def _sum_of_tensors(tensors: Mapping[str, torch.Tensor], device: torch.device) -
     for place, local in by_device.items():
         blocks = chain.from_iterable(_block_sums(name, tensor) for name, tensor in local.items())
         sums, factors = zip(*blocks, strict=True)
-        products = torch.cat(sums) * torch.tensor([*chain.from_iterable(factors)]).to(place, non_blocking=True)
+        products = torch.cat(sums) * torch.tensor([*chain.from_iterable(factors)]).to(
+            place, non_blocking=True
+        )
         total += products.sum().to(device, non_blocking=is_accelerator(device))
     return total
 
@@ -134,7 +142,9 @@ def _products(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(_SEED)  # not the default one: its state must not change
+    generator = torch.Generator().manual_seed(
+        _SEED
+    )  # not the default one: its state must not change
     weights = torch.randint(-(2**63), 2**63 - 1, (_BLOCK,), generator=generator) | 1
     return weights.to(device)
 
@@ -166,9 +176,9 @@ class _State:
 def state_checksum(trained: Trained, cursor: Cursor) -> int | None:
     """Return 64 bits that depend on every bit of the state of `trained`; None on ranks other than 0.
 
-    The state consists of parameters, persistent buffers, state and groups of the optimizer, moving average, state
-    of scaler, schedule and modules, number of steps, and the position `cursor`. Tensors enter as in `checksum`, other
-    values by their BLAKE2 hash.
+    The state consists of parameters, persistent buffers, state and groups of the optimizer, moving
+    average, state of scaler, schedule and modules, number of steps, and the position `cursor`.
+    Tensors enter as in `checksum`, other values by their BLAKE2 hash.
 
     The parameters must be complete on each rank. Waits for a GPU once.
 
@@ -199,7 +209,9 @@ def checksums_by_name(trained: Trained, cursor: Cursor) -> dict[str, str]:
         return {}
     state = _state_of(trained, cursor)
     host = torch.device("cpu")
-    sums = {name: int(_sum_of_tensors({name: tensor}, host)) for name, tensor in state.tensors.items()}
+    sums = {
+        name: int(_sum_of_tensors({name: tensor}, host)) for name, tensor in state.tensors.items()
+    }
     sums |= {name: _sum_of_values({name: value}) for name, value in state.values.items()}
     return {name: f"{value % MODULUS:016x}" for name, value in sums.items()}
 
@@ -244,8 +256,15 @@ def _other_state(training: Training, step: int, cursor: Cursor) -> _State:
     encoded = Tensors()
     result.tensors |= {f"buffer {name}": buffer for name, buffer in _buffers_of(model).items()}
     optimizer = training.optimizer
-    groups = [{key: _as_loaded(v) for key, v in group.items() if key != "params"} for group in optimizer.param_groups]
-    shared = {str(key): value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    groups = [
+        {key: _as_loaded(v) for key, v in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    shared = {
+        str(key): value
+        for key, value in optimizer.state.items()
+        if not isinstance(key, torch.Tensor)
+    }
     values = {
         "steps": step,
         "position": astuple(cursor),
@@ -256,7 +275,9 @@ def _other_state(training: Training, step: int, cursor: Cursor) -> _State:
     result.values |= {name: json.dumps(value, sort_keys=True) for name, value in values.items()}
     result.tensors |= dict(encoded.values())
     scaler = training.scaler
-    if scaler.is_enabled():  # not `state_dict`, which waits for the device; the tensors are created in the first step
+    if (
+        scaler.is_enabled()
+    ):  # not `state_dict`, which waits for the device; the tensors are created in the first step
         scale = torch.tensor(scaler._init_scale) if scaler._scale is None else scaler._scale
         tracker = scaler._growth_tracker
         tracker = torch.tensor(scaler._init_growth_tracker) if tracker is None else tracker
@@ -274,5 +295,7 @@ def _as_loaded(value: Any) -> Any:
 def _sum_of_values(values: dict[str, str]) -> int:
     """Return the contribution of values to a checksum, as a signed integer."""
     texts = (f"{name} {value}".encode() for name, value in values.items())
-    total = sum(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") for text in texts)
+    total = sum(
+        int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") for text in texts
+    )
     return (total + 2**63) % MODULUS - 2**63

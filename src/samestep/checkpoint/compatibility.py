@@ -27,9 +27,17 @@ _TYPES: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]], 
     "deque": (deque, lambda value: [list(value), value.maxlen], lambda items: deque(*items)),
     "dict": (dict, lambda value: list(map(list, value.items())), dict),
     "OrderedDict": (OrderedDict, lambda value: list(map(list, value.items())), OrderedDict),
-    "Counter": (Counter, lambda value: list(map(list, value.items())), lambda items: Counter(dict(items))),
+    "Counter": (
+        Counter,
+        lambda value: list(map(list, value.items())),
+        lambda items: Counter(dict(items)),
+    ),
     "bytes": (bytes, list, bytes),
-    "str": (str, lambda value: list(value.encode(errors="surrogatepass")), lambda items: _text(bytes(items))),
+    "str": (
+        str,
+        lambda value: list(value.encode(errors="surrogatepass")),
+        lambda items: _text(bytes(items)),
+    ),
     "complex": (complex, lambda value: [value.real, value.imag], lambda items: complex(*items)),
 }
 # Surrogates stand for bytes of file names that are not UTF-8. JSON cannot represent them.
@@ -41,7 +49,8 @@ def encode(value: Any, tensors: Tensors, place: str) -> Any:
     """Return a value as JSON, and add the tensors and arrays that it contains to `tensors`.
 
     Args:
-        value: numbers, text, None, tensors, arrays of NumPy, and containers of these: list, dict, and `_TYPES`.
+        value: numbers, text, None, tensors, arrays of NumPy, and containers of these: list, dict,
+            and `_TYPES`.
         tensors: without copies; a tensor that is referred to twice is restored as one.
         place: description of the value, such as `scheduler.base_lrs`.
 
@@ -58,7 +67,10 @@ def encode(value: Any, tensors: Tensors, place: str) -> Any:
     for name, (known, contents, _) in _TYPES.items():
         if kind is known:
             items = encode(contents(value), tensors, place)
-            return {_TYPE: name, "items": sorted(items, key=json.dumps) if kind in (set, frozenset) else items}
+            return {
+                _TYPE: name,
+                "items": sorted(items, key=json.dumps) if kind in (set, frozenset) else items,
+            }
     if isinstance(value, torch.Tensor) and _is_savable(value):
         device = {} if value.device.type == "cpu" else {"device": value.device.type}
         return {_TYPE: "tensor", "name": _named(value, tensors, place), **device}
@@ -108,7 +120,9 @@ def _text(data: bytes) -> str:
 
 def _is_savable(tensor: torch.Tensor) -> bool:
     is_wide_complex = tensor.is_complex() and tensor.dtype is not torch.complex64
-    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta or is_wide_complex)
+    return tensor.layout is torch.strided and not (
+        tensor.is_quantized or tensor.is_meta or is_wide_complex
+    )
 
 
 def _named(tensor: torch.Tensor, tensors: Tensors, place: str) -> str:
@@ -159,13 +173,20 @@ def load_schedule(scheduler: LRScheduler, saved: dict[str, Any]) -> None:
         CheckpointError: the state is that of another kind of scheduler.
     """
     # Names that begin with an underscore differ between versions of torch.
-    names, own = (sorted(name for name in state if name[0] != "_") for state in (saved, scheduler.state_dict()))
+    names, own = (
+        sorted(name for name in state if name[0] != "_")
+        for state in (saved, scheduler.state_dict())
+    )
     if type(scheduler).__module__.startswith("torch.optim.") and names != own:
-        raise other_state("schedule", f"it has the values {', '.join(names)}, and not {', '.join(own)}")
+        raise other_state(
+            "schedule", f"it has the values {', '.join(names)}, and not {', '.join(own)}"
+        )
     scheduler.load_state_dict(saved)
 
 
-def setting_changes(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
+def setting_changes(
+    name: str, saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> Iterator[str]:
     """Yield the settings with another value; a checkpoint of another version can lack some."""
     current = json.loads(json.dumps(current))
     for key in current:
@@ -181,7 +202,8 @@ def require_unchanged_settings(changes: list[str], is_main: bool, *, accept_chan
     """
     if changes and not accept_changes:
         raise _other_loop(
-            "; ".join(changes), "the values with which the run began, so that the result is that of one run"
+            "; ".join(changes),
+            "the values with which the run began, so that the result is that of one run",
         )
     for change in changes if is_main else ():
         logger.warning("continuing with a change: %s", change)
@@ -194,8 +216,12 @@ def require_same_names(kind: str, saved: Collection[str], current: Collection[st
         InputError: names differ.
     """
     if set(saved) != set(current):
-        before, own = (", ".join(sorted(filter(None, names))) or "none" for names in (saved, current))
-        raise _other_loop(f"the names of its {kind} were {before}, and are {own}", f"{kind} by the same names")
+        before, own = (
+            ", ".join(sorted(filter(None, names))) or "none" for names in (saved, current)
+        )
+        raise _other_loop(
+            f"the names of its {kind} were {before}, and are {own}", f"{kind} by the same names"
+        )
 
 
 def _other_loop(problem: str, expected: str) -> CheckpointError:
@@ -215,11 +241,15 @@ def groups_like(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> l
         CheckpointError: the groups are those of another optimizer.
     """
     if [set(group) for group in current] != [set(group) for group in saved]:
-        raise other_state("optimizer", "its settings are those of another optimizer, or of other parameter groups")
+        raise other_state(
+            "optimizer", "its settings are those of another optimizer, or of other parameter groups"
+        )
     if [group["params"] for group in current] != [group["params"] for group in saved]:
         raise other_state("optimizer", "it trained other parameters")
     # How a step is computed depends on the machine.
-    implementation = [{flag: group[flag] for flag in _IMPLEMENTATION_FLAGS if flag in group} for group in current]
+    implementation = [
+        {flag: group[flag] for flag in _IMPLEMENTATION_FLAGS if flag in group} for group in current
+    ]
     return [{**group, **flags} for group, flags in zip(saved, implementation, strict=True)]
 
 
@@ -234,19 +264,26 @@ def other_state(kind: str, problem: str) -> CheckpointError:
 
 
 def encode_objects(
-    model: torch.nn.Module, scheduler: LRScheduler | None, objects: Mapping[str, Any], tensors: Tensors
+    model: torch.nn.Module,
+    scheduler: LRScheduler | None,
+    objects: Mapping[str, Any],
+    tensors: Tensors,
 ) -> dict[str, Any]:
     """Return the state of schedule, modules and objects as JSON, and add the tensors that it contains to `tensors`.
 
     Raises:
         InputError: a value has a type that a checkpoint cannot hold.
     """
-    extra = {name: value for name, value in model.state_dict().items() if name.endswith(EXTRA_STATE)}
+    extra = {
+        name: value for name, value in model.state_dict().items() if name.endswith(EXTRA_STATE)
+    }
     states = {name: object_state(name, value) for name, value in objects.items()}
     return {
         "scheduler": encode(scheduler.state_dict() if scheduler else None, tensors, "scheduler"),
         "extra": {name: encode(value, tensors, name) for name, value in extra.items()},
-        "objects": {name: encode(value, tensors, f"state.{name}") for name, value in states.items()},
+        "objects": {
+            name: encode(value, tensors, f"state.{name}") for name, value in states.items()
+        },
     }
 
 

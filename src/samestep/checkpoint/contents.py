@@ -65,12 +65,16 @@ class Progress(_Strict):
     cursor: Cursor = field(default_factory=Cursor)  # position in the data
     best: float | None = None  # best value of the monitored metric so far, or None
     loss_sum: _Finite = 0.0  # sum of the losses of the current epoch so far
-    loss_count: Annotated[float, Ge(0), Lt(math.inf)] = 0.0  # divisor of `loss_sum` for the mean of the epoch
+    loss_count: Annotated[float, Ge(0), Lt(math.inf)] = (
+        0.0  # divisor of `loss_sum` for the mean of the epoch
+    )
     skipped_steps: _Count = 0  # steps without an update, because loss or gradient was not finite
     recipe: dict[str, Any] = field(default_factory=dict)  # resolved recipe
     data: dict[str, Any] = field(default_factory=dict)  # settings of the training data of a recipe
     # Of own loops:
-    loaders: dict[str, SavedLoader] = field(default_factory=dict)  # by name; the name of a single one is empty
+    loaders: dict[str, SavedLoader] = field(
+        default_factory=dict
+    )  # by name; the name of a single one is empty
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,9 @@ class SavedOptimizer(_Strict):
 
     numbers: dict[str, dict[str, Any]]  # by name of the parameter, then by slot
     groups: list[dict[str, Any]]
-    shared: list[Any] = field(default_factory=list)  # pairs of key and value that belong to no parameter
+    shared: list[Any] = field(
+        default_factory=list
+    )  # pairs of key and value that belong to no parameter
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,9 @@ class SavedState(_Strict):
     optimizer: SavedOptimizer
     scheduler: dict[str, Any] | None
     scaler: dict[str, Any]
-    sources: dict[str, Annotated[str, Len(64, 64)]] = field(default_factory=dict)  # SHA-256 of the user's modules
+    sources: dict[str, Annotated[str, Len(64, 64)]] = field(
+        default_factory=dict
+    )  # SHA-256 of the user's modules
     extra: dict[str, Any] = field(default_factory=dict)  # extra state of modules by name
     objects: dict[str, Any] = field(default_factory=dict)  # state of other objects by name
 
@@ -102,14 +110,18 @@ def parse(kind: type[Kind], data: bytes, path: Path) -> Kind:
     Raises:
         CheckpointError: the data are no JSON, or a value has another type or is out of range.
     """
-    from pydantic import ValidationError  # lazy: a program that reads no checkpoint does not need the package
+    from pydantic import (
+        ValidationError,
+    )  # lazy: a program that reads no checkpoint does not need the package
 
     try:
         contents: Kind = validator_of(kind).validate_json(data, strict=True)  # type: ignore[arg-type]  # a class is hashable
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise invalid_contents(path, f"{where}: {first['msg']}" if where else first["msg"]) from error
+        raise invalid_contents(
+            path, f"{where}: {first['msg']}" if where else first["msg"]
+        ) from error
     return contents
 
 
@@ -135,8 +147,8 @@ def verify(checkpoint: Path, *names: str) -> None:
     """Verify every file of a checkpoint, including `names`, against the manifest.
 
     Raises:
-        CheckpointError: a file is missing, a link, outside the folder, unreadable, or has another length or hash; or
-            the manifest itself is damaged.
+        CheckpointError: a file is missing, a link, outside the folder, unreadable, or has another
+            length or hash; or the manifest itself is damaged.
     """
     files = _read_manifest(checkpoint)
     missing = [name for name in names if name not in files]
@@ -170,7 +182,10 @@ def damaged(path: Path, problem: str) -> CheckpointError:
 
 def build_manifest(files: Mapping[str, Contents]) -> bytes:
     """Return the manifest of files with these contents."""
-    manifest = {"format": _FORMAT, "files": {name: _entry(contents) for name, contents in files.items()}}
+    manifest = {
+        "format": _FORMAT,
+        "files": {name: _entry(contents) for name, contents in files.items()},
+    }
     manifest["sha256"] = _digest(manifest)
     return json.dumps(manifest, indent=1).encode()
 

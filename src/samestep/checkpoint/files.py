@@ -13,7 +13,8 @@ from pathlib import Path
 from samestep.distributed.disk_operations import disk_operations
 from samestep.errors import CheckpointWriteError, RunError
 
-# A system call writes less than 2 GiB; smaller chunks let other threads of this process run in between.
+# A system call writes less than 2 GiB; smaller chunks let other threads of this process run in
+# between.
 _CHUNK_BYTES = 1 << 24
 _MAX_NAME_BYTES = 256
 _TRIAL = ".trial-"  # prefix of the folders of `unsupported_features`
@@ -184,7 +185,9 @@ def unsupported_features(folder: Path) -> list[str]:
     for leftover in folder.glob(f"{_TRIAL}*"):  # of a process that was killed
         remove(leftover)
     trial = folder / f"{_TRIAL}{secrets.token_hex(4)}"
-    with disk_errors(f"a trial of the operations of a checkpoint failed in {folder}", "a folder for checkpoints"):
+    with disk_errors(
+        f"a trial of the operations of a checkpoint failed in {folder}", "a folder for checkpoints"
+    ):
         try:
             (trial / "written").mkdir(parents=True)
             write_file(trial / "written" / "file", b"1")
@@ -193,4 +196,8 @@ def unsupported_features(folder: Path) -> list[str]:
             has_links = link_name(trial / "link", "renamed")
         finally:
             remove(trial)
-    return [name for name, is_present in (("folder fsync", has_sync), ("symbolic links", has_links)) if not is_present]
+    return [
+        name
+        for name, is_present in (("folder fsync", has_sync), ("symbolic links", has_links))
+        if not is_present
+    ]

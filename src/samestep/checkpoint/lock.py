@@ -25,9 +25,9 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 class FolderLock:
     """Lock that keeps other processes from writing to a folder.
 
-    The lock is flock(2) on the file `.lock`, released by the kernel with the process; the remaining file has no
-    meaning. Objects of one process share the lock, for example when a notebook creates a second one before the first
-    is deleted; the lock ends with the last of them.
+    The lock is flock(2) on the file `.lock`, released by the kernel with the process; the remaining
+    file has no meaning. Objects of one process share the lock, for example when a notebook creates
+    a second one before the first is deleted; the lock ends with the last of them.
 
     Args:
         folder: created if missing.
@@ -38,7 +38,10 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, timeout: float = 5.0) -> None:
-        from filelock import FileLock, Timeout  # lazy: `is_locked` works without this import of 35 ms
+        from filelock import (
+            FileLock,
+            Timeout,
+        )  # lazy: `is_locked` works without this import of 35 ms
 
         self._lock: BaseFileLock | None = None
         path = folder.resolve() / LOCK
@@ -65,7 +68,10 @@ class FolderLock:
             ) from None
         except OSError as error:
             if error.errno in _NO_LOCKS:
-                logger.warning("%s is on a file system without locks: a second run there is not refused", folder)
+                logger.warning(
+                    "%s is on a file system without locks: a second run there is not refused",
+                    folder,
+                )
                 return
             raise InputError(
                 f"{folder} cannot be locked: {error.strerror}",
@@ -97,7 +103,8 @@ def _write_holder(descriptor: int) -> None:
 def is_locked(folder: Path) -> bool | None:
     """Return whether a process holds the lock of a folder, or None if unknown.
 
-    The check itself holds a shared lock for an instant; a process that locks the folder at that time retries.
+    The check itself holds a shared lock for an instant; a process that locks the folder at that
+    time retries.
     """
     try:
         with (folder / LOCK).open("rb") as file:

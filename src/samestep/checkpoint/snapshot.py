@@ -29,8 +29,10 @@ _HEARTBEAT_SECONDS = 1.0
 class HostBuffers:
     """Host memory for copies of tensors, reused by the copies of the next save.
 
-    The memory is page-locked for tensors on an accelerator. Their copies are queued in the current stream of their
-    device: the host does not wait, and later work of the stream, such as the next update, follows the copies.
+    The memory is page-locked for tensors on an accelerator. Their copies are queued in the current
+    stream of their
+    device: the host does not wait, and later work of the stream, such as the next update, follows
+        the copies.
     """
 
     def __init__(self) -> None:
@@ -44,7 +46,11 @@ class HostBuffers:
         is_queued = is_accelerator(tensor.device)
         key = tensor.shape, tensor.dtype, is_queued
         free = self._free.get(key)
-        buffer = free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_queued)
+        buffer = (
+            free.pop()
+            if free
+            else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_queued)
+        )
         self._used.setdefault(key, []).append(buffer)
         buffer.copy_(tensor.detach(), non_blocking=is_queued)
         if is_queued:
@@ -106,7 +112,10 @@ class TensorFile:
     def _layout(self) -> tuple[list[str], bytes]:
         """Names in the order of their data, and header."""
         # The library decides order and types; without elements it has nothing to copy.
-        empty = {name: torch.empty((0, *tensor.shape), dtype=tensor.dtype) for name, tensor in self._tensors.items()}
+        empty = {
+            name: torch.empty((0, *tensor.shape), dtype=tensor.dtype)
+            for name, tensor in self._tensors.items()
+        }
         template = save(empty)
         size = int.from_bytes(template[:_HEADER_ALIGNMENT], "little")
         entries = json.loads(template[_HEADER_ALIGNMENT:][:size])
@@ -133,13 +142,14 @@ class SavedCheckpoint:
 class AsyncCheckpointWriter:
     """Writer of checkpoints in a background thread.
 
-    `save` returns once the state is copied, or the copies are queued on an accelerator. The next `save` waits for the
-    previous one. If a checkpoint cannot be written, the next call raises `CheckpointWriteError`. Leave the block, or
-    call `wait`, before relying on the last checkpoint.
+    `save` returns once the state is copied, or the copies are queued on an accelerator. The next
+    `save` waits for the previous one. If a checkpoint cannot be written, the next call raises
+    `CheckpointWriteError`. Leave the block, or call `wait`, before relying on the last checkpoint.
 
     Args:
         on_saved: called in the training thread for each complete checkpoint.
-        heartbeat: called in the training thread every second during a wait, as long as the disk answers.
+        heartbeat: called in the training thread every second during a wait, as long as the disk
+            answers.
     """
 
     def __init__(
@@ -177,7 +187,8 @@ class AsyncCheckpointWriter:
         try:
             thread.start()
         except BaseException:
-            # A signal handler may raise here (torch's, when a loader worker dies) although the thread is starting.
+            # A signal handler may raise here (torch's, when a loader worker dies) although the
+            # thread is starting.
             if not thread.is_running.wait(_HEARTBEAT_SECONDS):
                 self._thread = None
             raise
@@ -207,7 +218,12 @@ class AsyncCheckpointWriter:
     def __enter__(self) -> AsyncCheckpointWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         try:
             self.wait()
         except SamestepError as write_error:

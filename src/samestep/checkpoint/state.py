@@ -30,7 +30,13 @@ from samestep.checkpoint.compatibility import (
     other_state,
     require_same_names,
 )
-from samestep.checkpoint.contents import Progress, SavedOptimizer, SavedState, file_names, invalid_contents
+from samestep.checkpoint.contents import (
+    Progress,
+    SavedOptimizer,
+    SavedState,
+    file_names,
+    invalid_contents,
+)
 from samestep.checkpoint.files import Contents, pieces
 from samestep.checkpoint.snapshot import HostBuffers, TensorFile, distinct
 from samestep.checkpoint.store import STATE, read_state, read_states
@@ -51,7 +57,8 @@ class SavedParameters(Protocol):
 
     Attributes:
         local: local part of each parameter, as the optimizer has it, by the model's names.
-        is_divided: some parameters are divided among ranks; then every rank packs, and gathering is a collective.
+        is_divided: some parameters are divided among ranks; then every rank packs, and gathering is
+            a collective.
     """
 
     local: dict[str, torch.nn.Parameter]
@@ -65,7 +72,8 @@ class SavedParameters(Protocol):
         """Yield name, slot and full value of parameters and their state, one after another. A collective.
 
         Args:
-            values: values of this rank by name and slot: local parts of parameters, element-wise state, and others.
+            values: values of this rank by name and slot: local parts of parameters, element-wise
+                state, and others.
         """
         for name, slots in values.items():
             for slot, value in slots.items():
@@ -95,7 +103,8 @@ class Training:
     Attributes:
         average: moving average of the trained parameters by name, set in place; None if unused.
         local_parameters: parameters on this rank; None for the complete model.
-        objects: other objects by name: with `state_dict` and `load_state_dict`, generators of torch, and dicts.
+        objects: other objects by name: with `state_dict` and `load_state_dict`, generators of
+            torch, and dicts.
     """
 
     model: torch.nn.Module
@@ -112,14 +121,16 @@ class Training:
         return self.local_parameters or CompleteModel(self.model)
 
 
-def snapshot(training: Training, progress: Progress, buffers: HostBuffers | None) -> dict[str, Contents]:
+def snapshot(
+    training: Training, progress: Progress, buffers: HostBuffers | None
+) -> dict[str, Contents]:
     """Copy the state, and return the files of a checkpoint by name, the same under every strategy.
 
     Args:
         training: unchanged.
         progress: position of the run.
-        buffers: memory of the copies, one of each tensor; call its `wait` before the files are read. With None, the
-            rank only takes part in gathering, and the result is empty.
+        buffers: memory of the copies, one of each tensor; call its `wait` before the files are
+            read. With None, the rank only takes part in gathering, and the result is empty.
     """
     parameters = training.parameters
     if buffers is None and not parameters.is_divided:
@@ -140,7 +151,11 @@ def snapshot(training: Training, progress: Progress, buffers: HostBuffers | None
         **encode_objects(training.model, training.scheduler, training.objects, others),
     }
     data = json.dumps(state, indent=1).encode()
-    files: dict[str, Contents] = {MODEL: TensorFile(tensors), OPTIMIZER: TensorFile(slots), STATE: data}
+    files: dict[str, Contents] = {
+        MODEL: TensorFile(tensors),
+        OPTIMIZER: TensorFile(slots),
+        STATE: data,
+    }
     if average is not None:
         files[AVERAGE] = TensorFile(average)
     if others:
@@ -163,7 +178,9 @@ def read_verified(checkpoint: Path, trainings: Mapping[str, Training]) -> dict[s
         CheckpointError: the checkpoint is damaged, or has invalid contents.
     """
     files = [prefix + name for prefix in trainings for name in (MODEL, OPTIMIZER)]
-    files += [prefix + AVERAGE for prefix, training in trainings.items() if training.average is not None]
+    files += [
+        prefix + AVERAGE for prefix, training in trainings.items() if training.average is not None
+    ]
     states = read_states(checkpoint, [prefix + STATE for prefix in trainings], files)
     return {prefix: states[prefix + STATE] for prefix in trainings}
 
@@ -186,17 +203,27 @@ def load(
         new_objects: leave objects that the checkpoint does not contain unchanged.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, has invalid contents, or is of another model, optimizer or objects.
+        CheckpointError: the checkpoint is damaged, has invalid contents, or is of another model,
+        optimizer or objects.
     """
     state = saved or read_verified(checkpoint, {prefix: training})[prefix]
     known = set(training.objects) & set(state.objects) if new_objects else training.objects
     require_same_names("objects", state.objects, known)
     with _load_errors(checkpoint):
         if training.average is not None:
-            _copy(_mapped_tensors(checkpoint, prefix + AVERAGE), training.average, training.parameters)
+            _copy(
+                _mapped_tensors(checkpoint, prefix + AVERAGE), training.average, training.parameters
+            )
         restore = _decoder(checkpoint, prefix, training.parameters)
         slots = _mapped_tensors(checkpoint, prefix + OPTIMIZER)
-        _load_model(checkpoint, prefix, state.aliases, restore(state.extra), training.model, training.parameters)
+        _load_model(
+            checkpoint,
+            prefix,
+            state.aliases,
+            restore(state.extra),
+            training.model,
+            training.parameters,
+        )
         _load_optimizer(training, slots, replace(state.optimizer, **restore(vars(state.optimizer))))
         if training.scheduler is not None and state.scheduler is not None:
             load_schedule(training.scheduler, restore(state.scheduler))
@@ -213,12 +240,18 @@ def _decoder(checkpoint: Path, prefix: str, parameters: SavedParameters) -> Call
     has_tensors = prefix + OTHERS in file_names(checkpoint)
     mapped = _mapped_tensors(checkpoint, prefix + OTHERS) if has_tensors else {}
     tensors = {name: tensor.clone() for name, tensor in mapped.items()}  # objects may keep them
-    device = next((p.device for p in parameters.local.values() if not p.is_meta), torch.device("cpu"))
+    device = next(
+        (p.device for p in parameters.local.values() if not p.is_meta), torch.device("cpu")
+    )
     return partial(decode, tensors=tensors, device=device)
 
 
 def load_model(
-    checkpoint: Path, model: torch.nn.Module, parameters: SavedParameters | None = None, *, averaged: bool = False
+    checkpoint: Path,
+    model: torch.nn.Module,
+    parameters: SavedParameters | None = None,
+    *,
+    averaged: bool = False,
 ) -> None:
     """Verify a checkpoint and load only the weights and buffers of `model`.
 
@@ -240,7 +273,11 @@ def load_model(
         if averaged:
             average = _mapped_tensors(checkpoint, AVERAGE)
             current = {name: p.detach() for name, p in parameters.local.items() if name in average}
-            _copy(average, {name: p for name, p in current.items() if parameters.has(name)}, parameters)
+            _copy(
+                average,
+                {name: p for name, p in current.items() if parameters.has(name)},
+                parameters,
+            )
 
 
 @contextmanager
@@ -254,7 +291,14 @@ def _load_errors(checkpoint: Path) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise CheckpointError(
             f"{checkpoint} cannot be loaded: {type(error).__name__}: {error}",
             expected="the state of the same model, optimizer, schedule and objects, in the format of this version",
@@ -279,36 +323,60 @@ def _gathered(
     return {name: buffers.copy(full) for name, _, full in gathered if buffers is not None}
 
 
-def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], parameters: SavedParameters) -> None:
+def _copy(
+    source: Mapping[str, torch.Tensor],
+    target: Mapping[str, torch.Tensor],
+    parameters: SavedParameters,
+) -> None:
     """Copy this rank's parts of full tensors into `target`, in place; raise `ValueError` unless they fit."""
-    parts = {name: parameters.local_part(name, tensor) for name, tensor in source.items() if parameters.has(name)}
-    if {name: _kind(tensor) for name, tensor in target.items()} != {name: _kind(part) for name, part in parts.items()}:
+    parts = {
+        name: parameters.local_part(name, tensor)
+        for name, tensor in source.items()
+        if parameters.has(name)
+    }
+    if {name: _kind(tensor) for name, tensor in target.items()} != {
+        name: _kind(part) for name, part in parts.items()
+    }:
         raise ValueError("the weights belong to other parameters")
     for name, tensor in target.items():
         tensor.copy_(parts[name])
 
 
 def _fits(name: str, saved: Any, current: Any) -> bool:
-    return name.endswith(EXTRA_STATE) or (isinstance(saved, torch.Tensor) and _kind(saved) == _kind(current))
+    return name.endswith(EXTRA_STATE) or (
+        isinstance(saved, torch.Tensor) and _kind(saved) == _kind(current)
+    )
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
 
 
-def _pack_model(training: Training, buffers: HostBuffers | None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _pack_model(
+    training: Training, buffers: HostBuffers | None
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return copies of distinct parameters and buffers, and the name of the original for each alias (tied weights)."""
     parameters = training.parameters
-    state = {name: tensor for name, tensor in training.model.state_dict().items() if not name.endswith(EXTRA_STATE)}
+    state = {
+        name: tensor
+        for name, tensor in training.model.state_dict().items()
+        if not name.endswith(EXTRA_STATE)
+    }
     if not parameters.is_divided:
         tensors, aliases = distinct(state)
         return _gathered(tensors, parameters, buffers), aliases
     in_model = dict(training.model.named_parameters(remove_duplicate=False))
     first = {id(in_model[name]): name for name in parameters.local}
     aliases = {name: first[id(p)] for name, p in in_model.items() if first[id(p)] != name}
-    others, other_aliases = distinct({name: tensor for name, tensor in state.items() if name not in in_model})
-    tensors = _gathered({name: p.detach() for name, p in parameters.local.items()}, parameters, buffers)
-    tensors |= {name: buffers.copy(tensor) for name, tensor in others.items() if buffers is not None}
+    others, other_aliases = distinct(
+        {name: tensor for name, tensor in state.items() if name not in in_model}
+    )
+    tensors = _gathered(
+        {name: p.detach() for name, p in parameters.local.items()}, parameters, buffers
+    )
+    tensors |= {
+        name: buffers.copy(tensor) for name, tensor in others.items() if buffers is not None
+    }
     return {name: tensors[name] for name in state if name in tensors}, aliases | other_aliases
 
 
@@ -326,9 +394,17 @@ def _load_model(
         name: parameters.local_part(name, tensor) if name in parameters.local else tensor
         for name, tensor in tensors.items()
     }
-    saved: dict[str, Any] = {**parts, **{name: parts[original] for name, original in aliases.items()}, **extra}
+    saved: dict[str, Any] = {
+        **parts,
+        **{name: parts[original] for name, original in aliases.items()},
+        **extra,
+    }
     expected = model.state_dict()
-    wrong = [name for name in expected if name not in saved or not _fits(name, saved[name], expected[name])]
+    wrong = [
+        name
+        for name in expected
+        if name not in saved or not _fits(name, saved[name], expected[name])
+    ]
     unknown = [name for name in saved if name not in expected]
     if wrong or unknown:
         raise CheckpointError(
@@ -360,7 +436,9 @@ def _pack_optimizer(
     return slots, {key: encode(value, others, f"optimizer.{key}") for key, value in values.items()}
 
 
-def _load_optimizer(training: Training, slots: Mapping[str, torch.Tensor], saved: SavedOptimizer) -> None:
+def _load_optimizer(
+    training: Training, slots: Mapping[str, torch.Tensor], saved: SavedOptimizer
+) -> None:
     names = _names(training)
     parameters = training.parameters
     groups = groups_like(saved.groups, _groups(training, names))
@@ -381,7 +459,9 @@ def _load_optimizer(training: Training, slots: Mapping[str, torch.Tensor], saved
                 local = {slot: parameters.local_part(name, tensor) for slot, tensor in own.items()}
                 state[index[name]] = {**local, **numbers}
         group["params"] = [index[name] for name in group["params"]]
-    training.optimizer.load_state_dict({"state": state | dict(saved.shared), "param_groups": groups})
+    training.optimizer.load_state_dict(
+        {"state": state | dict(saved.shared), "param_groups": groups}
+    )
     for name, parameter in parameters.local.items():
         for slot, value in state.get(index.get(name, -1), {}).items():
             _own(training.optimizer.state[parameter], slot, value)
@@ -390,8 +470,8 @@ def _load_optimizer(training: Training, slots: Mapping[str, torch.Tensor], saved
 def _own(state: dict[str, Any], slot: str, saved: Any) -> None:
     """Make a loaded value independent of the file, with the saved type.
 
-    torch converts tensors to the type of the parameter, and text to a description. A tensor that needs no conversion
-    remains part of the mapped file.
+    torch converts tensors to the type of the parameter, and text to a description. A tensor that
+    needs no conversion remains part of the mapped file.
     """
     if not isinstance(saved, torch.Tensor):
         state[slot] = saved
@@ -407,5 +487,7 @@ def _groups(training: Training, names: Mapping[int, str]) -> list[dict[str, Any]
 def _names(training: Training) -> dict[int, str]:
     """Return the name of each parameter by the optimizer's index."""
     by_parameter = {parameter: name for name, parameter in training.parameters.local.items()}
-    optimized = [parameter for group in training.optimizer.param_groups for parameter in group["params"]]
+    optimized = [
+        parameter for group in training.optimizer.param_groups for parameter in group["params"]
+    ]
     return {i: by_parameter[parameter] for i, parameter in enumerate(optimized)}

@@ -1,8 +1,8 @@
 """Folder of checkpoints: complete or absent, and verified by a manifest before loading.
 
-A checkpoint is written under a temporary name, forced to the disk, and renamed. To replace a checkpoint of the same
-step, the old one is renamed first and stays valid until the removal. One process writes at a time (`FolderLock`); ranks
-of one run may write the same bytes at the same time.
+A checkpoint is written under a temporary name, forced to the disk, and renamed. To replace a
+checkpoint of the same step, the old one is renamed first and stays valid until the removal. One
+process writes at a time (`FolderLock`); ranks of one run may write the same bytes at the same time.
 
 Decisions: docs/decisions/runs.md
 """
@@ -36,8 +36,11 @@ _NAME = re.compile(rf"{_PREFIX}(\d{{9,}})")
 _REPLACED = ".replaced-"
 _EPOCH_PREFIX = "epoch-"
 _EPOCH_NAME = re.compile(rf"{_EPOCH_PREFIX}\d+")
-# Names of this class, `link_name` and `unsupported_features`; the folder can have other hidden files.
-_LEFTOVER = re.compile(rf"\.(writing-|trial-|replaced-{_PREFIX}\d|(last|best|{_EPOCH_PREFIX}\d+)-\d+(-|$)).*")
+# Names of this class, `link_name` and `unsupported_features`; the folder can have other hidden
+# files.
+_LEFTOVER = re.compile(
+    rf"\.(writing-|trial-|replaced-{_PREFIX}\d|(last|best|{_EPOCH_PREFIX}\d+)-\d+(-|$)).*"
+)
 
 
 class CheckpointFolder:
@@ -51,7 +54,12 @@ class CheckpointFolder:
 
     def __init__(self, path: Path, keep: int = DEFAULT_KEEP) -> None:
         if keep < 1:
-            raise InputError(f"keep is {keep}", expected="at least 1 checkpoint", fix="keep=1, or more", code="E_VALUE")
+            raise InputError(
+                f"keep is {keep}",
+                expected="at least 1 checkpoint",
+                fix="keep=1, or more",
+                code="E_VALUE",
+            )
         self.path = path
         self.keep = keep
         self.held: HeldFolder | None = None
@@ -61,15 +69,21 @@ class CheckpointFolder:
         self.held = root
 
     def write(
-        self, step: int, files: Mapping[str, Contents], *, is_best: bool = False, epoch: int | None = None
+        self,
+        step: int,
+        files: Mapping[str, Contents],
+        *,
+        is_best: bool = False,
+        epoch: int | None = None,
     ) -> Path:
         """Write the checkpoint of `step`, link `last` (and `best`) to it, prune older ones, and return the folder.
 
-        An existing checkpoint of the step is replaced, unless the contents are equal. With the number of complete
-        epochs, `epoch-N` is linked to the checkpoint too.
+        An existing checkpoint of the step is replaced, unless the contents are equal. With the
+        number of complete epochs, `epoch-N` is linked to the checkpoint too.
 
         Raises:
-            CheckpointWriteError: the disk is full or not writable. All other checkpoints are unchanged.
+            CheckpointWriteError: the disk is full or not writable. All other checkpoints are
+            unchanged.
             RunMovedError: the held folder was moved, removed or replaced; nothing is written.
         """
         if self.held is not None:
@@ -131,14 +145,18 @@ class CheckpointFolder:
     def newest_valid(self) -> Path | None:
         """Return the newest valid checkpoint, or None.
 
-        The newest is the last one written. Higher steps remain from before a return to an earlier step; they are
-        considered only if no other checkpoint is valid.
+        The newest is the last one written. Higher steps remain from before a return to an earlier
+        step; they are considered only if no other checkpoint is valid.
         """
         with self._read_errors():
             checkpoints = self._by_step()
             last = self._link_target("last")
-        newest_first = sorted(checkpoints, key=lambda step: (last is None or step <= last, step), reverse=True)
-        return next((checkpoints[step] for step in newest_first if _is_valid(checkpoints[step])), None)
+        newest_first = sorted(
+            checkpoints, key=lambda step: (last is None or step <= last, step), reverse=True
+        )
+        return next(
+            (checkpoints[step] for step in newest_first if _is_valid(checkpoints[step])), None
+        )
 
     def clean(self) -> None:
         """Remove the leftovers of an interrupted write.
@@ -210,7 +228,9 @@ class CheckpointFolder:
             with disk_operations.run("rename", temporary):
                 self._rename(temporary, final, manifest)
         except OSError:
-            with suppress(OSError):  # the first error is raised; an incomplete checkpoint would occupy space
+            with suppress(
+                OSError
+            ):  # the first error is raised; an incomplete checkpoint would occupy space
                 remove(temporary)
             raise
         sync_folder(self.path)
@@ -223,7 +243,9 @@ class CheckpointFolder:
                 final.rename(replaced)
             temporary.rename(final)
         except OSError:
-            if not _has_contents(final, manifest):  # otherwise another rank has written the same bytes
+            if not _has_contents(
+                final, manifest
+            ):  # otherwise another rank has written the same bytes
                 self._recover()
                 raise
             remove(temporary)
@@ -251,7 +273,11 @@ class CheckpointFolder:
         checkpoints = self._by_step()
         for link in self.path.glob(f"{_EPOCH_PREFIX}*"):
             is_copy = link.is_dir() and not link.is_symlink()
-            if not is_copy and _EPOCH_NAME.fullmatch(link.name) and self._link_target(link.name) not in checkpoints:
+            if (
+                not is_copy
+                and _EPOCH_NAME.fullmatch(link.name)
+                and self._link_target(link.name) not in checkpoints
+            ):
                 link.unlink(missing_ok=True)
 
     def _temporary(self, name: str) -> Path:
@@ -270,14 +296,19 @@ def read_state(checkpoint: Path, *others: str) -> SavedState:
     return read_states(checkpoint, [STATE], others)[STATE]
 
 
-def read_states(checkpoint: Path, names: Sequence[str], others: Sequence[str]) -> dict[str, SavedState]:
+def read_states(
+    checkpoint: Path, names: Sequence[str], others: Sequence[str]
+) -> dict[str, SavedState]:
     """Verify a checkpoint once, including the files `others`, and return the states without tensors by file name.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or has invalid contents.
     """
     verify(checkpoint, *names, *others)
-    return {name: parse(SavedState, (checkpoint / name).read_bytes(), checkpoint / name) for name in names}
+    return {
+        name: parse(SavedState, (checkpoint / name).read_bytes(), checkpoint / name)
+        for name in names
+    }
 
 
 def _is_valid(checkpoint: Path) -> bool:

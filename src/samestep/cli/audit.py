@@ -27,15 +27,13 @@ def _command(text: str) -> list[str]:
 class Options(JsonOption):
     """Run a training command, observe its processes, and report mistakes of distributed training.
 
-    The command is one such as torchrun, accelerate launch or python. A finding has evidence and the line of the script,
-    which does not use Samestep and is not changed. Exit codes: 0 no finding, 1 nothing was observed, 2 invalid input, 3
-    findings; if the command fails, its own.
+    The command is one such as torchrun, accelerate launch or python. A finding has evidence and the
+    line of the script, which does not use Samestep and is not changed. Exit codes: 0 no finding, 1
+    nothing was observed, 2 invalid input, 3 findings; if the command fails, its own.
     """
 
     example: ClassVar = "samestep audit -- torchrun --nproc-per-node 2 train.py"
-    usage: ClassVar = (
-        "samestep audit [-h] [--steps N] [--against N | --against-command COMMAND] [--json] -- COMMAND ..."
-    )
+    usage: ClassVar = "samestep audit [-h] [--steps N] [--against N | --against-command COMMAND] [--json] -- COMMAND ..."
 
     steps: int = option(
         f"observe the tensors of the first N optimizer steps, then of every 50th step (default {_STEPS})",
@@ -48,7 +46,9 @@ class Options(JsonOption):
         "N",
     )
     against_command: list[str] | None = option(
-        "the same with another command, such as 'python train.py --devices 1'", "COMMAND", type=_command
+        "the same with another command, such as 'python train.py --devices 1'",
+        "COMMAND",
+        type=_command,
     )
     script_arguments: Sequence[str] = ()
 
@@ -68,7 +68,9 @@ def run(options: Options) -> int:
     command = list(options.script_arguments)
     if not command:
         fix = "samestep audit -- torchrun --nproc-per-node 2 train.py"
-        raise InputError("samestep audit without a command", "a command after --", fix, code="E_MISSING_KEY")
+        raise InputError(
+            "samestep audit without a command", "a command after --", fix, code="E_MISSING_KEY"
+        )
     reference = options.against_command or []
     if options.against is not None:
         if reference:
@@ -84,14 +86,18 @@ def run(options: Options) -> int:
         code = observe(command, folder)
         analysis = analyse(folder)
         if not analysis.worlds and code == EXIT_DONE:
-            expected = "a Python command that trains with PyTorch: a DataLoader or an optimizer of torch"
+            expected = (
+                "a Python command that trains with PyTorch: a DataLoader or an optimizer of torch"
+            )
             fix = f"start the command with the Python of Samestep, {sys.executable}, without -S"
             raise RunError("nothing was observed", expected, fix, code="E_NOTHING_OBSERVED")
         comparisons: list[ProgramComparison] = []
         if reference and code == EXIT_DONE:
             code, comparisons = compare_commands(reference, command, folder, Path(name), observe)
     if options.json:
-        against = {"against": [asdict(comparison) for comparison in comparisons]} if reference else {}
+        against = (
+            {"against": [asdict(comparison) for comparison in comparisons]} if reference else {}
+        )
         options.result({**asdict(analysis), "exit_code": code, **against})
     else:
         print_report(analysis)

@@ -33,7 +33,9 @@ from samestep.tools.timing import describe_machine
 def _ways(text: str) -> tuple[str, ...]:
     for name in names(text):
         if name not in WAYS:
-            raise InputError(f"--ways {name}", f"some of {', '.join(WAYS)}", f"--ways {WAYS[0]}", code="E_VALUE")
+            raise InputError(
+                f"--ways {name}", f"some of {', '.join(WAYS)}", f"--ways {WAYS[0]}", code="E_VALUE"
+            )
     return names(text)
 
 
@@ -41,15 +43,17 @@ def _ways(text: str) -> tuple[str, ...]:
 class Options(JsonOption, DeviceOption, RecipeOptions):
     """Compare the ways to train a recipe on this machine, or numbers of loader processes.
 
-    The ways are one device, DDP and nn.DataParallel on several devices, batches in parts, bf16, compressed gradients,
-    the exact reduction, batch norm of each rank, and additional strategies. All are trained, then timed in turn. Ways
-    that cannot run here are listed with the reason.
+    The ways are one device, DDP and nn.DataParallel on several devices, batches in parts, bf16,
+    compressed gradients, the exact reduction, batch norm of each rank, and additional strategies.
+    All are trained, then timed in turn. Ways that cannot run here are listed with the reason.
     """
 
     example: ClassVar = "samestep bench digits --devices 1,2 --layout fsdp --epochs 1 --rounds 2"
 
     devices: tuple[int, ...] | None = option(
-        "numbers of devices, one rank each (default 1,2,4; with --workers, 1)", "N,N,...", type=integers
+        "numbers of devices, one rank each (default 1,2,4; with --workers, 1)",
+        "N,N,...",
+        type=integers,
     )
     layout: Sequence[str] = option(
         "additional strategy, such as fsdp or hsdp:shard=2 (docs/guides/strategies/index.md); can be repeated",
@@ -58,7 +62,10 @@ class Options(JsonOption, DeviceOption, RecipeOptions):
         action="append",
     )
     ways: tuple[str, ...] = option(
-        f"ways next to one device and the layouts (default {','.join(WAYS)})", "NAME,...", default=WAYS, type=_ways
+        f"ways next to one device and the layouts (default {','.join(WAYS)})",
+        "NAME,...",
+        default=WAYS,
+        type=_ways,
     )
     accumulate: tuple[int, ...] | None = option(
         f"parts of a batch, each a way with the same batch size (default {','.join(map(str, ACCUMULATE))})",
@@ -66,7 +73,9 @@ class Options(JsonOption, DeviceOption, RecipeOptions):
         type=integers,
     )
     epochs: int | None = option(
-        "training epochs before the evaluation of each way (default: the recipe's; 0: no evaluation)", "E", type=count
+        "training epochs before the evaluation of each way (default: the recipe's; 0: no evaluation)",
+        "E",
+        type=count,
     )
     workers: tuple[int, ...] | None = option(
         "numbers of loader processes per rank to compare, with the recipe as it is (without numbers: "
@@ -90,7 +99,9 @@ def run(options: Options) -> int:
     gpus = [] if options.device == "cpu" else gpu_names()
     workers = options.workers or ()
     compares_workers = len(workers) > 1
-    if compares_workers and (options.layout or options.accumulate or options.epochs or options.ways != WAYS):
+    if compares_workers and (
+        options.layout or options.accumulate or options.epochs or options.ways != WAYS
+    ):
         raise option_conflict("--workers with several numbers, and an option of the ways")
     strategies = [parse_strategy(text) for text in options.layout]
     # `--accumulate` selects its variants also without their name.
@@ -103,9 +114,17 @@ def run(options: Options) -> int:
         ways=ways,
         accumulate=options.accumulate or ACCUMULATE,
     )
-    run_options = RunOptions(device=options.device, workers=next(iter(workers), None), quiet=options.json)
+    run_options = RunOptions(
+        device=options.device, workers=next(iter(workers), None), quiet=options.json
+    )
     epochs = recipe.epochs if options.epochs is None else options.epochs
-    plan = Plan(rounds=options.rounds, steps=options.steps, epochs=epochs, options=run_options, preload=PRELOAD)
+    plan = Plan(
+        rounds=options.rounds,
+        steps=options.steps,
+        epochs=epochs,
+        options=run_options,
+        preload=PRELOAD,
+    )
     with output_folder(options.out, f"bench-{Path(options.recipe).stem}") as folder:
         facts = {"recipe": recipe_data(recipe), "machine": describe_machine(gpus)}
 

@@ -31,9 +31,13 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("train", "train a recipe", starts_ranks=True, can_be_rank=True),
     "resume": Command("train", "resume a run", starts_ranks=True, can_be_rank=True),
-    "eval": Command("train", "evaluate a checkpoint, or a file of weights", starts_ranks=True, can_be_rank=True),
+    "eval": Command(
+        "train", "evaluate a checkpoint, or a file of weights", starts_ranks=True, can_be_rank=True
+    ),
     "predict": Command("train", "predict with a trained model", starts_ranks=True),
-    "export": Command("train", "write a trained model for other programs, or to the Hugging Face Hub"),
+    "export": Command(
+        "train", "write a trained model for other programs, or to the Hugging Face Hub"
+    ),
     "convert": Command("train", "convert recipes and weights of PaddleViT", can_be_rank=True),
     "run": Command("train", "run a script on several processes", starts_ranks=True),
     "submit": Command("train", "submit a job to Slurm or Kubernetes"),
@@ -42,7 +46,9 @@ COMMANDS = {
     "diff": Command("check", "find the first difference of two runs, or compute a step again"),
     "doctor": Command("check", "check this machine before training", can_be_rank=True),
     "bench": Command("speed", "compare ways to run a recipe on this machine", starts_ranks=True),
-    "profile": Command("speed", "measure the phases of a step, and find the slowest rank", starts_ranks=True),
+    "profile": Command(
+        "speed", "measure the phases of a step, and find the slowest rank", starts_ranks=True
+    ),
     "top": Command("look", "show the state of a run", can_be_rank=True),
     "report": Command("look", "write an HTML page about one or several runs", can_be_rank=True),
 }

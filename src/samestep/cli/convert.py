@@ -18,16 +18,19 @@ _SUFFIXES = {".yaml": ".yaml", ".yml": ".yaml", ".pdparams": ".safetensors"}
 class Options(JsonOption):
     """Convert a recipe or weights of PaddleViT.
 
-    A YAML file of ViT, DeiT or Swin becomes a recipe, with a line for every key; .pdparams weights of ViT become
-    safetensors with timm's names. No code in a .pdparams file is executed.
+    A YAML file of ViT, DeiT or Swin becomes a recipe, with a line for every key; .pdparams weights
+    of ViT become safetensors with timm's names. No code in a .pdparams file is executed.
     """
 
-    example: ClassVar = "samestep convert vit_base_patch16_224.yaml --devices-meant 8 --out mine.yaml"
+    example: ClassVar = (
+        "samestep convert vit_base_patch16_224.yaml --devices-meant 8 --out mine.yaml"
+    )
 
     file: Path = argument("FILE", "a .yaml or .pdparams file")
     out: Path = option("output file", "FILE", required=True)
     devices_meant: int | None = option(
-        "for a YAML file: number of devices that DATA.BATCH_SIZE, a size per device, was chosen for", "N"
+        "for a YAML file: number of devices that DATA.BATCH_SIZE, a size per device, was chosen for",
+        "N",
     )
 
 
@@ -37,7 +40,9 @@ def run(options: Options) -> int:
     out = options.out
     suffix = _SUFFIXES.get(file.suffix)
     if suffix is None or out.suffix != suffix:
-        expected = "a .yaml file for a .yaml file of PaddleViT, a .safetensors file for a .pdparams file"
+        expected = (
+            "a .yaml file for a .yaml file of PaddleViT, a .safetensors file for a .pdparams file"
+        )
         raise InputError(f"{file} and --out {out}", expected, "check the paths")
     require_new_file(out)
     # Imported here: the other commands do not need these modules.
@@ -56,10 +61,16 @@ def run(options: Options) -> int:
 
         recipe = convert_recipe(file, options.devices_meant)
         content = recipe.to_text(file.name).encode()
-        lines = [*map(str, recipe.keys), f"train with: {shlex.join(['samestep', 'train', str(out)])}"]
+        lines = [
+            *map(str, recipe.keys),
+            f"train with: {shlex.join(['samestep', 'train', str(out)])}",
+        ]
         data = {"keys": list(map(str, recipe.keys))}
     problem = f"{out} cannot be written"
-    with output_errors(problem, "a writable folder", "--out in another folder"), replacing(out) as temporary:
+    with (
+        output_errors(problem, "a writable folder", "--out in another folder"),
+        replacing(out) as temporary,
+    ):
         temporary.write_bytes(content)
     options.result({"out": str(out), **data}, *lines, f"{'written':<12}{out}")
     return EXIT_DONE

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 class Options(JsonOption, LaunchOptions):
     """Find the first difference of two runs, or compute a step again.
 
-    The recipes, environments and checksums of two runs are compared; the first step with different checksums of both
-    runs is computed again to find the first different tensor. With --step, a step of one run or of two runs is computed
-    again and compared with the log. The runs are only read. Exit codes: 0 equal, 1 failed run, 2 invalid input, 3
-    different.
+    The recipes, environments and checksums of two runs are compared; the first step with different
+    checksums of both runs is computed again to find the first different tensor. With --step, a step
+    of one run or of two runs is computed again and compared with the log. The runs are only read.
+    Exit codes: 0 equal, 1 failed run, 2 invalid input, 3 different.
     """
 
     example: ClassVar = "samestep diff runs/first runs/second"
@@ -38,8 +38,12 @@ class Options(JsonOption, LaunchOptions):
     folders: Sequence[Path] = argument("RUN", "directory of a run", nargs="+", type=Path)
     step: int | None = option("step to compute again (needed with one run)", "N")
     no_replay: bool = option("compare the logs only", default=False)
-    trust: bool = option("import the code that the recipe of the run names (docs/security.md)", default=False)
-    accept_changes: bool = option("replay although the user's Python modules have changed", default=False)
+    trust: bool = option(
+        "import the code that the recipe of the run names (docs/security.md)", default=False
+    )
+    accept_changes: bool = option(
+        "replay although the user's Python modules have changed", default=False
+    )
 
 
 def run(options: Options) -> int:
@@ -66,7 +70,10 @@ def run(options: Options) -> int:
             replays, finding = _replay(runs, logs.last_equal, logs.first_different, options)
     equal = finding is None if logs is None else logs.first_different is None and logs.compared > 0
     data = {"runs": [str(run.folder) for run in runs], "equal": equal, "note": note}
-    data |= {"finding": None if finding is None else asdict(finding), "replays": list(map(asdict, replays))}
+    data |= {
+        "finding": None if finding is None else asdict(finding),
+        "replays": list(map(asdict, replays)),
+    }
     data |= {} if logs is None else asdict(logs)
     lines = {} if logs is None else _compared(logs)
     if note is not None and not equal:
@@ -76,7 +83,10 @@ def run(options: Options) -> int:
         lines["difference"] = [] if finding is None else [finding.text]
     texts = []
     for title, values in lines.items():
-        texts += [f"{'' if number else title:<14}{printable(line)}" for number, line in enumerate(values or ["equal"])]
+        texts += [
+            f"{'' if number else title:<14}{printable(line)}"
+            for number, line in enumerate(values or ["equal"])
+        ]
     options.result(data, *texts)
     if equal:
         return EXIT_DONE
@@ -86,17 +96,29 @@ def run(options: Options) -> int:
 def _compared(logs: Comparison) -> dict[str, list[str]]:
     checksums = "no steps with checksums of both runs"
     if logs.first_different is not None:
-        checksums = f"equal up to step {logs.last_equal}, different after step {logs.first_different}"
+        checksums = (
+            f"equal up to step {logs.last_equal}, different after step {logs.first_different}"
+        )
     elif logs.compared:
-        checksums = f"equal after {plural(logs.compared, 'step')}, the last one is step {logs.last_equal}"
+        checksums = (
+            f"equal after {plural(logs.compared, 'step')}, the last one is step {logs.last_equal}"
+        )
     recipe = [f"{line} (changes the mathematics)" for line in logs.recipe]
-    return {"recipes": recipe + logs.other_keys, "environment": logs.environment, "checksums": [checksums]}
+    return {
+        "recipes": recipe + logs.other_keys,
+        "environment": logs.environment,
+        "checksums": [checksums],
+    }
 
 
 def _replayed(replayed: Replayed) -> str:
     step = replayed.first_different
     compared = plural(replayed.compared, "checksum")
-    result = f"has the logged {compared}" if step is None else f"differs from the log from step {step} on"
+    result = (
+        f"has the logged {compared}"
+        if step is None
+        else f"differs from the log from step {step} on"
+    )
     steps = f"steps {replayed.first + 1} to {max(replayed.checksums)} on {plural(replayed.processes, 'process')}"
     return f"{replayed.run}, {steps}: {result}"
 
@@ -112,7 +134,9 @@ def _replay(runs: list[Run], after: int, step: int, options: Options) -> Replays
         if logged is None:
             raise no_checksum(f"{run.folder} has no checksum up to step {step}")
         subjects.append(_subject(run, min(after, logged - 1), step, options))
-    replay_options = options_of(ReplayOptions, options, preload=PRELOAD, environment=options.environment)
+    replay_options = options_of(
+        ReplayOptions, options, preload=PRELOAD, environment=options.environment
+    )
     return replay_and_compare(subjects, step, replay_options, options.note)
 
 

@@ -24,18 +24,24 @@ from samestep.units import format_bytes
 class Options(JsonOption):
     """Check packages, GPUs, memory, limits, launcher and runs folder, and run a short self-test.
 
-    Each finding is pass, info, warn or fail; warn and fail include a fix. Nothing is changed. Exit codes: 0 no failure,
-    2 invalid input, 3 at least one failure.
+    Each finding is pass, info, warn or fail; warn and fail include a fix. Nothing is changed. Exit
+    codes: 0 no failure, 2 invalid input, 3 at least one failure.
     """
 
     example: ClassVar = "samestep doctor --processes 8 --workers 4"
 
-    processes: str = option("ranks on this machine (default: one per GPU, else per core)", "N", default="auto")
-    workers: int | None = option("loader processes per rank (default: depends on the cores)", "N", type=count)
+    processes: str = option(
+        "ranks on this machine (default: one per GPU, else per core)", "N", default="auto"
+    )
+    workers: int | None = option(
+        "loader processes per rank (default: depends on the cores)", "N", type=count
+    )
     runs: Path = option("folder of runs (default runs)", "DIR", default=Path("runs"))
     quick: bool = option("skip the self-test; torch is not imported", default=False)
     caches: bool = option("list the caches of images in ~/.cache/samestep", default=False)
-    clear_caches: bool = option("list and remove the caches; runs that use one continue", default=False)
+    clear_caches: bool = option(
+        "list and remove the caches; runs that use one continue", default=False
+    )
 
 
 def run(options: Options) -> int:
@@ -56,7 +62,11 @@ def run(options: Options) -> int:
     plan = Plan(processes, workers)
     findings = list(check_machine(plan, nvidia, options.runs, quick=options.quick, preload=PRELOAD))
     verdict: Verdict = max((finding.verdict for finding in findings), key=get_args(Verdict).index)
-    data = {"verdict": verdict, "plan": str(plan), "findings": [asdict(finding) for finding in findings]}
+    data = {
+        "verdict": verdict,
+        "plan": str(plan),
+        "findings": [asdict(finding) for finding in findings],
+    }
     options.result(data, *_lines(findings))
     if verdict == "fail":
         return EXIT_DIFFERS
@@ -83,9 +93,15 @@ def _show_caches(options: Options) -> None:
     title = "removed" if options.clear_caches else "caches"
     size = sum(cache.bytes for cache in caches)
     lines = [
-        printable(f"{cache.name}  {cache.kind}  {cache.entries} entries  {format_bytes(cache.bytes)}  {cache.source}")
+        printable(
+            f"{cache.name}  {cache.kind}  {cache.entries} entries  {format_bytes(cache.bytes)}  {cache.source}"
+        )
         for cache in caches
     ]
     total = f"{title}: {len(caches)}, {format_bytes(size)} in {cache_folder()}"
-    data = {"folder": str(cache_folder()), title: [asdict(cache) for cache in caches], "bytes": size}
+    data = {
+        "folder": str(cache_folder()),
+        title: [asdict(cache) for cache in caches],
+        "bytes": size,
+    }
     options.result(data, *lines, total)

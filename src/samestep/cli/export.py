@@ -29,15 +29,19 @@ _SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt2", "onnx": ".onnx"}
 class Options(JsonOption, RunArgument):
     """Write the model of a run as weights, as a torch.export program or as ONNX; or upload it to the Hugging Face Hub.
 
-    The outputs of a program are compared with those of the model. An upload has weights, recipe and model card.
+    The outputs of a program are compared with those of the model. An upload has weights, recipe and
+    model card.
     """
 
     example: ClassVar = "samestep export runs/first --format onnx --like picture.png"
 
-    format: Literal["safetensors", "torch", "onnx"] = option("format (default safetensors)", default="safetensors")
+    format: Literal["safetensors", "torch", "onnx"] = option(
+        "format (default safetensors)", default="safetensors"
+    )
     like: Path | None = option("example input; required except for safetensors", "FILE")
     out: Path | None = option(
-        "output file (default: in the directory of the run); with --hub a new folder, without an upload", "PATH"
+        "output file (default: in the directory of the run); with --hub a new folder, without an upload",
+        "PATH",
     )
     hub: str | None = option("upload to this repository; created if it does not exist", "USER/NAME")
     certificate: Path | None = option("for --hub: certificate.json of samestep verify", "FILE")
@@ -52,7 +56,9 @@ def run(options: Options) -> int:
     if options.certificate is not None:
         raise option_conflict("--certificate without --hub", "--hub USER/NAME")
     if options.like is None and kind != "safetensors":
-        raise option_conflict(f"--format {kind} without --like", "--like FILE, as for samestep predict")
+        raise option_conflict(
+            f"--format {kind} without --like", "--like FILE, as for samestep predict"
+        )
     plan = plan_from_checkpoint(folder, options.checkpoint, [], trust=options.trust)
     out = options.out or folder / f"model-{plan.step}{_SUFFIXES[kind]}"
     kinds = {suffix: kind for kind, suffix in _SUFFIXES.items()}
@@ -63,7 +69,9 @@ def run(options: Options) -> int:
         require_file(options.like)
     model = (plan.recipe, read_dataset_info(folder), plan.checkpoint)
     try:
-        difference = call_in_worker("samestep.tools.export", "export", *model, kind, out, options.like)
+        difference = call_in_worker(
+            "samestep.tools.export", "export", *model, kind, out, options.like
+        )
     except BaseException:
         out.unlink(missing_ok=True)  # an incomplete file; there was none before
         raise

@@ -1,7 +1,7 @@
 """Commands as one rank of a job that another launcher started.
 
-No process is launched in this case: every process runs the command. Rank 0 alone makes the plan and sends the plan
-through the job's store. The rank that caused a failure reports the failure, once.
+No process is launched in this case: every process runs the command. Rank 0 alone makes the plan and
+sends the plan through the job's store. The rank that caused a failure reports the failure, once.
 """
 
 from __future__ import annotations
@@ -80,8 +80,14 @@ def run_as_rank(
         value = getattr(import_module("samestep.recipes.run"), function)(*rank_arguments(plan))
     except KeyboardInterrupt:
         raise ReportedError(EXIT_STOPPED) from None
-    except BaseException as error:  # boundary: every end of this rank is reported once among all ranks
-        code = _report(process_state.job, Failure.of_exception(rendezvous.rank, error), plan.folder if plan else None)
+    except (
+        BaseException
+    ) as error:  # boundary: every end of this rank is reported once among all ranks
+        code = _report(
+            process_state.job,
+            Failure.of_exception(rendezvous.rank, error),
+            plan.folder if plan else None,
+        )
         raise ReportedError(code) from error
     return plan, value
 
@@ -89,8 +95,9 @@ def run_as_rank(
 def exit_if_rank(code: int) -> None:
     """Exit immediately if this process was a rank of another launcher's job.
 
-    Python's own shutdown is skipped, as in ranks that `multiprocessing` forks: threads of torch and of Samestep that
-    wait in C++ for other ranks or for the store can abort the process during shutdown.
+    Python's own shutdown is skipped, as in ranks that `multiprocessing` forks: threads of torch and
+    of Samestep that wait in C++ for other ranks or for the store can abort the process during
+    shutdown.
     """
     if _joined:
         atexit._run_exitfuncs()
@@ -108,7 +115,11 @@ def _require_compatible(options: LaunchOptions, rendezvous: Rendezvous) -> None:
     """Require options that leave the launch to the other launcher."""
     launcher = rendezvous.launcher
     size = rendezvous.world_size
-    values = {"devices": options.devices, "max-restarts": options.max_restarts, "grace": options.grace}
+    values = {
+        "devices": options.devices,
+        "max-restarts": options.max_restarts,
+        "grace": options.grace,
+    }
     if options.size != str(size):
         values["processes"] = options.size
     for option, value in values.items():

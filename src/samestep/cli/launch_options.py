@@ -14,7 +14,12 @@ from samestep.cli.commands import PRELOAD
 from samestep.cli.options import DeviceOption, count, option, option_conflict
 from samestep.config import Recipe, resolve_mesh
 from samestep.distributed.devices import select_devices
-from samestep.distributed.env import read_environment, read_rendezvous, read_slurm_job, sharing_variables
+from samestep.distributed.env import (
+    read_environment,
+    read_rendezvous,
+    read_slurm_job,
+    sharing_variables,
+)
 from samestep.distributed.launcher_detection import Rendezvous
 from samestep.distributed.logging import logger
 from samestep.distributed.resources import usable_processors
@@ -47,7 +52,8 @@ class LaunchOptions(DeviceOption):
         "I,J,...",
     )
     share_gpu: bool = option(
-        "let several ranks use one GPU; they communicate through host memory (not with pp)", default=False
+        "let several ranks use one GPU; they communicate through host memory (not with pp)",
+        default=False,
     )
 
     # Options of subclasses; constants of commands without them.
@@ -101,7 +107,9 @@ class LaunchOptions(DeviceOption):
         if self.selected_devices and not may_share and not has_enough:
             problem = f"--processes {count} with --devices {self.devices}"
             expected = f"{plural(self.devices_per_process, 'GPU')} per rank"
-            raise InputError(problem, expected, "more --devices, or --share-gpu", code="E_PROCESSES")
+            raise InputError(
+                problem, expected, "more --devices, or --share-gpu", code="E_PROCESSES"
+            )
         minimum = parse_process_count(text) if colon else count
         if recipe is not None:
             for number in (count, minimum):
@@ -123,9 +131,13 @@ class LaunchOptions(DeviceOption):
             available = max(1, available // (strategy.devices or available))
         return min(recipe.microbatch_count * strategy.ranks_per_model, available)
 
-    def launch(self, function: str, *arguments: Any, processes: int, config: LaunchConfig) -> LaunchResult:
+    def launch(
+        self, function: str, *arguments: Any, processes: int, config: LaunchConfig
+    ) -> LaunchResult:
         """Run a function of `samestep.recipes.run` in `processes` ranks."""
-        call = partial(run_workers, ByName("samestep.recipes.run", function), *arguments, processes=processes)
+        call = partial(
+            run_workers, ByName("samestep.recipes.run", function), *arguments, processes=processes
+        )
         return call(launch_config=config, preload=PRELOAD, environment=self.environment)
 
 
@@ -135,7 +147,9 @@ class LoaderOptions(LaunchOptions):
 
     group: ClassVar = "loader (results do not depend on these options)"
 
-    workers: int | None = option("loader processes per rank (default: depends on the cores)", "N", type=count)
+    workers: int | None = option(
+        "loader processes per rank (default: depends on the cores)", "N", type=count
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +159,10 @@ class FaultOptions(LaunchOptions):
     group: ClassVar = "faults (results do not depend on these options)"
 
     max_restarts: int = option(
-        "restarts from the newest complete checkpoint after ranks failed (default 0)", "K", default=0, type=count
+        "restarts from the newest complete checkpoint after ranks failed (default 0)",
+        "K",
+        default=0,
+        type=count,
     )
     hang_after: float = option(
         "end the run, with the stacks of all ranks, after this time without progress, such as 90s or 10m (default 10m)",
@@ -171,8 +188,8 @@ class FaultOptions(LaunchOptions):
     ) -> LaunchResult:
         """Launch ranks, restart them after failures, and return the result of the successful attempt.
 
-        `attempt` launches a number of ranks, after a failure from the newest complete checkpoint, that of
-        `newest_step`; the first one begins after `first_step`.
+        `attempt` launches a number of ranks, after a failure from the newest complete checkpoint,
+        that of `newest_step`; the first one begins after `first_step`.
 
         Raises:
             RankError: a rank failed, and no restart is left or useful.
@@ -180,7 +197,9 @@ class FaultOptions(LaunchOptions):
         restarts = RestartPolicy(self.max_restarts, *process_range)
         start_step = first_step
         while True:
-            config = LaunchConfig(self.hang_after, self.grace, stop_at_checkpoint=restarts.is_short, log_dir=log_dir)
+            config = LaunchConfig(
+                self.hang_after, self.grace, stop_at_checkpoint=restarts.is_short, log_dir=log_dir
+            )
             try:
                 result = attempt(restarts.processes, config)
             except RankError as error:
@@ -191,7 +210,11 @@ class FaultOptions(LaunchOptions):
                 is_stopped = result.is_stopped
                 if isinstance(result.value, dict):
                     is_stopped = bool(result.value.get("stopped"))
-                if result.stop_signal is not None or not config.stop_at_checkpoint or not is_stopped:
+                if (
+                    result.stop_signal is not None
+                    or not config.stop_at_checkpoint
+                    or not is_stopped
+                ):
                     return result
                 message = restarts.grow()
             if newest_step is not None:
@@ -203,21 +226,27 @@ class FaultOptions(LaunchOptions):
 def parse_process_count(text: str) -> int:
     """Return a number of processes; text that is not a positive integer is an `InputError`."""
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise InputError(f"--processes {text}", "a number as in --help", "--processes 2", code="E_PROCESSES")
+        raise InputError(
+            f"--processes {text}", "a number as in --help", "--processes 2", code="E_PROCESSES"
+        )
     return int(text)
 
 
 def gpu_names() -> list[str]:
     """Return the names of this machine's GPUs in torch's order."""
     # A fork of the fork server reads the names: this process does not import torch.
-    names: list[str] = launch(ByName("samestep.distributed.devices", "gpu_names"), processes=1, preload=PRELOAD)
+    names: list[str] = launch(
+        ByName("samestep.distributed.devices", "gpu_names"), processes=1, preload=PRELOAD
+    )
     return names
 
 
 def call_in_worker(module: str, function: str, *arguments: Any) -> Any:
     """Return the result of a function that needs torch, computed in one worker process."""
     config = LaunchConfig(HANG_AFTER)
-    return run_workers(ByName(module, function), *arguments, processes=1, launch_config=config, preload=PRELOAD).value
+    return run_workers(
+        ByName(module, function), *arguments, processes=1, launch_config=config, preload=PRELOAD
+    ).value
 
 
 def slurm_restarts(requeue: bool) -> int:
@@ -237,7 +266,9 @@ def requeue_after(stop_signal: int | None) -> None:
     if stop_signal != signal.SIGUSR1 or job is None:
         return
     try:
-        subprocess.run(["scontrol", "requeue", job.id], check=True, capture_output=True, text=True, timeout=60)
+        subprocess.run(
+            ["scontrol", "requeue", job.id], check=True, capture_output=True, text=True, timeout=60
+        )
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         expected = "a batch job that scontrol can requeue (sbatch --requeue)"

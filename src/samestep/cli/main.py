@@ -46,13 +46,17 @@ class CommandParser(argparse.ArgumentParser):
     def unknown(self, argument: str) -> InputError:
         """Return the error of an argument that the command does not have."""
         options = _OPTION.findall(self.format_usage())
-        settings = [name for name in SYNONYMS.values() if not name.startswith("-") and "--set" in options]
+        settings = [
+            name for name in SYNONYMS.values() if not name.startswith("-") and "--set" in options
+        ]
         meant = suggest(argument.partition("=")[0], [*options, *settings])
         fix = f"{self.prog} --help lists the options"
         if meant is not None:
             fix = f"did you mean {f'--set {meant}=VALUE' if meant in settings else meant}?"
         problem = f"{self.prog}: unknown {argument}"
-        return InputError(problem, f"arguments as in {self.prog} --help", fix, code="E_UNKNOWN_OPTION")
+        return InputError(
+            problem, f"arguments as in {self.prog} --help", fix, code="E_UNKNOWN_OPTION"
+        )
 
 
 def build_parser(name: str) -> CommandParser:
@@ -116,7 +120,9 @@ def _version() -> str:
 def _unknown_command(arguments: Sequence[str]) -> InputError:
     expected = f"one of {', '.join(COMMANDS)}"
     if not arguments:
-        return InputError("samestep without a command", expected, "samestep train digits", code="E_MISSING_KEY")
+        return InputError(
+            "samestep without a command", expected, "samestep train digits", code="E_MISSING_KEY"
+        )
     problem = f"unknown command {arguments[0]}"
     meant = suggest(arguments[0], COMMANDS)
     if meant is None:
@@ -132,7 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0].startswith(("--local-rank=", "--local_rank=")):
-        arguments = arguments[1:]  # added by torch.distributed.launch; LOCAL_RANK has the same value
+        arguments = arguments[
+            1:
+        ]  # added by torch.distributed.launch; LOCAL_RANK has the same value
     if arguments and arguments[0] in ("-h", "--help", "--version"):
         print(help_text() if arguments[0] != "--version" else _version())
         return EXIT_DONE
@@ -155,7 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {input_error}", file=sys.stderr)
         return EXIT_INPUT
     except KeyboardInterrupt:
-        # CPython ends by SIGINT after an interrupt within `exec`, such as that of a dataclass, until the next `exec`.
+        # CPython ends by SIGINT after an interrupt within `exec`, such as that of a dataclass,
+        # until the next `exec`.
         exec("")
         return EXIT_STOPPED
     exit_if_rank(code)
@@ -166,13 +175,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _early_start(arguments: Sequence[str]) -> Iterator[None]:
     """Start the fork server before the imports of a command that starts ranks.
 
-    Inside the block SIGTERM interrupts such a command, as Ctrl-C does, so that it leaves nothing behind.
+    Inside the block SIGTERM interrupts such a command, as Ctrl-C does, so that it leaves nothing
+    behind.
     """
     os.getcwd()  # raises an error in a removed folder, in which no process can be started
     command = COMMANDS.get(arguments[0]) if arguments else None
     is_help = bool({"-h", "--help"}.intersection(arguments))
     with reported_by_rank_0():
-        starts = command is not None and command.starts_ranks and not is_help and read_rendezvous() is None
+        starts = (
+            command is not None
+            and command.starts_ranks
+            and not is_help
+            and read_rendezvous() is None
+        )
     if not starts:
         yield
         return
@@ -189,9 +204,13 @@ def _input_error(error: ModuleNotFoundError | OSError) -> InputError | None:
         fix = "pip install 'samestep[recipes]'"
         expected = "the packages of recipes, reports and plots"
         return InputError(f"{error.name} is not installed", expected, fix, code="E_NOT_INSTALLED")
-    if error.errno == errno.ENAMETOOLONG or (error.errno == errno.ENOENT and error.filename is None):
+    if error.errno == errno.ENAMETOOLONG or (
+        error.errno == errno.ENOENT and error.filename is None
+    ):
         problem = f"{error.filename or 'the current folder'}: {error.strerror}"
-        return InputError(problem, "a path that can exist", "another path or folder", code="E_UNREADABLE")
+        return InputError(
+            problem, "a path that can exist", "another path or folder", code="E_UNREADABLE"
+        )
     return None
 
 
@@ -202,5 +221,7 @@ def _check_output(command: str) -> None:
         return
     problem = f"standard output cannot be written: {error.strerror}"
     if command not in _WRITES_RUN:
-        raise RunError(problem, expected="space for the result", fix="free space on the disk", code="E_OUTPUT")
+        raise RunError(
+            problem, expected="space for the result", fix="free space on the disk", code="E_OUTPUT"
+        )
     logger.warning(problem)

@@ -38,10 +38,15 @@ def argument(metavar: str, help: str, **settings: Any) -> Any:
 def add_fields(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
     """Add the declared options of a class, each in the group of the class that declares it.
 
-    Types of fields select the conversion: numbers above 0, paths, `Literal` choices, and switches for `bool`.
+    Types of fields select the conversion: numbers above 0, paths, `Literal` choices, and switches
+    for `bool`.
     """
     hints = get_type_hints(kind)
-    owners = {name: base for base in reversed(kind.__mro__) for name in vars(base).get("__annotations__", ())}
+    owners = {
+        name: base
+        for base in reversed(kind.__mro__)
+        for name in vars(base).get("__annotations__", ())
+    }
     groups: dict[str | None, Any] = {None: parser}
     for entry in fields(kind):
         if not entry.metadata:
@@ -148,8 +153,12 @@ class RunArgument:
     """Directory of a run, with a checkpoint."""
 
     folder: Path = argument("RUN", "directory of the run")
-    checkpoint: str = option("best, last, epoch-N, or a step (default best)", "WHICH", default="best")
-    trust: bool = option("import the code that the recipe of the run names (docs/security.md)", default=False)
+    checkpoint: str = option(
+        "best, last, epoch-N, or a step (default best)", "WHICH", default="best"
+    )
+    trust: bool = option(
+        "import the code that the recipe of the run names (docs/security.md)", default=False
+    )
 
 
 # --- input and output ---
@@ -163,13 +172,17 @@ def option_conflict(value: str, fix: str = "leave one of the options out") -> In
 def require_file(path: Path) -> None:
     """Raise an `InputError` unless the path is a file."""
     if not path.is_file():
-        raise InputError(f"{path} is not a file", "an existing file", "check the path", code="E_FILE_MISSING")
+        raise InputError(
+            f"{path} is not a file", "an existing file", "check the path", code="E_FILE_MISSING"
+        )
 
 
 def require_new_file(path: Path) -> None:
     """Raise an `InputError` if the output path exists, or is not in a folder."""
     if path.exists() or not path.parent.is_dir():
-        problem = "exists" if path.exists() else f"cannot be written: there is no folder {path.parent}"
+        problem = (
+            "exists" if path.exists() else f"cannot be written: there is no folder {path.parent}"
+        )
         expected = "a new file in an existing folder"
         raise InputError(f"{path} {problem}", expected, "--out with another name", code="E_OUTPUT")
 

@@ -49,10 +49,14 @@ def run(options: Options) -> int:
     run_options = RunOptions(device=options.device, quiet=True)
     model = (plan.recipe, run_options, read_dataset_info(options.folder), plan.checkpoint)
     if options.prompt is not None:
-        text = call_in_worker("samestep.recipes.run", "complete", *model, options.prompt, options.tokens)
+        text = call_in_worker(
+            "samestep.recipes.run", "complete", *model, options.prompt, options.tokens
+        )
         options.result(text, text["text"])
         return EXIT_DONE
-    predictions = call_in_worker("samestep.recipes.run", "predict", *model, tuple(options.files), options.out)
+    predictions = call_in_worker(
+        "samestep.recipes.run", "predict", *model, tuple(options.files), options.out
+    )
     for prediction in predictions:
         options.result(prediction, *_prediction_lines(prediction))
     return EXIT_DONE

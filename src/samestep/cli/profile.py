@@ -20,8 +20,8 @@ from samestep.units import plural
 class Options(JsonOption, BatchOptions, StrategyOptions, LoaderOptions, SubjectOptions):
     """Train some steps of a recipe or a script and measure their phases.
 
-    The phases are data loading, forward, backward, communication and optimizer; the slowest rank is named. Traces for
-    Perfetto and TensorBoard are written.
+    The phases are data loading, forward, backward, communication and optimizer; the slowest rank is
+    named. Traces for Perfetto and TensorBoard are written.
     """
 
     example: ClassVar = "samestep profile digits --processes 2 --active 20"
@@ -29,8 +29,12 @@ class Options(JsonOption, BatchOptions, StrategyOptions, LoaderOptions, SubjectO
 
     warmup: int = option("unmeasured steps at the start (default 4)", "N", default=4, type=count)
     active: int = option("measured steps (default 20)", "N", default=20)
-    traced: int = option("following steps with torch's profiler (default 3; 0: none)", "N", default=3, type=count)
-    out: Path | None = option("folder for profile.json and traces (default runs/profile-...)", "DIR")
+    traced: int = option(
+        "following steps with torch's profiler (default 3; 0: none)", "N", default=3, type=count
+    )
+    out: Path | None = option(
+        "folder for profile.json and traces (default runs/profile-...)", "DIR"
+    )
 
 
 def run(options: Options) -> int:
@@ -44,12 +48,19 @@ def run(options: Options) -> int:
         subject: Recipe | Script = Script(script, tuple(options.script_arguments))
         _, processes = options.process_range()
     else:
-        overrides = options.batch_overrides([*options.strategy_overrides(), *options.overrides], options.size)
+        overrides = options.batch_overrides(
+            [*options.strategy_overrides(), *options.overrides], options.size
+        )
         subject = load_resolved(options.recipe, overrides, options.note)
         _, processes = options.process_range(subject)
     stem = Path(options.recipe).stem
     with output_folder(options.out, f"profile-{stem}") as folder:
-        plan = options_of(Plan, options, folder=folder, options=options_of(RunOptions, options, quiet=options.json))
+        plan = options_of(
+            Plan,
+            options,
+            folder=folder,
+            options=options_of(RunOptions, options, quiet=options.json),
+        )
         options.note(f"training {plan.steps} steps of {stem} on {plural(processes, 'rank')}")
         machine = describe_machine([] if options.device == "cpu" else gpu_names())
         measured = profile(subject, plan, processes, PRELOAD, options.environment or {})

@@ -17,8 +17,12 @@ class Options(TrainingOptions, SetOption, RunArgument):
 
     example: ClassVar = "samestep resume runs/first --processes 3"
 
-    checkpoint: str = option("best, last, epoch-N, or a step (default last)", "WHICH", default="last")
-    accept_changes: bool = option("continue although the data or the user's Python modules have changed", default=False)
+    checkpoint: str = option(
+        "best, last, epoch-N, or a step (default last)", "WHICH", default="last"
+    )
+    accept_changes: bool = option(
+        "continue although the data or the user's Python modules have changed", default=False
+    )
 
 
 def run(options: Options) -> int:
@@ -30,7 +34,9 @@ def run(options: Options) -> int:
         if (restarts or is_new) and options.checkpoint == "last":
             plan = plan_to_resume(options.folder, overrides, trust=options.trust)
         else:
-            plan = plan_from_checkpoint(options.folder, options.checkpoint, overrides, trust=options.trust)
+            plan = plan_from_checkpoint(
+                options.folder, options.checkpoint, overrides, trust=options.trust
+            )
         accepts = options.accept_changes and not restarts
         return replace(plan, recipe=plan.recipe.with_microbatches(), accept_changes=accepts)
 

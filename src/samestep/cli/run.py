@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from samestep.cli.launch_options import FaultOptions
-from samestep.cli.options import argument, integer, option, option_conflict, output_folder, require_file, timed_name
+from samestep.cli.options import (
+    argument,
+    integer,
+    option,
+    option_conflict,
+    output_folder,
+    require_file,
+    timed_name,
+)
 from samestep.config import StrategyConfig
 from samestep.errors import EXIT_DONE, EXIT_STOPPED
 from samestep.launcher.launch import LaunchConfig, LaunchResult, run_workers
@@ -24,9 +32,9 @@ from samestep.script.mode import Mode, mode_of
 class Options(FaultOptions):
     """Run a script on several processes of this machine.
 
-    The script takes itself for the only process: it sees one device, whole batches, and no launcher. Calls
-    of its models are divided. A script that imports samestep runs with what it asks for. The output of ranks other than
-    0 is written to files.
+    The script takes itself for the only process: it sees one device, whole batches, and no
+    launcher. Calls of its models are divided. A script that imports samestep runs with what it asks
+    for. The output of ranks other than 0 is written to files.
     """
 
     example: ClassVar = "samestep run --processes 2 --explain train.py --epochs 3"
@@ -37,7 +45,9 @@ class Options(FaultOptions):
         default="auto",
     )
     runs: Path = option("folder of runs (default runs)", "DIR", default=Path("runs"))
-    own_group: bool = option("set torchrun's variables, for a script that creates its own process group", default=False)
+    own_group: bool = option(
+        "set torchrun's variables, for a script that creates its own process group", default=False
+    )
     exact: bool = option("the same bits on every number of processes up to 8", default=False)
     strategy: Literal["ddp", "fsdp"] = option(
         "fsdp: each rank keeps a part of the parameters, gradients and optimizer state (default ddp: all of them)",
@@ -54,7 +64,9 @@ class Options(FaultOptions):
         "during the run, too",
         default=False,
     )
-    module: bool = option("SCRIPT is the name of a module, as of python -m", default=False, flag="-m")
+    module: bool = option(
+        "SCRIPT is the name of a module, as of python -m", default=False, flag="-m"
+    )
     script: Path = argument("SCRIPT", "a Python file")
     arguments: Sequence[str] = argument("...", "arguments of the script", nargs=argparse.REMAINDER)
 
@@ -96,7 +108,9 @@ def run(options: Options) -> int:
 
     def attempt(count: int, config: LaunchConfig) -> LaunchResult:
         restarts = (next(starts), options.max_restarts)
-        return run_workers(call, *restarts, processes=count, launch_config=config, environment=options.environment)
+        return run_workers(
+            call, *restarts, processes=count, launch_config=config, environment=options.environment
+        )
 
     # Rank 0 writes to the terminal.
     with output_folder(log_dir, stem, "--runs") if processes[1] > 1 else nullcontext():

@@ -11,7 +11,13 @@ from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.config import Recipe
 from samestep.distributed.logging import logger
 from samestep.errors import CheckpointError, InputError, RecipeError
-from samestep.recipes.recipe_files import differences, make_recipe, read_recipe, recipe_data, with_saved_weight
+from samestep.recipes.recipe_files import (
+    differences,
+    make_recipe,
+    read_recipe,
+    recipe_data,
+    with_saved_weight,
+)
 from samestep.recipes.trust import require_trusted
 from samestep.runs import LOOP
 from samestep.tools.run_lines import run_errors
@@ -30,14 +36,22 @@ class RunPlan:
     def to_json(self) -> str:
         """Return the plan as text for `from_json`."""
         checkpoint = str(self.checkpoint or "")
-        return json.dumps([recipe_data(self.recipe), str(self.folder), checkpoint, self.step, self.accept_changes])
+        return json.dumps(
+            [recipe_data(self.recipe), str(self.folder), checkpoint, self.step, self.accept_changes]
+        )
 
     @classmethod
     def from_json(cls, text: str) -> RunPlan:
         """Return the plan from the text of `to_json`."""
         recipe, folder, checkpoint, step, accept_changes = json.loads(text)
         path = Path(checkpoint) if checkpoint else None
-        return cls(make_recipe(recipe, (), origin="rank 0's recipe"), Path(folder), path, step, accept_changes)
+        return cls(
+            make_recipe(recipe, (), origin="rank 0's recipe"),
+            Path(folder),
+            path,
+            step,
+            accept_changes,
+        )
 
 
 def plan_to_resume(folder: Path, overrides: list[str], *, trust: bool | Recipe) -> RunPlan:
@@ -46,10 +60,14 @@ def plan_to_resume(folder: Path, overrides: list[str], *, trust: bool | Recipe) 
     if newest is None:
         _require_run(folder)
         return RunPlan(_read_recipe(folder, overrides, trust=trust), folder)
-    return plan_from_checkpoint(folder, str(read_state(newest).progress.step), overrides, trust=trust)
+    return plan_from_checkpoint(
+        folder, str(read_state(newest).progress.step), overrides, trust=trust
+    )
 
 
-def plan_from_checkpoint(folder: Path, which: str, overrides: list[str], *, trust: bool | Recipe) -> RunPlan:
+def plan_from_checkpoint(
+    folder: Path, which: str, overrides: list[str], *, trust: bool | Recipe
+) -> RunPlan:
     """Return the plan that starts from a verified checkpoint of a run: `best`, `last` or a step.
 
     Raises:
@@ -89,15 +107,21 @@ def _require_equal(before: dict[str, Any], now: dict[str, Any], message: str, fi
     changes = differences(before, now)
     if changes:
         problem = "\n    ".join([f"{message}:", *changes])
-        raise CheckpointError(problem, "the same recipe for all steps of a run", fix, code="E_RESUME_CHANGED")
+        raise CheckpointError(
+            problem, "the same recipe for all steps of a run", fix, code="E_RESUME_CHANGED"
+        )
 
 
 def plan_to_replay(folder: Path, begin: int, *, trust: bool) -> RunPlan:
     """Return the plan that computes the steps of a run after `begin` again, from a checkpoint at or before it, if any.
 
-    The number of epochs, on which a schedule can depend, is that of the first later checkpoint, if there is one.
+    The number of epochs, on which a schedule can depend, is that of the first later checkpoint, if
+    there is one.
     """
-    steps = {int(path.name.rpartition("step-")[2]): path for path in CheckpointFolder(folder / "checkpoints").steps()}
+    steps = {
+        int(path.name.rpartition("step-")[2]): path
+        for path in CheckpointFolder(folder / "checkpoints").steps()
+    }
     later = [number for number in steps if number > begin]
     overrides: list[str] = []
     if later:
@@ -122,12 +146,17 @@ def refuse_script_run(folder: Path) -> None:
 
 def _require_run(folder: Path) -> None:
     refuse_script_run(folder)
-    if not CheckpointFolder(folder / "checkpoints").steps() and not (folder / "recipe.yaml").is_file():
+    if (
+        not CheckpointFolder(folder / "checkpoints").steps()
+        and not (folder / "recipe.yaml").is_file()
+    ):
         expected = "a run directory with a recipe.yaml"
         raise InputError(f"{folder} is not a run", expected, "check the path", code="E_NOT_A_RUN")
 
 
-def _read_recipe(folder: Path, overrides: list[str], *, trust: bool | Recipe, origin: Recipe | None = None) -> Recipe:
+def _read_recipe(
+    folder: Path, overrides: list[str], *, trust: bool | Recipe, origin: Recipe | None = None
+) -> Recipe:
     """Return the recipe of a run with overrides; `origin`, of a checkpoint, is used in place of a damaged file."""
     try:
         recipe = read_recipe(folder / "recipe.yaml")

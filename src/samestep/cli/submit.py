@@ -55,7 +55,9 @@ class Options(JsonOption, SubjectOptions, _System):
     time: str | None = option("limit of the time, as for sbatch (slurm)", "LIMIT")
     image: str | None = option("container image with Samestep (kubernetes)", "IMAGE")
     volume: str | None = option("persistent volume claim of the runs (kubernetes)", "NAME")
-    name: str | None = option("name of the job and of the run (default: recipe, date and time)", "NAME")
+    name: str | None = option(
+        "name of the job and of the run (default: recipe, date and time)", "NAME"
+    )
     runs: Path = option("folder of runs (default runs)", "DIR", default=Path("runs"))
     dry_run: bool = option("print file and command; write and submit nothing", default=False)
 
@@ -70,14 +72,19 @@ def run(options: Options) -> int:
     output = "" if options.dry_run else _run(submission)
     data = {"command": submission.command, "submitted": not options.dry_run, "output": output}
     text = f"# {submission.file}\n{submission.text}\n# command\n{shlex.join(submission.command)}"
-    options.result({"files": {submission.file: submission.text}, **data}, text if options.dry_run else output.rstrip())
+    options.result(
+        {"files": {submission.file: submission.text}, **data},
+        text if options.dry_run else output.rstrip(),
+    )
     return EXIT_DONE
 
 
 def _job(options: Options) -> Job:
     script = options.script()
     path = Path(options.recipe)
-    minimum, colon, maximum = (options.processes or str(options.nodes * max(1, options.gpus))).partition(":")
+    minimum, colon, maximum = (
+        options.processes or str(options.nodes * max(1, options.gpus))
+    ).partition(":")
     counts = [parse_process_count(text) for text in (minimum, maximum if colon else minimum)]
     if script is None:
         recipe = load_resolved(options.recipe, options.overrides, options.note)
@@ -102,7 +109,11 @@ def _run(submission: Submission) -> str:
     """Write the file, run the command, and return its output."""
     path = Path(submission.file)
     command = shlex.join(submission.command)
-    with output_errors(f"{path} cannot be written", "a writable folder", "another --name, or another current folder"):
+    with output_errors(
+        f"{path} cannot be written",
+        "a writable folder",
+        "another --name, or another current folder",
+    ):
         if path.exists() and path.read_bytes() != submission.text.encode():
             expected = "a new file: no file is overwritten"
             fix = "another --name, or remove the file"
@@ -113,8 +124,12 @@ def _run(submission: Submission) -> str:
     except FileNotFoundError as error:
         problem = f"{submission.command[0]} is not installed; {path} is complete"
         fix = f"run on a machine of the system: {command}"
-        raise InputError(problem, "the command of the system", fix, code="E_NOT_INSTALLED") from error
+        raise InputError(
+            problem, "the command of the system", fix, code="E_NOT_INSTALLED"
+        ) from error
     if done.returncode:
         problem = f"{command} failed with exit code {done.returncode}: {done.stderr.strip() or done.stdout.strip()}"
-        raise RunError(problem, "a submitted job", "correct the cause, and repeat the command", code="E_JOB")
+        raise RunError(
+            problem, "a submitted job", "correct the cause, and repeat the command", code="E_JOB"
+        )
     return done.stdout

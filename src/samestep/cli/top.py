@@ -57,7 +57,9 @@ def run(options: Options) -> int:
     status = read_status(options.folder)
     if status is None:
         expected = "a run directory, which contains recipe.yaml"
-        raise InputError(f"{options.folder} is not a run", expected, "check the path", code="E_NOT_A_RUN")
+        raise InputError(
+            f"{options.folder} is not a run", expected, "check the path", code="E_NOT_A_RUN"
+        )
     if options.json:
         options.result({"run": str(options.folder), **asdict(status)})
     else:
@@ -85,7 +87,9 @@ def render(folder: Path, status: RunStatus) -> RenderableType:
         parts.append(f"epoch {status.epoch}/{status.epochs or '?'}")
     parts.append(f"step {status.step:,}" + (f"/{status.steps:,}" if status.steps else ""))
     if status.loss is not None:
-        parts.append(f"loss {status.loss if isinstance(status.loss, str) else format_metric('loss', status.loss)}")
+        parts.append(
+            f"loss {status.loss if isinstance(status.loss, str) else format_metric('loss', status.loss)}"
+        )
     if status.failure:
         parts.append(f"{status.failure['text']} [{status.failure['code']}]")
     table = Table(box=None, pad_edge=False, header_style="dim")

@@ -32,7 +32,9 @@ class Options(TrainingOptions, BatchOptions, RecipeOptions):
     group: ClassVar = "output"
 
     name: str | None = option("name of the run (default: recipe, date and time)")
-    exact: bool = option("the same bits on every number of processes: step.reduction=exact", default=False)
+    exact: bool = option(
+        "the same bits on every number of processes: step.reduction=exact", default=False
+    )
     or_resume: bool = option("resume the run of this --name if it exists", default=False)
     runs: Path = option("folder of runs (default runs)", "DIR", default=Path("runs"))
 
@@ -50,30 +52,38 @@ def run(options: Options) -> int:
         return run_training(options, new_run.plan)
 
 
-def train(recipe: str | Path, overrides: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+def train(
+    recipe: str | Path, overrides: Mapping[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
     """Train a recipe as `samestep train` does, and return the summary of the run.
 
-        samestep.train("images", {"data.options.path": "photos", "epochs": 5}, processes=2, name="first")
+        samestep.train("images", {"data.options.path": "photos", "epochs": 5}, processes=2,
+        name="first")
 
-    Ranks are new processes, so a script calls this below `if __name__ == "__main__":`. In a script that torchrun, srun
-    or mpirun has started, this process is a rank.
+    Ranks are new processes, so a script calls this below `if __name__ == "__main__":`. In a script
+    that torchrun, srun or mpirun has started, this process is a rank.
 
     Args:
         recipe: name of a shipped recipe, or path of a YAML file.
-        overrides: values of keys of the recipe, as of `--set`: numbers, text, booleans, None, lists and mappings.
-        options: options of `samestep train` by their names, such as `processes`, `name`, `exact`, `strategy`,
-            `or_resume`, `runs` and `max_restarts`. Times are seconds.
+        overrides: values of keys of the recipe, as of `--set`: numbers, text, booleans, None, lists
+            and mappings.
+        options: options of `samestep train` by their names, such as `processes`, `name`, `exact`,
+            `strategy`, `or_resume`, `runs` and `max_restarts`. Times are seconds.
 
     Returns:
-        `step`, `stopped` (after a stop request), `skipped_steps`, `evaluation` (the values of the last one), `best`,
-        `seconds`, `samples_per_second` and `run`, the directory.
+        `step`, `stopped` (after a stop request), `skipped_steps`, `evaluation` (the values of the
+        last one), `best`, `seconds`, `samples_per_second` and `run`, the directory.
 
     Raises:
         InputError: the recipe, a key or an option is invalid.
         RankError: a rank failed; the run can be resumed if it has a checkpoint.
         NonFiniteError: most steps were skipped.
     """
-    known = {entry.name for entry in fields(Options) if entry.metadata} - {"recipe", "overrides", "json"}
+    known = {entry.name for entry in fields(Options) if entry.metadata} - {
+        "recipe",
+        "overrides",
+        "json",
+    }
     for name in options:
         if name not in known:
             raise InputError(
@@ -112,7 +122,11 @@ class NewRun:
         options = self.options
         if options.name is not None:
             require_run_name(options.name, "--name first, or --runs DIR for another folder")
-        if (restarts or options.or_resume) and options.name is not None and (options.runs / options.name).exists():
+        if (
+            (restarts or options.or_resume)
+            and options.name is not None
+            and (options.runs / options.name).exists()
+        ):
             trusted = load_recipe(options.recipe, options.all_overrides)
             plan = plan_to_resume(options.runs / options.name, options.all_overrides, trust=trusted)
             if not restarts:
@@ -122,7 +136,9 @@ class NewRun:
         recipe = load_recipe(options.recipe, overrides).with_microbatches()
         if options.per_device_batch_size is not None:
             require_enough_microbatches(recipe.microbatch_count, int(options.size))
-        folder = options.runs / (options.name or timed_name(options.runs, Path(options.recipe).stem))
+        folder = options.runs / (
+            options.name or timed_name(options.runs, Path(options.recipe).stem)
+        )
         self._create(folder)
         write_recipe(recipe, folder / "recipe.yaml")
         sign(folder, recipe)
@@ -130,12 +146,16 @@ class NewRun:
 
     def _create(self, folder: Path) -> None:
         self._creates_runs = not folder.parent.exists()
-        with output_errors(f"the run {folder} cannot be created", "a writable folder", "--runs DIR"):
+        with output_errors(
+            f"the run {folder} cannot be created", "a writable folder", "--runs DIR"
+        ):
             try:
                 folder.mkdir(parents=True)
             except FileExistsError as error:
                 fix = f"--name with another name, or samestep resume {quote(str(folder))}"
-                raise InputError(f"the run {folder} exists", "the name of a new run", fix, code="E_OUTPUT") from error
+                raise InputError(
+                    f"the run {folder} exists", "the name of a new run", fix, code="E_OUTPUT"
+                ) from error
         self._folder = HeldFolder(folder)
 
     @contextmanager
@@ -152,7 +172,9 @@ class NewRun:
             raise
 
     def _remove_without_checkpoint(self) -> None:
-        if self._folder is None or not self._folder.is_in_place():  # another run can have the path by now
+        if (
+            self._folder is None or not self._folder.is_in_place()
+        ):  # another run can have the path by now
             return
         path = self._folder.path
         if not (path / "checkpoints").exists():

@@ -32,11 +32,17 @@ class CheckpointOptions:
 
     group: ClassVar = "checkpoints"
 
-    checkpoint_every: int | None = option("steps between checkpoints within epochs (default: none)", "STEPS")
-    max_lost_work: float | None = option(
-        "limit of the work that a kill can cost, such as 5m", "TIME", type=partial(parse_duration, "--max-lost-work")
+    checkpoint_every: int | None = option(
+        "steps between checkpoints within epochs (default: none)", "STEPS"
     )
-    keep: int | None = option(f"newest checkpoints to keep (default {DEFAULT_KEEP}, or as before)", "K")
+    max_lost_work: float | None = option(
+        "limit of the work that a kill can cost, such as 5m",
+        "TIME",
+        type=partial(parse_duration, "--max-lost-work"),
+    )
+    keep: int | None = option(
+        f"newest checkpoints to keep (default {DEFAULT_KEEP}, or as before)", "K"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +66,16 @@ class CheckOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions(JsonOption, FaultOptions, CheckOptions, CheckpointOptions, StrategyOptions, LoaderOptions):
+class TrainingOptions(
+    JsonOption, FaultOptions, CheckOptions, CheckpointOptions, StrategyOptions, LoaderOptions
+):
     """Options that `train` and `resume` share."""
 
     default_size: ClassVar = "auto"
 
-    requeue: bool = option("under Slurm: requeue the job after a stop by SIGUSR1 (sbatch --signal)", default=False)
+    requeue: bool = option(
+        "under Slurm: requeue the job after a stop by SIGUSR1 (sbatch --signal)", default=False
+    )
 
     @property
     def run(self) -> RunOptions:
@@ -110,7 +120,9 @@ def trained_run(options: TrainingOptions, make_plan: Callable[[int], RunPlan]) -
         summary = result.value
         stop_signal = result.stop_signal
     else:
-        plan, summary = run_as_rank(options, options.rendezvous, "train", make_plan, options.rank_arguments)
+        plan, summary = run_as_rank(
+            options, options.rendezvous, "train", make_plan, options.rank_arguments
+        )
     own_signal = summary.pop("stop_signal")
     has_failed = summary.pop("has_failed")
     return TrainedRun(summary, plan.folder, stop_signal or own_signal, has_failed)
@@ -129,7 +141,9 @@ def run_training(options: TrainingOptions, make_plan: Callable[[int], RunPlan]) 
         if run.has_failed:
             return EXIT_FAILED
         return EXIT_DONE
-    options.result({**run.summary, "run": str(run.folder)}, *_summary_lines(run.summary, run.folder))
+    options.result(
+        {**run.summary, "run": str(run.folder)}, *_summary_lines(run.summary, run.folder)
+    )
     if is_stopped:
         if options.requeue:
             requeue_after(run.stop_signal)
@@ -145,7 +159,9 @@ def _launch(options: TrainingOptions, plan: RunPlan) -> LaunchResult:
     processes = options.process_range(plan.recipe)
 
     def attempt(count: int, config: LaunchConfig) -> LaunchResult:
-        return options.launch("train", *options.rank_arguments(plan), processes=count, config=config)
+        return options.launch(
+            "train", *options.rank_arguments(plan), processes=count, config=config
+        )
 
     def newest_step() -> int:
         nonlocal plan
@@ -160,7 +176,11 @@ def _launch(options: TrainingOptions, plan: RunPlan) -> LaunchResult:
 
     try:
         return options.launch_with_restarts(
-            processes, attempt, log_dir=folder / "logs", first_step=first_step, newest_step=newest_step
+            processes,
+            attempt,
+            log_dir=folder / "logs",
+            first_step=first_step,
+            newest_step=newest_step,
         )
     except RankError as error:
         if error.failure.code == E_DISK_HANG:  # to read the folder could take without end
@@ -189,12 +209,19 @@ def _summary_lines(summary: dict[str, Any], folder: Path) -> list[str]:
     if evaluation:
         lines.append(("evaluated", f"{evaluation['samples']:,} samples"))
     if summary["samples_per_second"]:
-        lines.append(("speed", f"{summary['samples_per_second']:,.0f} samples/s, {summary['seconds']:.1f} s in all"))
+        lines.append(
+            (
+                "speed",
+                f"{summary['samples_per_second']:,.0f} samples/s, {summary['seconds']:.1f} s in all",
+            )
+        )
     if summary["skipped_steps"]:
         lines.append(("skipped", _skipped_steps(summary)))
     lines.append(("run", str(folder)))
     if summary["stopped"]:
-        lines.append(("stopped", f"after step {summary['step']}; resume with: {_command('resume', folder)}"))
+        lines.append(
+            ("stopped", f"after step {summary['step']}; resume with: {_command('resume', folder)}")
+        )
     else:
         if (folder / "tensorboard").exists():
             lines.append(("curves", tensorboard_command(folder / "tensorboard")))

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from samestep.cli.commands import PRELOAD
-from samestep.cli.options import DeviceOption, JsonOption, integers, option, option_conflict, output_folder
+from samestep.cli.options import (
+    DeviceOption,
+    JsonOption,
+    integers,
+    option,
+    option_conflict,
+    output_folder,
+)
 from samestep.cli.recipe_options import StrategyOptions, SubjectOptions, load_resolved
 from samestep.config import Recipe, resolve_mesh
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError
@@ -22,9 +29,10 @@ _ACCURACIES = {"fp16": 2.0**-10, "bf16": 2.0**-7}  # of gradients that ranks exc
 class Options(JsonOption, DeviceOption, StrategyOptions, SubjectOptions):
     """Show that several numbers of processes give the same results, and write a certificate.
 
-    The first steps, the last batch of the epoch and one evaluation of a recipe, or a complete script, run on each
-    number of processes and are compared with those of the first number; those of a script that does not import
-    samestep with plain Python. If results differ, experiments find the cause.
+    The first steps, the last batch of the epoch and one evaluation of a recipe, or a complete
+    script, run on each number of processes and are compared with those of the first number; those
+    of a script that does not import samestep with plain Python. If results differ, experiments find
+    the cause.
     Exit codes: 0 equal, 1 failed run, 2 invalid input, 3 different.
     """
 
@@ -32,24 +40,38 @@ class Options(JsonOption, DeviceOption, StrategyOptions, SubjectOptions):
     group: ClassVar = "comparison"
 
     processes: tuple[int, ...] = option(
-        "numbers of ranks; the first is the reference (default 1,2,3,4)", "N,N,...", default=(1, 2, 3, 4), type=integers
+        "numbers of ranks; the first is the reference (default 1,2,3,4)",
+        "N,N,...",
+        default=(1, 2, 3, 4),
+        type=integers,
     )
     steps: int | None = option(f"optimizer steps (default {_STEPS}; for a script, all)", "N")
     reduction: Literal["exact", "fast"] | None = option(
         "exact requires equal bits, fast equality to rounding; a recipe runs with it (default: the subject's)"
     )
-    exact: bool = option("the same as --reduction exact; an unchanged script runs with it", default=False)
+    exact: bool = option(
+        "the same as --reduction exact; an unchanged script runs with it", default=False
+    )
     double: bool = option("use float64, which separates rounding from wrong results", default=False)
     kill_at: int | None = option("also kill a rank in this step, and resume", "STEP")
     resume_on: int | None = option("number of processes after the kill", "N")
-    patience: float = option("limit without progress (default 120)", "SECONDS", default=120.0, type=float)
+    patience: float = option(
+        "limit without progress (default 120)", "SECONDS", default=120.0, type=float
+    )
     out: Path | None = option("folder of the certificate (default runs/verify-...)", "DIR")
 
 
 def run(options: Options) -> int:
     """Verify and print; return 0 if results are equal, otherwise 3."""
     # Imported here: the other commands do not need these modules.
-    from samestep.tools.verify.verification import calls_text, explanation, summary, table, verify, write_certificate
+    from samestep.tools.verify.verification import (
+        calls_text,
+        explanation,
+        summary,
+        table,
+        verify,
+        write_certificate,
+    )
 
     if options.exact and options.reduction == "fast":
         raise option_conflict("--exact and --reduction fast")
@@ -69,7 +91,9 @@ def run(options: Options) -> int:
         )
         write_certificate(data, folder)
     certificate = folder / "certificate.json"
-    texts = [text for text in (table(data), calls_text(data), explanation(data), summary(data)) if text]
+    texts = [
+        text for text in (table(data), calls_text(data), explanation(data), summary(data)) if text
+    ]
     lines = ["\n\n".join(texts), f"certificate  {certificate}, certificate.html"]
     options.result({**data, "certificate": str(certificate)}, *lines)
     if data["holds"]:
@@ -82,7 +106,9 @@ def _subject(options: Options) -> Subject:
     if script is not None:
         is_unchanged = not imports_samestep(script)
         arguments = tuple(options.script_arguments)
-        return Subject(name=script.name, script=script, arguments=arguments, is_unchanged=is_unchanged)
+        return Subject(
+            name=script.name, script=script, arguments=arguments, is_unchanged=is_unchanged
+        )
     reduction = [] if options.reduction is None else [f"step.reduction={options.reduction}"]
     overrides = [*options.strategy_overrides(), *reduction, *options.overrides]
     recipe = load_resolved(options.recipe, overrides, options.note)
@@ -97,7 +123,12 @@ def _check(options: Options, recipe: Recipe | None) -> None:
         return
     steps = options.steps or _STEPS
     if options.kill_at is not None and options.kill_at > steps:
-        raise InputError(f"--kill-at {options.kill_at}", f"one of {steps} steps", "increase --steps", code="E_VALUE")
+        raise InputError(
+            f"--kill-at {options.kill_at}",
+            f"one of {steps} steps",
+            "increase --steps",
+            code="E_VALUE",
+        )
     for number in (*options.processes, options.resume_on or 1):
         if number > 1:  # one process has no mesh
             resolve_mesh(recipe.strategy, number, recipe.microbatch_count)
@@ -109,7 +140,9 @@ def _conditions(options: Options, recipe: Recipe | None) -> Conditions:
     accuracy = 0.0
     if recipe is not None:
         steps = options.steps or _STEPS
-        requires_bits = recipe.step.reduction == "exact" and recipe.strategy.is_exact(recipe.step.tensor_slices)
+        requires_bits = recipe.step.reduction == "exact" and recipe.strategy.is_exact(
+            recipe.step.tensor_slices
+        )
         accuracy = _ACCURACIES.get(recipe.strategy.hook, 0.0)
     elif options.reduction is not None:
         requires_bits = options.reduction == "exact"

@@ -59,7 +59,8 @@ def suggest(name: str, known: Iterable[str], *, least: float = 0.6) -> str | Non
     """Return the name of `known` that an unknown name probably means, or None.
 
     Args:
-        name: an option or a dotted key; for synonyms, case, `-`, `_` and all but the last part have no effect.
+        name: an option or a dotted key; for synonyms, case, `-`, `_` and all but the last part have
+            no effect.
         known: the names that exist.
         least: least similarity of a misspelled name.
     """

@@ -28,7 +28,17 @@ DEFAULT_PREFETCH = 2  # the default of torch's DataLoader
 _MAX_WORKERS = 8
 _MAX_MICROBATCHES = 8  # ranks at most, without a number in the recipe
 # Options of optimizers that are numbers, in torch and in libraries.
-_OPTIMIZER_NUMBERS = ("lr", "momentum", "weight_decay", "eps", "dampening", "alpha", "rho", "lr_decay", "lambd")
+_OPTIMIZER_NUMBERS = (
+    "lr",
+    "momentum",
+    "weight_decay",
+    "eps",
+    "dampening",
+    "alpha",
+    "rho",
+    "lr_decay",
+    "lambd",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +59,18 @@ class DataConfig(NamedConfig):
     """Dataset, with the treatment of samples that cannot be read.
 
     Attributes:
-        bad_samples: `stop` ends the run with an error for the first one; `skip` leaves the sample out of its
-            microbatch, and counts and logs the sample.
-        drop_last: leave out the last batch of a training epoch if it has fewer samples than `batch_size`.
-        order: random order of training samples: `shuffled` takes memory and time in proportion to the samples in each
-            epoch, `keyed` neither; `auto` is `keyed` for more than 10,000,000 samples, otherwise `shuffled`. The orders
-            differ. Not for samples grouped by length, which are `shuffled`.
-        cache: store the `decoded` pixels of image files on the local disk in the first epoch, for all ranks and later
-            runs; or `none`. No result depends on the cache.
-        cache_gb: size in GB (1e9 bytes) up to which the cache of these data grows; none for 95 % of the disk.
+        bad_samples: `stop` ends the run with an error for the first one; `skip` leaves the sample
+            out of its microbatch, and counts and logs the sample.
+        drop_last: leave out the last batch of a training epoch if it has fewer samples than
+            `batch_size`.
+        order: random order of training samples: `shuffled` takes memory and time in proportion to
+            the samples in each epoch, `keyed` neither; `auto` is `keyed` for more than 10,000,000
+            samples, otherwise `shuffled`. The orders differ. Not for samples grouped by length,
+            which are `shuffled`.
+        cache: store the `decoded` pixels of image files on the local disk in the first epoch, for
+            all ranks and later runs; or `none`. No result depends on the cache.
+        cache_gb: size in GB (1e9 bytes) up to which the cache of these data grows; none for 95 % of
+            the disk.
     """
 
     key_prefix: ClassVar[str] = "data."
@@ -74,13 +87,14 @@ class ModelConfig(NamedConfig):
     """Model, with initial weights and frozen parameters.
 
     Attributes:
-        pretrained: `.safetensors` file (or `.pt`/`.pth` file of plain tensors). Tensors of matching name and shape are
-            loaded; the others are logged.
-        pretrained_prefix: text in front of the names in the file, such as `encoder.` for weights of an encoder.
-        freeze: shell patterns of parameter names (`layer1.*`) that are not trained. A batch norm with only frozen
-            parameters keeps its running statistics.
-        freeze_except: shell patterns of parameter names that are trained; the other parameters, or with `freeze` the
-            others that match `freeze`, are not trained.
+        pretrained: `.safetensors` file (or `.pt`/`.pth` file of plain tensors). Tensors of matching
+            name and shape are loaded; the others are logged.
+        pretrained_prefix: text in front of the names in the file, such as `encoder.` for weights of
+            an encoder.
+        freeze: shell patterns of parameter names (`layer1.*`) that are not trained. A batch norm
+            with only frozen parameters keeps its running statistics.
+        freeze_except: shell patterns of parameter names that are trained; the other parameters, or
+            with `freeze` the others that match `freeze`, are not trained.
     """
 
     pretrained: str | None = None
@@ -94,8 +108,8 @@ class OptimizerConfig(NamedConfig):
     """Optimizer, with differences between parameters.
 
     Attributes:
-        layer_decay: learning-rate factor from each block of the model to the previous block (Clark et al., "ELECTRA",
-            2020); None for one rate.
+        layer_decay: learning-rate factor from each block of the model to the previous block (Clark
+            et al., "ELECTRA", 2020); None for one rate.
         decay_norms: apply weight decay to biases and other parameters of one dimension too.
     """
 
@@ -109,9 +123,19 @@ class OptimizerConfig(NamedConfig):
         for name, value in self.options.items():
             key = f"optimizer.options.{name}"
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            require(name not in _OPTIMIZER_NUMBERS or is_number, f"{key} is {value!r}", "a number", f"--set {key}=0.01")
+            require(
+                name not in _OPTIMIZER_NUMBERS or is_number,
+                f"{key} is {value!r}",
+                "a number",
+                f"--set {key}=0.01",
+            )
             values = value if isinstance(value, list | tuple) else (value,)  # such as `betas`
-            require(all(map(_is_finite, values)), f"{key} is {value!r}", "finite numbers", f"correct {key}")
+            require(
+                all(map(_is_finite, values)),
+                f"{key} is {value!r}",
+                "finite numbers",
+                f"correct {key}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +143,8 @@ class ScheduleConfig(Constrained):
     """Factor of the optimizer's learning rate as a function of the optimizer step.
 
     Attributes:
-        name: `constant`, `cosine`, `linear` (down to `final` at the last step), or `step` (times `gamma` every
-            `step_epochs`).
+        name: `constant`, `cosine`, `linear` (down to `final` at the last step), or `step` (times
+            `gamma` every `step_epochs`).
         warmup_epochs: epochs of linear increase from near 0 to 1.
         final: factor at the last step (`cosine` and `linear`).
         step_epochs: epochs between two decreases (`step` only).
@@ -141,7 +165,8 @@ class LearningRateConfig(Constrained):
     """Scaling of the optimizer's learning rate with the global batch size.
 
     Attributes:
-        rule: `fixed`: no scaling; `linear`: times `batch_size / base_batch_size`; `sqrt`: times the square root.
+        rule: `fixed`: no scaling; `linear`: times `batch_size / base_batch_size`; `sqrt`: times the
+            square root.
         base_batch_size: batch size for which the optimizer's learning rate was chosen.
     """
 
@@ -167,8 +192,9 @@ class EmaConfig(Constrained):
     """Exponential moving average of the weights, used by evaluation instead of the weights.
 
     Attributes:
-        decay: weight of the previous average at each step (Polyak & Juditsky, 1992). After step n the decay is at most
-            (1 + n) / (10 + n), which reduces the influence of the initial weights.
+        decay: weight of the previous average at each step (Polyak & Juditsky, 1992). After step n
+            the decay is at most (1 + n) / (10 + n), which reduces the influence of the initial
+            weights.
     """
 
     key_prefix: ClassVar[str] = "ema."
@@ -182,27 +208,29 @@ class RecipeStep(Constrained):
 
     Attributes:
         seed: seed of every random state (steps, samples, order, initial weights).
-        reduction: `fast` adds gradients in the order of the backend: equal to one process to rounding; `exact` adds
+        reduction: `fast` adds gradients in the order of the backend: equal to one process to
+            rounding; `exact` adds
             those of microbatches in one canonical tree: the same bits for every number of ranks.
-        batch_norm: statistics of the whole batch (`global`), or of the rows of each rank (`local`): then results depend
-            on the number of ranks.
+        batch_norm: statistics of the whole batch (`global`), or of the rows of each rank (`local`):
+            then results depend on the number of ranks.
         clip_norm: maximum of the global 2-norm of the gradient, or None for no clipping.
-        non_finite: reaction to a non-finite loss or gradient: `stop` the run, or `skip` the update (parameters,
-            optimizer and buffers stay unchanged; the step still counts).
+        non_finite: reaction to a non-finite loss or gradient: `stop` the run, or `skip` the update
+            (parameters, optimizer and buffers stay unchanged; the step still counts).
         precision: `fp32`, or autocast to `bf16` or `fp16` (the latter with a gradient scaler).
         threads: intra-operation threads of a rank; a different number changes bits.
-        tf32: allow products and convolutions in float32 on GPUs to round inputs to TensorFloat-32 (10 bits of
-            mantissa), or forbid it; None for torch's settings, which by default allow it in convolutions.
+        tf32: allow products and convolutions in float32 on GPUs to round inputs to TensorFloat-32
+            (10 bits of mantissa), or forbid it; None for torch's settings, which by default allow
+            it in convolutions.
         channels_last: store weights and inputs of convolutions in channels-last format.
         compile: compile the model's forward with `torch.compile`.
-        recompute: shell patterns of module names (`blocks.*`) with activation checkpointing: backward computes the
-            activations again; less memory, more time (Chen et al., "Training Deep Nets with Sublinear Memory Cost",
-            2016).
-        tensor_slices: number of slices into which the modules of `tensor_plan` divide their matrix products on any
-            number of ranks; a multiple of the tensor axis; 1 for the size of the tensor axis, with results that depend
-            on it by rounding.
-        tensor_plan: shell patterns of module names, with the division of each product; empty for the plan of the
-            model. Without slices, no effect.
+        recompute: shell patterns of module names (`blocks.*`) with activation checkpointing:
+            backward computes the activations again; less memory, more time (Chen et al., "Training
+            Deep Nets with Sublinear Memory Cost", 2016).
+        tensor_slices: number of slices into which the modules of `tensor_plan` divide their matrix
+            products on any number of ranks; a multiple of the tensor axis; 1 for the size of the
+            tensor axis, with results that depend on it by rounding.
+        tensor_plan: shell patterns of module names, with the division of each product; empty for
+            the plan of the model. Without slices, no effect.
     """
 
     key_prefix: ClassVar[str] = "step."
@@ -235,14 +263,16 @@ class Recipe(Constrained):
         schedule: learning rate over the steps.
         ema: moving average of the weights for evaluation, if any.
         batch_size: samples of one optimizer step over all ranks.
-        accumulate: parts of a batch that are computed one after another before the step; it bounds memory.
-        microbatches: fixed slices of a batch, of which each rank computes some; the largest number of ranks. `auto` is
-            8, or fewer for a small batch; the recipe of a run contains the number.
+        accumulate: parts of a batch that are computed one after another before the step; it bounds
+            memory.
+        microbatches: fixed slices of a batch, of which each rank computes some; the largest number
+            of ranks. `auto` is 8, or fewer for a small batch; the recipe of a run contains the
+            number.
         epochs: passes over the training split.
         step: options of a step.
         metrics: metrics that evaluation computes in addition to the loss.
-        best_by: result of evaluation that selects the best checkpoint: `loss`, a metric, or `loss_NAME` for a loss
-            term; None for the first metric, or the loss without metrics.
+        best_by: result of evaluation that selects the best checkpoint: `loss`, a metric, or
+            `loss_NAME` for a loss term; None for the first metric, or the loss without metrics.
         best_mode: `min` or `max`; None for `min` of losses and `max` of metrics.
         strategy: parallel strategy; a run can be resumed with another one.
     """
@@ -288,7 +318,9 @@ class Recipe(Constrained):
             code="E_METRIC",
         )
         require(
-            self.best_by is None or self.best_by in ("loss", *self.metrics) or self.best_by.startswith("loss_"),
+            self.best_by is None
+            or self.best_by in ("loss", *self.metrics)
+            or self.best_by.startswith("loss_"),
             f"best_by is {self.best_by}, which evaluation does not compute",
             f"one of {', '.join(['loss', *self.metrics])}, or loss_NAME for a term of the loss",
             f"add {self.best_by} to metrics, or set best_by: loss",
@@ -323,11 +355,13 @@ class RunOptions(Constrained):
 
     Attributes:
         device: `auto` selects one GPU per rank if the machine has GPUs.
-        workers: loader processes per rank; None selects `default_workers` for samples in files, otherwise 0.
+        workers: loader processes per rank; None selects `default_workers` for samples in files,
+            otherwise 0.
         checkpoint_every: optimizer steps between checkpoints within epochs, or None.
-        max_lost_work: limit in seconds for the work that a kill can cost, or None. Sets the checkpoint interval.
-        keep: number of newest checkpoints that are kept, in addition to the best; None for that of the last start, or
-            `DEFAULT_KEEP` in a new run.
+        max_lost_work: limit in seconds for the work that a kill can cost, or None. Sets the
+            checkpoint interval.
+        keep: number of newest checkpoints that are kept, in addition to the best; None for that of
+            the last start, or `DEFAULT_KEEP` in a new run.
         checksum_every: optimizer steps between logged checksums of the state, or 0 for none.
         loggers: names of the loggers of metrics and events, some of `LOGGERS`.
         quiet: print only the summary, no progress.

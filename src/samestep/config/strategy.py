@@ -16,9 +16,11 @@ from samestep.units import plural
 StrategyName = Literal["auto", "ddp", "fsdp", "hsdp", "device_map", "tp", "pp"]
 Hook = Literal["none", "fp16", "bf16"]
 
-# From slow links to fast ones: the axis with the most communication is innermost, between neighbouring ranks.
+# From slow links to fast ones: the axis with the most communication is innermost, between
+# neighbouring ranks.
 AXES = ("pipeline", "replicate", "shard", "tensor")
-# The axes of each strategy. The first axis without a size takes the remaining factor of the number of ranks.
+# The axes of each strategy. The first axis without a size takes the remaining factor of the number
+# of ranks.
 _AXES_OF_STRATEGY = {
     "ddp": ("replicate", "tensor", "pipeline"),
     "fsdp": ("shard",),
@@ -71,22 +73,25 @@ class StrategyConfig(Constrained):
     """Parallel strategy. Every strategy computes the same result, to the bit or to rounding.
 
     Attributes:
-        name: `auto` (same as `ddp`); `ddp`, one copy of the model per rank; `fsdp`, one shard of every parameter per
-            rank; `hsdp`, `fsdp` within groups of ranks, the groups being copies; `device_map`, model parts on several
-            devices of each rank; `tp`, matrix products divided among ranks; `pp`, consecutive layers on different
-            ranks.
+        name: `auto` (same as `ddp`); `ddp`, one copy of the model per rank; `fsdp`, one shard of
+            every parameter per rank; `hsdp`, `fsdp` within groups of ranks, the groups being
+            copies; `device_map`, model parts on several devices of each rank; `tp`, matrix products
+            divided among ranks; `pp`, consecutive layers on different ranks.
         mesh: sizes of the axes, for combinations such as `ddp` with `tensor: 2`.
-        hook: for `ddp` under `fast`: gradient compression; any value except `none` rounds gradients.
+        hook: for `ddp` under `fast`: gradient compression; any value except `none` rounds
+            gradients.
         offload: for a shard axis: keep parameters and optimizer state in host memory.
         gather: for a shard axis: precision of gathered parameters and of computation.
-        meta: for a shard axis: build the model with values on rank 0 only and broadcast one part after another, which
-            keeps the complete model off every device and every other rank.
-        stages: for a pipeline axis: names of the first modules of the second and later stages; empty for stages of
-            similar cost.
+        meta: for a shard axis: build the model with values on rank 0 only and broadcast one part
+            after another, which keeps the complete model off every device and every other rank.
+        stages: for a pipeline axis: names of the first modules of the second and later stages;
+            empty for stages of similar cost.
         devices: for `device_map`: devices of each rank; None for all devices.
-        place: for `device_map`: shell patterns of module names, with a device number; empty for parts of similar size.
-        shares: shares of the microbatches for the ranks that share the data, for devices of different speeds; empty for
-            equal shares. Shares that add up to the number of microbatches are numbers of microbatches.
+        place: for `device_map`: shell patterns of module names, with a device number; empty for
+            parts of similar size.
+        shares: shares of the microbatches for the ranks that share the data, for devices of
+            different speeds; empty for equal shares. Shares that add up to the number of
+            microbatches are numbers of microbatches.
     """
 
     key_prefix: ClassVar[str] = "strategy."
@@ -171,7 +176,11 @@ class MeshShape:
             data = coordinates["replicate"] * self.shard + coordinates["shard"]
             parts = [
                 f"{label} {coordinates[axis] + 1} of {getattr(self, axis)}"
-                for axis, label in {"pipeline": "stage", "shard": "shard", "tensor": "tensor slice"}.items()
+                for axis, label in {
+                    "pipeline": "stage",
+                    "shard": "shard",
+                    "tensor": "tensor slice",
+                }.items()
                 if getattr(self, axis) > 1
             ]
             parts = parts or ["complete model"]
@@ -179,12 +188,14 @@ class MeshShape:
         return "\n".join(lines)
 
 
-def resolve_mesh(strategy: StrategyConfig, processes: int, microbatches: int | None = None) -> MeshShape:
+def resolve_mesh(
+    strategy: StrategyConfig, processes: int, microbatches: int | None = None
+) -> MeshShape:
     """Return the mesh shape of a strategy on a number of ranks; `microbatches` is None if not known yet.
 
     Raises:
-        InputError: the strategy has no such axis, the sizes do not multiply to `processes`, there are too few
-            microbatches, or an option has no effect.
+        InputError: the strategy has no such axis, the sizes do not multiply to `processes`, there
+            are too few microbatches, or an option has no effect.
     """
     name = "ddp" if strategy.name == "auto" else strategy.name
     axes = _AXES_OF_STRATEGY[name]
@@ -231,11 +242,15 @@ def _require_effect(strategy: StrategyConfig, shape: MeshShape) -> None:
         fix = f"leave strategy.{key} out{alternative}"
         return InputError(f"strategy.{key} {circumstance}", expected, fix, code="E_STRATEGY")
 
-    changed = {key for key, default in vars(StrategyConfig()).items() if getattr(strategy, key) != default}
+    changed = {
+        key for key, default in vars(StrategyConfig()).items() if getattr(strategy, key) != default
+    }
     for key, names in _STRATEGIES_OF_OPTION.items():
         if key in changed and strategy.name not in names:
             expected = f"strategy.{key} belongs to {' and '.join(name for name in names if name != 'auto')}"
-            raise error(key, f"with strategy.name {strategy.name}", expected, f", or --strategy {names[-1]}")
+            raise error(
+                key, f"with strategy.name {strategy.name}", expected, f", or --strategy {names[-1]}"
+            )
     for key, axis in _AXIS_OF_OPTION.items():
         if key in changed and getattr(shape, axis) == 1 < shape.size:
             expected = f"strategy.{key} configures the {axis} axis"

@@ -39,7 +39,9 @@ class Constrained:
             validator.validate_python(value, strict=True)
         except ValidationError as error:
             key = self.key(item.name)
-            expected = " or ".join(detail["msg"].removeprefix("Input should be ") for detail in error.errors())
+            expected = " or ".join(
+                detail["msg"].removeprefix("Input should be ") for detail in error.errors()
+            )
             fix = f"set {key} to such a value"
             if _default(item) is not MISSING:
                 fix = f"leave {key} out for its default"
@@ -80,13 +82,18 @@ def require_package(subject: str, package: str, fix: str) -> None:
     """
     if find_spec(package) is None:
         expected = "installed packages of the selected loggers, formats and plots"
-        raise RecipeError(f"{subject} needs {package}", expected, f"pip install {fix}", code="E_NOT_INSTALLED")
+        raise RecipeError(
+            f"{subject} needs {package}", expected, f"pip install {fix}", code="E_NOT_INSTALLED"
+        )
 
 
-def match_patterns(names: Iterable[str], patterns: Sequence[str], *, key: str, kind: str, example: str) -> list[str]:
+def match_patterns(
+    names: Iterable[str], patterns: Sequence[str], *, key: str, kind: str, example: str
+) -> list[str]:
     """Return the names that match one of the shell patterns, in the order of `names`.
 
-    Errors name the recipe key of the patterns, the kind of the names, such as `parameter`, and a valid pattern.
+    Errors name the recipe key of the patterns, the kind of the names, such as `parameter`, and a
+    valid pattern.
 
     Raises:
         RecipeError: a pattern matches no name.

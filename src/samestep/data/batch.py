@@ -27,7 +27,9 @@ def map_nested(data: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any
     if is_leaf(data):
         return function(data)
     if isinstance(data, Mapping):
-        return with_items(data, {key: map_nested(value, function, is_leaf) for key, value in data.items()})
+        return with_items(
+            data, {key: map_nested(value, function, is_leaf) for key, value in data.items()}
+        )
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(map_nested(value, function, is_leaf) for value in data))
     if isinstance(data, list | tuple):
@@ -61,7 +63,9 @@ def digest_of(data: Any) -> str:
     while stack:
         value = stack.pop()
         if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-            value = device_reads.copy(value.detach()).contiguous().reshape(-1).view(torch.uint8).numpy()
+            value = (
+                device_reads.copy(value.detach()).contiguous().reshape(-1).view(torch.uint8).numpy()
+            )
         if isinstance(value, Mapping | list | tuple):
             stack += value.values() if isinstance(value, Mapping) else value
         elif isinstance(value, int | float):
@@ -73,7 +77,9 @@ def digest_of(data: Any) -> str:
 
 def channels_last(data: Any) -> Any:
     """Return `data` with batches of images in the memory format channels-last."""
-    return map_tensors(data, lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t)
+    return map_tensors(
+        data, lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
+    )
 
 
 def move(data: Any, device: torch.device) -> Any:

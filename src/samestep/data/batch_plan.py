@@ -23,8 +23,8 @@ class Leaf:
     """One value of a batch that is no container.
 
     Attributes:
-        kind: `rows`: a tensor with the rows of the samples in order; `list`: plain values of the samples in
-            order; `same`: a value that does not depend on the samples.
+        kind: `rows`: a tensor with the rows of the samples in order; `list`: plain values of the
+            samples in order; `same`: a value that does not depend on the samples.
         factor: rows of the tensor, or values, per sample.
     """
 
@@ -59,7 +59,9 @@ def plan_of(whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> Plan | No
             plan = None if None in named.values() else named
     elif isinstance(whole, list | tuple):
         if all(len(part) == len(whole) for part in parts):
-            items = [plan_of(item, [part[at] for part in parts], sizes) for at, item in enumerate(whole)]
+            items = [
+                plan_of(item, [part[at] for part in parts], sizes) for at, item in enumerate(whole)
+            ]
             plan = None if None in items else items
         else:
             plan = _plan_of_list(whole, parts, sizes)
@@ -68,14 +70,18 @@ def plan_of(whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> Plan | No
     return plan
 
 
-def _plan_of_tensor(whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> Plan | None:
+def _plan_of_tensor(
+    whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int]
+) -> Plan | None:
     if type(whole) is not torch.Tensor or whole.layout is not torch.strided or whole.requires_grad:
         return None
     samples = sum(sizes)
     if whole.dim() and whole.shape[0] and whole.shape[0] % samples == 0:
         factor = whole.shape[0] // samples
         shapes = [(size * factor, *whole.shape[1:]) for size in sizes]
-        has_rows = all(tuple(part.shape) == shape for part, shape in zip(parts, shapes, strict=True))
+        has_rows = all(
+            tuple(part.shape) == shape for part, shape in zip(parts, shapes, strict=True)
+        )
         if has_rows and equal(whole, torch.cat(list(parts))):
             return Leaf("rows", factor)
     if all(equal(whole, part) for part in parts):
@@ -85,9 +91,15 @@ def _plan_of_tensor(whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: S
 
 def _plan_of_list(whole: Sequence[Any], parts: Sequence[Any], sizes: Sequence[int]) -> Plan | None:
     factor, rest = divmod(len(whole), sum(sizes))
-    has_values = not rest and all(len(part) == size * factor for part, size in zip(parts, sizes, strict=True))
+    has_values = not rest and all(
+        len(part) == size * factor for part, size in zip(parts, sizes, strict=True)
+    )
     joined = [item for part in parts for item in part]
-    if not has_values or type(whole) not in (list, tuple) or any(type(item) not in _PLAIN for item in whole):
+    if (
+        not has_values
+        or type(whole) not in (list, tuple)
+        or any(type(item) not in _PLAIN for item in whole)
+    ):
         return None
     if equal(list(whole), joined):
         return Leaf("list", factor)
@@ -114,7 +126,9 @@ def equal(one: Any, other: Any) -> bool:
     elif isinstance(one, torch.Tensor):
         result = _equal_tensors(one, other)
     elif isinstance(one, numpy.ndarray):
-        result = one.dtype == other.dtype and numpy.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+        result = one.dtype == other.dtype and numpy.array_equal(
+            one, other, equal_nan=one.dtype.kind in "fc"
+        )
     elif isinstance(one, float):
         result = one == other or (math.isnan(one) and math.isnan(other))
     elif is_mapping(one):
@@ -192,7 +206,11 @@ def shapes_of(leaves: Sequence[tuple[Leaf, Any]], samples: int) -> int:
     facts: list[Any] = []
     for leaf, value in leaves:
         if leaf.kind == "rows":
-            if type(value) is not torch.Tensor or not value.dim() or len(value) != samples * leaf.factor:
+            if (
+                type(value) is not torch.Tensor
+                or not value.dim()
+                or len(value) != samples * leaf.factor
+            ):
                 raise OtherStructure
             facts.append((str(value.dtype), tuple(value.shape[1:]), value.requires_grad))
         elif leaf.kind == "list":
@@ -234,7 +252,9 @@ def pack(tensors: Sequence[torch.Tensor], lists: Sequence[Sequence[Any]]) -> tor
     return torch.empty(0, dtype=torch.uint8)
 
 
-def unpack(messages: Sequence[torch.Tensor], counts: Sequence[int], examples: Sequence[tuple[Leaf, Any]]) -> list[Any]:
+def unpack(
+    messages: Sequence[torch.Tensor], counts: Sequence[int], examples: Sequence[tuple[Leaf, Any]]
+) -> list[Any]:
     """Return the whole values of the packed leaves, those of the ranks one after another.
 
     Args:

@@ -10,7 +10,14 @@ import torch
 
 from samestep.config import SampleOrder
 from samestep.data.batch import digest_of
-from samestep.data.order import Indices, Order, global_order, grouped_order, repeats_of, resolve_order
+from samestep.data.order import (
+    Indices,
+    Order,
+    global_order,
+    grouped_order,
+    repeats_of,
+    resolve_order,
+)
 from samestep.data.sample_reader import set_epoch
 from samestep.data.samplers import Sampler, draw, drawn_order
 from samestep.data.streams.dataset import BatchSizes, StreamDataset
@@ -73,7 +80,10 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         has_indices = self._sampler is not None or lengths is not None
         has_own_order = order == "auto" and not has_indices
         self._stream = dataset if isinstance(dataset, StreamDataset) and has_own_order else None
-        self._sizes: tuple[tuple[int, int], int] = ((-1, -1), 0)  # of an epoch and a length of the data set
+        self._sizes: tuple[tuple[int, int], int] = (
+            (-1, -1),
+            0,
+        )  # of an epoch and a length of the data set
         self.cursor = Cursor()
         self.samples_of(0)
 
@@ -96,7 +106,9 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
             "seed": self.seed,
             "shuffle": self._shuffle,
             "order": resolve_order(self._kind, len(self._dataset)),
-            "sampler": "" if self._sampler is None else digest_of(self.order(epoch)[: self.samples_of(epoch)]),
+            "sampler": ""
+            if self._sampler is None
+            else digest_of(self.order(epoch)[: self.samples_of(epoch)]),
             "lengths": digest_of(self._lengths),
         }
         if self._stream is not None:
@@ -119,13 +131,19 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         if self._sampler is not None:
             return self._drawn(epoch)
         if self._lengths is not None:
-            return grouped_order(self._lengths, self.batch_size, seed=self.seed, epoch=epoch, shuffle=self._shuffle)
-        return global_order(size, seed=self.seed, epoch=epoch, shuffle=self._shuffle, order=self._kind)
+            return grouped_order(
+                self._lengths, self.batch_size, seed=self.seed, epoch=epoch, shuffle=self._shuffle
+            )
+        return global_order(
+            size, seed=self.seed, epoch=epoch, shuffle=self._shuffle, order=self._kind
+        )
 
     def _drawn(self, epoch: int) -> Indices:
         assert self._sampler is not None
         size = self.batch_size if self._draws_batches else None
-        return drawn_order(self._sampler, self._dataset, seed=self.seed, epoch=epoch, batch_size=size)
+        return drawn_order(
+            self._sampler, self._dataset, seed=self.seed, epoch=epoch, batch_size=size
+        )
 
     def __len__(self) -> int:
         """Number of batches of the epoch of the cursor."""
@@ -156,13 +174,19 @@ def require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
     """Require a dataset with an index, and arguments of a loader that fit together.
 
     Raises:
-        InputError: the dataset is iterable only, there is no such order, or two arguments exclude each other.
+        InputError: the dataset is iterable only, there is no such order, or two arguments exclude
+        each other.
     """
     order = arguments["order"]
     orders = get_args(SampleOrder)
     if order not in orders:
         problem = f"order of a loader is {order!r}"
-        raise InputError(problem, f"one of {', '.join(orders)}", "leave out order, or order='auto'", code="E_VALUE")
+        raise InputError(
+            problem,
+            f"one of {', '.join(orders)}",
+            "leave out order, or order='auto'",
+            code="E_VALUE",
+        )
     if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
         raise InputError(
             f"the dataset {type(dataset).__name__} has no length and index",
@@ -170,7 +194,9 @@ def require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
             "samestep.loader(list(dataset), ...) if the samples fit into memory, or an index of files and offsets",
             code="E_LOADER",
         )
-    present = {name for name, value in arguments.items() if value is not None and value is not False}
+    present = {
+        name for name, value in arguments.items() if value is not None and value is not False
+    }
     if order != "keyed":  # the order of lengths is `shuffled`
         present.discard("order")
     for one, others in _EXCLUSIVE.items():
@@ -180,7 +206,9 @@ def require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
             raise InputError(problem, "one of them", f"leave out {other}", code="E_LOADER")
 
 
-def require_samples(samples: int, batch_size: int, lengths: Indices | None, *, drop_last: bool) -> None:
+def require_samples(
+    samples: int, batch_size: int, lengths: Indices | None, *, drop_last: bool
+) -> None:
     """Require samples in an epoch, and one length for each.
 
     Raises:
@@ -188,7 +216,12 @@ def require_samples(samples: int, batch_size: int, lengths: Indices | None, *, d
         InputError: the number of lengths is another one.
     """
     if samples == 0:
-        raise DataError("the dataset is empty", "at least one sample", "check the path and the filters", code="E_DATA")
+        raise DataError(
+            "the dataset is empty",
+            "at least one sample",
+            "check the path and the filters",
+            code="E_DATA",
+        )
     if drop_last and samples < batch_size:
         raise DataError(
             f"the dataset has {samples} samples, fewer than one batch of {batch_size}, and drop_last is set",

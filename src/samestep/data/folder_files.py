@@ -10,8 +10,9 @@ from pathlib import Path
 def files_below(root: Path) -> list[Path]:
     """Return the files of a folder and its subfolders, sorted by path.
 
-    Hidden files and folders, whose names begin with a dot, are left out. Links to folders are followed, unless their
-    files are already part of the result, as those of a link to a folder above.
+    Hidden files and folders, whose names begin with a dot, are left out. Links to folders are
+    followed, unless their files are already part of the result, as those of a link to a folder
+    above.
     """
     files: list[Path] = []
     starts = [str(root)]
@@ -21,11 +22,15 @@ def files_below(root: Path) -> list[Path]:
         for start in starts:
             for folder, names, file_names in os.walk(start, onerror=_require_readable):
                 real = os.path.realpath(folder)
-                names[:] = [] if real in seen else [name for name in names if not name.startswith(".")]
+                names[:] = (
+                    [] if real in seen else [name for name in names if not name.startswith(".")]
+                )
                 if real not in seen:
                     files += [Path(folder, name) for name in file_names if not name.startswith(".")]
                 seen.add(real)
-                links += [path for name in names if os.path.islink(path := os.path.join(folder, name))]
+                links += [
+                    path for name in names if os.path.islink(path := os.path.join(folder, name))
+                ]
         starts = sorted(links)
     return sorted(files)
 

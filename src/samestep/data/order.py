@@ -1,7 +1,7 @@
 """Global order of samples, a pure function of (seed, epoch), and of lengths.
 
-Orders are that of the dataset, a shuffled array, a keyed permutation without memory per sample, and groups of similar
-length.
+Orders are that of the dataset, a shuffled array, a keyed permutation without memory per sample, and
+groups of similar length.
 
 Decisions: docs/decisions/data.md
 """
@@ -20,10 +20,12 @@ Indices = NDArray[numpy.int64]
 
 _ROUNDS = 8
 _MIN_BITS = 8  # of a block; a network of fewer bits has few permutations
-# `auto` is `keyed` for more samples: `shuffled` then takes seconds and hundreds of MB per epoch and rank.
+# `auto` is `keyed` for more samples: `shuffled` then takes seconds and hundreds of MB per epoch and
+# rank.
 KEYED_ABOVE = 10_000_000
-# Global batches per window of samples that are sorted by length together. A large window gives batches of nearly equal
-# length; at least some windows per epoch keep the samples of a batch different from epoch to epoch.
+# Global batches per window of samples that are sorted by length together. A large window gives
+# batches of nearly equal length; at least some windows per epoch keep the samples of a batch
+# different from epoch to epoch.
 _MAX_BATCHES_PER_WINDOW = 50
 _MIN_WINDOWS = 4
 
@@ -52,19 +54,22 @@ class DatasetOrder:
 def random_order(size: int, seed: int) -> Indices:
     """Return a random permutation of `range(size)`.
 
-    It sorts random keys, the raw output of Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011),
-    which NumPy keeps stable between versions, unlike its `permutation`.
+    It sorts random keys, the raw output of Philox (Salmon et al., "Parallel random numbers: as easy
+    as 1, 2, 3", 2011), which NumPy keeps stable between versions, unlike its `permutation`.
     """
-    return numpy.argsort(numpy.random.Philox(key=seed).random_raw(size), kind="stable").astype(numpy.int64)
+    return numpy.argsort(numpy.random.Philox(key=seed).random_raw(size), kind="stable").astype(
+        numpy.int64
+    )
 
 
 class KeyedPermutation:
     """Pseudo-random permutation of `range(size)` with constant memory at any position.
 
-    A balanced Feistel network permutes blocks of an even number of bits (Luby and Rackoff, 1988). A result outside of
-    the range is permuted again until it is inside (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite
-    domains", 2002). The round function adds a key and mixes as SplitMix64 (Steele et al., 2014), in integer arithmetic
-    modulo 2**64. The permutation has no cryptographic purpose.
+    A balanced Feistel network permutes blocks of an even number of bits (Luby and Rackoff, 1988). A
+    result outside of the range is permuted again until it is inside (cycle walking: Black and
+    Rogaway, "Ciphers with arbitrary finite domains", 2002). The round function adds a key and mixes
+    as SplitMix64 (Steele et al., 2014), in integer arithmetic modulo 2**64. The permutation has no
+    cryptographic purpose.
 
     Args:
         size: number of indices, at least 0 and less than 2**63.
@@ -120,7 +125,9 @@ def resolve_order(order: SampleOrder, size: int) -> Literal["shuffled", "keyed"]
     return order
 
 
-def global_order(size: int, *, seed: int, epoch: int, shuffle: bool, order: SampleOrder = "shuffled") -> Order:
+def global_order(
+    size: int, *, seed: int, epoch: int, shuffle: bool, order: SampleOrder = "shuffled"
+) -> Order:
     """Return the sample indices of one epoch in the order of use, length `size`.
 
     The order `shuffled` is an array. The order `keyed` computes the indices of a slice.
@@ -132,11 +139,14 @@ def global_order(size: int, *, seed: int, epoch: int, shuffle: bool, order: Samp
     return random_order(size, derive_seed("order", seed, epoch))
 
 
-def grouped_order(lengths: Indices, batch_size: int, *, seed: int, epoch: int, shuffle: bool) -> Indices:
+def grouped_order(
+    lengths: Indices, batch_size: int, *, seed: int, epoch: int, shuffle: bool
+) -> Indices:
     """Return the sample indices of one epoch with samples of similar length in one global batch, to reduce padding.
 
-    Windows of several global batches of `global_order` are sorted by length and cut into batches; the batches are then
-    shuffled. Samples that do not fill a batch are separated before sorting. Without `shuffle`, all samples are sorted.
+    Windows of several global batches of `global_order` are sorted by length and cut into batches;
+    the batches are then shuffled. Samples that do not fill a batch are separated before sorting.
+    Without `shuffle`, all samples are sorted.
     """
     order = global_order(len(lengths), seed=seed, epoch=epoch, shuffle=shuffle)[:]
     if not shuffle:

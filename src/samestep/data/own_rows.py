@@ -1,8 +1,8 @@
 """Iteration of a `DataLoader` of torch in which each rank reads its own rows of a batch.
 
-Subclasses of torch's iterators request and complete batches. Samplers, workers, persistent workers and pinning are
-torch's. The first batch decides how others are read (`sample_reader.Decision`), and a word of each rank per batch
-guards the decision.
+Subclasses of torch's iterators request and complete batches. Samplers, workers, persistent workers
+and pinning are torch's. The first batch decides how others are read (`sample_reader.Decision`), and
+a word of each rank per batch guards the decision.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from typing import Any, Protocol
 
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import DataLoader, MapDataPipe, RandomSampler, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    MapDataPipe,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
     _DatasetKind,
@@ -37,7 +43,14 @@ from samestep.data.batch_plan import (
     unpack,
 )
 from samestep.data.epoch_order import IndexBatch
-from samestep.data.sample_reader import Decision, Reading, Request, SampleReader, as_it_is, init_worker
+from samestep.data.sample_reader import (
+    Decision,
+    Reading,
+    Request,
+    SampleReader,
+    as_it_is,
+    init_worker,
+)
 from samestep.distributed.logging import logger
 from samestep.errors import PeerLostError, RankMismatchError
 from samestep.microbatches import microbatch_bounds
@@ -92,7 +105,8 @@ class OwnRows:
         skips: samples that raise `DataError` are left out.
         leaves_out: number of batches at the start of an iteration that are not read.
         skipped: error lines of the samples that were left out on this rank.
-        samples: number of samples that this rank has read (`read`), and of those of whole batches (`needed`).
+        samples: number of samples that this rank has read (`read`), and of those of whole batches
+            (`needed`).
         decisions: decisions of the first batches of loaders, by key.
         key: key of the loader.
         has_drawn: a sample has drawn a random number before a decision.
@@ -166,12 +180,17 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         self._world_size = 1
         self._rank = 0
         self._dataset: Any
-        is_map = self._dataset_kind == _DatasetKind.Map and not isinstance(self._dataset, MapDataPipe)
+        is_map = self._dataset_kind == _DatasetKind.Map and not isinstance(
+            self._dataset, MapDataPipe
+        )
         self._reads_samples = is_map and self._auto_collation and getattr(loader, "in_order", True)
         self._script_dataset = self._dataset
         if self._reads_samples:
             self._reader = SampleReader(
-                self._dataset, self._collate_fn, skips=self.state.skips, sets_epoch=self.state.seed is not None
+                self._dataset,
+                self._collate_fn,
+                skips=self.state.skips,
+                sets_epoch=self.state.seed is not None,
             )
             self._dataset = self._reader
             self._collate_fn = as_it_is
@@ -256,7 +275,9 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         ranks = state.ranks
         state.samples.update(read=reading.samples, needed=len(pending.indices))
         if pending.request.how == "own" or ranks is None or ranks.rank == 0:
-            state.skipped += reading.skipped  # others have left out the same samples of a batch that is read whole
+            state.skipped += (
+                reading.skipped
+            )  # others have left out the same samples of a batch that is read whole
         if ranks is None or not ranks.can_send():
             return self._completed_alone(pending, reading)
         leaves: list[tuple[Leaf, Any]] = []
@@ -317,7 +338,11 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
     def _log(self, reason: str) -> None:
         assert self.state.ranks is not None
         if self.state.ranks.rank == 0:
-            logger.info("%s: batches read whole on every process: %s", type(self._script_dataset).__name__, reason)
+            logger.info(
+                "%s: batches read whole on every process: %s",
+                type(self._script_dataset).__name__,
+                reason,
+            )
 
     def _draw_from_now_on(self) -> None:
         self.state.has_drawn = True
@@ -356,22 +381,32 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
 
         return rebuilt(data, _plan(self.state.decision), whole)
 
-    def _read_again(self, pending: _Pending, first: Any, seconds: list[int], counts: list[int]) -> Any:
+    def _read_again(
+        self, pending: _Pending, first: Any, seconds: list[int], counts: list[int]
+    ) -> Any:
         """Read a batch whole on all ranks, after a failure, a late draw or other shapes on one of them.
 
-        A failure of the first reading ends the iteration even if the second one succeeds, as on one process.
+        A failure of the first reading ends the iteration even if the second one succeeds, as on one
+        process.
         """
         ranks = self.state.ranks
         assert ranks is not None
         decision = self.state.decision
         if _DREW in seconds:
             self._draw_from_now_on()
-        elif _FAILED not in seconds and all(counts) and decision is not None and decision.how == "own":
+        elif (
+            _FAILED not in seconds
+            and all(counts)
+            and decision is not None
+            and decision.how == "own"
+        ):
             self.state.decision = Decision("whole", decision.draws, reason=_READ_ALONE)
             self._log(_READ_ALONE)
         reading = self._whole(pending, raises=False)
         failure = reading.failure
-        if failure is None and _DREW not in seconds:  # otherwise the first reading had other random numbers
+        if (
+            failure is None and _DREW not in seconds
+        ):  # otherwise the first reading had other random numbers
             failure = first
         code = 0 if failure is None else _FAILED
         words = ranks.word(0, code)
@@ -391,7 +426,9 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         """Read a batch whole in this process."""
         decision = self.state.decision
         how = "whole" if decision is None or decision.how == "own" else decision.how
-        reading = self._reader.__getitems__(pending.request._replace(how=how, draws=self.state.draws))
+        reading = self._reader.__getitems__(
+            pending.request._replace(how=how, draws=self.state.draws)
+        )
         if reading.drew:  # before a decision
             reading = self._reader.__getitems__(pending.request._replace(how=how, draws=True))
         if raises and reading.failure is not None:

@@ -30,8 +30,8 @@ _OWN = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.Ran
 class WatchedGenerators:
     """Global generators around reads that draw nothing, and whether they did.
 
-    For each batch, so the states are read from memory where possible: NumPy needs 60 microseconds to get and set a
-    state, Python 15.
+    For each batch, so the states are read from memory where possible: NumPy needs 60 microseconds
+    to get and set a state, Python 15.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,8 @@ class WatchedGenerators:
         self._has_drawn = (
             _python_words() != self._python
             or ctypes.string_at(self._address, _STATE_BYTES) != self._numpy
-            or bytes(memoryview(torch.get_rng_state().numpy())) != bytes(memoryview(self._torch.numpy()))  # type: ignore[arg-type]
+            or bytes(memoryview(torch.get_rng_state().numpy()))
+            != bytes(memoryview(self._torch.numpy()))  # type: ignore[arg-type]
         )
         return self._has_drawn
 
@@ -71,14 +72,18 @@ def _python_words() -> tuple[bytes, float | None]:
     """Return position and words of the generator of `random`, and its second Gaussian number."""
     generator = random.random.__self__  # type: ignore[attr-defined]  # the instance behind the functions of the module
     if _HAS_WORDS_IN_MEMORY:
-        return ctypes.string_at(id(generator) + object.__basicsize__, _STATE_BYTES), generator.gauss_next
+        return ctypes.string_at(
+            id(generator) + object.__basicsize__, _STATE_BYTES
+        ), generator.gauss_next
     _, (*words, position), second = random.getstate()
     return struct.pack("i624I", position, *words), second
 
 
 def _has_words_in_memory() -> bool:
     """Whether this interpreter keeps position and words after the head of the object, as CPython does."""
-    if sys.implementation.name != "cpython" or object.__basicsize__ != 2 * ctypes.sizeof(ctypes.c_void_p):
+    if sys.implementation.name != "cpython" or object.__basicsize__ != 2 * ctypes.sizeof(
+        ctypes.c_void_p
+    ):
         return False
     generator = random.Random(5)
     generator.random()

@@ -18,15 +18,25 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
 from samestep.data.batch_plan import Plan, equal, plan_of
-from samestep.data.read_generators import OwnGenerators, PlainAttributes, WatchedGenerators, sample_number
-from samestep.distributed.rng import derive_seed, generator_state, preserved_generators, seed_generators
+from samestep.data.read_generators import (
+    OwnGenerators,
+    PlainAttributes,
+    WatchedGenerators,
+    sample_number,
+)
+from samestep.distributed.rng import (
+    derive_seed,
+    generator_state,
+    preserved_generators,
+    seed_generators,
+)
 from samestep.distributed.signals import die_with_parent
 from samestep.errors import DataError, SamestepError
 from samestep.report_limits import message_of
 
 Collate = Callable[[list[Any]], Any]
-# `check`: read whole and decide; `own`: read the own rows; `whole`: read all; `plain`: read all as torch does, without
-# seeds for the samples.
+# `check`: read whole and decide; `own`: read the own rows; `whole`: read all; `plain`: read all as
+# torch does, without seeds for the samples.
 How = Literal["check", "own", "whole", "plain"]
 
 MEMORY = "samples depend on those that were read before"
@@ -108,10 +118,13 @@ class SampleReader(Dataset[Any]):
         dataset: the script's data set.
         collate: the script's collate function.
         skips: samples that raise `DataError` are left out.
-        sets_epoch: `set_epoch(epoch)` of the data set is called before reads, if it has such a method.
+        sets_epoch: `set_epoch(epoch)` of the data set is called before reads, if it has such a
+            method.
     """
 
-    def __init__(self, dataset: Any, collate: Collate, *, skips: bool = False, sets_epoch: bool = False) -> None:
+    def __init__(
+        self, dataset: Any, collate: Collate, *, skips: bool = False, sets_epoch: bool = False
+    ) -> None:
         self.dataset = dataset
         self._collate = collate
         self._skips = skips
@@ -128,7 +141,8 @@ class SampleReader(Dataset[Any]):
     def __getitems__(self, request: Request) -> Reading:
         try:
             if self._sets_epoch:
-                # For each batch: other loaders of this process can read the same data set in other epochs.
+                # For each batch: other loaders of this process can read the same data set in other
+                # epochs.
                 set_epoch(self.dataset, request.seed, request.epoch)
             if request.how == "check":
                 return self._check(request)
@@ -249,7 +263,9 @@ class SampleReader(Dataset[Any]):
         begin.restore()
         read = self._unseeded(request.indices)
         decision = Decision("plain", draws=False, reason=MEMORY)
-        return Reading(self._collate(read.samples), len(read.samples), skipped=read.skipped, decision=decision)
+        return Reading(
+            self._collate(read.samples), len(read.samples), skipped=read.skipped, decision=decision
+        )
 
     def _is_repeatable(self, request: Request, read: _Samples, *, draws: bool) -> bool:
         """Whether some samples are the same when they are read again in another order."""
@@ -285,7 +301,10 @@ class SampleReader(Dataset[Any]):
         for bounds in filter(None, (slices, singles)):
             sizes = [stop - start for start, stop in bounds]
             try:
-                parts = [self._collate([_own(sample) for sample in samples[start:stop]]) for start, stop in bounds]
+                parts = [
+                    self._collate([_own(sample) for sample in samples[start:stop]])
+                    for start, stop in bounds
+                ]
                 plan = plan_of(data, parts, sizes)
             except Exception:  # boundary: the function collates whole batches only
                 return None
@@ -308,7 +327,9 @@ def as_it_is(data: Any) -> Any:
 
 def set_epoch(dataset: Any, seed: int, epoch: int) -> None:
     """Call `set_epoch` of a data set, if it has one, with generators that are seeded by seed and epoch."""
-    hooks = [hook for part in _datasets(dataset) if callable(hook := getattr(part, "set_epoch", None))]
+    hooks = [
+        hook for part in _datasets(dataset) if callable(hook := getattr(part, "set_epoch", None))
+    ]
     if hooks:
         with preserved_generators():
             seed_generators(derive_seed("sample", seed, epoch))
@@ -330,13 +351,16 @@ def _datasets(dataset: Any) -> Iterator[Any]:
 def init_worker(dataset: Any, init: Callable[[int], None] | None, number: int) -> None:
     """Prepare a worker process, and call the function of the script."""
     die_with_parent(os.getppid())
-    # torch resets SIGTERM in workers to its default; a rank that finishes its step on SIGTERM still needs data.
+    # torch resets SIGTERM in workers to its default; a rank that finishes its step on SIGTERM still
+    # needs data.
     handler = signal.getsignal(signal.SIGTERM)
     if callable(handler):
         signal.signal(signal.SIGTERM, handler)
     torch.set_num_threads(1)
     Queue._on_queue_feeder_error = _send_failure  # type: ignore[attr-defined]  # the hook of multiprocessing
-    object.__setattr__(get_worker_info(), "dataset", dataset)  # the script's; frozen for other changes
+    object.__setattr__(
+        get_worker_info(), "dataset", dataset
+    )  # the script's; frozen for other changes
     if init is not None:
         init(number)
 
@@ -351,7 +375,9 @@ def _has_text(error: Exception) -> bool:
 
 def _without_class(wrapped: ExceptionWrapper) -> RuntimeError:
     """Return an exception with the text that torch would give to the class of the script."""
-    return RuntimeError(f"Caught {wrapped.exc_type.__name__} {wrapped.where}.\nOriginal {wrapped.exc_msg}")
+    return RuntimeError(
+        f"Caught {wrapped.exc_type.__name__} {wrapped.where}.\nOriginal {wrapped.exc_msg}"
+    )
 
 
 def _send_failure(queue: Any, error: Exception, item: tuple[int, Any]) -> None:

@@ -15,11 +15,14 @@ from samestep.data.order import Indices
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.errors import InputError
 
-# Function of (seed, epoch), or a sampler of torch. Yields indices, or lists of indices as a batch sampler.
+# Function of (seed, epoch), or a sampler of torch. Yields indices, or lists of indices as a batch
+# sampler.
 Sampler = Callable[[int, int], Iterable[Any]] | Iterable[Any]
 
 
-def drawn_order(sampler: Sampler, dataset: Any, *, seed: int, epoch: int, batch_size: int | None = None) -> Indices:
+def drawn_order(
+    sampler: Sampler, dataset: Any, *, seed: int, epoch: int, batch_size: int | None = None
+) -> Indices:
     """Return the sample indices of one epoch from a sampler.
 
     Args:
@@ -62,8 +65,9 @@ def drawn_order(sampler: Sampler, dataset: Any, *, seed: int, epoch: int, batch_
 def draw(sampler: Sampler, dataset: Any, *, seed: int, epoch: int) -> list[Any]:
     """Return all that a sampler yields in one epoch, a function of seed and epoch on every rank.
 
-    A function is called with seed and epoch. Another sampler is copied, so that no draw depends on earlier ones. Its
-    generators and the global ones are seeded, and `set_epoch` is called if it has one.
+    A function is called with seed and epoch. Another sampler is copied, so that no draw depends on
+    earlier ones. Its generators and the global ones are seeded, and `set_epoch` is called if it has
+    one.
 
     Raises:
         InputError: the sampler divides the data among ranks, or depends on earlier draws.
@@ -105,7 +109,9 @@ def _fresh_sampler(sampler: Any, dataset: Any, seed: int) -> Any:
     if not hasattr(sampler, "__dict__"):  # such as a list or a range
         return sampler
     fresh = copy(sampler)
-    vars(fresh).update({name: _fresh(value, dataset, seed) for name, value in vars(sampler).items()})
+    vars(fresh).update(
+        {name: _fresh(value, dataset, seed) for name, value in vars(sampler).items()}
+    )
     return fresh
 
 
@@ -128,13 +134,17 @@ def _fresh(value: Any, dataset: Any, seed: int) -> Any:
         if isinstance(fresh, dict):
             fresh.update({key: _fresh(item, dataset, seed) for key, item in fresh.items()})
         elif isinstance(fresh, list):
-            fresh[:] = [item if isinstance(item, int) else _fresh(item, dataset, seed) for item in fresh]
+            fresh[:] = [
+                item if isinstance(item, int) else _fresh(item, dataset, seed) for item in fresh
+            ]
     return fresh
 
 
 def _plain_attributes(sampler: Any) -> dict[str, Any]:
     return {
-        name: value for name, value in getattr(sampler, "__dict__", {}).items() if isinstance(value, int | float | str)
+        name: value
+        for name, value in getattr(sampler, "__dict__", {}).items()
+        if isinstance(value, int | float | str)
     }
 
 

@@ -27,24 +27,28 @@ _MANY = 2**62  # batches of a sampler without a length
 class WholeBatches:
     """Iterable over the batches of one epoch, as the collate function returns them; equal on every rank.
 
-    Each rank reads its own rows of a batch, and small tensors are gathered. The first batch is read whole, and decides
-    whether batches can be read so. Batches are those of torch's `DataLoader`, with one exception: if the data set draws
-    random numbers, those of a sample are a function of (seed, epoch, index) on any number of processes.
+    Each rank reads its own rows of a batch, and small tensors are gathered. The first batch is read
+    whole, and decides whether batches can be read so. Batches are those of torch's `DataLoader`,
+    with one exception: if the data set draws random numbers, those of a sample are a function of
+        (seed, epoch, index) on any number of processes.
 
     Each iteration is an epoch, also after one that was left early.
 
     Attributes:
         dataset: source of the samples.
         batch_size: samples of a batch; the last one of an epoch can have fewer.
-        skipped: error lines of the samples that were left out, once among all ranks; the caller clears the list.
+        skipped: error lines of the samples that were left out, once among all ranks; the caller
+            clears the list.
         between_batches: called between two batches of an epoch, for a loop that can end there.
 
     Args:
         loader: torch's loader of the batches.
-        order: order of the samples as a function of (seed, epoch); None for the order of torch's loader.
+        order: order of the samples as a function of (seed, epoch); None for the order of torch's
+            loader.
         ranks: returns the ranks that read together, or None; called by the first iteration.
         skips: samples that raise `DataError` are left out.
-        line: line of the script that made the loader; a loader that it makes again reads as the first one.
+        line: line of the script that made the loader; a loader that it makes again reads as the
+            first one.
     """
 
     def __init__(
@@ -69,7 +73,9 @@ class WholeBatches:
         self._cursor = Cursor()
         self._begins_at_cursor = True
         self._iterations = 0
-        self._begin: list[torch.Tensor] | None = None  # generators at the begin of the epoch, with the order of torch
+        self._begin: list[torch.Tensor] | None = (
+            None  # generators at the begin of the epoch, with the order of torch
+        )
         self._resumed: list[torch.Tensor] | None = None
         self._forked_size = -1  # of the data set in persistent workers
         self._running: weakref.ref[_BaseDataLoaderIter] | None = None
@@ -90,8 +96,9 @@ class WholeBatches:
     def cursor(self) -> Cursor:
         """Position after the last batch that was read. Assign a cursor to resume there.
 
-        With an order of (seed, epoch), the cost is the same for any cursor. With the order of torch's loader, a batch
-        counts `batch_size` samples, and earlier indices of the epoch are drawn again.
+        With an order of (seed, epoch), the cost is the same for any cursor. With the order of
+        torch's loader, a batch counts `batch_size` samples, and earlier indices of the epoch are
+        drawn again.
         """
         return self._cursor
 
@@ -167,7 +174,9 @@ class WholeBatches:
             running = None if self._running is None else self._running()
             samples = begin.samples + (number + getattr(running, "left_out", 0)) * self.batch_size
             if iteration == self._iterations:  # an older iteration beside a newer one moves nothing
-                self._cursor = Cursor(begin.epoch, samples) if samples < every else Cursor(begin.epoch + 1)
+                self._cursor = (
+                    Cursor(begin.epoch, samples) if samples < every else Cursor(begin.epoch + 1)
+                )
             yield batch
             is_last = samples >= self.samples_of(begin.epoch)
             if self.between_batches is not None and iteration == self._iterations and not is_last:
@@ -182,7 +191,9 @@ class WholeBatches:
             state.ranks = self._ranks()
             self._has_ranks = True
             if state.ranks is not None and self._line is not None:
-                state.decisions, state.key = state.ranks.decisions_of(self.dataset, self._loader.collate_fn, self._line)
+                state.decisions, state.key = state.ranks.decisions_of(
+                    self.dataset, self._loader.collate_fn, self._line
+                )
         if self._order is not None:
             if len(self.dataset) != self._forked_size:  # type: ignore[arg-type]
                 self._forked_size = len(self.dataset)  # type: ignore[arg-type]
@@ -250,13 +261,19 @@ def whole_batches(
     is_single = options["batch_size"] is None and options["batch_sampler"] is None
     if isinstance(dataset, IterableDataset) or is_single:
         orders = ("shuffle", "sampler", "batch_sampler", "batch_size", "generator", "drop_last")
-        arguments |= {name: options[name] for name in orders if options[name] is not None or name == "batch_size"}
+        arguments |= {
+            name: options[name]
+            for name in orders
+            if options[name] is not None or name == "batch_size"
+        }
         return WholeBatches(DataLoader(dataset, **arguments), None, ranks, line=line)
     order = EpochOrder(dataset, options)
     if arguments["num_workers"] and arguments["multiprocessing_context"] is None:
         # Forks of the rank, not of the fork server: they end with the rank and need no pickling.
         arguments["multiprocessing_context"] = "fork"
-    arguments["generator"] = torch.Generator()  # torch draws a seed of workers, which must not change the script's
+    arguments["generator"] = (
+        torch.Generator()
+    )  # torch draws a seed of workers, which must not change the script's
     loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=order, **arguments)
     return WholeBatches(loader, order, ranks, skips=options["bad_samples"] == "skip", line=line)
 
@@ -277,9 +294,9 @@ _OF_TORCH = (
 def epochs(batches: WholeBatches, number: int) -> Iterator[int]:
     """Yield the numbers of the epochs from the position of a loader to `number`, without `number`.
 
-    After a resumption, the first one is the epoch of the checkpoint; if none remains, one line reports this. An
-    epoch is complete when its batches were read, or the body has left it. `samestep.request_stop` ends the loop and
-    the script.
+    After a resumption, the first one is the epoch of the checkpoint; if none remains, one line
+    reports this. An epoch is complete when its batches were read, or the body has left it.
+    `samestep.request_stop` ends the loop and the script.
 
     Raises:
         InputError: the body used no batch of the loader.
@@ -288,7 +305,9 @@ def epochs(batches: WholeBatches, number: int) -> Iterator[int]:
     return stoppable_epochs(batches, number, _end_loop)
 
 
-def stoppable_epochs(batches: WholeBatches, number: int, end_loop: Callable[[], None]) -> Iterator[int]:
+def stoppable_epochs(
+    batches: WholeBatches, number: int, end_loop: Callable[[], None]
+) -> Iterator[int]:
     """Yield the numbers of epochs as `epochs`, and call a function between batches and before epochs.
 
     Args:
@@ -306,7 +325,9 @@ def stoppable_epochs(batches: WholeBatches, number: int, end_loop: Callable[[], 
 def _epochs(batches: WholeBatches, number: int, end_loop: Callable[[], None]) -> Iterator[int]:
     if batches.cursor.epoch >= number > 0 and _is_main():
         logger.info(
-            "this run is complete: %d of %d epochs were trained by earlier starts", batches.cursor.epoch, number
+            "this run is complete: %d of %d epochs were trained by earlier starts",
+            batches.cursor.epoch,
+            number,
         )
     while (begin := batches.cursor).epoch < number:
         end_loop()

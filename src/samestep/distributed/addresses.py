@@ -66,8 +66,11 @@ def resolve(address: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
 def listen(address: str, port: int) -> socket.socket:
     """Listen on an address of this machine alone; on all interfaces for another address, as behind a proxy."""
     results = resolve(address, port)
-    # /etc/hosts may map the machine's own name to a loopback address; the address that others use is unknown then.
-    is_local_name = any(is_loopback(str(target[0])) for _, target in results) and not is_loopback(address)
+    # /etc/hosts may map the machine's own name to a loopback address; the address that others use
+    # is unknown then.
+    is_local_name = any(is_loopback(str(target[0])) for _, target in results) and not is_loopback(
+        address
+    )
     attempts = [] if is_local_name else results
     for family, target in [*attempts, (results[0][0], ("", port))]:
         try:

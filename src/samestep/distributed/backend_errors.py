@@ -6,7 +6,9 @@ import re
 import sys
 
 # gloo's errors have no type of their own.
-_LOST_BY_GLOO = re.compile("gloo/|connection|pair closure|timed out|timeout|broken pipe", re.IGNORECASE)
+_LOST_BY_GLOO = re.compile(
+    "gloo/|connection|pair closure|timed out|timeout|broken pipe", re.IGNORECASE
+)
 # All errors of NCCL have one type.
 _LOST_BY_NCCL = re.compile(
     "remote process exited|remote error|connection closed|connection reset|likely closed|broken pipe|timeout|aborted",

@@ -1,11 +1,14 @@
 """Collective check: all ranks confirm that they issue the same operation before it communicates.
 
-Operations of this package begin with a small all-reduce of a hash of their name and facts. A step that follows the
-same step as before adds the step hash to its statistics instead: no message of its own. If hashes differ, ranks
+Operations of this package begin with a small all-reduce of a hash of their name and facts. A step
+that follows the
+same step as before adds the step hash to its statistics instead: no message of its own. If hashes
+    differ, ranks
 exchange the texts, and every rank raises an error.
 
-A rank that waits for others in its step cannot receive an error through the messages of the step. `OperationMonitor`, a
-thread, therefore stores an operation that lasts more than a second in the job's store, and reads those of the others.
+A rank that waits for others in its step cannot receive an error through the messages of the step.
+`OperationMonitor`, a thread, therefore stores an operation that lasts more than a second in the
+job's store, and reads those of the others.
 
 Decisions: docs/decisions/rank-checks.md
 """
@@ -63,7 +66,10 @@ class PendingOperation:
 
     def to_text(self, line: str, facts_bytes: int = _FACTS_BYTES) -> str:
         """Return the stored form, with long texts cut."""
-        facts = {key: ascii(value)[1:-1][: facts_bytes // len(self.facts)] for key, value in self.facts.items()}
+        facts = {
+            key: ascii(value)[1:-1][: facts_bytes // len(self.facts)]
+            for key, value in self.facts.items()
+        }
         return json.dumps([self.number, self.name, facts, line[-_LINE_BYTES:]])
 
     @classmethod
@@ -76,7 +82,8 @@ class OperationMonitor:
     """Compares operations of the calling thread that last long with those of the other ranks.
 
     Attributes:
-        difference: the operations of the ranks that wait, by rank, once two of the same number differ; None otherwise.
+        difference: the operations of the ranks that wait, by rank, once two of the same number
+            differ; None otherwise.
     """
 
     def __init__(self, store: dist.Store, *, rank: int, size: int) -> None:
@@ -89,7 +96,9 @@ class OperationMonitor:
         self._number = 0
         self.difference: dict[int, PendingOperation] | None = None
         # A daemon thread: the store may be lost.
-        self._thread = threading.Thread(target=self._run, name="samestep-operation-monitor", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="samestep-operation-monitor", daemon=True
+        )
         if size > 1:
             self._thread.start()
 
@@ -116,7 +125,9 @@ class OperationMonitor:
             if pending is None or time.monotonic() - pending.began < _WAIT_SECONDS:
                 continue
             try:
-                if store is None:  # a connection of its own: a blocking read of another thread would delay this one
+                if (
+                    store is None
+                ):  # a connection of its own: a blocking read of another thread would delay this one
                     store = dist.PrefixStore("samestep/operations", self._job_store.clone())  # type: ignore[attr-defined]
                 if stored is not pending:
                     line = call_site(sys._current_frames().get(self._thread_id))
@@ -148,7 +159,15 @@ class CollectiveCheck:
     `rank_status` receives every operation.
     """
 
-    def __init__(self, store: dist.Store, rank_status: RankStatus, *, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank_status: RankStatus,
+        *,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+    ) -> None:
         self._rank_status = rank_status
         self._rank = rank
         self._size = size
@@ -209,10 +228,14 @@ class CollectiveCheck:
         data = PendingOperation(0, name, facts).to_text(call_site(), _TEXT_BYTES // 4).encode()
         own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        rows = [PendingOperation.from_text(bytes(row.tolist()).rstrip(b"\0")) for row in self._rows(own)]
+        rows = [
+            PendingOperation.from_text(bytes(row.tolist()).rstrip(b"\0")) for row in self._rows(own)
+        ]
         raise self._difference(dict(enumerate(rows)))
 
-    def _difference(self, rows: Mapping[int, PendingOperation]) -> RankDesyncError | RankMismatchError:
+    def _difference(
+        self, rows: Mapping[int, PendingOperation]
+    ) -> RankDesyncError | RankMismatchError:
         """Return the error for names, source lines and facts that differ between ranks."""
         names = {row.name for row in rows.values()}
         if len(names) > 1:
@@ -246,9 +269,13 @@ class CollectiveCheck:
         try:
             yield
         except RuntimeError as error:
-            if not is_lost_connection(error):  # such as an error of a worker of a loader, raised by a signal handler
+            if not is_lost_connection(
+                error
+            ):  # such as an error of a worker of a loader, raised by a signal handler
                 raise
-            raise PeerLostError(f"rank {self._rank} lost its connection to another rank: {error}") from error
+            raise PeerLostError(
+                f"rank {self._rank} lost its connection to another rank: {error}"
+            ) from error
 
     def _desync_error(self, rows: Mapping[int, PendingOperation]) -> RankDesyncError:
         odd = odd_ranks({rank: row.name for rank, row in rows.items()})
@@ -276,11 +303,16 @@ def _hash_of(name: str, facts: Mapping[str, str]) -> int:
 def _mismatch_error(name: str, by_rank: Mapping[int, Mapping[str, str]]) -> RankMismatchError:
     """Return the error for the first fact that differs."""
     first = next(iter(by_rank.values()))
-    fact = next((key for key in first if len({facts[key] for facts in by_rank.values()}) > 1), next(iter(first)))
+    fact = next(
+        (key for key in first if len({facts[key] for facts in by_rank.values()}) > 1),
+        next(iter(first)),
+    )
     ranks_by_value: dict[str, list[int]] = {}
     for rank, facts in by_rank.items():
         ranks_by_value.setdefault(facts[fact], []).append(rank)
-    lines = "".join(f"\n    {ranks_text(ranks)}: {value}" for value, ranks in ranks_by_value.items())
+    lines = "".join(
+        f"\n    {ranks_text(ranks)}: {value}" for value, ranks in ranks_by_value.items()
+    )
     return RankMismatchError(
         f"{name}: ranks have a different {fact}{lines}",
         expected="data, their order, model, optimizer and settings are equal on every rank",

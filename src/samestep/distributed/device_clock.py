@@ -1,7 +1,8 @@
 """Time of a step in which a device computes for its rank alone.
 
-The host of a GPU queues work and waits later, so its clock cannot show which GPU is slow: the others wait for it in
-their exchanges, on the device too. Events before and after each exchange leave these waits out.
+The host of a GPU queues work and waits later, so its clock cannot show which GPU is slow: the
+others wait for it in their exchanges, on the device too. Events before and after each exchange
+leave these waits out.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-_STEPS = 16  # one of so many is measured: events of all exchanges cost about a percent of a short step
+_STEPS = (
+    16  # one of so many is measured: events of all exchanges cost about a percent of a short step
+)
 
 
 class DeviceClock:

@@ -1,7 +1,8 @@
 """Reads of values from the device of this rank, marked as waits for other ranks.
 
-With NCCL, a collective returns on the host before the other ranks take part, and the host waits at its next read.
-Without marks, the report of a hang could not distinguish these ranks from the one that they wait for.
+With NCCL, a collective returns on the host before the other ranks take part, and the host waits at
+its next read. Without marks, the report of a hang could not distinguish these ranks from the one
+that they wait for.
 """
 
 from __future__ import annotations

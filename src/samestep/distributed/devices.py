@@ -2,7 +2,8 @@
 
 No other module calls `torch.cuda` or compares a device with `cuda`.
 
-`CUDA_VISIBLE_DEVICES` lists the devices that CUDA may use: comma-separated numbers, or names of devices or of their
+`CUDA_VISIBLE_DEVICES` lists the devices that CUDA may use: comma-separated numbers, or names of
+    devices or of their
 partitions (`GPU-...`, `MIG-...`; CUDA C++ Programming Guide, "CUDA Environment Variables").
 """
 
@@ -43,9 +44,10 @@ def accelerator_module() -> Any:
     return torch.get_device_module(ACCELERATOR)
 
 
-# Operations that may round their inputs in float32, by torch's names. The functions below read and write all of their
-# settings; they are private, in torch 2.11 and 2.13. Older functions, such as torch.get_float32_matmul_precision, raise
-# an error after a script has used newer settings, such as `torch.backends.cuda.matmul.fp32_precision`.
+# Operations that may round their inputs in float32, by torch's names. The functions below read and
+# write all of their settings; they are private, in torch 2.11 and 2.13. Older functions, such as
+# torch.get_float32_matmul_precision, raise an error after a script has used newer settings, such as
+# `torch.backends.cuda.matmul.fp32_precision`.
 _GPU_PRODUCTS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"))
 _PRODUCTS = (*_GPU_PRODUCTS, ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn"))
 KERNEL_SETTINGS = (
@@ -85,7 +87,8 @@ def use_deterministic_kernels() -> bool:
 class KernelChoice(NamedTuple):
     """Settings of torch that decide between kernels with the same bits each time and faster ones."""
 
-    # Of `torch.use_deterministic_algorithms`: whether it is on, and whether an operation without one is only a warning.
+    # Of `torch.use_deterministic_algorithms`: whether it is on, and whether an operation without
+    # one is only a warning.
     determinism: tuple[bool, bool]
     fills: bool  # new memory is filled, for programs that read it before they write it; costs a pass over each tensor
     measures: bool  # cuDNN selects kernels by their time
@@ -96,7 +99,10 @@ class KernelChoice(NamedTuple):
         import torch
 
         return cls(
-            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+            (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
             torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
             torch.backends.cudnn.benchmark,
         )
@@ -133,7 +139,9 @@ def _set_tf32(*, allowed: bool) -> None:
 
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed
-    for operation in _GPU_PRODUCTS:  # otherwise `torch.backends.fp32_precision` would have precedence
+    for (
+        operation
+    ) in _GPU_PRODUCTS:  # otherwise `torch.backends.fp32_precision` would have precedence
         torch._C._set_fp32_precision_setter(*operation, "tf32" if allowed else "ieee")
 
 
@@ -144,9 +152,13 @@ def tf32_off() -> Iterator[None]:
 
     restore: list[Callable[[], Any]] = []
     with suppress(RuntimeError):  # follows from newer settings
-        restore.append(partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
+        restore.append(
+            partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        )
     with suppress(RuntimeError):
-        restore.append(partial(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32))
+        restore.append(
+            partial(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+        )
     for operation in _PRODUCTS:
         value = torch._C._get_fp32_precision_getter(*operation)
         restore.append(partial(torch._C._set_fp32_precision_setter, *operation, value))
@@ -162,7 +174,8 @@ def visible_devices(setting: str | None, count: int) -> tuple[str, ...]:
     """Return the names of the `count` devices that torch counts under a setting of `CUDA_VISIBLE_DEVICES`, in order."""
     if setting is None:
         return tuple(map(str, range(count)))
-    # CUDA ignores everything after the first unknown entry, such as -1; torch's count stops there too.
+    # CUDA ignores everything after the first unknown entry, such as -1; torch's count stops there
+    # too.
     return tuple(entry.strip() for entry in setting.split(","))[:count]
 
 
@@ -213,7 +226,9 @@ def require_default_device() -> None:
         )
 
 
-def rank_devices(strategy: str, requested: int | None, device: torch.device, ranks: int) -> tuple[torch.device, ...]:
+def rank_devices(
+    strategy: str, requested: int | None, device: torch.device, ranks: int
+) -> tuple[torch.device, ...]:
     """Return the devices of this rank in order; the first is `device`.
 
     On a CPU all entries are the CPU: threads, or stand-ins for the devices of model parts.
@@ -255,7 +270,9 @@ def gpu_range(first: int, requested: int | None, available: int) -> range:
     return range(first, stop)
 
 
-def first_gpu_index(local_rank: int, gpus_per_rank: int, available: int, *, share: bool = False) -> int:
+def first_gpu_index(
+    local_rank: int, gpus_per_rank: int, available: int, *, share: bool = False
+) -> int:
     """Return the index of a rank's first GPU: in the order of local ranks, and with `share` from the first GPU again.
 
     Raises:
@@ -267,12 +284,16 @@ def first_gpu_index(local_rank: int, gpus_per_rank: int, available: int, *, shar
         raise _device_error(
             f"rank {local_rank} of this machine has no GPU of its own: {sees}",
             expected=f"{plural(gpus_per_rank, 'GPU')} per rank",
-            fix=f"use --processes {places}, --share-gpu, or --device cpu" if places else "use --device cpu",
+            fix=f"use --processes {places}, --share-gpu, or --device cpu"
+            if places
+            else "use --device cpu",
         )
     return local_rank % places * gpus_per_rank
 
 
-def own_devices(local_rank: int, gpus_per_rank: int, setting: str | None, available: int, *, share: bool) -> str:
+def own_devices(
+    local_rank: int, gpus_per_rank: int, setting: str | None, available: int, *, share: bool
+) -> str:
     """Return the value of `CUDA_VISIBLE_DEVICES` under which a rank sees its own devices alone, from device 0.
 
     Args:
@@ -330,7 +351,9 @@ def share_gpus_by_nccl(rank: int, *, loopback: bool) -> None:
     """
     prepare_shared_nccl(rank, loopback=loopback)
     if rank == 0:
-        logger.warning("ranks that share a GPU send messages through sockets of NCCL: times of messages mean nothing")
+        logger.warning(
+            "ranks that share a GPU send messages through sockets of NCCL: times of messages mean nothing"
+        )
 
 
 _UNAVAILABLE: tuple[type[Exception], ...] = (RuntimeError, ImportError)
@@ -343,9 +366,9 @@ with suppress(ImportError):  # torch's functions that need pynvml raise on their
 def gpu_stats(device: torch.device) -> dict[str, Any] | None:
     """Return measurements of a GPU; None for another device, and before this process has used the GPU.
 
-    These are `name`, `memory_bytes`, `memory_total_bytes`, `use_percent` and `temperature_c` of the whole device, and
-    `peak_allocated_bytes` of the tensors of this process. Unavailable values are None; utilization and temperature need
-    the package `nvidia-ml-py`.
+    These are `name`, `memory_bytes`, `memory_total_bytes`, `use_percent` and `temperature_c` of the
+    whole device, and `peak_allocated_bytes` of the tensors of this process. Unavailable values are
+    None; utilization and temperature need the package `nvidia-ml-py`.
     """
     module = accelerator_module()
     if not is_accelerator(device) or not module.is_initialized():
@@ -412,7 +435,9 @@ def gpu_memory() -> GpuMemory | None:
         free, total = module.mem_get_info()
     except _UNAVAILABLE:
         return None
-    return GpuMemory(allocated, module.max_memory_allocated(), module.memory_reserved(), free, total)
+    return GpuMemory(
+        allocated, module.max_memory_allocated(), module.memory_reserved(), free, total
+    )
 
 
 def _value_or_none(read: Callable[[torch.device], Any], device: torch.device) -> Any:

@@ -19,7 +19,8 @@ class DiskOperations:
     """Disk operations of all threads of this process.
 
     Attributes:
-        rank_status: status of this rank, which shows the operation that began last; None outside of `samestep.init()`.
+        rank_status: status of this rank, which shows the operation that began last; None outside of
+            `samestep.init()`.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,10 @@ class DiskOperations:
         text = str(path)
         outer = self._pending.get(thread)
         self._count += 1
-        self._pending[thread] = (self._count, f"{name} of {text if len(text) < _SHOWN_CHARACTERS else _tail(text)}")
+        self._pending[thread] = (
+            self._count,
+            f"{name} of {text if len(text) < _SHOWN_CHARACTERS else _tail(text)}",
+        )
         self._show()
         try:
             yield
@@ -82,7 +86,9 @@ class HeldFolder:
     def is_in_place(self) -> bool:
         """Return whether the folder still has its path."""
         with disk_operations.run("status", self.path):
-            return self.path.is_dir() and os.path.samestat(self.path.stat(), os.fstat(self._descriptor))
+            return self.path.is_dir() and os.path.samestat(
+                self.path.stat(), os.fstat(self._descriptor)
+            )
 
     def require_in_place(self) -> None:
         """Require that the folder still has its path.

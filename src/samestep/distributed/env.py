@@ -23,8 +23,9 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 SHARE_GPU = "SAMESTEP_SHARE_GPU"
 Sharing = Literal["gloo", "nccl"]  # backend of ranks that may use one GPU
 _SHARING: dict[str, Sharing | None] = {"0": None, "1": "gloo", "nccl": "nccl"}
-# With these and a host of its own for each rank, NCCL takes two ranks on one GPU for ranks of two machines, which it
-# connects by sockets. Few blocks and the simple protocol shorten the turns in which such ranks compute.
+# With these and a host of its own for each rank, NCCL takes two ranks on one GPU for ranks of two
+# machines, which it connects by sockets. Few blocks and the simple protocol shorten the turns in
+# which such ranks compute.
 _SHARED_NCCL = {
     "NCCL_NET": "Socket",
     "NCCL_IB_DISABLE": "1",
@@ -34,7 +35,8 @@ _SHARED_NCCL = {
     "NCCL_MAX_CTAS": "4",
     "NCCL_PROTO": "Simple",
 }
-# Of the fork server and its descendants: process id with which the server must end, or 0, and a random text.
+# Of the fork server and its descendants: process id with which the server must end, or 0, and a
+# random text.
 FORK_SERVER = "SAMESTEP_FORK_SERVER"
 HASH_SEED = "PYTHONHASHSEED"  # of the hashes of text, which decide the order of sets
 _SAFE_PATH = "PYTHONSAFEPATH"
@@ -43,20 +45,59 @@ _OWN_SAFE_PATH = "samestep"
 _RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
-    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+    *(
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_MAX_RESTARTS",
+    ),
     *("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"),
-    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    *(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     *("PMI_RANK", "PMI_SIZE", "PMIX_RANK"),
 )
 # Folders of caches of libraries.
 _CACHE_VARIABLES = (
-    *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+    *(
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "HF_DATASETS_CACHE",
+        "TORCH_HOME",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_CACHE_DIR",
+    ),
     *("TRITON_HOME", "TORCH_EXTENSIONS_DIR", "MPLCONFIGDIR", "NUMBA_CACHE_DIR", "CUDA_CACHE_PATH"),
 )
 # Prefixes of variables that change the behaviour of torch, its libraries or launchers.
 _PREFIXES = (
-    *("ATEN_", "CUBLAS_", "CUDA_", "CUDNN_", "DNNL_", "GLOO_", "GOMP_", "KMP_", "LD_", "MASTER_", "MKL_", "NCCL_"),
-    *("NUMEXPR_", "NVIDIA_", "OMPI_COMM_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHONDEVMODE", HASH_SEED),
+    *(
+        "ATEN_",
+        "CUBLAS_",
+        "CUDA_",
+        "CUDNN_",
+        "DNNL_",
+        "GLOO_",
+        "GOMP_",
+        "KMP_",
+        "LD_",
+        "MASTER_",
+        "MKL_",
+        "NCCL_",
+    ),
+    *(
+        "NUMEXPR_",
+        "NVIDIA_",
+        "OMPI_COMM_",
+        "OMP_",
+        "ONEDNN_",
+        "OPENBLAS_",
+        "PYTHONDEVMODE",
+        HASH_SEED,
+    ),
     *("PYTHONMALLOC", "PYTORCH_", SHARE_GPU, "SLURM_", "TORCH"),
 )
 
@@ -66,7 +107,9 @@ class Environment:
     """Settings read from the environment."""
 
     token: str | None = None  # secret shared by the ranks of one job
-    visible_devices: str | None = None  # devices visible to CUDA, as comma-separated numbers or names; None for all
+    visible_devices: str | None = (
+        None  # devices visible to CUDA, as comma-separated numbers or names; None for all
+    )
     sharing: Sharing | None = None  # None: each rank needs a GPU of its own
 
     @property
@@ -79,7 +122,8 @@ def read_environment() -> Environment:
     """Read all settings except those of a launcher.
 
     Raises:
-        InputError: SAMESTEP_TOKEN is set and empty, or SAMESTEP_SHARE_GPU has another value than 0, 1 and nccl.
+        InputError: SAMESTEP_TOKEN is set and empty, or SAMESTEP_SHARE_GPU has another value than 0,
+        1 and nccl.
     """
     share_gpu = os.environ.get(SHARE_GPU, "0")
     if share_gpu not in _SHARING:
@@ -92,7 +136,9 @@ def read_environment() -> Environment:
     environment = Environment(os.environ.get(_TOKEN), os.environ.get(_VISIBLE), _SHARING[share_gpu])
     if environment.token == "":
         raise InputError(
-            f"{_TOKEN} is empty", expected="a secret that all ranks share", fix=f"set {_TOKEN} to a secret, or unset it"
+            f"{_TOKEN} is empty",
+            expected="a secret that all ranks share",
+            fix=f"set {_TOKEN} to a secret, or unset it",
         )
     return environment
 
@@ -161,8 +207,21 @@ def library_caches(temporary: str) -> list[str]:
     home = str(Path.home())
     base = os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache"
     settings = os.environ.get("XDG_CONFIG_HOME") or f"{home}/.config"
-    names = ("huggingface", "matplotlib", "torch", "torch_extensions", "triton", "numba", "fontconfig")
-    folders = [f"{home}/.triton", f"{home}/.nv", f"{settings}/matplotlib", *(f"{base}/{name}" for name in names)]
+    names = (
+        "huggingface",
+        "matplotlib",
+        "torch",
+        "torch_extensions",
+        "triton",
+        "numba",
+        "fontconfig",
+    )
+    folders = [
+        f"{home}/.triton",
+        f"{home}/.nv",
+        f"{settings}/matplotlib",
+        *(f"{base}/{name}" for name in names),
+    ]
     folders += [path for name in _CACHE_VARIABLES if (path := os.environ.get(name))]
     return [f"{temporary}/torchinductor_", *folders]
 
@@ -182,7 +241,10 @@ def environment_of(process: int) -> dict[str, str]:
     """Return the environment with which a process was started; empty if it cannot be read."""
     try:
         return dict(psutil.Process(process).environ())
-    except (psutil.Error, OSError):  # the process has ended or belongs to another user, or there is no /proc
+    except (
+        psutil.Error,
+        OSError,
+    ):  # the process has ended or belongs to another user, or there is no /proc
         return {}
 
 
@@ -194,13 +256,15 @@ def prepare_torch_environment(*, loopback: bool, deterministic: bool = True) -> 
         deterministic: kernels compute the same bits each time.
     """
     if deterministic:
-        # cuBLAS is deterministic only with a fixed workspace (NVIDIA cuBLAS documentation, "Reproducibility").
+        # cuBLAS is deterministic only with a fixed workspace (NVIDIA cuBLAS documentation,
+        # "Reproducibility").
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Counting GPUs through NVML leaves CUDA uninitialized, so the process can still be forked.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # Device numbers as in nvidia-smi.
     os.environ.setdefault(_ORDER, "PCI_BUS_ID")
-    # Otherwise a thread of torch ends the process after an error of CUDA, before the main thread reports the error.
+    # Otherwise a thread of torch ends the process after an error of CUDA, before the main thread
+    # reports the error.
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     # After an error of NCCL, the thread waits up to a minute for a file about the last collectives.
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250")
@@ -215,7 +279,8 @@ def prepare_shared_nccl(rank: int, *, loopback: bool) -> None:
         rank: rank of this process.
         loopback: all ranks are on this machine.
     """
-    # NCCL refuses two ranks with the same host and GPU (ncclInvalidUsage, "Duplicate GPU detected").
+    # NCCL refuses two ranks with the same host and GPU (ncclInvalidUsage, "Duplicate GPU
+    # detected").
     os.environ.setdefault("NCCL_HOSTID", f"samestep-{rank}")
     for name, value in _SHARED_NCCL.items():
         os.environ.setdefault(name, value)
@@ -244,7 +309,8 @@ def set_environment(variables: Mapping[str, str]) -> None:
 def variables_of_subprocess(variables: Mapping[str, str]) -> Iterator[None]:
     """Set variables for Python processes of the launcher that start inside the block.
 
-    The current folder is kept off their import path: a file random.py there would replace Python's module.
+    The current folder is kept off their import path: a file random.py there would replace Python's
+    module.
     """
     safe_path = {} if os.environ.get(_SAFE_PATH) else {_SAFE_PATH: _OWN_SAFE_PATH}
     before = {name: os.environ.get(name) for name in (*variables, *safe_path)}

@@ -22,11 +22,26 @@ Launcher = Literal["torchrun", "Slurm", "Open MPI"]
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Set by torchrun alone.
 _AGENT = "TORCHELASTIC_RUN_ID"
-_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_OPEN_MPI = tuple(
+    f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+)
 # All variables that this module reads, in the order of precedence.
 LAUNCH_VARIABLES = (
-    *(*_TORCHRUN, "LOCAL_WORLD_SIZE", _AGENT, "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
-    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_LOCALID"),
+    *(
+        *_TORCHRUN,
+        "LOCAL_WORLD_SIZE",
+        _AGENT,
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "TORCHELASTIC_RESTART_COUNT",
+    ),
+    *(
+        "SLURM_JOB_ID",
+        "SLURM_STEP_ID",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_NTASKS",
+        "SLURM_LOCALID",
+    ),
     *("SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT"),
     *(*_OPEN_MPI, "PMIX_NAMESPACE"),
 )
@@ -55,7 +70,9 @@ class Rendezvous:
     port: int = 0  # port of the store
     has_store: bool = False  # the launcher hosts the store; otherwise rank 0 does
     restarts: int = 0  # number of restarts according to the launcher
-    rank_variable: str | None = None  # variable of each rank that the launcher's process lacks; None if by hand
+    rank_variable: str | None = (
+        None  # variable of each rank that the launcher's process lacks; None if by hand
+    )
 
     @property
     def is_on_one_machine(self) -> bool:
@@ -71,14 +88,17 @@ def find_rendezvous(variables: Variables) -> Rendezvous | None:
     Raises:
         InputError: a launcher's variables are incomplete or invalid.
     """
-    matches = [match for read in (_torchrun, _slurm, _open_mpi) if (match := read(variables)) is not None]
+    matches = [
+        match for read in (_torchrun, _slurm, _open_mpi) if (match := read(variables)) is not None
+    ]
     if not matches:
         return None
     first, *others = matches
     if first.launcher == "Slurm" and others:
         other = others[0]
         if (first.rank, first.world_size) != (other.rank, other.world_size):
-            # mpirun inside a Slurm job starts its daemons by srun, and its ranks inherit the variables of the daemons.
+            # mpirun inside a Slurm job starts its daemons by srun, and its ranks inherit the
+            # variables of the daemons.
             first = other
     return _with_address(first, variables)
 
@@ -96,7 +116,9 @@ def _torchrun(variables: Variables) -> Rendezvous | None:
             "this process is not a rank",
         )
     local_size_name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in variables else None
-    rank, size, local_rank, local_size = _ranks(variables, "RANK", "WORLD_SIZE", "LOCAL_RANK", local_size_name)
+    rank, size, local_rank, local_size = _ranks(
+        variables, "RANK", "WORLD_SIZE", "LOCAL_RANK", local_size_name
+    )
     return Rendezvous(
         "torchrun",
         rank,
@@ -116,7 +138,9 @@ def _slurm(variables: Variables) -> Rendezvous | None:
     if "SLURM_STEP_ID" not in variables or "SLURM_PROCID" not in variables:
         return None
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
-    _require(variables, (size_name, "SLURM_LOCALID", "SLURM_JOB_ID"), "srun sets them for each task")
+    _require(
+        variables, (size_name, "SLURM_LOCALID", "SLURM_JOB_ID"), "srun sets them for each task"
+    )
     rank, size, local_rank, _ = _ranks(variables, "SLURM_PROCID", size_name, "SLURM_LOCALID", None)
     if size == 1:
         return None  # for example an interactive shell, in which users start ranks themselves
@@ -148,8 +172,16 @@ def _with_address(rendezvous: Rendezvous, variables: Variables) -> Rendezvous:
         return rendezvous
     if rendezvous.launcher == "Open MPI" and not rendezvous.is_on_one_machine:
         names = ("MASTER_ADDR", "MASTER_PORT")
-        _require(variables, names, "the address of rank 0 for ranks on several machines; mpirun -x NAME passes them on")
-    port = _port(variables) if "MASTER_PORT" in variables else _default_port(rendezvous.launcher, variables)
+        _require(
+            variables,
+            names,
+            "the address of rank 0 for ranks on several machines; mpirun -x NAME passes them on",
+        )
+    port = (
+        _port(variables)
+        if "MASTER_PORT" in variables
+        else _default_port(rendezvous.launcher, variables)
+    )
     if rendezvous.is_on_one_machine:
         return replace(rendezvous, address=variables.get("MASTER_ADDR", "127.0.0.1"), port=port)
     hosts = variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST"))
@@ -159,7 +191,9 @@ def _with_address(rendezvous: Rendezvous, variables: Variables) -> Rendezvous:
             expected="a list of hosts, the first of which runs rank 0",
             fix="set MASTER_ADDR to the host of rank 0",
         )
-    return replace(rendezvous, address=variables.get("MASTER_ADDR") or first_host(hosts or ""), port=port)
+    return replace(
+        rendezvous, address=variables.get("MASTER_ADDR") or first_host(hosts or ""), port=port
+    )
 
 
 def _default_port(launcher: Launcher, variables: Variables) -> int:
@@ -181,7 +215,11 @@ def first_host(hosts: str) -> str:
     """
     entry = _HOST.match(hosts)
     is_complete = entry is not None and hosts[entry.end() : entry.end() + 1] in ("", ",")
-    if entry is None or not is_complete or not all(map(_NUMBERS.fullmatch, _RANGES.findall(entry[0]))):
+    if (
+        entry is None
+        or not is_complete
+        or not all(map(_NUMBERS.fullmatch, _RANGES.findall(entry[0])))
+    ):
         raise _variables_error(
             f"the list of hosts {hosts!r} is invalid",
             expected="comma-separated names, with numbers and ranges in brackets, such as gpu[003-006,9],login1",
@@ -195,7 +233,11 @@ def _port(variables: Variables) -> int:
 
 
 def _ranks(
-    variables: Variables, rank_name: str, size_name: str, local_rank_name: str, local_size_name: str | None
+    variables: Variables,
+    rank_name: str,
+    size_name: str,
+    local_rank_name: str,
+    local_size_name: str | None,
 ) -> tuple[int, int, int, int | None]:
     size = _number(variables, size_name, 1)
     rank = _number(variables, rank_name, 0, size - 1)
@@ -203,15 +245,29 @@ def _ranks(
     return rank, size, _number(variables, local_rank_name, 0, (local_size or size) - 1), local_size
 
 
-def _number(variables: Variables, name: str, low: int, high: int | None = None, *, default: int | None = None) -> int:
+def _number(
+    variables: Variables,
+    name: str,
+    low: int,
+    high: int | None = None,
+    *,
+    default: int | None = None,
+) -> int:
     if name not in variables and default is not None:
         return default
     text = variables[name]
-    if text.isascii() and text.isdigit() and int(text) >= low and (high is None or int(text) <= high):
+    if (
+        text.isascii()
+        and text.isdigit()
+        and int(text) >= low
+        and (high is None or int(text) <= high)
+    ):
         return int(text)
     raise _variables_error(
         f"{name} is {text!r}",
-        expected=f"a whole number from {low} to {high}" if high is not None else f"a whole number, at least {low}",
+        expected=f"a whole number from {low} to {high}"
+        if high is not None
+        else f"a whole number, at least {low}",
         fix="let the launcher set its variables, or unset all of them",
     )
 

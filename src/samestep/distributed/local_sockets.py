@@ -1,7 +1,7 @@
 """Messages between the ranks of one machine, without the threads of the backend.
 
-A message of gloo passes through two threads of every rank. With more ranks than processor cores, their switches take
-most of the time of a small message. Here the calling thread sends and receives.
+A message of gloo passes through two threads of every rank. With more ranks than processor cores,
+their switches take most of the time of a small message. Here the calling thread sends and receives.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from samestep.errors import PeerLostError
 
 Messages = Sequence[tuple[torch.Tensor, int]]  # with the rank of the peer
 
-# A rank is at most one piece ahead of another: two pieces fit into the smallest usual buffer of a socket.
+# A rank is at most one piece ahead of another: two pieces fit into the smallest usual buffer of a
+# socket.
 _PIECE_BYTES = 64 * 1024
 _BUFFER_BYTES = 2**22  # the kernel reduces this to its limit
 _RANK = struct.Struct("<q")
@@ -85,14 +86,18 @@ class LocalSockets:
         """
         others = [(number, rank) for number, rank in enumerate(ranks) if rank != self._rank]
         rows[ranks.index(self._rank)].copy_(own)
-        if 0 < own.nbytes <= _PIECE_BYTES:  # in one piece; most messages are small, and their number decides
+        if (
+            0 < own.nbytes <= _PIECE_BYTES
+        ):  # in one piece; most messages are small, and their number decides
             data = _bytes(own)
             for _, rank in others:
                 self._send(rank, data)
             for number, rank in others:
                 self._receive(rank, _bytes(rows[number]))
             return
-        self.exchange([(own, rank) for _, rank in others], [(rows[number], rank) for number, rank in others])
+        self.exchange(
+            [(own, rank) for _, rank in others], [(rows[number], rank) for number, rank in others]
+        )
 
     def _streams(self, messages: Messages) -> dict[int, Iterator[list[memoryview]]]:
         """Return the pieces of the messages of each peer."""
@@ -101,7 +106,10 @@ class LocalSockets:
             data.setdefault(rank, []).append(_bytes(tensor))
         # Each rank begins with the next one, so that no rank receives all messages at once.
         count = len(self._peers) + 1
-        return {rank: _pieces(data[rank]) for rank in sorted(data, key=lambda rank: (rank - self._rank) % count)}
+        return {
+            rank: _pieces(data[rank])
+            for rank in sorted(data, key=lambda rank: (rank - self._rank) % count)
+        }
 
     def _send(self, rank: int, data: memoryview) -> None:
         try:
@@ -116,12 +124,18 @@ class LocalSockets:
             except OSError as error:
                 raise self._lost(rank, error) from error
             if length == 0:
-                raise self._lost(rank, ConnectionResetError(errno.ECONNRESET, "the connection was closed"))
+                raise self._lost(
+                    rank, ConnectionResetError(errno.ECONNRESET, "the connection was closed")
+                )
             target = target[length:]
 
     def _lost(self, rank: int, error: OSError) -> PeerLostError:
         self.close()
-        reason = f"no message within {self._timeout}" if isinstance(error, BlockingIOError) else str(error)
+        reason = (
+            f"no message within {self._timeout}"
+            if isinstance(error, BlockingIOError)
+            else str(error)
+        )
         return PeerLostError(f"rank {self._rank} lost its connection to rank {rank}: {reason}")
 
     def close(self) -> None:
@@ -169,7 +183,9 @@ def connect_locally(
             listener.bind(path)
             listener.listen(size)
             address = path
-        except OSError:  # no folder can be written, or it has no sockets, or the path is too long for an address
+        except (
+            OSError
+        ):  # no folder can be written, or it has no sockets, or the path is too long for an address
             pass
         addresses = all_gather(address)
         is_connected = None not in addresses

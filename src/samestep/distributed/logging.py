@@ -33,8 +33,8 @@ def configure_logging(rank: int | None = None) -> None:
     """Write messages of level INFO and above to stderr, unless the script has set another level or handlers.
 
     Args:
-        rank: rank of this process, whose program may have configured logging: then no handler is added. None in the
-            `samestep` command, which has no other configuration.
+        rank: rank of this process, whose program may have configured logging: then no handler is
+            added. None in the `samestep` command, which has no other configuration.
     """
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)

@@ -1,7 +1,8 @@
 """A process group of all ranks that is not torch's default group.
 
-A script under the global view is written for one process: it must find no default group. torch creates groups only
-beside a default one, so the group is created as the default group and hidden afterwards.
+A script under the global view is written for one process: it must find no default group. torch
+creates groups only beside a default one, so the group is created as the default group and hidden
+afterwards.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _update_default_pg  # private: torch has no public way to hide a group
+from torch.distributed.distributed_c10d import (
+    _update_default_pg,
+)  # private: torch has no public way to hide a group
 
 
 def hide_default_group() -> dist.ProcessGroup:

@@ -1,8 +1,9 @@
 """Rendezvous: the ranks of a job find each other in its store.
 
-A store may hold keys of other jobs and of earlier attempts. Rank 0 generates a new name for the attempt. Every other
-rank posts a nonce of its own until rank 0 answers the nonce with that name; the rank then confirms under the name. All
-keys have a prefix of the job's token and number of ranks, so a job with another token or size is invisible.
+A store may hold keys of other jobs and of earlier attempts. Rank 0 generates a new name for the
+attempt. Every other rank posts a nonce of its own until rank 0 answers the nonce with that name;
+the rank then confirms under the name. All keys have a prefix of the job's token and number of
+ranks, so a job with another token or size is invisible.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def wait_for_ranks(
     """Wait until all ranks have joined, each with its number of restarts according to its launcher.
 
     Returns:
-        The part of the store that belongs to this attempt alone, and the largest number of restarts of any rank.
+        The part of the store that belongs to this attempt alone, and the largest number of restarts
+        of any rank.
 
     Raises:
         RunError: a rank is missing after `timeout`, or two processes have the same rank.
@@ -40,7 +42,10 @@ def wait_for_ranks(
 
     def wait(store: dist.Store, key: str) -> str:
         _poll(
-            lambda: store.check([key]), lambda: f"rank {rank} of {size} received no answer from rank 0", timeout, hint
+            lambda: store.check([key]),
+            lambda: f"rank {rank} of {size} received no answer from rank 0",
+            timeout,
+            hint,
         )
         return store.get(key).decode()
 
@@ -55,7 +60,9 @@ def wait_for_ranks(
     return attempt, int(wait(attempt, "begin"))
 
 
-def _admit_ranks(store: dist.Store, size: int, restarts: int, timeout: timedelta, hint: str) -> tuple[dist.Store, int]:
+def _admit_ranks(
+    store: dist.Store, size: int, restarts: int, timeout: timedelta, hint: str
+) -> tuple[dist.Store, int]:
     name = uuid4().hex
     attempt = dist.PrefixStore(name, store)
     missing = set(range(1, size))
@@ -74,22 +81,29 @@ def _admit_ranks(store: dist.Store, size: int, restarts: int, timeout: timedelta
                 missing.remove(rank)
         return not missing
 
-    _poll(all_joined, lambda: f"{ranks_text(sorted(missing))} of {size} did not join", timeout, hint)
+    _poll(
+        all_joined, lambda: f"{ranks_text(sorted(missing))} of {size} did not join", timeout, hint
+    )
     attempt.set("begin", str(max(counts.values())))
     return attempt, max(counts.values())
 
 
 def wait_for_keys(store: dist.Store, keys: list[str], seconds: float) -> bool:
     """Wait until all keys are set, at most for some seconds; return whether they are set."""
-    # No blocking read: Python would handle no signal meanwhile, and torch prints warnings when one ends without an
-    # answer.
+    # No blocking read: Python would handle no signal meanwhile, and torch prints warnings when one
+    # ends without an answer.
     began = time.monotonic()
-    while not (is_complete := not keys or store.check(keys)) and (waited := time.monotonic() - began) < seconds:
+    while (
+        not (is_complete := not keys or store.check(keys))
+        and (waited := time.monotonic() - began) < seconds
+    ):
         time.sleep(_poll_seconds(waited))
     return is_complete
 
 
-def _poll(is_done: Callable[[], bool], problem: Callable[[], str], timeout: timedelta, hint: str) -> None:
+def _poll(
+    is_done: Callable[[], bool], problem: Callable[[], str], timeout: timedelta, hint: str
+) -> None:
     began = time.monotonic()
     limit = timeout.total_seconds()
     while not _answer(is_done, hint):

@@ -1,6 +1,7 @@
 """Random states derived from a purpose and from global facts: (seed, step, microbatch) or (seed, epoch, sample).
 
-Rank, worker, device and the number of resumptions are not among these facts, so no result depends on them.
+Rank, worker, device and the number of resumptions are not among these facts, so no result depends
+on them.
 """
 
 from __future__ import annotations
@@ -20,16 +21,21 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
 
-# 624 numbers and a position (Mersenne Twister), and the second of two Gaussian numbers if it was not drawn yet.
+# 624 numbers and a position (Mersenne Twister), and the second of two Gaussian numbers if it was
+# not drawn yet.
 _PYTHON_STATE = "<625I?d"
 _NUMPY_STATE = "<625Iid"
-Purpose = Literal["order", "keyed order", "sample", "collate", "shard", "evaluation", "model", "files", "window"]
+Purpose = Literal[
+    "order", "keyed order", "sample", "collate", "shard", "evaluation", "model", "files", "window"
+]
 
 
 def derive_seed(purpose: Purpose, *facts: int) -> int:
     """Return a 64-bit seed for `purpose` from non-negative integers, equal on every machine."""
     packed = struct.pack(f"<{len(facts)}Q", *facts)
-    digest = hashlib.blake2b(packed, digest_size=8, person=purpose.encode().ljust(16, b"\0")).digest()
+    digest = hashlib.blake2b(
+        packed, digest_size=8, person=purpose.encode().ljust(16, b"\0")
+    ).digest()
     return int.from_bytes(digest, "little")
 
 
@@ -115,7 +121,9 @@ def passed_generators(device: torch.device) -> list[PassedGenerator]:
         state = partial(accelerator_module().get_rng_state, device)
         restore = partial(accelerator_module().set_rng_state, device=device)
         # Of 16 bytes: seed and offset. A draw would wait for the device.
-        generators.append(PassedGenerator(state, restore, lambda: int.from_bytes(_bytes(state()), "little")))
+        generators.append(
+            PassedGenerator(state, restore, lambda: int.from_bytes(_bytes(state()), "little"))
+        )
     return generators
 
 
@@ -138,7 +146,9 @@ def _numpy_state() -> torch.Tensor:
 
 def _set_numpy_state(state: torch.Tensor) -> None:
     *key, position, has_second, second = struct.unpack(_NUMPY_STATE, _bytes(state))
-    numpy.random.set_state(("MT19937", numpy.array(key, dtype=numpy.uint32), position, has_second, second))
+    numpy.random.set_state(
+        ("MT19937", numpy.array(key, dtype=numpy.uint32), position, has_second, second)
+    )
 
 
 def _bytes(state: torch.Tensor) -> bytes:

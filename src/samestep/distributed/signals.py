@@ -43,8 +43,8 @@ class StoppedLoop(SystemExit):
 class StopRequest:
     """Flag that a stop signal or `samestep.request_stop` sets, to end the run at the next step boundary.
 
-    The handler only sets the flag. Ranks agree on the flag inside the communication of a step, so all of them end after
-    the same step.
+    The handler only sets the flag. Ranks agree on the flag inside the communication of a step, so
+    all of them end after the same step.
 
     Attributes:
         number: the first signal received, or None.
@@ -85,13 +85,17 @@ class StopRequest:
 
 
 @contextmanager
-def handled_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def handled_signals(
+    numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
     """Handle signals inside the block, except those that the process ignores, as under nohup.
 
     Does nothing outside the main thread, where Python allows no handlers.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    handled = [number for number in numbers if is_main and signal.getsignal(number) != signal.SIG_IGN]
+    handled = [
+        number for number in numbers if is_main and signal.getsignal(number) != signal.SIG_IGN
+    ]
     before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield

@@ -1,7 +1,8 @@
 """Per-rank status in shared memory, readable by the launcher; texts and majorities of ranks.
 
-A rank writes a few numbers and a line of text into a slot when an operation of all ranks begins or ends: some
-microseconds per step. Reading needs no cooperation, so the last status of a rank that hangs, was stopped by a signal or
+A rank writes a few numbers and a line of text into a slot when an operation of all ranks begins or
+ends: some microseconds per step. Reading needs no cooperation, so the last status of a rank that
+    hangs, was stopped by a signal or
 crashed remains visible.
 """
 
@@ -22,7 +23,8 @@ from typing import Any
 
 from samestep.distributed.device_clock import DeviceClock
 
-# Odd while the slot is being written. The same even number before and after a read proves a consistent read.
+# Odd while the slot is being written. The same even number before and after a read proves a
+# consistent read.
 _VERSION = struct.Struct("<Q")
 # The fields of StatusSnapshot in order, then the length of the text.
 _NUMBERS = struct.Struct("<QdQdq????H")
@@ -38,11 +40,12 @@ class StatusSnapshot:
     """Status of one rank at one moment.
 
     Attributes:
-        operations: operations of all ranks that the rank has begun; equal on all ranks of a healthy run.
+        operations: operations of all ranks that the rank has begun; equal on all ranks of a healthy
+            run.
         last_change: monotonic clock of the machine, in seconds, at the last change of the status.
         steps: steps of optimizers since the start of the process.
-        compute_seconds: time of these steps without waits for other ranks, of the device if it has a clock; waiting for
-            data counts.
+        compute_seconds: time of these steps without waits for other ranks, of the device if it has
+            a clock; waiting for data counts.
         checkpoints: checkpoints written by this rank.
         is_waiting: the rank waits for other ranks.
         is_finished: the rank has left `samestep.init()`.
@@ -67,10 +70,12 @@ class RankStatus:
     """Writer of one rank's slot.
 
     Attributes:
-        on_wait: called with a name when a wait for other ranks begins, in the waiting thread. The returned function is
-            called at the end of the wait. None disables the call.
-        device_clock: clock of the device of this rank, which computes while the host continues; None on a CPU.
-        is_free: the rank rests between operations and waits, as in a plain loop, which reports no progress there.
+        on_wait: called with a name when a wait for other ranks begins, in the waiting thread. The
+            returned function is called at the end of the wait. None disables the call.
+        device_clock: clock of the device of this rank, which computes while the host continues;
+            None on a CPU.
+        is_free: the rank rests between operations and waits, as in a plain loop, which reports no
+            progress there.
     """
 
     is_free = False
@@ -95,7 +100,9 @@ class RankStatus:
     def waited_seconds(self) -> float:
         """Total time in which at least one thread of this rank waited for other ranks."""
         with self._lock:
-            return self._waited_seconds + (time.monotonic() - self._wait_began if self._waits else 0.0)
+            return self._waited_seconds + (
+                time.monotonic() - self._wait_began if self._waits else 0.0
+            )
 
     @property
     def activity(self) -> str:
@@ -117,7 +124,10 @@ class RankStatus:
         self._is_inside = True
         # A process may enter a second world after the end of the first.
         self._update(
-            operations=self._values["operations"] + 1, activity=f"in {name}", is_finished=False, is_resting=False
+            operations=self._values["operations"] + 1,
+            activity=f"in {name}",
+            is_finished=False,
+            is_resting=False,
         )
         try:
             yield
@@ -139,7 +149,9 @@ class RankStatus:
         end = self.on_wait(name) if self.on_wait is not None else None
         try:
             yield
-            if self.device_clock is not None and len(self._waits) == 1:  # not after an error, perhaps of the device
+            if (
+                self.device_clock is not None and len(self._waits) == 1
+            ):  # not after an error, perhaps of the device
                 self.device_clock.end_exchange()
         finally:
             if end is not None:
@@ -206,12 +218,15 @@ class RankStatus:
             if self._disk_operation:
                 text += DISK_OPERATION + self._disk_operation
             encoded = text.encode()[:_TEXT_BYTES]
-            # Written at once: `pack_into` zeroes the target first, and a concurrent reader would see the zeros.
+            # Written at once: `pack_into` zeroes the target first, and a concurrent reader would
+            # see the zeros.
             memory = self._memory
             start = self._offset + _VERSION.size
             self._version += 2
             memory[self._offset : start] = _VERSION.pack(self._version - 1)
-            memory[start : start + _NUMBERS.size + len(encoded)] = _NUMBERS.pack(*numbers, len(encoded)) + encoded
+            memory[start : start + _NUMBERS.size + len(encoded)] = (
+                _NUMBERS.pack(*numbers, len(encoded)) + encoded
+            )
             memory[self._offset : start] = _VERSION.pack(self._version)
 
 
@@ -224,7 +239,10 @@ class WaitClock:
     """Total time of the waits of one thread, in seconds; other threads may read it."""
 
     def __init__(self) -> None:
-        self._waits: tuple[float, float | None] = 0.0, None  # one attribute: other threads read both values at once
+        self._waits: tuple[float, float | None] = (
+            0.0,
+            None,
+        )  # one attribute: other threads read both values at once
         self.last = 0.0  # most recent wait
 
     @property

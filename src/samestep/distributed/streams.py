@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 
 # Time that a run waits for a reader that does not read, such as a terminal stopped by Ctrl-S.
 STALL_SECONDS = 5.0
-# Errors that a later write may not have. After other errors, such as a closed pipe, the descriptor is redirected.
+# Errors that a later write may not have. After other errors, such as a closed pipe, the descriptor
+# is redirected.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def open_standard_descriptors() -> None:
     """Open the null device for each standard descriptor that is closed. Call before files are opened.
 
-    Otherwise a file or a socket would get the number of the descriptor, and with the number its output.
+    Otherwise a file or a socket would get the number of the descriptor, and with the number its
+    output.
     """
     descriptor = os.open(os.devnull, os.O_RDWR)
     while descriptor <= 2:
@@ -36,8 +38,8 @@ def open_standard_descriptors() -> None:
 def protect_output(*, stdout_seconds: float | None, stderr_seconds: float = STALL_SECONDS) -> None:
     """Replace `sys.stdout` and `sys.stderr` by streams of the same descriptors with writes that do not fail.
 
-    Output is dropped after an error, or if the reader does not read for a number of seconds; None waits without limit.
-    Characters that the encoding lacks are escaped.
+    Output is dropped after an error, or if the reader does not read for a number of seconds; None
+    waits without limit. Characters that the encoding lacks are escaped.
     """
     sys.stdout = _protected(sys.stdout, 1, stdout_seconds)
     sys.stderr = _protected(sys.stderr, 2, stderr_seconds)
@@ -82,8 +84,8 @@ class _Output(io.FileIO):
                     note = f"\n[{self._dropped:,} bytes were dropped: the reader of this output had stopped]\n"
                     self._dropped = 0
                     view = memoryview(note.encode() + view)
-                # A descriptor that is ready accepts this many bytes without blocking. None: another process that
-                # shares the descriptor has made it non-blocking, and was faster.
+                # A descriptor that is ready accepts this many bytes without blocking. None: another
+                # process that shares the descriptor has made it non-blocking, and was faster.
                 view = view[super().write(view[: select.PIPE_BUF]) or 0 :]
         except OSError as error:
             self._redirect_after(error)

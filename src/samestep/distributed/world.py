@@ -43,8 +43,12 @@ class RunContext:
     stop: StopRequest  # request to end at the next step boundary
     collective_check: CollectiveCheck  # check that all ranks issue the same operations
     loggers: tuple[StepLogger, ...] = ()  # loggers of `World.log`; empty on ranks other than 0
-    resources: ExitStack = field(default_factory=ExitStack)  # loggers and run directory; end before the ranks part
-    session: ExitStack = field(default_factory=ExitStack)  # of a world of `samestep.init`, which ends with it
+    resources: ExitStack = field(
+        default_factory=ExitStack
+    )  # loggers and run directory; end before the ranks part
+    session: ExitStack = field(
+        default_factory=ExitStack
+    )  # of a world of `samestep.init`, which ends with it
 
     @classmethod
     def local(cls, stop: StopRequest | None = None) -> RunContext:
@@ -76,7 +80,8 @@ class World:
         mesh: device mesh of the strategy; None for plain replication.
         timeout: time limit of a collective.
         data_world: ranks that share the data, this rank among them, if these are not all ranks.
-        uneven_shares: share of the microbatches of each rank that shares the data; None for equal shares.
+        uneven_shares: share of the microbatches of each rank that shares the data; None for equal
+            shares.
         is_private: `group` has all ranks, and the script does not see it.
     """
 
@@ -95,7 +100,12 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         """End the world, if `samestep.init` has returned it."""
         self.context.session.__exit__(kind, error, at)
 
@@ -113,7 +123,8 @@ class World:
     def process_group(self) -> dist.ProcessGroup:
         """The process group of these ranks.
 
-        Its methods need no default group, as functions of `torch.distributed` do, which a script may not see.
+        Its methods need no default group, as functions of `torch.distributed` do, which a script
+        may not see.
         """
         group = self.group or dist.group.WORLD
         assert group is not None
@@ -122,7 +133,10 @@ class World:
     @cached_property
     def stages_messages(self) -> bool:
         """Whether messages between two ranks pass through host memory: gloo sends no memory of a GPU."""
-        return is_accelerator(self.device) and self.process_group._get_backend(self.device).name() == "gloo"
+        return (
+            is_accelerator(self.device)
+            and self.process_group._get_backend(self.device).name() == "gloo"
+        )
 
     @cached_property
     def sockets(self) -> LocalSockets | None:
@@ -136,7 +150,9 @@ class World:
         """Return new connections, for a thread that sends messages at the same time as another. A collective."""
         if self.size == 1 or is_accelerator(self.device):
             return None
-        sockets = connect_locally(self.rank, self.size, self.timeout, lambda value: all_gather(value, self))
+        sockets = connect_locally(
+            self.rank, self.size, self.timeout, lambda value: all_gather(value, self)
+        )
         if sockets is not None:
             self.context.resources.callback(sockets.close)
         return sockets
@@ -163,11 +179,21 @@ class World:
         """Whether this rank has received a request to end. Ranks agree on requests at the end of a step."""
         return self.context.stop()
 
-    def subworld(self, group: dist.ProcessGroup, uneven_shares: tuple[int, ...] | None = None) -> World:
+    def subworld(
+        self, group: dist.ProcessGroup, uneven_shares: tuple[int, ...] | None = None
+    ) -> World:
         """Return the world of the ranks of `group`, which contains this rank."""
         rank = dist.get_rank(group)
         size = dist.get_world_size(group)
-        return World(rank, size, self.device, self.context, group, timeout=self.timeout, uneven_shares=uneven_shares)
+        return World(
+            rank,
+            size,
+            self.device,
+            self.context,
+            group,
+            timeout=self.timeout,
+            uneven_shares=uneven_shares,
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log metrics with the loggers of `samestep.init`. Only rank 0 logs; other ranks return at once."""
@@ -182,23 +208,32 @@ class World:
     def combine(self, values: torch.Tensor, operation: Literal["sum", "max"] = "sum") -> None:
         """Reduce values in place if the result does not depend on the order: maxima, or sums without rounding.
 
-        Ranks that compute on CPUs of one machine send a few values over `sockets`, in the thread that uses these.
+        Ranks that compute on CPUs of one machine send a few values over `sockets`, in the thread
+        that uses these.
         """
         sockets = self.sockets if values.nbytes <= _FEW_BYTES else None
         if sockets is None:
             reduction = dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX
-            self.run_collective(lambda: dist.all_reduce(values, reduction, group=self.group), "an all-reduce")
+            self.run_collective(
+                lambda: dist.all_reduce(values, reduction, group=self.group), "an all-reduce"
+            )
             return
         rows = values.new_empty(self.size, *values.shape)
-        self.run_collective(lambda: sockets.all_gather(values, rows, range(self.size)), "an all-gather")
+        self.run_collective(
+            lambda: sockets.all_gather(values, rows, range(self.size)), "an all-gather"
+        )
         torch.sum(rows, 0, out=values) if operation == "sum" else torch.amax(rows, 0, out=values)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Broadcast a contiguous tensor of any dtype from the rank `source`, in place."""
         self._begin("broadcast")
         if tensor.numel() > 0:
-            raw = tensor.flatten().view(torch.uint8)  # bytes: the backend does not support every dtype
-            self.run_collective(lambda: dist.broadcast(raw, group=self.group, group_src=source), "a broadcast")
+            raw = tensor.flatten().view(
+                torch.uint8
+            )  # bytes: the backend does not support every dtype
+            self.run_collective(
+                lambda: dist.broadcast(raw, group=self.group, group_src=source), "a broadcast"
+            )
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -222,11 +257,18 @@ class World:
         except RuntimeError as error:
             if not is_lost_connection(error):
                 raise
-            raise PeerLostError(f"rank {self.rank} lost its connection to another rank: {error}") from error
+            raise PeerLostError(
+                f"rank {self.rank} lost its connection to another rank: {error}"
+            ) from error
 
 
 def build_world(
-    rank: int, size: int, device: torch.device, context: RunContext, strategy: StrategyConfig, timeout: timedelta
+    rank: int,
+    size: int,
+    device: torch.device,
+    context: RunContext,
+    strategy: StrategyConfig,
+    timeout: timedelta,
 ) -> World:
     """Create the process groups and the mesh of a strategy. Collective: every rank calls it.
 
@@ -238,11 +280,16 @@ def build_world(
     shape = resolve_mesh(strategy, size)
     shares = strategy.shares if strategy.shares and size > 1 else None
     if not shape.splits_model:
-        return World(rank, size, device, context, strategy=strategy, timeout=timeout, uneven_shares=shares)
-    from torch.distributed.tensor import _redistribute, debug  # lazy: plain replication does without
+        return World(
+            rank, size, device, context, strategy=strategy, timeout=timeout, uneven_shares=shares
+        )
+    from torch.distributed.tensor import (
+        _redistribute,
+        debug,
+    )  # lazy: plain replication does without
 
-    # torch takes meshes with equal ranks and names for equal: its caches of an earlier world in this process would call
-    # groups that no longer exist, or other groups of the same names.
+    # torch takes meshes with equal ranks and names for equal: its caches of an earlier world in
+    # this process would call groups that no longer exist, or other groups of the same names.
     debug._clear_python_sharding_prop_cache()
     debug._clear_fast_path_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
@@ -256,10 +303,14 @@ def build_world(
     data_world = None
     if shape.data_size < size:
         dims = [AXES.index("replicate"), AXES.index("shard")]
-        group = _create_groups(rank, ranks.movedim(dims, [-2, -1]).reshape(-1, shape.data_size), timeout)
+        group = _create_groups(
+            rank, ranks.movedim(dims, [-2, -1]).reshape(-1, shape.data_size), timeout
+        )
         rank_of_data = dist.get_rank(group)
         data_size = dist.get_world_size(group)
-        data_world = World(rank_of_data, data_size, device, context, group, timeout=timeout, uneven_shares=shares)
+        data_world = World(
+            rank_of_data, data_size, device, context, group, timeout=timeout, uneven_shares=shares
+        )
         shares = None  # these ranks have none of their own
     return World(
         rank,
@@ -280,7 +331,9 @@ def _create_groups(rank: int, rows: torch.Tensor, timeout: timedelta) -> dist.Pr
         assert dist.group.WORLD is not None
         return dist.group.WORLD
     groups = [dist.new_group(row, timeout=timeout) for row in rows.tolist()]
-    own: dist.ProcessGroup = next(g for g, row in zip(groups, rows.tolist(), strict=True) if rank in row)
+    own: dist.ProcessGroup = next(
+        g for g, row in zip(groups, rows.tolist(), strict=True) if rank in row
+    )
     return own
 
 
@@ -291,9 +344,9 @@ def all_gather(value: Any, world: World) -> list[Any]:
     """Return the values of all ranks, by rank, on every rank. Collective.
 
     Args:
-        value: a dense tensor, whose shape and dtype may differ between ranks; or a JSON value: number, string,
-            boolean, None, or lists and string-keyed mappings of these. Tensors arrive on the device of the rank,
-            without gradient; tuples arrive as lists.
+        value: a dense tensor, whose shape and dtype may differ between ranks; or a JSON value:
+            number, string, boolean, None, or lists and string-keyed mappings of these. Tensors
+            arrive on the device of the rank, without gradient; tuples arrive as lists.
         world: the ranks.
 
     Raises:
@@ -302,16 +355,22 @@ def all_gather(value: Any, world: World) -> list[Any]:
     """
     data = _tensor_bytes(value) if isinstance(value, torch.Tensor) else _json_bytes(value)
     world._begin("all-gather")
-    # The first message has the length, and the data if it fits. No copy of large data is made for the length.
+    # The first message has the length, and the data if it fits. No copy of large data is made for
+    # the length.
     few = data if len(data) <= _FEW_DATA_BYTES else b""
-    rows = _gather_bytes(len(data).to_bytes(_LENGTH_BYTES, "little") + few, _LENGTH_BYTES + _FEW_DATA_BYTES, world)
+    rows = _gather_bytes(
+        len(data).to_bytes(_LENGTH_BYTES, "little") + few, _LENGTH_BYTES + _FEW_DATA_BYTES, world
+    )
     lengths = [int.from_bytes(_bytes(row[:_LENGTH_BYTES]), "little") for row in rows]
     if max(lengths) > _FEW_DATA_BYTES:
         rows = _gather_bytes(data, max(lengths), world)
     else:
         rows = [row[_LENGTH_BYTES:] for row in rows]
     received = (_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True))
-    return [_tensor(data).to(world.device) if data.startswith(_TENSOR) else json.loads(data) for data in received]
+    return [
+        _tensor(data).to(world.device) if data.startswith(_TENSOR) else json.loads(data)
+        for data in received
+    ]
 
 
 def _gather_bytes(data: bytes, length: int, world: World) -> list[torch.Tensor]:
@@ -339,7 +398,11 @@ def _tensor(data: bytes) -> torch.Tensor:
     _, header, elements = data.split(_TENSOR, 2)
     name, shape = json.loads(header)
     dtype: torch.dtype = getattr(torch, name)
-    flat = torch.frombuffer(bytearray(elements), dtype=dtype) if elements else torch.empty(0, dtype=dtype)
+    flat = (
+        torch.frombuffer(bytearray(elements), dtype=dtype)
+        if elements
+        else torch.empty(0, dtype=dtype)
+    )
     return flat.reshape(shape)
 
 
@@ -361,30 +424,46 @@ Value = TypeVar("Value", float, torch.Tensor)
 
 
 def reduce_dict(
-    values: Mapping[str, Value], world: World, *, count: float = 1.0, reduce: Literal["mean", "sum"] = "mean"
+    values: Mapping[str, Value],
+    world: World,
+    *,
+    count: float = 1.0,
+    reduce: Literal["mean", "sum"] = "mean",
 ) -> dict[str, Value]:
     """Return the mean of each value over ranks, weighted by `count`, or the sum. Collective.
 
-    With the number of samples as `count`, the result is the mean over all samples, not a mean of means. All ranks get
-    the same bits.
+    With the number of samples as `count`, the result is the mean over all samples, not a mean of
+    means. All ranks get the same bits.
 
     Args:
         values: numbers, or tensors with the same shape on every rank; the same keys on every rank.
         world: the ranks.
-        count: number of items behind the values of this rank; 0 for a rank without items, whose values are ignored.
+        count: number of items behind the values of this rank; 0 for a rank without items, whose
+            values are ignored.
         reduce: `mean`, or `sum` of the values, in which counts other than 0 have no weight.
 
     Raises:
-        InputError: keys or shapes differ between ranks, the sum of counts is 0, or `reduce` is unknown.
+        InputError: keys or shapes differ between ranks, the sum of counts is 0, or `reduce` is
+        unknown.
     """
     if reduce not in ("mean", "sum"):
-        raise InputError(f"reduce_dict: reduce is {reduce!r}", "mean or sum", 'reduce="mean"', code="E_REDUCE_DICT")
-    shapes = {name: list(v.shape) if isinstance(v, torch.Tensor) else None for name, v in sorted(values.items())}
+        raise InputError(
+            f"reduce_dict: reduce is {reduce!r}",
+            "mean or sum",
+            'reduce="mean"',
+            code="E_REDUCE_DICT",
+        )
+    shapes = {
+        name: list(v.shape) if isinstance(v, torch.Tensor) else None
+        for name, v in sorted(values.items())
+    }
     rows = all_gather([shapes, count], world)
     for rank, (other, _) in enumerate(rows):
         if other != rows[0][0]:
             is_key = list(other) != list(rows[0][0])
-            first, second = (", ".join(row if is_key else map(str, row.values())) for row in (other, rows[0][0]))
+            first, second = (
+                ", ".join(row if is_key else map(str, row.values())) for row in (other, rows[0][0])
+            )
             raise InputError(
                 f"reduce_dict: rank {rank} has the {'keys' if is_key else 'shapes'} {first}, rank 0 has {second}",
                 expected="the same keys and shapes on every rank",
@@ -399,13 +478,24 @@ def reduce_dict(
             fix="count=1 for plain means",
             code="E_REDUCE_DICT",
         )
-    weights, divisor = (counts, sum(counts)) if reduce == "mean" else ([bool(count) for count in counts], 1)
+    weights, divisor = (
+        (counts, sum(counts)) if reduce == "mean" else ([bool(count) for count in counts], 1)
+    )
     numbers = all_gather([values[name] for name, shape in shapes.items() if shape is None], world)
-    columns = dict(zip((n for n, shape in shapes.items() if shape is None), zip(*numbers, strict=True), strict=True))
+    columns = dict(
+        zip(
+            (n for n, shape in shapes.items() if shape is None),
+            zip(*numbers, strict=True),
+            strict=True,
+        )
+    )
     reduced: dict[str, Any] = {}
     for name, shape in shapes.items():
         column = columns[name] if shape is None else all_gather(values[name], world)
-        reduced[name] = sum(value * weight for value, weight in zip(column, weights, strict=True) if weight) / divisor
+        reduced[name] = (
+            sum(value * weight for value, weight in zip(column, weights, strict=True) if weight)
+            / divisor
+        )
     return reduced
 
 

@@ -1,8 +1,10 @@
 """Ranks as workers of Ray Train: a backend for `DataParallelTrainer`, and a training function for commands.
 
-    trainer = DataParallelTrainer(train, backend_config=SamestepConfig(), scaling_config=ScalingConfig(num_workers=4))
+    trainer = DataParallelTrainer(train, backend_config=SamestepConfig(),
+    scaling_config=ScalingConfig(num_workers=4))
 
-`train` calls `samestep.init()`. The number of workers may be a range, because it does not change the result.
+`train` calls `samestep.init()`. The number of workers may be a range, because it does not change
+the result.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from samestep.distributed.env import set_environment
 from samestep.errors import EXIT_DONE, EXIT_STOPPED, RunError
 
 _POLL_SECONDS = 0.5
-# A process that the kernel kills with the worker, and that becomes the rank (prctl(2) outlives execve(2)).
+# A process that the kernel kills with the worker, and that becomes the rank (prctl(2) outlives
+# execve(2)).
 _START = (
     "import os, sys; from samestep.distributed.signals import die_with_parent; "
     "die_with_parent(int(sys.argv[1])); os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
@@ -55,8 +58,8 @@ class SamestepBackend(Backend):  # type: ignore[misc]
 def run_rank(config: Mapping[str, Any]) -> None:
     """Run a Python command as the rank of this worker; the training function of a script for Ray.
 
-    The notice of a preemption stops the ranks after a step, with a checkpoint; Ray then starts other workers, which
-    resume the run.
+    The notice of a preemption stops the ranks after a step, with a checkpoint; Ray then starts
+    other workers, which resume the run.
 
     Args:
         config: `arguments` of Python, and the current `folder` of the command.

@@ -35,8 +35,8 @@ def adopt_process_group(
     A group for one kind of device, such as NCCL's, gets a second one beside it for both kinds.
 
     Raises:
-        InputError: ranks share a GPU, or the strategy needs groups for parts of the ranks, which the group's backend
-            cannot provide.
+        InputError: ranks share a GPU, or the strategy needs groups for parts of the ranks, which
+            the group's backend cannot provide.
     """
     require_default_device()
     prepare_torch_environment(loopback=False)  # the library has chosen the network interface
@@ -81,7 +81,11 @@ def _device(kind: DeviceKind) -> torch.device:
     index: int = accelerator_module().current_device() if bound is None else bound.index
     if index == 0 and available > 1:  # nothing has been chosen, or the first device
         rendezvous = read_rendezvous()
-        index = rendezvous.local_rank if rendezvous is not None and rendezvous.local_rank < available else 0
+        index = (
+            rendezvous.local_rank
+            if rendezvous is not None and rendezvous.local_rank < available
+            else 0
+        )
     return torch.device(ACCELERATOR, index)
 
 

@@ -43,9 +43,7 @@ class Failure:
 
     rank: int
     when: float  # monotonic clock of the machine in seconds, comparable between its processes
-    text: (
-        str  # complete report: the message, and the traceback of an error in code; only the first line is not indented
-    )
+    text: str  # complete report: the message, and the traceback of an error in code; only the first line is not indented
     exit_code: int  # of the launcher, if this is the first cause
     is_consequence: bool = False  # the rank only noticed the end of another rank
     by_signal: int | None = None  # signal that ended the process
@@ -65,8 +63,21 @@ class Failure:
         kind = class_name(error)
         if isinstance(error, SamestepError):
             is_lost = isinstance(error, PeerLostError)
-            text = f"error: {error.full_text}\n{_trace(error)}" if is_lost else f"error: {error.full_text}"
-            return cls(rank, when, text, error.exit_code, is_lost, kind=kind, activity=activity, code=error.code)
+            text = (
+                f"error: {error.full_text}\n{_trace(error)}"
+                if is_lost
+                else f"error: {error.full_text}"
+            )
+            return cls(
+                rank,
+                when,
+                text,
+                error.exit_code,
+                is_lost,
+                kind=kind,
+                activity=activity,
+                code=error.code,
+            )
         code = "E_RANK_FAILED"
         operator = operator_without_kernel(error)
         if operator is not None:
@@ -94,14 +105,18 @@ class Failure:
     ) -> Failure:
         """Return the failure for a process that ended without a report.
 
-        A negative `exit_code` is a signal. `stack` has the Python frames written at a fatal signal, outermost first.
-        `message` is the text of `sys.exit("text")`. With `is_script`, the process ran a script, not a function. Without
-        `has_begun`, the process ended in the imports before the function.
+        A negative `exit_code` is a signal. `stack` has the Python frames written at a fatal signal,
+        outermost first. `message` is the text of `sys.exit("text")`. With `is_script`, the process
+        ran a script, not a function. Without `has_begun`, the process ended in the imports before
+        the function.
         """
         by_signal = -exit_code if exit_code < 0 else None
         if by_signal is not None:
             # Real-time signals have no names.
-            name = next((known.name for known in signal.Signals if known == by_signal), f"signal {by_signal}")
+            name = next(
+                (known.name for known in signal.Signals if known == by_signal),
+                f"signal {by_signal}",
+            )
             problem = f"was killed by {name}{_spaced(activity)}"
             fix = _SIGNAL_FIXES.get(name)
             code = "E_RANK_KILLED"
@@ -118,7 +133,10 @@ class Failure:
             fix = "look for sys.exit() or os._exit() in code that only this rank runs"
             code = "E_RANK_EXITED"
         title, *details = message.strip().splitlines() or [""]
-        lines = [f"error: rank {rank} {problem}{f': {title}' if title else ''} [{code}]", *map(indented, details)]
+        lines = [
+            f"error: rank {rank} {problem}{f': {title}' if title else ''} [{code}]",
+            *map(indented, details),
+        ]
         if stack:
             lines += ["  Python stack, innermost last:", *(f"    {frame}" for frame in stack)]
         if expected:
@@ -126,12 +144,24 @@ class Failure:
         if fix:
             lines.append(f"  fix:      {fix}")
         text = "\n".join(lines)
-        return cls(rank, time.monotonic(), text, EXIT_FAILED, by_signal=by_signal, activity=activity, code=code)
+        return cls(
+            rank,
+            time.monotonic(),
+            text,
+            EXIT_FAILED,
+            by_signal=by_signal,
+            activity=activity,
+            code=code,
+        )
 
     @classmethod
-    def _of_report(cls, rank: int, code: str, problem: str, fix: str, activity: str, **fields: Any) -> Failure:
+    def _of_report(
+        cls, rank: int, code: str, problem: str, fix: str, activity: str, **fields: Any
+    ) -> Failure:
         text = f"error: {problem} [{code}]\n  fix:      {fix}"
-        return cls(rank, time.monotonic(), text, EXIT_FAILED, activity=activity, code=code, **fields)
+        return cls(
+            rank, time.monotonic(), text, EXIT_FAILED, activity=activity, code=code, **fields
+        )
 
     @classmethod
     def of_ended_process(cls, rank: int, activity: str) -> Failure:
@@ -143,14 +173,26 @@ class Failure:
     @classmethod
     def of_fork_server(cls, activity: str) -> Failure:
         """Return the failure of all ranks after their fork server was killed."""
-        problem = f"the fork server of the ranks was killed{_spaced(activity)}, and they ended with it"
+        problem = (
+            f"the fork server of the ranks was killed{_spaced(activity)}, and they ended with it"
+        )
         fix = "look for a memory limit of this machine, or an administrator, that kills processes"
-        return cls._of_report(0, "E_LAUNCHER_GONE", problem, fix, activity, by_signal=signal.SIGKILL)
+        return cls._of_report(
+            0, "E_LAUNCHER_GONE", problem, fix, activity, by_signal=signal.SIGKILL
+        )
 
     @classmethod
     def of_hang(cls, rank: int, text: str, activity: str, code: str = "E_HANG") -> Failure:
         """Return the failure for a rank that the others wait for."""
-        return cls(rank, time.monotonic(), f"error: {text}", EXIT_FAILED, kind="hang", activity=activity, code=code)
+        return cls(
+            rank,
+            time.monotonic(),
+            f"error: {text}",
+            EXIT_FAILED,
+            kind="hang",
+            activity=activity,
+            code=code,
+        )
 
     @classmethod
     def of_unkillable(cls, rank: int, process: int | None, activity: str) -> Failure:
@@ -183,8 +225,9 @@ class Failure:
 def first_cause(failures: list[Failure]) -> Failure:
     """Return the earliest failure that is not a consequence of another.
 
-    The end of a rank can make another rank raise or abort, but does not kill it. A killed rank therefore takes
-    precedence, although other ranks may report a failure before the launcher notices the kill.
+    The end of a rank can make another rank raise or abort, but does not kill it. A killed rank
+    therefore takes precedence, although other ranks may report a failure before the launcher
+    notices the kill.
     """
     hangs = [failure for failure in failures if failure.kind == "hang"]
     if hangs:
@@ -197,11 +240,13 @@ def first_cause(failures: list[Failure]) -> Failure:
 class RankError(SamestepError):
     """A rank failed; `str()` is the report of that rank.
 
-    `failure` is the first cause. `steps` and `checkpoints` are the numbers since the start of the ranks. `is_stopping`:
-    a signal had requested the end of the run before.
+    `failure` is the first cause. `steps` and `checkpoints` are the numbers since the start of the
+    ranks. `is_stopping`: a signal had requested the end of the run before.
     """
 
-    def __init__(self, failure: Failure, steps: int = 0, checkpoints: int = 0, *, is_stopping: bool = False) -> None:
+    def __init__(
+        self, failure: Failure, steps: int = 0, checkpoints: int = 0, *, is_stopping: bool = False
+    ) -> None:
         super().__init__(failure.text.removeprefix("error: "), code=failure.code)
         self.failure = failure
         self.steps = steps

@@ -23,23 +23,33 @@ FRAGMENTS_FIX = "less fragmentation: PYTORCH_ALLOC_CONF=expandable_segments:True
 _FRAGMENTS_BYTES = 10**9  # reserved and not allocated
 _RESOURCE_FIXES = (
     (
-        re.compile("out of shared memory|unable to (allocate|mmap|open) shared memory", re.IGNORECASE),
+        re.compile(
+            "out of shared memory|unable to (allocate|mmap|open) shared memory", re.IGNORECASE
+        ),
         "docker run --shm-size=8g or --ipc=host; or --workers 0, which needs no shared memory",
     ),
     (
         re.compile("Resource temporarily unavailable|can't start new thread"),
         "raise the limits of processes and address space (ulimit -u, ulimit -v, docker run --pids-limit)",
     ),
-    (re.compile("Too many open files|received 0 items of ancdata"), "ulimit -n 65536, or LimitNOFILE= of the service"),
+    (
+        re.compile("Too many open files|received 0 items of ancdata"),
+        "ulimit -n 65536, or LimitNOFILE= of the service",
+    ),
 )
 # torch raises a plain RuntimeError: only its text has the operator.
-_NO_DETERMINISTIC_KERNEL = re.compile("(?P<operator>.+) does not have a deterministic implementation")
+_NO_DETERMINISTIC_KERNEL = re.compile(
+    "(?P<operator>.+) does not have a deterministic implementation"
+)
 _FAST = "step.reduction: fast, or samestep run without --exact"
 _REPLACEMENTS = (
     ("adaptive_avg_pool", "avg_pool2d, or a mean over height and width"),
     ("adaptive_max_pool", "max_pool2d"),
     ("upsample_", "nearest-neighbor upsampling, or a transposed convolution"),
-    ("nll_loss2d", "the loss of rows: cross_entropy(outputs.movedim(1, -1).flatten(0, -2), targets.flatten())"),
+    (
+        "nll_loss2d",
+        "the loss of rows: cross_entropy(outputs.movedim(1, -1).flatten(0, -2), targets.flatten())",
+    ),
     ("reflection_pad", "padding with zeros"),
     ("replication_pad", "padding with zeros"),
     ("put_", "index_put_ or scatter"),
@@ -53,7 +63,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def operator_without_kernel(error: BaseException) -> str | None:
     """Return the operator for which torch has no deterministic kernel, if this is the error; otherwise None."""
-    match = _NO_DETERMINISTIC_KERNEL.match(message_of(error)) if type(error) is RuntimeError else None
+    match = (
+        _NO_DETERMINISTIC_KERNEL.match(message_of(error)) if type(error) is RuntimeError else None
+    )
     if match:
         return match["operator"]
     return None
@@ -64,7 +76,9 @@ def fix_lines(error: BaseException) -> Iterator[str]:
     message = message_of(error)
     operator = operator_without_kernel(error)
     if operator is not None:
-        replacement = next((text for name, text in _REPLACEMENTS if operator.startswith(name)), "another operator")
+        replacement = next(
+            (text for name, text in _REPLACEMENTS if operator.startswith(name)), "another operator"
+        )
         yield "expected: operators with a deterministic kernel, which `exact` requests from torch"
         yield f"fix:      reduction fast ({_FAST}), or {replacement} in place of {operator}"
     if is_out_of_memory(error):

@@ -22,20 +22,22 @@ class ForkServer:
     """A running fork server."""
 
     pid: int
-    # Text in the environment of the server, its forks, and their subprocesses; empty if other code of the process has
-    # started the server.
+    # Text in the environment of the server, its forks, and their subprocesses; empty if other code
+    # of the process has started the server.
     mark: str
 
 
 def start_server() -> ForkServer:
     """Start the fork server if necessary, with group signals blocked.
 
-    Terminals send SIGINT to a whole process group, batch systems SIGTERM. The server must survive them, because the
-    ranks end with the server; and a new fork handles a pending SIGTERM once its handlers are installed.
+    Terminals send SIGINT to a whole process group, batch systems SIGTERM. The server must survive
+    them, because the ranks end with the server; and a new fork handles a pending SIGTERM once its
+    handlers are installed.
     """
     server: Any = forkserver._forkserver
     running = server._forkserver_pid
-    # The kernel reports the end of a thread as that of the parent; the main thread ends with the process.
+    # The kernel reports the end of a thread as that of the parent; the main thread ends with the
+    # process.
     is_main = threading.current_thread() is threading.main_thread()
     mark = f"{os.getpid() if is_main else 0}-{secrets.token_hex(8)}"
     before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)

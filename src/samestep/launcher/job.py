@@ -84,23 +84,31 @@ class ProcessState:
 
     worker: WorkerSpec | None = None  # from Samestep's launcher; None in any other process
     hosted_store: dist.Store | None = None  # the store of the launch, in the launch's rank 0
-    launch_store: dist.Store | None = None  # the launch's part of that store, in every rank of the launch
+    launch_store: dist.Store | None = (
+        None  # the launch's part of that store, in every rank of the launch
+    )
     job: Job | None = None  # the job of another launcher, once joined
     session: ExitStack = field(default_factory=ExitStack)  # ends the world of `samestep.init()`
     world: World | None = None  # of `samestep.init()`, until its end
     # Of this world; their types belong to a higher level.
     options: Any = None  # `samestep.session.SessionOptions`
     view: Any = None  # `samestep.view.view.View`
-    rendezvous: Rendezvous | None = None  # of another launcher, whose variables a private world hides
+    rendezvous: Rendezvous | None = (
+        None  # of another launcher, whose variables a private world hides
+    )
     worlds: int = 0  # number of worlds that this process has entered with other ranks
-    # Process groups of finished worlds. They are never released in a launched rank: when a model under DDP is released
-    # later, and its group with it, torch waits for gloo threads that may wait for the GIL in turn.
+    # Process groups of finished worlds. They are never released in a launched rank: when a model
+    # under DDP is released later, and its group with it, torch waits for gloo threads that may wait
+    # for the GIL in turn.
     finished_groups: list[dist.ProcessGroup | None] = field(default_factory=list)
-    source_files: SourceFiles = field(default_factory=SourceFiles)  # the user's modules of this process
+    source_files: SourceFiles = field(
+        default_factory=SourceFiles
+    )  # the user's modules of this process
     on_world: list[Callable[[World], None]] = field(
         default_factory=list
     )  # called with each world that this process enters
-    # Called with each module and the options that a script gives to `samestep.parallel`, for `samestep verify`.
+    # Called with each module and the options that a script gives to `samestep.parallel`, for
+    # `samestep verify`.
     observe_module: Callable[[torch.nn.Module, dict[str, Any]], None] | None = None
     is_experiment: bool = False  # `samestep verify` and `profile`: scripts write no run directory
     is_script: bool = False  # the launched function is a script, which can be started again
@@ -120,10 +128,13 @@ def rank_and_size() -> tuple[int, int]:
     return (0, 1)
 
 
-def join_job(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT, hang_after: float = HANG_AFTER) -> Job:
+def join_job(
+    rendezvous: Rendezvous, timeout: timedelta = TIMEOUT, hang_after: float = HANG_AFTER
+) -> Job:
     """Wait for all ranks of the job. Later calls in the same process return the same job.
 
-    An invalid address or a port in use raises `InputError`; a store or a rank that does not appear, `RunError`.
+    An invalid address or a port in use raises `InputError`; a store or a rank that does not appear,
+    `RunError`.
     """
     if process_state.job is None:
         rank = rendezvous.rank
@@ -134,12 +145,14 @@ def join_job(rendezvous: Rendezvous, timeout: timedelta = TIMEOUT, hang_after: f
         address = (rendezvous.address, rendezvous.port)
         tcp = _job_store(rendezvous, timeout)
         store = dist.PrefixStore(read_environment().job_prefix, tcp)
-        # The store of torchrun's agent outlives an attempt. The agent's count of restarts is not sufficient: on several
-        # machines each agent counts its own.
+        # The store of torchrun's agent outlives an attempt. The agent's count of restarts is not
+        # sufficient: on several machines each agent counts its own.
         earlier = store.add("starts", 1) - 1 if has_store and rank == 0 else 0
         restarts = max(rendezvous.restarts, earlier)
         hint = _hint(rendezvous)
-        attempt, restarts = wait_for_ranks(store, rank=rank, size=size, restarts=restarts, timeout=timeout, hint=hint)
+        attempt, restarts = wait_for_ranks(
+            store, rank=rank, size=size, restarts=restarts, timeout=timeout, hint=hint
+        )
         process_state.job = Job(rank, size, attempt, restarts, address, has_store, hang_after)
     return process_state.job
 
@@ -153,9 +166,19 @@ def _job_store(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
     return _connect(rendezvous, timeout)
 
 
-def _tcp_store(listener: socket.socket, address: str, port: int, size: int, timeout: timedelta) -> dist.Store:
+def _tcp_store(
+    listener: socket.socket, address: str, port: int, size: int, timeout: timedelta
+) -> dist.Store:
     """Host a store behind a listening socket. A store that opens its own port listens on every interface."""
-    return dist.TCPStore(address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+    return dist.TCPStore(
+        address,
+        port,
+        size,
+        True,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _connect(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
@@ -174,7 +197,9 @@ def _connect(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
                 code="E_RENDEZVOUS",
             )
         time.sleep(_CONNECT_POLL_SECONDS)
-    return dist.TCPStore(address, port, rendezvous.world_size, False, timeout, wait_for_workers=False)
+    return dist.TCPStore(
+        address, port, rendezvous.world_size, False, timeout, wait_for_workers=False
+    )
 
 
 def _hint(rendezvous: Rendezvous) -> str:
@@ -187,7 +212,9 @@ def host_store(worker: WorkerSpec, timeout: timedelta) -> None:
     """In rank 0 of a launch: open the store of the launch. The store stays open until the process ends."""
     if worker.rank == 0 and process_state.hosted_store is None:
         assert worker.listener is not None
-        process_state.hosted_store = _tcp_store(worker.listener, *worker.store_address, worker.size, timeout)
+        process_state.hosted_store = _tcp_store(
+            worker.listener, *worker.store_address, worker.size, timeout
+        )
 
 
 def failure_reported(store: dist.Store) -> bool:
@@ -198,21 +225,27 @@ def failure_reported(store: dist.Store) -> bool:
         return True
 
 
-def report_failure(job: Job, failure: Failure, show: Callable[[], None] | None = None) -> tuple[bool, int]:
+def report_failure(
+    job: Job, failure: Failure, show: Callable[[], None] | None = None
+) -> tuple[bool, int]:
     """Agree on one report; return whether this rank must print it, and the exit code of the reported failure.
 
-    A rank that only lost another rank reports if no other rank does. If the store is gone, rank 0 or the launcher is
+    A rank that only lost another rank reports if no other rank does. If the store is gone, rank 0
+    or the launcher is
     gone too: either has reported, or was killed and its parent reports.
 
     Args:
         job: the job of this rank.
         failure: failure of this rank.
-        show: prints the report, if this rank must, before other ranks end: a launcher then kills this one.
+        show: prints the report, if this rank must, before other ranks end: a launcher then kills
+            this one.
     """
     store = job.store
     is_first = False
     code = failure.exit_code
-    if job.rank != 0 and not accepts_connections(*job.address):  # torch prints pages if its own connection fails
+    if job.rank != 0 and not accepts_connections(
+        *job.address
+    ):  # torch prints pages if its own connection fails
         return is_first, code
     with suppress(dist.DistError):
         if failure.is_consequence:
@@ -227,5 +260,7 @@ def report_failure(job: Job, failure: Failure, show: Callable[[], None] | None =
         # From here on rank 0 may be gone, and the store with it.
         store.set(f"{_SEEN}/{job.rank}", "")
         if job.rank == 0:
-            wait_for_keys(store, [f"{_SEEN}/{other}" for other in range(1, job.size)], _READERS_SECONDS)
+            wait_for_keys(
+                store, [f"{_SEEN}/{other}" for other in range(1, job.size)], _READERS_SECONDS
+            )
     return is_first, code

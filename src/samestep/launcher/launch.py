@@ -1,7 +1,7 @@
 """Launch of a function on several processes of this machine, and their fork server.
 
-Importing torch takes seconds, so this happens only once: a fork server (`multiprocessing`) imports torch, and every
-rank is a fork of the server. The server uses no device, so the ranks can.
+Importing torch takes seconds, so this happens only once: a fork server (`multiprocessing`) imports
+torch, and every rank is a fork of the server. The server uses no device, so the ranks can.
 
 Decisions: docs/decisions/launching.md
 """
@@ -73,19 +73,22 @@ def launch(
 ) -> Any:
     """Run `function(*arguments)` in `processes` ranks on this machine.
 
-    A function that does not use Samestep runs as a script does under `samestep run`: it takes its process for the only
-    one, and the calls of its models are divided. In another one, each rank joins the others with `samestep.init()`.
-    SIGINT, SIGTERM, SIGUSR1 and SIGHUP request the end at a step boundary; a second SIGINT ends all ranks at once. No
-    rank outlives this process.
+    A function that does not use Samestep runs as a script does under `samestep run`: it takes its
+    process for the only one, and the calls of its models are divided. In another one, each rank
+    joins the others with `samestep.init()`. SIGINT, SIGTERM, SIGUSR1 and SIGHUP request the end at
+    a step boundary; a second SIGINT ends all ranks at once. No rank outlives this process.
 
     Args:
         function: importable by name, as for `multiprocessing`, or defined in a notebook.
         *arguments: positional arguments of `function`.
         processes: number of ranks, at least 1.
-        log_dir: folder for the output of ranks other than 0, one file per rank; None for the terminal.
-        preload: further installed modules to import once for all ranks (effective in the first launch of a process).
+        log_dir: folder for the output of ranks other than 0, one file per rank; None for the
+            terminal.
+        preload: further installed modules to import once for all ranks (effective in the first
+            launch of a process).
         environment: variables to set in each rank before torch initializes devices.
-        hang_after: seconds without progress of any rank after which the run is ended, with the stacks of all ranks.
+        hang_after: seconds without progress of any rank after which the run is ended, with the
+            stacks of all ranks.
         grace: seconds that ranks have to end after a request; None without a limit.
         share_gpu: several ranks may use one GPU, as in `samestep.init`.
 
@@ -93,7 +96,8 @@ def launch(
         The result of rank 0, with tensors on the CPU.
 
     Raises:
-        InputError: `processes` or a number of seconds is not positive, or this process is itself a rank.
+        InputError: `processes` or a number of seconds is not positive, or this process is itself a
+        rank.
         RankError: a rank failed; the others were ended.
         StoppedError: the run was stopped before the end of a step, or its loop ended on request.
     """
@@ -102,10 +106,17 @@ def launch(
     environment = {**(environment or {}), **sharing_variables(is_requested=share_gpu)}
     in_mode = ByName("samestep.script.unchanged", "call")  # a higher level, which only ranks import
     result = run_workers(
-        in_mode, call, processes=processes, launch_config=config, preload=preload, environment=environment
+        in_mode,
+        call,
+        processes=processes,
+        launch_config=config,
+        preload=preload,
+        environment=environment,
     )
     if result.is_stopped:
-        raise StoppedError("the training loop ended on request", fix="call samestep.launch again to continue")
+        raise StoppedError(
+            "the training loop ended on request", fix="call samestep.launch again to continue"
+        )
     return result.value
 
 
@@ -177,7 +188,9 @@ def _configure_server(preload: Sequence[str]) -> None:
 def _require_valid(processes: int, config: LaunchConfig) -> None:
     if processes < 1:
         fix = "--processes 1, or --processes auto"
-        raise InputError(f"processes is {processes}", expected="processes >= 1", fix=fix, code="E_LAUNCH")
+        raise InputError(
+            f"processes is {processes}", expected="processes >= 1", fix=fix, code="E_LAUNCH"
+        )
     for name, seconds, fix in (
         ("hang_after", config.hang_after, "--hang-after 600"),
         ("grace", config.grace, "--grace 30"),

@@ -1,7 +1,7 @@
 """Orphans: processes of ranks that have ended, and ranks without their launcher.
 
-The launcher of Samestep ends the processes that a rank has left running. A rank that another launcher started ends with
-that launcher.
+The launcher of Samestep ends the processes that a rank has left running. A rank that another
+launcher started ends with that launcher.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _has_ended = threading.Event()  # the watched process
 def end_orphans(server: ForkServer) -> str | None:
     """End the processes that have lost their rank; return a message for the user, if there were any.
 
-    Subprocesses and forks of user code would keep memory, ports, and the pipe of `samestep ... | tee` open. A process
-    in a session of its own is not ended.
+    Subprocesses and forks of user code would keep memory, ports, and the pipe of `samestep ... |
+    tee` open. A process in a session of its own is not ended.
     """
     if not server.mark or not environment_of(os.getpid()):  # there is no /proc
         return None
@@ -48,12 +48,18 @@ def end_orphans(server: ForkServer) -> str | None:
     kept = [process for process in orphans if _is_detached(process)]
     ended = [process for process in orphans if process not in kept]
     texts = [f"ended {_names(ended)}, which a rank had left running"] if ended else []
-    texts += [f"{_names(kept)}, which a rank had started, runs on in a session of its own"] if kept else []
+    texts += (
+        [f"{_names(kept)}, which a rank had started, runs on in a session of its own"]
+        if kept
+        else []
+    )
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in ended:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
-        ended = _wait_for_end(lambda: [process for process in _orphans(server) if not _is_detached(process)])
+        ended = _wait_for_end(
+            lambda: [process for process in _orphans(server) if not _is_detached(process)]
+        )
     return "; ".join(texts) or None
 
 
@@ -68,11 +74,15 @@ def _wait_for_end(processes: Callable[[], list[psutil.Process]]) -> list[psutil.
 def _orphans(server: ForkServer) -> list[psutil.Process]:
     """Return the marked processes that do not descend from a rank of another launch that still runs."""
     marked = [
-        process for process in psutil.process_iter() if environment_of(process.pid).get(FORK_SERVER) == server.mark
+        process
+        for process in psutil.process_iter()
+        if environment_of(process.pid).get(FORK_SERVER) == server.mark
     ]
     descendants = {server.pid}
     with suppress(psutil.NoSuchProcess):
-        descendants |= {process.pid for process in psutil.Process(server.pid).children(recursive=True)}
+        descendants |= {
+            process.pid for process in psutil.Process(server.pid).children(recursive=True)
+        }
     return [process for process in marked if process.pid not in descendants]
 
 
@@ -96,8 +106,9 @@ def _names(processes: Sequence[psutil.Process]) -> str:
 def watch_launcher(rendezvous: Rendezvous) -> None:
     """End this process when the process that started the ranks of this machine ends; further calls have no effect.
 
-    The process receives SIGTERM, which requests a stop with a checkpoint inside of `samestep.init()`, and ends some
-    seconds later in any case. Ranks that were started by hand are not watched: they may outlive a shell.
+    The process receives SIGTERM, which requests a stop with a checkpoint inside of
+    `samestep.init()`, and ends some seconds later in any case. Ranks that were started by hand are
+    not watched: they may outlive a shell.
     """
     if _watched or rendezvous.rank_variable is None:
         return
@@ -119,7 +130,9 @@ def _nearest_ancestor_without(variable: str) -> int | None:
     None if that is the first process of a container, which no other process outlives.
     """
     for process in psutil.Process().parents():
-        if variable not in environment_of(process.pid):  # unreadable of another user, such as slurmstepd
+        if variable not in environment_of(
+            process.pid
+        ):  # unreadable of another user, such as slurmstepd
             if process.pid > 1:
                 return int(process.pid)
             return None

@@ -1,11 +1,14 @@
 """Peer watchdog: ranks that another launcher started watch one another through the store of their job.
 
-A thread of each rank writes the rank's status to the store every few seconds and reads the status of the others. When
-no rank makes progress, one rank reports the hang with the stacks of all, and every rank ends its own process: these
+A thread of each rank writes the rank's status to the store every few seconds and reads the status
+of the others. When
+no rank makes progress, one rank reports the hang with the stacks of all, and every rank ends its
+    own process: these
 threads run even if the main threads are stuck. A rank without a new status counts as silent.
 
-The end of a rank's process on this machine is noticed within seconds, also in a wait for a GPU: gloo breaks a
-connection at once, but NCCL's kernels wait for a killed rank forever (https://github.com/NVIDIA/nccl/issues/585).
+The end of a rank's process on this machine is noticed within seconds, also in a wait for a GPU:
+gloo breaks a connection at once, but NCCL's kernels wait for a killed rank forever
+(https://github.com/NVIDIA/nccl/issues/585).
 """
 
 from __future__ import annotations
@@ -84,7 +87,9 @@ class _Peer:
 class PeerWatchdog:
     """Watchdog threads of one rank; they end with the process. The `store` belongs to this world alone."""
 
-    def __init__(self, job: Job, store: dist.Store, rank_status: RankStatus, hang_after: float) -> None:
+    def __init__(
+        self, job: Job, store: dist.Store, rank_status: RankStatus, hang_after: float
+    ) -> None:
         # Own connections: the main thread may be stuck in a request, and its connection with it.
         self._job = replace(job, store=job.store.clone())  # type: ignore[attr-defined]
         self._store = dist.PrefixStore("watch", store.clone())  # type: ignore[attr-defined]
@@ -107,7 +112,9 @@ class PeerWatchdog:
         ]
         for thread in self._threads:
             thread.start()
-        atexit.register(self.close)  # the end of the interpreter aborts the process in a thread that uses a store
+        atexit.register(
+            self.close
+        )  # the end of the interpreter aborts the process in a thread that uses a store
 
     def close(self) -> None:
         """Stop the threads."""
@@ -119,7 +126,8 @@ class PeerWatchdog:
     def join_if_ending(self) -> None:
         """In the main thread after an exception: wait for the end of the process if this watchdog is ending it.
 
-        After a hang ranks end one by one. The end of one makes collectives of others fail, which must not be reported.
+        After a hang ranks end one by one. The end of one makes collectives of others fail, which
+        must not be reported.
         """
         if self._is_ending.is_set():
             self._threads[0].join()
@@ -165,7 +173,9 @@ class PeerWatchdog:
 
     def _send_status(self) -> None:
         self._beats += 1
-        self._store.set(str(self._job.rank), f"{self._beats}\n{json.dumps(asdict(self._rank_status.snapshot))}")
+        self._store.set(
+            str(self._job.rank), f"{self._beats}\n{json.dumps(asdict(self._rank_status.snapshot))}"
+        )
 
     def _check_progress(self) -> None:
         states = self._read_states()
@@ -187,7 +197,10 @@ class PeerWatchdog:
             self._peers.setdefault(rank, _Peer()).update(message.decode())
         silent_after = _SILENT_INTERVALS * self._interval
         absent = RankState(StatusSnapshot(), is_silent=True)
-        return {rank: self._peers[rank].state(silent_after) if rank in self._peers else absent for rank in ranks}
+        return {
+            rank: self._peers[rank].state(silent_after) if rank in self._peers else absent
+            for rank in ranks
+        }
 
     def _end(self, states: dict[int, RankState], seconds: float) -> NoReturn:
         """Report the hang, unless another rank does, and end this process."""
@@ -218,15 +231,24 @@ class PeerWatchdog:
             if rank not in self._processes and self._store.check([f"process/{rank}"]):
                 self._processes[rank] = json.loads(self._store.get(f"process/{rank}"))
             is_local = machine and self._processes.get(rank, [""])[0] == machine
-            if not is_local or states[rank].status.is_finished or is_running(*self._processes[rank][1:3]):
+            if (
+                not is_local
+                or states[rank].status.is_finished
+                or is_running(*self._processes[rank][1:3])
+            ):
                 self._gone_since.pop(rank, None)
-            elif time.monotonic() - self._gone_since.setdefault(rank, time.monotonic()) >= _GONE_SECONDS:
+            elif (
+                time.monotonic() - self._gone_since.setdefault(rank, time.monotonic())
+                >= _GONE_SECONDS
+            ):
                 return rank
         return None
 
     def _read_stacks(self, ranks: Sequence[int]) -> dict[int, list[str]]:
         """Return the stacks of all ranks, waiting for those of `ranks`; empty for a rank without an answer."""
-        wait_for_keys(self._store, [f"stack/{rank}" for rank in ranks], self._interval + _TIMEOUT_SECONDS)
+        wait_for_keys(
+            self._store, [f"stack/{rank}" for rank in ranks], self._interval + _TIMEOUT_SECONDS
+        )
         known = [rank for rank in ranks if self._store.check([f"stack/{rank}"])]
         stacks = {rank: json.loads(self._store.get(f"stack/{rank}")) for rank in known}
         return {rank: stacks.get(rank, []) for rank in range(self._job.size)}
@@ -259,7 +281,8 @@ class PeerWatchdog:
 def _process_identity() -> list[Any]:
     """Return machine and namespace of processes, number and start time of this process, and its host.
 
-    The machine is empty if unknown. The start time does not depend on the clock, which may be set during a run.
+    The machine is empty if unknown. The start time does not depend on the clock, which may be set
+    during a run.
     """
     machine = ""
     with suppress(OSError):
@@ -272,5 +295,7 @@ def _stack(thread: int) -> list[str]:
     """Return `file:line function` for each frame of a thread of this process, outermost first."""
     frame = sys._current_frames().get(thread)
     if frame:
-        return [f"{line.filename}:{line.lineno} {line.name}" for line in traceback.extract_stack(frame)]
+        return [
+            f"{line.filename}:{line.lineno} {line.name}" for line in traceback.extract_stack(frame)
+        ]
     return []

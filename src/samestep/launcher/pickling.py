@@ -1,8 +1,9 @@
 """Transfer of functions and results between the launcher and ranks, which are new processes.
 
-A function of a notebook or an interactive interpreter cannot be imported by name; it is sent by value, with all objects
-that it refers to. Results are sent by value too: torch would send tensors as references to memory of the rank, which is
-gone after its end. All unpickled data was pickled by processes of the same user and received through a pipe.
+A function of a notebook or an interactive interpreter cannot be imported by name; it is sent by
+value, with all objects that it refers to. Results are sent by value too: torch would send tensors
+as references to memory of the rank, which is gone after its end. All unpickled data was pickled by
+processes of the same user and received through a pipe.
 """
 
 from __future__ import annotations
@@ -60,13 +61,15 @@ def _received(data: bytes) -> ByValue:
 def portable(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a callable that can be sent to a new process; raise `InputError` if there is none.
 
-    A function that the process can import by name is returned unchanged. A function of an interactive `__main__`, also
-    inside `functools.partial`, is sent by value.
+    A function that the process can import by name is returned unchanged. A function of an
+    interactive `__main__`, also inside `functools.partial`, is sent by value.
     """
     inner = function
     while isinstance(inner, partial):
         inner = inner.func
-    if getattr(inner, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+    if getattr(inner, "__module__", None) == "__main__" and not hasattr(
+        sys.modules["__main__"], "__file__"
+    ):
         return ByValue(function)
     name = getattr(inner, "__qualname__", "")
     if "<locals>" in name or "<lambda>" in name:
@@ -111,7 +114,11 @@ def _pickler() -> Any:
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped package
         def reducer_override(self, value: Any) -> Any:
             torch = sys.modules.get("torch")
-            if torch is not None and isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            if (
+                torch is not None
+                and isinstance(value, torch.Tensor)
+                and value.device.type not in ("cpu", "meta")
+            ):
                 return value.cpu().__reduce_ex__(self.proto)
             return super().reducer_override(value)
 

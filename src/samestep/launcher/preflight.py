@@ -13,7 +13,8 @@ from samestep.errors import InputError
 _USUAL_OPEN_FILES = 1024  # default of most systems
 # More ranks on one processor are a mistake in the command.
 _MAX_RANKS_PER_PROCESSOR = 64
-# unix(7): the path of a socket has at most 107 bytes. multiprocessing appends `/pymp-12345678/listener-12345678`.
+# unix(7): the path of a socket has at most 107 bytes. multiprocessing appends
+# `/pymp-12345678/listener-12345678`.
 _MAX_FOLDER_BYTES = 107 - 34
 
 
@@ -21,7 +22,8 @@ def require_machine(processes: int) -> None:
     """Require that `processes` ranks can start on this machine, and raise the limit of open files if necessary.
 
     Raises:
-        InputError: there are too many ranks, too few open files are allowed, or no folder can hold a socket.
+        InputError: there are too many ranks, too few open files are allowed, or no folder can hold
+        a socket.
     """
     _require_processors(processes)
     _require_open_files(processes)
@@ -41,7 +43,8 @@ def _require_processors(processes: int) -> None:
 
 
 def _require_open_files(processes: int) -> None:
-    # The launcher needs three per rank, a rank 32 and 4 per rank; workers of loaders need more, and torch ten to spare.
+    # The launcher needs three per rank, a rank 32 and 4 per rank; workers of loaders need more, and
+    # torch ten to spare.
     needed = 48 + 4 * processes
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
@@ -54,7 +57,9 @@ def _require_open_files(processes: int) -> None:
         )
     usual = max(_USUAL_OPEN_FILES, needed)
     if soft != unlimited and soft < usual:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (usual if hard == unlimited else min(usual, hard), hard))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (usual if hard == unlimited else min(usual, hard), hard)
+        )
 
 
 def use_short_temporary_folder() -> None:

@@ -6,8 +6,8 @@ from samestep.errors import EXIT_FAILED, InputError
 from samestep.launcher.failure import E_DISK_HANG, RankError
 from samestep.units import plural
 
-# Failures that recur because the same state produces them again; and a device with wrong results, because the newest
-# checkpoint may contain some.
+# Failures that recur because the same state produces them again; and a device with wrong results,
+# because the newest checkpoint may contain some.
 _PERMANENT = ("NonFiniteError", "CheckpointWriteError")
 
 
@@ -16,10 +16,17 @@ class RestartPolicy:
 
     def __init__(self, limit: int, minimum: int, maximum: int) -> None:
         if limit < 0:
-            raise InputError(f"--max-restarts {limit}", expected="0 or more", fix="--max-restarts 3", code="E_LAUNCH")
+            raise InputError(
+                f"--max-restarts {limit}",
+                expected="0 or more",
+                fix="--max-restarts 3",
+                code="E_LAUNCH",
+            )
         if not 1 <= minimum <= maximum:
             value = f"--processes {minimum}:{maximum}"
-            raise InputError(value, expected="1 <= MIN <= MAX", fix="--processes 1:4", code="E_LAUNCH")
+            raise InputError(
+                value, expected="1 <= MIN <= MAX", fix="--processes 1:4", code="E_LAUNCH"
+            )
         self._limit = limit
         self._done = 0
         self._minimum = minimum
@@ -35,8 +42,8 @@ class RestartPolicy:
     def restart(self, error: RankError, step: int) -> str | None:
         """Record a restart and return a message for the user; None if the run must not be restarted, or is to end.
 
-        A lost rank (killed or hanging) is dropped down to the minimum. An exception after the same number of completed
-        optimizer steps twice is taken for permanent.
+        A lost rank (killed or hanging) is dropped down to the minimum. An exception after the same
+        number of completed optimizer steps twice is taken for permanent.
         """
         failure = error.failure
         is_lost = failure.by_signal is not None or failure.kind == "hang"

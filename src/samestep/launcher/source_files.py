@@ -1,7 +1,7 @@
 """SHA-256 of the user's modules: a run is not continued with other code unnoticed.
 
-The user's modules are those outside of the standard library, of installed packages and of Samestep. They are known by
-name, so that a project can move between a stop and a resumption.
+The user's modules are those outside of the standard library, of installed packages and of Samestep.
+They are known by name, so that a project can move between a stop and a resumption.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class SourceFiles:
         Raises:
             InputError: a module of two ranks differs.
         """
-        from samestep.distributed.world import all_gather  # imports torch, which launchers do without
+        from samestep.distributed.world import (
+            all_gather,
+        )  # imports torch, which launchers do without
 
         self.note_imports()
         (main_host, first), *others = all_gather([socket.gethostname(), self._hashes], world)
@@ -104,14 +106,21 @@ class SourceFiles:
 
 def describe_modules(names: Sequence[str]) -> list[str]:
     """Return one line per module: name and file; the last line counts further modules."""
-    files = [(name, getattr(sys.modules.get(name), "__file__", None) or _find(name)) for name in names]
+    files = [
+        (name, getattr(sys.modules.get(name), "__file__", None) or _find(name)) for name in names
+    ]
     lines = [printable(f"{name} ({file})") for name, file in files[:_MAX_NAMED]]
     return lines + ([f"and {len(names) - _MAX_NAMED} more"] if len(names) > _MAX_NAMED else [])
 
 
 def _code_changed(names: Sequence[str]) -> InputError:
     return InputError(
-        "\n    ".join([f"{plural(len(names), 'module')} changed since the run began", *describe_modules(names)]),
+        "\n    ".join(
+            [
+                f"{plural(len(names), 'module')} changed since the run began",
+                *describe_modules(names),
+            ]
+        ),
         expected="the code with which the run began, so that the result is that of an undisturbed run",
         fix="undo the change; or continue with the new code: samestep resume RUN --accept-changes, in a script "
         "checkpoints.resume(accept_changes=True)",
@@ -121,7 +130,9 @@ def _code_changed(names: Sequence[str]) -> InputError:
 
 def is_users_file(file: str) -> bool:
     """Whether a file of code is outside of the standard library, installed packages and Samestep."""
-    if not file.endswith(tuple(all_suffixes())) or any(f"/{name}/" in file for name in _PACKAGE_FOLDERS):
+    if not file.endswith(tuple(all_suffixes())) or any(
+        f"/{name}/" in file for name in _PACKAGE_FOLDERS
+    ):
         return False
     return not os.path.abspath(file).startswith(_library_folders())
 

@@ -23,7 +23,8 @@ class UncaughtErrors:
     """Hook for errors that a script does not catch: the first rank of a job reports its own, the others are silent.
 
     Args:
-        job: the job of another launcher; None without ranks elsewhere: errors are then shown as Python does.
+        job: the job of another launcher; None without ranks elsewhere: errors are then shown as
+            Python does.
         status: activity of this rank.
     """
 
@@ -50,7 +51,8 @@ class UncaughtErrors:
     def limit_exit(self) -> None:
         """End this process with exit code 1 if the interpreter does not end within seconds after an uncaught error.
 
-        The destructor of a process group waits for collectives in progress, which other ranks may never join.
+        The destructor of a process group waits for collectives in progress, which other ranks may
+        never join.
         """
         if self._job is not None and isinstance(getattr(sys, "last_value", None), Exception):
             # A thread of C code, which ends the process at any point of the end of the interpreter.
@@ -60,11 +62,15 @@ class UncaughtErrors:
         if isinstance(error, SamestepError):
             report_line(failure.reported(None).text)
         else:
-            self._hook_before(type(error), error, error.__traceback__)  # the traceback as the script formats it
+            self._hook_before(
+                type(error), error, error.__traceback__
+            )  # the traceback as the script formats it
             for line in fix_lines(error):
                 report_line(f"  {line}")
 
-    def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _hook(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, Exception):
             self.report(error)
         else:

@@ -15,17 +15,24 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, TypeVar
 
-from samestep.distributed.status import DISK_OPERATION, StatusSnapshot, odd_ranks, ranks_text, unnamed_file
+from samestep.distributed.status import (
+    DISK_OPERATION,
+    StatusSnapshot,
+    odd_ranks,
+    ranks_text,
+    unnamed_file,
+)
 from samestep.launcher.failure import E_DISK_HANG, Failure
 
 HANG_AFTER = 600.0
-# Extra time limit of collectives, so that the watchdog reports a hang first: a week, because the clock of collectives
-# continues while a job is frozen.
+# Extra time limit of collectives, so that the watchdog reports a hang first: a week, because the
+# clock of collectives continues while a job is frozen.
 COLLECTIVE_MARGIN_SECONDS = 7 * 86400.0
 
 # Longer intervals between two checks of a watchdog mean that the watchdog itself was stopped.
 _MAX_INTERVAL_SECONDS = 10.0
-# A rank is slow if its seconds per step exceed this multiple of the median in two consecutive intervals.
+# A rank is slow if its seconds per step exceed this multiple of the median in two consecutive
+# intervals.
 _SLOW_FACTOR = 1.5
 _SLOW_INTERVAL_SECONDS = 5.0
 # Minimum difference in seconds per step; smaller ones are noise.
@@ -57,7 +64,8 @@ class RankState:
 
     status: StatusSnapshot  # written by the rank
     has_ended: bool = False  # the process has ended without a failure
-    # The kernel's letter for the state of the process (proc(5)), `T` if stopped by a signal; empty without /proc.
+    # The kernel's letter for the state of the process (proc(5)), `T` if stopped by a signal; empty
+    # without /proc.
     process_state: str = ""
     is_silent: bool = False  # the rank sends no status
     host: str = ""  # host of the rank, if ranks run on several hosts
@@ -77,23 +85,31 @@ class Hang:
     seconds: float  # time without progress
     hang_after: float  # limit of that time, in seconds
     states: Mapping[int, RankState]  # of all ranks
-    stacks: Mapping[int, Sequence[str]]  # Python frames, outermost first; empty for a rank that does not answer
+    stacks: Mapping[
+        int, Sequence[str]
+    ]  # Python frames, outermost first; empty for a rank that does not answer
 
     @property
     def culprits(self) -> list[int]:
         """Ranks that the others wait for; empty if undecidable.
 
-        In order of precedence: ranks in a disk operation, ranks that have ended while others run, stopped or silent
-        ranks, ranks that do not wait, ranks that wait in another operation than the majority, ranks with fewer
-        operations.
+        In order of precedence: ranks in a disk operation, ranks that have ended while others run,
+        stopped or silent ranks, ranks that do not wait, ranks that wait in another operation than
+        the majority, ranks with fewer operations.
         """
         states = self.states
         if waiting_for_disk := [rank for rank, state in states.items() if state.disk_operation]:
             return waiting_for_disk
-        ended = [rank for rank, state in states.items() if state.has_ended or state.status.is_finished]
-        stopped = [rank for rank, state in states.items() if state.process_state == "T" or state.is_silent]
+        ended = [
+            rank for rank, state in states.items() if state.has_ended or state.status.is_finished
+        ]
+        stopped = [
+            rank for rank, state in states.items() if state.process_state == "T" or state.is_silent
+        ]
         busy = [rank for rank in states if not self._is_waiting(rank)]
-        operations = {rank: state.status.activity.partition(_WAITING)[0] for rank, state in states.items()}
+        operations = {
+            rank: state.status.activity.partition(_WAITING)[0] for rank, state in states.items()
+        }
         most = max(state.status.operations for state in states.values())
         behind = [rank for rank, state in states.items() if state.status.operations < most]
         candidates = (ended, stopped, busy, odd_ranks(operations), behind)
@@ -102,7 +118,9 @@ class Hang:
     def _is_waiting(self, rank: int) -> bool:
         """Whether a rank waits for others, in a collective of Samestep or of the user."""
         frames = self.stacks.get(rank, ())[-3:]
-        return self.states[rank].status.is_waiting or any(_TORCH_DISTRIBUTED in frame for frame in frames)
+        return self.states[rank].status.is_waiting or any(
+            _TORCH_DISTRIBUTED in frame for frame in frames
+        )
 
 
 def process_stat(process: int) -> list[str]:
@@ -129,8 +147,8 @@ def is_running(process: int, started: str | None = None) -> bool:
 class ProgressTimer:
     """Seconds without a change of a value, as observed by a watchdog that reads the value in short intervals.
 
-    A job that is stopped or frozen (SIGSTOP, `docker pause`, `scontrol suspend`) stops its watchdog too. The pause
-    counts as one short interval.
+    A job that is stopped or frozen (SIGSTOP, `docker pause`, `scontrol suspend`) stops its watchdog
+    too. The pause counts as one short interval.
     """
 
     def __init__(self, hang_after: float) -> None:
@@ -160,10 +178,15 @@ class Watchdog:
     def hang_seconds(self, states: Mapping[int, RankState]) -> float | None:
         """Return the seconds without progress if they amount to a hang.
 
-        Ranks are not watched before the first has reached `samestep.init()` and after the last has left it: a program
-        may do anything there. Nor while all of them are in code of a plain loop between its calls.
+        Ranks are not watched before the first has reached `samestep.init()` and after the last has
+        left it: a program may do anything there. Nor while all of them are in code of a plain loop
+            between its calls.
         """
-        running = [state.status for state in states.values() if not state.has_ended and not state.status.is_finished]
+        running = [
+            state.status
+            for state in states.values()
+            if not state.has_ended and not state.status.is_finished
+        ]
         watched = [status for status in running if not status.is_resting]
         if not any(status.operations for status in watched):
             return None
@@ -186,7 +209,9 @@ class SlowRanks:
         """Return a message about a rank that has become slow, once per rank."""
         now = time.monotonic()
         statuses = {rank: state.status for rank, state in states.items()}
-        if not self._base or not all(status.steps for status in self._base.values()):  # not all have begun
+        if not self._base or not all(
+            status.steps for status in self._base.values()
+        ):  # not all have begun
             self._base = statuses
             self._base_time = now
         if now - self._base_time < _SLOW_INTERVAL_SECONDS:
@@ -206,7 +231,11 @@ class SlowRanks:
         slowest = max(known, key=lambda rank: known[rank])
         median = statistics.median(cost for rank, cost in known.items() if rank != slowest)
         excess = known[slowest] - median
-        if slowest in self._reported or known[slowest] < _SLOW_FACTOR * median or excess < _SLOW_MARGIN_SECONDS:
+        if (
+            slowest in self._reported
+            or known[slowest] < _SLOW_FACTOR * median
+            or excess < _SLOW_MARGIN_SECONDS
+        ):
             return None
         self._suspect = slowest
         if suspect != slowest:
@@ -225,7 +254,9 @@ def hang_text(hang: Hang) -> str:
         rank: f"on host {state.host}, {_activity(state)}" if state.host else _activity(state)
         for rank, state in hang.states.items()
     }
-    lines = [f"    {ranks_text(ranks)}: {text}" for text, ranks in _grouped(activities, culprits).items()]
+    lines = [
+        f"    {ranks_text(ranks)}: {text}" for text, ranks in _grouped(activities, culprits).items()
+    ]
     if culprits and (operation := hang.states[culprits[0]].disk_operation):
         title = f"the disk does not answer: {operation} has not returned for {hang.seconds:.1f} s [{E_DISK_HANG}]"
         expected = "every operation of the disk ends"
@@ -281,7 +312,8 @@ def _grouped(values: Mapping[int, Key], first: Sequence[int]) -> dict[Key, list[
 class StackFile:
     """File for the Python stacks of one rank. It can be passed to a process that is being started.
 
-    `faulthandler` writes the stacks from a signal handler, without the interpreter: also of a rank stuck in C code.
+    `faulthandler` writes the stacks from a signal handler, without the interpreter: also of a rank
+        stuck in C code.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -328,8 +360,9 @@ class StackFile:
 def parse_stack(text: str) -> list[str]:
     """Return `file:line function` for each frame of one thread of a dump, outermost first.
 
-    The thread is the one marked as current (the crashed thread, or the main thread on request), otherwise the last,
-    because a dump lists the newest thread first. Frames of the launcher are omitted.
+    The thread is the one marked as current (the crashed thread, or the main thread on request),
+    otherwise the last, because a dump lists the newest thread first. Frames of the launcher are
+    omitted.
     """
     threads: list[tuple[bool, list[str]]] = []
     for line in text.splitlines():

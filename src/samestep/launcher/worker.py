@@ -29,7 +29,8 @@ from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS
 from samestep.launcher.worker_spec import WorkerSpec
 from samestep.report_limits import message_of
 
-# Time that a rank waits for the reader of its standard output, such as the next program of a pipeline.
+# Time that a rank waits for the reader of its standard output, such as the next program of a
+# pipeline.
 _STDOUT_SECONDS = 60.0
 _SCRIPT_TIMEOUT = timedelta(minutes=10)
 
@@ -37,7 +38,8 @@ _SCRIPT_TIMEOUT = timedelta(minutes=10)
 def _die_with_launcher() -> None:
     """Kill this process when the launcher ends, where the fork server does not end with the launcher.
 
-    This is so on systems without prctl, and if a thread other than the main thread of the launcher started the server.
+    This is so on systems without prctl, and if a thread other than the main thread of the launcher
+    started the server.
     """
     launcher = multiprocessing.parent_process()
     assert launcher is not None
@@ -54,7 +56,9 @@ class RankResult:
     """Result of the function in one rank."""
 
     value: bytes  # pickled; empty for ranks other than 0
-    running: tuple[str, ...]  # names of threads and child processes that keep the process from ending
+    running: tuple[
+        str, ...
+    ]  # names of threads and child processes that keep the process from ending
     is_stopped: bool = False  # the loop of the function ended on request
 
 
@@ -86,7 +90,9 @@ def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
         # The system keeps one byte of the code: 255 for -1.
         exit_code = int(error.code or 0) & 0xFF if is_code else 1
         is_script = status.snapshot.is_script
-        channel.send(Failure.of_exit(rank, exit_code, status.activity, message=message, is_script=is_script))
+        channel.send(
+            Failure.of_exit(rank, exit_code, status.activity, message=message, is_script=is_script)
+        )
         exit_process(1)
     except BaseException as error:  # boundary: the launcher reports any exception
         channel.send(Failure.of_exception(rank, error, status.activity))
@@ -96,8 +102,8 @@ def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
     running = [thread.name for thread in threads if not thread.daemon]
     running += [child.name for child in multiprocessing.active_children() if not child.daemon]
     channel.send(RankResult(packed, tuple(running), is_stopped))
-    # A forked rank joins its child processes first, which would wait without end for those of an open
-    # ProcessPoolExecutor; the interpreter of a script ends the threads first.
+    # A forked rank joins its child processes first, which would wait without end for those of an
+    # open ProcessPoolExecutor; the interpreter of a script ends the threads first.
     threading._shutdown()  # type: ignore[attr-defined]
 
 
@@ -116,7 +122,9 @@ def _set_up(worker_spec: WorkerSpec) -> None:
         _redirect_output(worker_spec.log)
     # A rank that waits for the reader of its output must continue before it counts as hung.
     limit = (worker_spec.timeout - COLLECTIVE_MARGIN_SECONDS) / 2
-    protect_output(stdout_seconds=min(limit, _STDOUT_SECONDS), stderr_seconds=min(limit, STALL_SECONDS))
+    protect_output(
+        stdout_seconds=min(limit, _STDOUT_SECONDS), stderr_seconds=min(limit, STALL_SECONDS)
+    )
     set_environment(worker_spec.environment)
     prepare_torch_environment(loopback=True)
 
@@ -148,8 +156,9 @@ def _redirect_output(log: Path) -> None:
 def exit_process(code: int) -> NoReturn:
     """End this process at once.
 
-    `sys.exit` does not suffice: the main thread may be stuck, and the teardown of a process group with stuck peers
-    could block or abort. Loader workers end with this process through their own death signal.
+    `sys.exit` does not suffice: the main thread may be stuck, and the teardown of a process group
+    with stuck peers could block or abort. Loader workers end with this process through their own
+    death signal.
     """
     with suppress(OSError, ValueError):  # the output of a user's script may be closed
         sys.stdout.flush()
@@ -173,12 +182,14 @@ def run_script(
 ) -> None:
     """Run `script` in this rank as `python script.py arguments` would, after some `restarts` of the launch.
 
-    With `is_module`, `script` is the name of a module, as of `python -m`. The script runs inside of `surroundings`.
+    With `is_module`, `script` is the name of a module, as of `python -m`. The script runs inside of
+    `surroundings`.
 
-    With `own_group`, the script may call `torch.distributed.init_process_group()` as under torchrun, whose variables
-    are set (https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables"). The store exists already,
-    as with torchrun's agent, so no rank opens a port on other interfaces. Otherwise the variables are absent, so that a
-    script with a part for several processes takes its part for one.
+    With `own_group`, the script may call `torch.distributed.init_process_group()` as under
+    torchrun, whose variables are set (https://docs.pytorch.org/docs/stable/elastic/run.html,
+    "Environment Variables"). The store exists already, as with torchrun's agent, so no rank opens a
+    port on other interfaces. Otherwise the variables are absent, so that a script with a part for
+    several processes takes its part for one.
     """
     from samestep.launcher.job import host_store, process_state
 
@@ -193,13 +204,16 @@ def run_script(
         hide_ranks()
     main = _main_module(script, is_module=is_module)
     sys.argv = [str(main.__file__), *arguments]
-    # The module is never removed: when a script drops its models, and the last process group with them, torch waits for
-    # gloo threads that may wait for the GIL in turn.
+    # The module is never removed: when a script drops its models, and the last process group with
+    # them, torch waits for gloo threads that may wait for the GIL in turn.
     sys.modules["__main__"] = main
     process_state.source_files.note_imports()
     try:
         with surroundings():
-            exec(compile(Path(str(main.__file__)).read_bytes(), str(main.__file__), "exec"), vars(main))
+            exec(
+                compile(Path(str(main.__file__)).read_bytes(), str(main.__file__), "exec"),
+                vars(main),
+            )
     except EndOfScript:
         return
     except SystemExit as end:
@@ -240,11 +254,15 @@ def _main_module(script: Path, *, is_module: bool) -> ModuleType:
     return main
 
 
-def _torchrun_variables(worker_spec: WorkerSpec, restarts: int, max_restarts: int) -> dict[str, str]:
+def _torchrun_variables(
+    worker_spec: WorkerSpec, restarts: int, max_restarts: int
+) -> dict[str, str]:
     address, port = worker_spec.store_address
     return {
         **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(worker_spec.rank)),
-        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(worker_spec.size)),
+        **dict.fromkeys(
+            ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(worker_spec.size)
+        ),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "ROLE_NAME": "default",

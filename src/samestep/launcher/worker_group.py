@@ -14,7 +14,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-from samestep.distributed.signals import STOP_SIGNALS, handled_signals, open_terminals, redirect_to_null
+from samestep.distributed.signals import (
+    STOP_SIGNALS,
+    handled_signals,
+    open_terminals,
+    redirect_to_null,
+)
 from samestep.distributed.status import StatusBoard
 from samestep.distributed.streams import report_line
 from samestep.errors import RunMovedError
@@ -38,7 +43,8 @@ _SETTLE_SECONDS = 1.0
 _CHECK_SECONDS = 0.5
 # Time for killed processes to end; a process that waits for a disk may never end.
 KILL_SECONDS = 4.0
-# Time after which running threads and child processes of a rank whose function has returned are reported.
+# Time after which running threads and child processes of a rank whose function has returned are
+# reported.
 _RUNNING_SECONDS = 3.0
 # Exit code that multiprocessing reports for a fork after the end of its server.
 _SERVER_GONE = 255
@@ -51,9 +57,13 @@ class LaunchConfig:
     """Options of a launch."""
 
     hang_after: float  # seconds without progress of any rank after which the run is ended
-    grace: float | None = None  # seconds that ranks have to end after a request; None without a limit
+    grace: float | None = (
+        None  # seconds that ranks have to end after a request; None without a limit
+    )
     stop_at_checkpoint: bool = False  # request the end of the run after the next checkpoint
-    log_dir: Path | None = None  # folder for output of ranks other than 0, and for failures that are consequences
+    log_dir: Path | None = (
+        None  # folder for output of ranks other than 0, and for failures that are consequences
+    )
     has_own_hash_seeds: bool = False  # each rank is a new interpreter with its own order of sets
 
 
@@ -69,7 +79,9 @@ class _Worker:
     result_time: float = float("inf")
     has_reported_running: bool = False
     is_abandoned: bool = False  # the kernel does not end the killed process
-    has_closed_channel: bool = False  # as every process that has ended, also before the fork server reports the end
+    has_closed_channel: bool = (
+        False  # as every process that has ended, also before the fork server reports the end
+    )
 
     @property
     def is_running(self) -> bool:
@@ -103,13 +115,17 @@ class WorkerGroup:
         self.stop_signal: int | None = None  # the first of them
         self._deadline = float("inf")  # time at which running workers are killed
         self._exceeds_grace = False
-        self._exit_began: float | None = None  # since then all running ranks have returned, and cannot exit
+        self._exit_began: float | None = (
+            None  # since then all running ranks have returned, and cannot exit
+        )
         self._terminals = open_terminals()
 
     def start(self, context: ForkServerContext | SpawnContext, worker_spec: WorkerSpec) -> None:
         """Start one worker. If the fork server is gone, the error is a `RankError`."""
         receive, send = context.Pipe(duplex=False)
-        process = context.Process(target=run_rank, args=(worker_spec, send), name=f"{RANK_NAME}{worker_spec.rank}")
+        process = context.Process(
+            target=run_rank, args=(worker_spec, send), name=f"{RANK_NAME}{worker_spec.rank}"
+        )
         try:
             process.start()
         except (EOFError, ConnectionError, FileNotFoundError) as error:
@@ -164,7 +180,10 @@ class WorkerGroup:
                 break
             sentinels = [worker.process.sentinel for worker in running]
             channels = [w.channel for w in running if w.result is None and not w.has_closed_channel]
-            wait([*sentinels, *channels], timeout=max(0.0, min(self._deadline - now, next_check - now)))
+            wait(
+                [*sentinels, *channels],
+                timeout=max(0.0, min(self._deadline - now, next_check - now)),
+            )
             if self._collect_results():
                 self._deadline = min(self._deadline, time.monotonic() + self._settle_seconds())
                 self._exceeds_grace = False
@@ -188,7 +207,9 @@ class WorkerGroup:
 
     def _cause(self, failures: list[Failure]) -> Failure | None:
         """Return the first cause of the failures; None without failures."""
-        is_lost = failures and all(worker.process.exitcode == _SERVER_GONE for worker in self._workers)
+        is_lost = failures and all(
+            worker.process.exitcode == _SERVER_GONE for worker in self._workers
+        )
         if is_lost and self._server_has_ended():  # otherwise it is the exit code of the ranks
             return Failure.of_fork_server(failures[0].activity)
         if failures:
@@ -223,14 +244,22 @@ class WorkerGroup:
         """Leave a process that the kernel does not end before its disk or driver answers."""
         worker.is_abandoned = True
         children = getattr(multiprocessing.process, "_children")  # noqa: B009 (typeshed lacks the name)
-        children.discard(worker.process)  # otherwise the exit of this process would wait for the child
+        children.discard(
+            worker.process
+        )  # otherwise the exit of this process would wait for the child
         if worker.result is None:
             activity = self._board.read(worker.rank).activity
             worker.result = Failure.of_unkillable(worker.rank, worker.process.pid, activity)
 
     def _raise(self, cause: Failure, failures: list[Failure]) -> None:
-        if self._stop_requests and cause.by_signal is not None and cause.by_signal in (*STOP_SIGNALS, signal.SIGKILL):
-            late = f" within the grace time of {self._config.grace:g} s" if self._exceeds_grace else ""
+        if (
+            self._stop_requests
+            and cause.by_signal is not None
+            and cause.by_signal in (*STOP_SIGNALS, signal.SIGKILL)
+        ):
+            late = (
+                f" within the grace time of {self._config.grace:g} s" if self._exceeds_grace else ""
+            )
             raise StoppedError(
                 f"stopped before the end of a step{late}",
                 fix="resume the run if it has a checkpoint, or start the command again",
@@ -244,24 +273,32 @@ class WorkerGroup:
         statuses = [self._board.read(worker.rank) for worker in self._workers]
         steps = max(status.steps for status in statuses)
         checkpoints = statuses[0].checkpoints
-        raise RankError(cause.reported(log_dir), steps, checkpoints, is_stopping=self._stop_requests > 0)
+        raise RankError(
+            cause.reported(log_dir), steps, checkpoints, is_stopping=self._stop_requests > 0
+        )
 
     def _collect_results(self) -> bool:
         """Collect results and exits; return whether a worker has failed."""
         for worker in self._workers:
             if worker.result is None:
-                has_ended = not worker.is_running  # before the read: a result sent last is in the channel by then
+                has_ended = (
+                    not worker.is_running
+                )  # before the read: a result sent last is in the channel by then
                 worker.result = worker.receive()
                 if worker.result is None and has_ended:
                     worker.result = self._exit_result(worker)
         return any(isinstance(worker.result, Failure) for worker in self._workers)
 
-    def _exit_result(self, worker: _Worker, *, is_consequence: bool = False) -> RankResult | Failure:
+    def _exit_result(
+        self, worker: _Worker, *, is_consequence: bool = False
+    ) -> RankResult | Failure:
         """Return the result of a process that has ended without one."""
         status = self._board.read(worker.rank)
         exit_code = worker.process.exitcode or 0
         if status.is_script and exit_code == 0 and (status.is_finished or not status.operations):
-            return RankResult(b"", ())  # a script may end by os._exit(0), but not inside of samestep.init()
+            return RankResult(
+                b"", ()
+            )  # a script may end by os._exit(0), but not inside of samestep.init()
         activity, _, _ = status.activity.partition(", waiting in ")
         failure = Failure.of_exit(
             worker.rank,
@@ -275,7 +312,11 @@ class WorkerGroup:
 
     def _check_progress(self) -> None:
         states = {worker.rank: self._state(worker) for worker in self._workers}
-        if self._config.stop_at_checkpoint and states[0].status.checkpoints and not self._is_stopping:
+        if (
+            self._config.stop_at_checkpoint
+            and states[0].status.checkpoints
+            and not self._is_stopping
+        ):
             self._forward_stop()
         if seconds := self._watchdog.hang_seconds(states):
             failure = hang_failure(Hang(seconds, self._config.hang_after, states, self._stacks()))
@@ -289,13 +330,19 @@ class WorkerGroup:
 
     def _stacks(self) -> dict[int, list[str]]:
         """Return the stacks of running ranks."""
-        running = [(worker, pid) for worker in self._workers if worker.is_running and (pid := worker.process.pid)]
+        running = [
+            (worker, pid)
+            for worker in self._workers
+            if worker.is_running and (pid := worker.process.pid)
+        ]
         return {worker.rank: worker.stacks.request(pid) for worker, pid in running}
 
     def _end_stuck_exits(self, states: Mapping[int, RankState]) -> None:
         """End the wait for ranks that have returned, with threads that wait for a disk, such as those of monitors."""
         running = [states[worker.rank] for worker in self._workers if worker.is_running]
-        if not running or not all(state.has_ended and state.process_state in ("D", "Z") for state in running):
+        if not running or not all(
+            state.has_ended and state.process_state in ("D", "Z") for state in running
+        ):
             self._exit_began = None
         elif self._exit_began is None:
             self._exit_began = time.monotonic()
@@ -304,7 +351,11 @@ class WorkerGroup:
 
     def _check_end(self, worker: _Worker) -> None:
         """Report the threads that a rank waits for after its function; kill the rank after the time limit of hangs."""
-        if not isinstance(worker.result, RankResult) or not worker.result.running or not worker.is_running:
+        if (
+            not isinstance(worker.result, RankResult)
+            or not worker.result.running
+            or not worker.is_running
+        ):
             return
         seconds = time.monotonic() - worker.result_time
         names = ", ".join(map(ascii, worker.result.running))
@@ -321,6 +372,10 @@ class WorkerGroup:
             worker.has_reported_running = True
 
     def _state(self, worker: _Worker) -> RankState:
-        fields = process_stat(worker.process.pid) if worker.is_running and worker.process.pid else []
+        fields = (
+            process_stat(worker.process.pid) if worker.is_running and worker.process.pid else []
+        )
         process_state = fields[0] if fields else ""
-        return RankState(self._board.read(worker.rank), isinstance(worker.result, RankResult), process_state)
+        return RankState(
+            self._board.read(worker.rank), isinstance(worker.result, RankResult), process_state
+        )

@@ -21,7 +21,9 @@ class WorkerSpec:
     rank: int
     size: int  # number of ranks
     store_address: tuple[str, int]  # host and port of the store of rank 0
-    listener: socket.socket | None  # of the store, in rank 0 only; no other process can take the port meanwhile
+    listener: (
+        socket.socket | None
+    )  # of the store, in rank 0 only; no other process can take the port meanwhile
     function: Callable[[], Any]  # runs in every rank; the launcher receives rank 0's result
     log: Path | None  # file for the output of this rank; None for the launcher's terminal
     status_board: StatusBoard

@@ -25,7 +25,8 @@ NOT_METRICS = ("event", "step", "epoch", "samples")  # keys of events that are n
 class Logger(Protocol):
     """Destination of the metrics and events of a run.
 
-    A constructor opens no file and no connection, so every rank can construct a logger. Only rank 0 calls the methods.
+    A constructor opens no file and no connection, so every rank can construct a logger. Only rank 0
+    calls the methods.
     """
 
     def log_config(self, config: Mapping[str, Any]) -> None:
@@ -45,14 +46,22 @@ class Logger(Protocol):
 class MetricLogger(Logger):
     """Base class of loggers that store scalar metrics only.
 
-    Steps and evaluations are logged as metrics `train/NAME` and `evaluation/NAME`. Other events are ignored.
+    Steps and evaluations are logged as metrics `train/NAME` and `evaluation/NAME`. Other events are
+    ignored.
     """
 
     def log_event(self, event: Event) -> None:
         if event["event"] == "step":
-            self.log(event["step"], {f"train/{name}": event[name] for name in _STEP_METRICS if name in event})
+            self.log(
+                event["step"],
+                {f"train/{name}": event[name] for name in _STEP_METRICS if name in event},
+            )
         elif event["event"] == "evaluation":
-            values = {f"evaluation/{name}": float(v) for name, v in event.items() if name not in NOT_METRICS}
+            values = {
+                f"evaluation/{name}": float(v)
+                for name, v in event.items()
+                if name not in NOT_METRICS
+            }
             self.log(event["step"], values)
 
 
@@ -71,8 +80,8 @@ class RunLogger:
 
     Args:
         loggers: the loggers.
-        run: run directory. After its move, removal or replacement nothing is written: TensorBoard and trackers open
-            their files by path.
+        run: run directory. After its move, removal or replacement nothing is written: TensorBoard
+            and trackers open their files by path.
     """
 
     def __init__(self, loggers: Sequence[Logger], run: HeldFolder | None = None) -> None:
@@ -108,7 +117,12 @@ class RunLogger:
     def __enter__(self) -> RunLogger:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         """Log a failure, and close every logger. A write error is raised, or added as a note to the block's error."""
         if error is not None and not is_exit(error):
             try:
@@ -134,7 +148,11 @@ def is_exit(error: BaseException) -> bool:
 def failure_fields(error: BaseException) -> dict[str, Any]:
     """Return `code`, `exit_code` and `text` of an exception that ends a run."""
     if isinstance(error, SamestepError):
-        return {"code": error.code, "exit_code": error.exit_code, "text": error.value.partition("\n")[0]}
+        return {
+            "code": error.code,
+            "exit_code": error.exit_code,
+            "text": error.value.partition("\n")[0],
+        }
     if isinstance(error, KeyboardInterrupt):
         return {"code": "E_STOPPED", "exit_code": EXIT_STOPPED, "text": "interrupted"}
     text = f"{class_name(error)}: {message_of(error)}".partition("\n")[0]

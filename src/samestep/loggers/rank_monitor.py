@@ -44,15 +44,18 @@ class _Reading(NamedTuple):
 class RankMonitor:
     """Appends a sample to `ranks/rank-N.jsonl` every `interval` seconds, from a thread.
 
-    docs/reference/events.md lists the keys. A value that cannot be read is null. A write error is logged once and does
-    not end the run, because nothing in a run depends on these files.
+    docs/reference/events.md lists the keys. A value that cannot be read is null. A write error is
+    logged once and does not end the run, because nothing in a run depends on these files.
     """
 
-    def __init__(self, run: Path, world: World, first_step: int = 0, interval: float = INTERVAL_SECONDS) -> None:
+    def __init__(
+        self, run: Path, world: World, first_step: int = 0, interval: float = INTERVAL_SECONDS
+    ) -> None:
         self._path = run / "ranks" / f"rank-{world.rank}.jsonl"
         self._world = world
         self._interval = interval
-        # Waits inside GPU collectives, and inside torch's communication for a split model, cannot be observed.
+        # Waits inside GPU collectives, and inside torch's communication for a split model, cannot
+        # be observed.
         self._observes_waits = world.device.type == "cpu" and not world.mesh_shape.splits_model
         self._host = socket.gethostname()
         self._lock = threading.Lock()
@@ -74,7 +77,12 @@ class RankMonitor:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._closed.set()
         self._thread.join(_JOIN_SECONDS)
 
@@ -92,7 +100,9 @@ class RankMonitor:
         # No parents: a machine without access to the run directory must not create another one.
         self._path.parent.mkdir(exist_ok=True)
         file = FileIO(self._path, "a")
-        self._ends_mid_line = ends_mid_line(self._path)  # an earlier process was killed during a write
+        self._ends_mid_line = ends_mid_line(
+            self._path
+        )  # an earlier process was killed during a write
         return file
 
     def _append(self, file: FileIO) -> None:
@@ -132,21 +142,35 @@ class RankMonitor:
             cpu_percent = round(100 * (now.cpu_seconds - before.cpu_seconds) / seconds, 1)
         return {
             "steps_per_second": round((now.progress.step - before.progress.step) / seconds, 3),
-            "samples_per_second": round((now.progress.samples - before.progress.samples) / seconds, 1),
+            "samples_per_second": round(
+                (now.progress.samples - before.progress.samples) / seconds, 1
+            ),
             "data_share": _share(now.progress.data_seconds - before.progress.data_seconds, seconds),
-            "wait_share": _share(now.wait_seconds - before.wait_seconds, seconds) if self._observes_waits else None,
+            "wait_share": _share(now.wait_seconds - before.wait_seconds, seconds)
+            if self._observes_waits
+            else None,
             "cpu_percent": cpu_percent,
         }
 
     def _read(self) -> _Reading:
         cpu_seconds = _read_or_none(lambda: sum(psutil.Process().cpu_times()[:2]))
-        return _Reading(time.monotonic(), self._read_progress(), self._world.context.status.waited_seconds, cpu_seconds)
+        return _Reading(
+            time.monotonic(),
+            self._read_progress(),
+            self._world.context.status.waited_seconds,
+            cpu_seconds,
+        )
 
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:
             self._has_warned = True
             reason = error.strerror or error
-            logger.warning("rank %d cannot write %s: %s; training continues", self._world.rank, self._path, reason)
+            logger.warning(
+                "rank %d cannot write %s: %s; training continues",
+                self._world.rank,
+                self._path,
+                reason,
+            )
 
 
 def _share(seconds: float, total: float) -> float:

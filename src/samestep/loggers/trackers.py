@@ -2,7 +2,8 @@
 
 A missing package raises `InputError`.
 
-The id of a run is stored in the run directory, so that a resumed run continues the same run of a tracker.
+The id of a run is stored in the run directory, so that a resumed run continues the same run of a
+tracker.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-def create_loggers(names: Sequence[str], run: Path, *, first_step: int = 0, quiet: bool = False) -> list[Logger]:
+def create_loggers(
+    names: Sequence[str], run: Path, *, first_step: int = 0, quiet: bool = False
+) -> list[Logger]:
     """Return the loggers of a run, some of `samestep.config.LOGGERS`, in the order of their names.
 
     Trackers continue the run with the id of the run directory.
@@ -55,8 +58,8 @@ class TensorBoardLogger(MetricLogger):
 
     Args:
         path: log directory.
-        first_step: step that the run continues after; TensorBoard hides later steps of the earlier files in the
-            directory. An event `resume` sets it too. None hides nothing.
+        first_step: step that the run continues after; TensorBoard hides later steps of the earlier
+            files in the directory. An event `resume` sets it too. None hides nothing.
     """
 
     def __init__(self, path: Path, first_step: int | None = None) -> None:
@@ -78,7 +81,9 @@ class TensorBoardLogger(MetricLogger):
         with disk_operations.run("write", self._path):
             if self._writer is None:
                 first = self._first_step if self._path.exists() else None
-                self._writer = SummaryWriter(self._path, purge_step=None if first is None else first + 1)
+                self._writer = SummaryWriter(
+                    self._path, purge_step=None if first is None else first + 1
+                )
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
 
@@ -90,7 +95,11 @@ class TensorBoardLogger(MetricLogger):
 
 def tensorboard_command(folder: Path) -> str:
     """Return the command that shows a folder in TensorBoard, with the path of a program that is not on PATH."""
-    program = "tensorboard" if shutil.which("tensorboard") else Path(sys.executable).with_name("tensorboard")
+    program = (
+        "tensorboard"
+        if shutil.which("tensorboard")
+        else Path(sys.executable).with_name("tensorboard")
+    )
     return f"{program} --logdir {shlex.quote(str(folder))}"
 
 
@@ -122,8 +131,8 @@ class Tracker(MetricLogger):
 class WandbLogger(Tracker):
     """Logs metrics and the recipe to Weights & Biases.
 
-    Without a mode, WANDB_MODE decides; without the variable the mode is offline: files are written to `wandb/` in the
-    run directory, and `wandb sync` uploads them.
+    Without a mode, WANDB_MODE decides; without the variable the mode is offline: files are written
+    to `wandb/` in the run directory, and `wandb sync` uploads them.
 
     Args:
         run: run directory.
@@ -186,8 +195,8 @@ _MAX_PARAM_CHARACTERS = 6000
 class MLflowLogger(Tracker):
     """Logs metrics and the recipe to MLflow.
 
-    Without a tracking URI, MLFLOW_TRACKING_URI decides; without the variable, metrics are stored in the SQLite file
-    `mlflow.db` in the run directory. Metrics are sent about once per second.
+    Without a tracking URI, MLFLOW_TRACKING_URI decides; without the variable, metrics are stored in
+    the SQLite file `mlflow.db` in the run directory. Metrics are sent about once per second.
 
     Args:
         run: run directory.
@@ -197,7 +206,12 @@ class MLflowLogger(Tracker):
     """
 
     def __init__(
-        self, run: Path, *, experiment: str = "samestep", tracking_uri: str | None = None, resume: bool = False
+        self,
+        run: Path,
+        *,
+        experiment: str = "samestep",
+        tracking_uri: str | None = None,
+        resume: bool = False,
     ) -> None:
         for package in ("mlflow", "sqlalchemy", "alembic"):
             require_package("the logger mlflow", package, "'samestep[loggers]'")
@@ -217,14 +231,21 @@ class MLflowLogger(Tracker):
         with write_errors(_mlflow_error()):
             known = client.get_run(self._run_id).data.params  # MLflow refuses another value
         missing = [(key, str(value)) for key, value in flatten(config) if key not in known]
-        self._send("params", [Param(key, text[:_MAX_PARAM_CHARACTERS]) for key, text in missing], _MAX_PARAMS)
+        self._send(
+            "params",
+            [Param(key, text[:_MAX_PARAM_CHARACTERS]) for key, text in missing],
+            _MAX_PARAMS,
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
         now = round(time.time() * 1000)
         self._pending += [Metric(name, value, now, step) for name, value in values.items()]
-        if time.monotonic() - self._last_flush > _FLUSH_SECONDS or len(self._pending) >= _MAX_METRICS:
+        if (
+            time.monotonic() - self._last_flush > _FLUSH_SECONDS
+            or len(self._pending) >= _MAX_METRICS
+        ):
             self._flush()
 
     def log_event(self, event: Event) -> None:
@@ -253,15 +274,25 @@ class MLflowLogger(Tracker):
         if self._client is None:
             import mlflow
 
-            logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # notes on the creation of tables
+            logging.getLogger("mlflow.store.db.utils").setLevel(
+                logging.WARNING
+            )  # notes on the creation of tables
             directory = self._directory.resolve()
-            uri = self._uri or (None if mlflow.is_tracking_uri_set() else f"sqlite:///{directory / 'mlflow.db'}")
+            uri = self._uri or (
+                None if mlflow.is_tracking_uri_set() else f"sqlite:///{directory / 'mlflow.db'}"
+            )
             with write_errors(_mlflow_error()):
                 client = mlflow.MlflowClient(tracking_uri=uri)
                 experiment = client.get_experiment_by_name(self._experiment)
-                experiment_id = experiment.experiment_id if experiment else client.create_experiment(self._experiment)
+                experiment_id = (
+                    experiment.experiment_id
+                    if experiment
+                    else client.create_experiment(self._experiment)
+                )
                 known = self._read_id()
-                self._run_id = known or client.create_run(experiment_id, run_name=directory.name).info.run_id
+                self._run_id = (
+                    known or client.create_run(experiment_id, run_name=directory.name).info.run_id
+                )
                 client.update_run(self._run_id, status="RUNNING")
             self._write_id(self._run_id)
             self._client = client

@@ -30,8 +30,12 @@ class ClassRow:
     """Scores of one class."""
 
     name: str
-    precision: float | None  # share of the predictions of this class that are correct; None without predictions
-    recall: float | None  # share of the samples of this class that are predicted as such; None without samples
+    precision: (
+        float | None
+    )  # share of the predictions of this class that are correct; None without predictions
+    recall: (
+        float | None
+    )  # share of the samples of this class that are predicted as such; None without samples
     f1: float | None  # harmonic mean of both; None without samples and predictions
     count: int  # number of samples of the class
     predicted: int  # number of samples predicted as this class
@@ -40,12 +44,16 @@ class ClassRow:
 def class_rows(counts: Counts, names: Sequence[str]) -> list[ClassRow]:
     """Return one row per class from `counts[class][prediction]`."""
     rows = []
-    for number, (name, row, column) in enumerate(zip(names, counts, zip(*counts, strict=True), strict=True)):
+    for number, (name, row, column) in enumerate(
+        zip(names, counts, zip(*counts, strict=True), strict=True)
+    ):
         hits = row[number]
         count = sum(row)
         predicted = sum(column)
         f1 = _ratio(2 * hits, count + predicted)
-        rows.append(ClassRow(name, _ratio(hits, predicted), _ratio(hits, count), f1, count, predicted))
+        rows.append(
+            ClassRow(name, _ratio(hits, predicted), _ratio(hits, count), f1, count, predicted)
+        )
     return rows
 
 
@@ -63,7 +71,11 @@ def table_lines(rows: Sequence[ClassRow]) -> list[str]:
     shown = rows
     if len(rows) > _MAX_ROWS:
         shown = sorted(rows, key=lambda row: (row.f1 is None, row.f1 or 0.0))[:_MAX_ROWS]
-    remark = [f"these are the {len(shown)} of {len(rows)} classes with the lowest F1"] if len(shown) < len(rows) else []
+    remark = (
+        [f"these are the {len(shown)} of {len(rows)} classes with the lowest F1"]
+        if len(shown) < len(rows)
+        else []
+    )
     width = max(len("class"), *(len(_shortened(row.name, _MAX_NAME)) for row in shown))
     lines = [f"{'class':<{width}}  {'precision':>9}  {'recall':>7}  {'F1':>7}  {'samples':>7}"]
     for row in shown:
@@ -100,7 +112,12 @@ def write_report(folder: Path, by_class: Mapping[str, Any], result: Mapping[str,
     names = by_class["classes"]
     counts = by_class["counts"]
     rows = class_rows(counts, names)
-    data = {**result, **averages(rows), "classes": [asdict(row) for row in rows], "confusion": counts}
+    data = {
+        **result,
+        **averages(rows),
+        "classes": [asdict(row) for row in rows],
+        "confusion": counts,
+    }
     table = folder / "classes.json"
     picture = folder / "confusion.png"
     try:
@@ -108,8 +125,14 @@ def write_report(folder: Path, by_class: Mapping[str, Any], result: Mapping[str,
         draw_confusion(counts, names, picture)
     except OSError as error:
         fix = "free disk space, or --report with another folder"
-        raise RunError(f"{folder} cannot be written: {error.strerror}", fix=fix, code="E_OUTPUT") from error
-    files = [str(table), str(picture), *([str(folder / "overlays")] if by_class.get("pictures") else [])]
+        raise RunError(
+            f"{folder} cannot be written: {error.strerror}", fix=fix, code="E_OUTPUT"
+        ) from error
+    files = [
+        str(table),
+        str(picture),
+        *([str(folder / "overlays")] if by_class.get("pictures") else []),
+    ]
     return ["", *table_lines(rows), "", f"{'report':<12}{', '.join(files)}"]
 
 
@@ -122,7 +145,9 @@ def draw_confusion(counts: Counts, names: Sequence[str], path: Path) -> None:
     shares = matrix / matrix.sum(axis=1, keepdims=True).clip(1)
     side = min(24.0, 3.0 + 0.42 * len(names))
     with warnings.catch_warnings(), matplotlib.rc_context({"text.parse_math": False}):
-        warnings.filterwarnings("ignore", "Glyph", UserWarning)  # a name in a script that the font does not have
+        warnings.filterwarnings(
+            "ignore", "Glyph", UserWarning
+        )  # a name in a script that the font does not have
         figure = Figure(figsize=(side, side), layout="constrained")
         axes = figure.add_subplot()
         axes.imshow(shares, cmap="Blues", vmin=0.0, vmax=1.0, interpolation="nearest")
@@ -135,5 +160,13 @@ def draw_confusion(counts: Counts, names: Sequence[str], path: Path) -> None:
         if len(names) <= _MAX_CELL_NUMBERS:
             for row, column in zip(*matrix.nonzero(), strict=True):
                 color = "white" if shares[row, column] > 0.5 else "black"
-                axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center", color=color, fontsize=8)
+                axes.text(
+                    column,
+                    row,
+                    f"{matrix[row, column]:,}",
+                    ha="center",
+                    va="center",
+                    color=color,
+                    fontsize=8,
+                )
         figure.savefig(path, dpi=100)

@@ -63,7 +63,8 @@ class CountMetric(ABC):
         if channels != (self.classes or channels) or targets.shape != expected:
             raise InputError(
                 f"metric {self.name} received outputs of shape {tuple(outputs.shape)} and targets of shape "
-                f"{tuple(targets.shape)}" + (f" for {self.classes} classes" if self.classes else ""),
+                f"{tuple(targets.shape)}"
+                + (f" for {self.classes} classes" if self.classes else ""),
                 expected="outputs (N, C, ...) and class numbers (N, ...); for one class, binary targets (N, 1, ...)",
                 fix="check model.options.num_classes and data.options.classes",
                 code="E_METRIC",
@@ -99,7 +100,12 @@ class Accuracy(CountMetric):
     """Share of the targets that are among the `top_k` largest logits; 0 without targets."""
 
     def __init__(
-        self, name: str = "accuracy", classes: int | None = None, ignore_index: int = -100, *, top_k: int = 1
+        self,
+        name: str = "accuracy",
+        classes: int | None = None,
+        ignore_index: int = -100,
+        *,
+        top_k: int = 1,
     ) -> None:
         super().__init__(name, classes, ignore_index)
         self._top_k = top_k
@@ -155,12 +161,17 @@ class ConfusionMatrix(CountMetric):
 class OverlapMetric(ConfusionMatrix):
     """Dice (F1) or intersection over union of all pixels, voxels or samples together.
 
-    With one output channel, the score of that class. With several, the mean over the classes that occur in targets or
-    predictions, including the background; 1 if none occurs.
+    With one output channel, the score of that class. With several, the mean over the classes that
+    occur in targets or predictions, including the background; 1 if none occurs.
     """
 
     def __init__(
-        self, name: str | None = None, classes: int | None = None, ignore_index: int = -100, *, score: Score = "iou"
+        self,
+        name: str | None = None,
+        classes: int | None = None,
+        ignore_index: int = -100,
+        *,
+        score: Score = "iou",
     ) -> None:
         super().__init__(name or score, classes, ignore_index)
         self._score = score

@@ -82,7 +82,8 @@ class BestRule:
     """The smallest or largest value of one result of an evaluation.
 
     Attributes:
-        by: key among the results of an evaluation: `loss`, or the name of a metric or of a loss term.
+        by: key among the results of an evaluation: `loss`, or the name of a metric or of a loss
+            term.
         mode: `min` or `max`.
     """
 
@@ -94,12 +95,14 @@ class BestRule:
         """Return a rule with defaults.
 
         Args:
-            by: None for the first of `metrics`; the loss without metrics, or if the first is a function of the loss.
+            by: None for the first of `metrics`; the loss without metrics, or if the first is a
+                function of the loss.
             mode: None for `min` of losses and `max` of the built-in metrics.
             metrics: names of metrics.
 
         Raises:
-            InputError: the mode of a metric that is not built in is missing, or is neither `min` nor `max`.
+            InputError: the mode of a metric that is not built in is missing, or is neither `min`
+            nor `max`.
         """
         if by is None:
             by = metrics[0] if metrics and metrics[0] not in LOSS_METRICS else "loss"

@@ -41,18 +41,24 @@ def blended(image: Image.Image, classes: Classes, *, is_binary: bool) -> Image.I
 
     Background (0) and ignored (negative) pixels are unchanged.
     """
-    colors = numpy.array([(0, 0, 0), *class_colors(1 if is_binary else int(classes.max(initial=0)))], numpy.uint8)
+    colors = numpy.array(
+        [(0, 0, 0), *class_colors(1 if is_binary else int(classes.max(initial=0)))], numpy.uint8
+    )
     classes = classes.clip(min=0)
     flat = Image.fromarray(colors[classes]).resize(image.size, Image.Resampling.NEAREST)
     mask = Image.fromarray((classes > 0).astype(numpy.uint8) * round(255 * _ALPHA))
-    return Image.composite(flat, image.convert("RGB"), mask.resize(image.size, Image.Resampling.NEAREST))
+    return Image.composite(
+        flat, image.convert("RGB"), mask.resize(image.size, Image.Resampling.NEAREST)
+    )
 
 
 def class_colors(count: int) -> list[tuple[int, int, int]]:
     """Return distinct RGB colors, the first one red; a color does not depend on `count`."""
     hues = [(number * _GOLDEN_RATIO) % 1 for number in range(count)]
     colors = [colorsys.hsv_to_rgb(hue, 0.85, 1.0) for hue in hues]
-    return [(round(255 * red), round(255 * green), round(255 * blue)) for red, green, blue in colors]
+    return [
+        (round(255 * red), round(255 * green), round(255 * blue)) for red, green, blue in colors
+    ]
 
 
 def overlay(inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor) -> Image.Image:
@@ -62,7 +68,8 @@ def overlay(inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor) 
 
     Args:
         inputs: `(channels, [D,] H, W)`, scaled from the least to the largest value.
-        targets: class indices `([D,] H, W)`, or binary `(1, [D,] H, W)`; negative values are ignored.
+        targets: class indices `([D,] H, W)`, or binary `(1, [D,] H, W)`; negative values are
+            ignored.
         outputs: logits `(C, [D,] H, W)`.
     """
     if targets.is_floating_point():
@@ -77,7 +84,12 @@ def overlay(inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor) 
         expected = expected[middle]
     image = scaled_image(pixels)
     is_binary = outputs.shape[0] == 1
-    return side_by_side([image, *(blended(image, classes, is_binary=is_binary) for classes in (expected, predicted))])
+    return side_by_side(
+        [
+            image,
+            *(blended(image, classes, is_binary=is_binary) for classes in (expected, predicted)),
+        ]
+    )
 
 
 def side_by_side(images: Sequence[Image.Image]) -> Image.Image:
@@ -99,7 +111,11 @@ def is_segmentation(inputs: Any, targets: Any, outputs: Any) -> bool:
 
 
 def write_overlays(
-    folder: Path, samples: Sequence[int], inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor
+    folder: Path,
+    samples: Sequence[int],
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    outputs: torch.Tensor,
 ) -> list[Path]:
     """Write one PNG per sample, named by its number; ranks with different samples share the folder."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,12 @@ from samestep.recipes.fused_optimizers import default_options
 from samestep.recipes.learning_rate import scale_rates
 from samestep.recipes.loss import LossFunction, RecipeLoss
 from samestep.recipes.model_options import transform_model, uses_batch_statistics
-from samestep.recipes.parameter_groups import apply_layer_decay, freeze, parameter_groups, set_training_mode
+from samestep.recipes.parameter_groups import (
+    apply_layer_decay,
+    freeze,
+    parameter_groups,
+    set_training_mode,
+)
 from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.samples import IndexedCollate, indexed
 from samestep.recipes.training import EpochData
@@ -110,8 +115,9 @@ OPTIMIZERS = {"sgd": "torch.optim:SGD", "adam": "torch.optim:Adam", "adamw": "to
 def find(name: str, known: Mapping[str, str], kind: str) -> Callable[..., Any]:
     """Return the object of a short name of `known`, or of an import path `package.module:attribute`.
 
-    Models can also be `torchvision:MODEL` (or `MODEL` alone), `timm:MODEL` and `transformers:MODEL`. Import paths may
-    refer to modules of the current directory. `kind` names the kind of the object in errors, such as `model`.
+    Models can also be `torchvision:MODEL` (or `MODEL` alone), `timm:MODEL` and
+    `transformers:MODEL`. Import paths may refer to modules of the current directory. `kind` names
+    the kind of the object in errors, such as `model`.
     """
     if known is MODELS and name not in known and (builder := find_in_library(name)) is not None:
         return builder
@@ -127,7 +133,9 @@ def find(name: str, known: Mapping[str, str], kind: str) -> Callable[..., Any]:
         raise _unknown(f"{kind} {name!r} is unknown", fix, expected)
     directory = str(Path.cwd())
     if directory not in sys.path and find_spec(module.partition(".")[0]) is None:
-        sys.path.append(directory)  # last, and for the user's own modules only: installed packages take precedence
+        sys.path.append(
+            directory
+        )  # last, and for the user's own modules only: installed packages take precedence
     try:
         imported = import_module(module)
         process_state.source_files.note_imports()  # now: the file can be edited while the data are read
@@ -174,7 +182,12 @@ class Built:
 def start_world(recipe: Recipe, options: RunOptions) -> Iterator[World]:
     """Join the other ranks, which divide the calls of results of `samestep.parallel`, and yield the world."""
     config = recipe.step
-    session = start(device=options.device, reduction=config.reduction, threads=config.threads, strategy=recipe.strategy)
+    session = start(
+        device=options.device,
+        reduction=config.reduction,
+        threads=config.threads,
+        strategy=recipe.strategy,
+    )
     with session as world, world_of_process(world, config.reduction):
         yield world
 
@@ -184,7 +197,9 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     recipe = recipe.with_microbatches()
     splits = _splits(recipe.data)
     cache, cache_note = _open_cache(recipe.data, splits, world)
-    loss_config, weight_notes = resolve_foreground_weight(recipe.loss, splits, recipe.data.bad_samples, world)
+    loss_config, weight_notes = resolve_foreground_weight(
+        recipe.loss, splits, recipe.data.bad_samples, world
+    )
     loss = RecipeLoss(_loss(loss_config))
     _require_best(recipe)
     metrics = build_metrics(recipe.metrics, len(splits.classes), ignore_index=loss.ignore_index)
@@ -197,12 +212,16 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     has_norm = uses_batch_statistics(model)
     train, evaluation = _loaders(recipe, splits, workers, has_batch_norm=has_norm)
     if train.batches.samples_of(0) < len(splits.train) and not recipe.data.drop_last:
-        notes += ("the last batch of an epoch has 1 sample, too few for batch norm, and is left out",)
+        notes += (
+            "the last batch of an epoch has 1 sample, too few for batch norm, and is left out",
+        )
     model = _parallel_model(model, recipe, world)
     optimizer = _optimizer(recipe.optimizer, model)
     notes += scale_rates(optimizer, recipe.batch_size, recipe.learning_rate)
     notes += apply_layer_decay(optimizer, recipe.optimizer)
-    scheduler = LambdaLR(optimizer, schedule_factor(recipe.schedule, len(train.batches), recipe.epochs))
+    scheduler = LambdaLR(
+        optimizer, schedule_factor(recipe.schedule, len(train.batches), recipe.epochs)
+    )
     driver = Driver(
         model,
         optimizer,
@@ -215,7 +234,19 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     )
     info = DatasetInfo(splits.classes, splits.model_options)
     notes += weight_notes
-    return Built(driver, train, evaluation, metrics, notes, info, splits.facts, cache, cache_note, loss_config, workers)
+    return Built(
+        driver,
+        train,
+        evaluation,
+        metrics,
+        notes,
+        info,
+        splits.facts,
+        cache,
+        cache_note,
+        loss_config,
+        workers,
+    )
 
 
 def _parallel_model(model: torch.nn.Module, recipe: Recipe, world: World) -> torch.nn.Module:
@@ -238,7 +269,11 @@ def _require_best(recipe: Recipe) -> None:
     """Require that evaluation computes the value that selects the best checkpoint, as far as its names are known."""
     if recipe.loss.name not in LOSSES:
         return
-    names = ["loss", *recipe.metrics, *(f"loss_{name}" for name in _PARTS.get(recipe.loss.name, ()))]
+    names = [
+        "loss",
+        *recipe.metrics,
+        *(f"loss_{name}" for name in _PARTS.get(recipe.loss.name, ())),
+    ]
     require(
         recipe.best_by is None or recipe.best_by in names,
         f"best_by is {recipe.best_by}, which evaluation does not compute",
@@ -284,16 +319,19 @@ def build_model(
 ) -> tuple[torch.nn.Module, tuple[str, ...]]:
     """Return the model with its initial weights, and notes for the user.
 
-    The number of classes is passed to models with an option `num_classes`; `data_options` are model options that follow
-    from the data.
+    The number of classes is passed to models with an option `num_classes`; `data_options` are model
+    options that follow from the data.
     """
     config = recipe.model
     builder = find(config.name, MODELS, "model")
     options = dict(config.options)
     if config.name.startswith("torchvision:") or takes(builder, "num_classes"):
         options.setdefault("num_classes", len(classes))
-    options = {name: value for name, value in data_options.items() if takes(builder, name)} | options
-    # Initial weights are a function of the seed; later random numbers must not depend on their number.
+    options = {
+        name: value for name, value in data_options.items() if takes(builder, name)
+    } | options
+    # Initial weights are a function of the seed; later random numbers must not depend on their
+    # number.
     with preserved_generators():
         seed_generators(derive_seed("model", recipe.step.seed))
         model: torch.nn.Module = call(builder, options, where="model.options")
@@ -315,12 +353,18 @@ def _workers(recipe: Recipe, options: RunOptions, splits: Splits, world: World) 
     return 0
 
 
-def _loaders(recipe: Recipe, splits: Splits, workers: int, *, has_batch_norm: bool) -> tuple[EpochData, EpochData]:
+def _loaders(
+    recipe: Recipe, splits: Splits, workers: int, *, has_batch_norm: bool
+) -> tuple[EpochData, EpochData]:
     skips = recipe.data.bad_samples == "skip"
     # Batch norm has no variance of one sample.
     samples = len(splits.train)
     is_single = has_batch_norm and samples % recipe.batch_size == 1 < samples
-    options: dict[str, Any] = {"seed": recipe.step.seed, "num_workers": workers, "persistent_workers": workers > 0}
+    options: dict[str, Any] = {
+        "seed": recipe.step.seed,
+        "num_workers": workers,
+        "persistent_workers": workers > 0,
+    }
     train = loader(
         indexed(splits.train, skips=skips),
         batch_size=recipe.batch_size,
@@ -344,12 +388,17 @@ def _loaders(recipe: Recipe, splits: Splits, workers: int, *, has_batch_norm: bo
 def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     groups = parameter_groups(model, config)
     kind = find(config.name, OPTIMIZERS, "optimizer")
-    options = default_options(kind, config.options, [one for group in groups for one in group["params"]])
+    options = default_options(
+        kind, config.options, [one for group in groups for one in group["params"]]
+    )
     try:
         optimizer = call(kind, options, groups, where="optimizer.options")
     except ValueError as error:
         raise RecipeError(
-            f"optimizer: {error}", expected=f"options of {config.name}", fix="correct optimizer.options", code="E_VALUE"
+            f"optimizer: {error}",
+            expected=f"options of {config.name}",
+            fix="correct optimizer.options",
+            code="E_VALUE",
         ) from error
     assert isinstance(optimizer, torch.optim.Optimizer)
     return optimizer
@@ -359,7 +408,10 @@ def _loss(config: NamedConfig) -> LossFunction:
     function = find(config.name, LOSSES, "loss")
     options = config.options
     if function.__module__.startswith("torch.nn."):  # the weights of PyTorch's losses are tensors
-        options = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in options.items()}
+        options = {
+            key: torch.tensor(value) if isinstance(value, list) else value
+            for key, value in options.items()
+        }
     if isinstance(function, type):  # a criterion class, such as torch.nn:CrossEntropyLoss
         return call(function, options, where="loss.options")  # type: ignore[no-any-return]
     for key in options:
@@ -371,12 +423,15 @@ def _loss(config: NamedConfig) -> LossFunction:
     return function
 
 
-def schedule_factor(schedule: ScheduleConfig, steps_per_epoch: int, epochs: int) -> Callable[[int], float]:
+def schedule_factor(
+    schedule: ScheduleConfig, steps_per_epoch: int, epochs: int
+) -> Callable[[int], float]:
     """Return a function from a step (from 0) to the factor of the learning rate.
 
-    `cosine` is the schedule of Loshchilov & Hutter, "SGDR" (2017), without restarts. `cosine` and `linear` start after
-    the warm-up and reach `final` at the last step. The decreases of `step` count from the first step of the run, so
-    that the warm-up does not move them (Goyal et al., "Accurate, large minibatch SGD", 2017).
+    `cosine` is the schedule of Loshchilov & Hutter, "SGDR" (2017), without restarts. `cosine` and
+    `linear` start after the warm-up and reach `final` at the last step. The decreases of `step`
+    count from the first step of the run, so that the warm-up does not move them (Goyal et al.,
+    "Accurate, large minibatch SGD", 2017).
     """
     warmup = round(schedule.warmup_epochs * steps_per_epoch)
     decay = max(1, steps_per_epoch * epochs - 1 - warmup)
@@ -390,7 +445,9 @@ def schedule_factor(schedule: ScheduleConfig, steps_per_epoch: int, epochs: int)
         if schedule.name == "step":
             return schedule.gamma ** (step // period)
         progress = min(1.0, (step - warmup) / decay)
-        remaining = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1 - progress
+        remaining = (
+            0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1 - progress
+        )
         return schedule.final + (1 - schedule.final) * remaining
 
     return factor

@@ -92,7 +92,9 @@ class Driver:
         self.world = world
         self.local_parameters = parameters
         self.steps = 0
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=recipe.step.precision == "fp16")
+        self.scaler = torch.amp.GradScaler(
+            world.device.type, enabled=recipe.step.precision == "fp16"
+        )
         self._decides_on_device = decides_on_device(optimizer)
         self._loss = loss
         self._config = recipe.step
@@ -104,13 +106,17 @@ class Driver:
             here = {name: p for name, p in self._trained.items() if parameters.has(name)}
             self._average = AveragedWeights(here, recipe.ema.decay)
         self._buffers = list(model.buffers())
-        self._saved_buffers = [buffer.clone() for buffer in self._buffers]  # before a step that can be refused
+        self._saved_buffers = [
+            buffer.clone() for buffer in self._buffers
+        ]  # before a step that can be refused
 
     @property
     def training(self) -> Training:
         """The objects with state in a checkpoint."""
         average = None if self._average is None else self._average.tensors
-        return Training(self.model, self.optimizer, self.scheduler, self.scaler, average, self.local_parameters)
+        return Training(
+            self.model, self.optimizer, self.scheduler, self.scaler, average, self.local_parameters
+        )
 
     # --- training --------------------------------------------------------------------------------
 
@@ -118,12 +124,15 @@ class Driver:
         """Compute one optimizer step from one batch.
 
         Raises:
-            NonFiniteError: loss or gradient is not finite and `non_finite` is `stop`; parameters are unchanged.
+            NonFiniteError: loss or gradient is not finite and `non_finite` is `stop`; parameters
+            are unchanged.
         """
         self.world.context.status.heartbeat()
         copy_tensors(self._saved_buffers, self._buffers)
         self.optimizer.zero_grad(set_to_none=True)
-        seed_generators(microbatch_seed("shard", self._config.seed, self.steps, 0), self.world.device)
+        seed_generators(
+            microbatch_seed("shard", self._config.seed, self.steps, 0), self.world.device
+        )
         data = self.on_device(batch)
         loss, weight = self._backward(data, len(batch.samples))
         self.scaler.unscale_(self.optimizer)
@@ -174,7 +183,9 @@ class Driver:
             return loss.detach(), self._weight(data[1], samples)
         parts = parts_of(data, samples, self._parts)
         sizes = [stop - start for start, stop in microbatch_bounds(samples, len(parts))]
-        weights = [self._weight(targets, size) for (_, targets), size in zip(parts, sizes, strict=True)]
+        weights = [
+            self._weight(targets, size) for (_, targets), size in zip(parts, sizes, strict=True)
+        ]
         total = torch.stack(weights).sum()
         losses = []
         for number, (part, weight) in enumerate(zip(parts, weights, strict=True), start=1):
@@ -203,14 +214,17 @@ class Driver:
         gradients = [p.grad for p in self._trained.values() if p.grad is not None]
         return full_tensor(torch.nn.utils.get_total_norm(gradients)).to(self.world.device)
 
-    def _require_skip(self, data: tuple[Any, Any], samples: torch.Tensor, *, is_loss_finite: bool) -> None:
+    def _require_skip(
+        self, data: tuple[Any, Any], samples: torch.Tensor, *, is_loss_finite: bool
+    ) -> None:
         """Require that a step that is not finite is skipped; a collective.
 
         Raises:
             NonFiniteError: such a step ends the run.
             RankMismatchError: the step is finite on another rank.
         """
-        # On another rank the step may be finite: its next word meets this one, and would not meet a gather.
+        # On another rank the step may be finite: its next word meets this one, and would not meet a
+        # gather.
         place = f"a loss or gradient of step {self.steps + 1} that is not finite"
         is_loss_finite = not any(any_rank(self.world, not is_loss_finite, place=place))
         # Under fp16, overflows of gradients are expected: the scaler reduces its scale.
@@ -236,7 +250,11 @@ class Driver:
     # --- evaluation ------------------------------------------------------------------------------
 
     def evaluate(
-        self, batches: Iterable[RecipeBatch], metrics: Sequence[Metric | LossMetric], *, until_stop: bool = False
+        self,
+        batches: Iterable[RecipeBatch],
+        metrics: Sequence[Metric | LossMetric],
+        *,
+        until_stop: bool = False,
     ) -> dict[str, float] | None:
         """Return `loss`, other means of the loss function, `samples` and every metric over whole batches.
 
@@ -263,7 +281,9 @@ class Driver:
                 self.world.context.status.heartbeat()
         values: dict[str, float] = {**means.values(), "samples": samples}
         for one in metrics:
-            values[one.name] = one.function(values["loss"]) if isinstance(one, LossMetric) else one.compute()
+            values[one.name] = (
+                one.function(values["loss"]) if isinstance(one, LossMetric) else one.compute()
+            )
         return values
 
     @contextmanager
@@ -272,7 +292,9 @@ class Driver:
         averaged = nullcontext() if self._average is None else self._average.in_place()
         modes = [(module, module.training) for module in self.model.modules()]
         with averaged, torch.no_grad(), preserved_generators(self.world.device):
-            seed_generators(microbatch_seed("evaluation", self._config.seed, 0, 0), self.world.device)
+            seed_generators(
+                microbatch_seed("evaluation", self._config.seed, 0, 0), self.world.device
+            )
             self.model.eval()
             try:
                 yield
@@ -309,6 +331,10 @@ class _Means:
         """
         total = device_reads.values(torch.stack(self._weights).sum()) if self._weights else 0.0
         if not total:
-            raise RunError("the loss counted nothing in evaluation", fix="check for ignored targets", code="E_SHAPE")
+            raise RunError(
+                "the loss counted nothing in evaluation",
+                fix="check for ignored targets",
+                code="E_SHAPE",
+            )
         numbers = device_reads.values(torch.stack(list(self._sums.values())))
         return {name: number / total for name, number in zip(self._sums, numbers, strict=True)}

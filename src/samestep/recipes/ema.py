@@ -1,7 +1,7 @@
 """Exponential moving average of the weights, for evaluation.
 
-Polyak & Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992). The update is elementwise on weights
-that are equal on every rank, so the average has the same bits on every rank.
+Polyak & Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992). The update is
+elementwise on weights that are equal on every rank, so the average has the same bits on every rank.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class AveragedWeights:
 
     Args:
         trained: this rank's trained parameters by name.
-        decay: fraction of the average that remains at each step, between 0 and 1; smaller in the first steps, so that
-            the initial weights lose their influence soon.
+        decay: fraction of the average that remains at each step, between 0 and 1; smaller in the
+            first steps, so that the initial weights lose their influence soon.
 
     Attributes:
         tensors: the average, by parameter name.
@@ -28,7 +28,9 @@ class AveragedWeights:
 
     def __init__(self, trained: Mapping[str, torch.nn.Parameter], decay: float) -> None:
         if not 0 < decay < 1:
-            raise InputError(f"ema is {decay}", expected="a decay between 0 and 1, or None", fix="ema=0.9999")
+            raise InputError(
+                f"ema is {decay}", expected="a decay between 0 and 1, or None", fix="ema=0.9999"
+            )
         self._trained = list(trained.values())
         self.tensors = {name: parameter.detach().clone() for name, parameter in trained.items()}
         self._decay = decay
@@ -59,8 +61,9 @@ class AveragedWeights:
 def copy_tensors(to: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """Copy `values` to `to`.
 
-    One call per pair of types: torch raises on empty lists, CUDA copies lists of several types one tensor at a time,
-    and torch 2.10 writes all of them as the type of the first (https://github.com/pytorch/pytorch/issues/173383).
+    One call per pair of types: torch raises on empty lists, CUDA copies lists of several types one
+    tensor at a time, and torch 2.10 writes all of them as the type of the first
+    (https://github.com/pytorch/pytorch/issues/173383).
     """
     groups: dict[tuple[torch.dtype, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, value in zip(to, values, strict=True):

@@ -25,7 +25,9 @@ def default_options(
     Not on a CPU, where its results have other bits than those of earlier runs.
     """
     is_fused = optimizer in _CLASSES and _OTHER_WAYS.isdisjoint(options)
-    if is_fused and all(is_accelerator(one.device) and one.is_floating_point() for one in parameters):
+    if is_fused and all(
+        is_accelerator(one.device) and one.is_floating_point() for one in parameters
+    ):
         return {**options, "fused": True}
     return dict(options)
 
@@ -46,13 +48,16 @@ def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
 def _begin_momentum(optimizer: torch.optim.SGD) -> None:
     """Give each parameter a momentum of zeros, with which the first step has the bits of one without.
 
-    torch's fused SGD has two faults at the first step (2.11 and 2.13): if it is left out, the momentum is memory that
-    was never written; and it fails if a parameter has its first gradient later than others.
+    torch's fused SGD has two faults at the first step (2.11 and 2.13): if it is left out, the
+    momentum is memory that was never written; and it fails if a parameter has its first gradient
+    later than others.
     """
     for group in optimizer.param_groups:
         if group["momentum"]:
             for parameter in group["params"]:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(
+                    parameter, requires_grad=False
+                )
 
 
 def step_if(optimizer: torch.optim.Optimizer, is_finite: torch.Tensor) -> None:
@@ -63,7 +68,9 @@ def step_if(optimizer: torch.optim.Optimizer, is_finite: torch.Tensor) -> None:
         is_finite: the scalar.
     """
     fused: Any = optimizer
-    fused.found_inf = is_finite.logical_not().float()  # the attribute that torch.amp.GradScaler sets
+    fused.found_inf = (
+        is_finite.logical_not().float()
+    )  # the attribute that torch.amp.GradScaler sets
     try:
         optimizer.step()
     finally:

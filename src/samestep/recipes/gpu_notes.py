@@ -16,8 +16,8 @@ def memory_event(world: World) -> dict[str, Any] | None:
     """Return the event about memory of the rank with the highest peak since the start; a collective.
 
     Returns:
-        `peak_bytes`, of tensors of the process; `other_bytes`, which no tensor can have, as connections of NCCL take;
-        `total_bytes`, of the device; and `text`. None without GPUs.
+        `peak_bytes`, of tensors of the process; `other_bytes`, which no tensor can have, as
+        connections of NCCL take; `total_bytes`, of the device; and `text`. None without GPUs.
     """
     memory = gpu_memory()
     if memory is None:
@@ -31,7 +31,9 @@ def gpu_hints(model: torch.nn.Module, step: RecipeStep, device: torch.device) ->
     """Return hints at options with which most models are faster on a GPU; none on another device."""
     hints = []
     if is_accelerator(device) and step.precision == "fp32":
-        hints.append("hint: most models are faster on a GPU with step.precision: bf16, and need less memory")
+        hints.append(
+            "hint: most models are faster on a GPU with step.precision: bf16, and need less memory"
+        )
     has_convolutions = any(isinstance(module, torch.nn.Conv2d) for module in model.modules())
     if is_accelerator(device) and has_convolutions and not step.channels_last:
         hints.append("hint: most convolutions are faster on a GPU with step.channels_last: true")

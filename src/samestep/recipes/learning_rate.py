@@ -11,14 +11,17 @@ from samestep.config import LearningRateConfig, LearningRateRule
 from samestep.errors import InputError
 
 
-def scaled_lr(lr: float, batch_size: int, *, rule: LearningRateRule, base_batch_size: int | None = None) -> float:
+def scaled_lr(
+    lr: float, batch_size: int, *, rule: LearningRateRule, base_batch_size: int | None = None
+) -> float:
     """Return the learning rate for `batch_size`, from the rate for `base_batch_size`.
 
     Args:
         lr: rate for `base_batch_size`.
         batch_size: samples per step, over all ranks.
-        rule: `fixed`: `lr`; `linear`: times `batch_size / base_batch_size` (Goyal et al., "Accurate, large minibatch
-            SGD", 2017); `sqrt`: times the square root of that ratio (Krizhevsky, "One weird trick", 2014).
+        rule: `fixed`: `lr`; `linear`: times `batch_size / base_batch_size` (Goyal et al.,
+            "Accurate, large minibatch SGD", 2017); `sqrt`: times the square root of that ratio
+            (Krizhevsky, "One weird trick", 2014).
         base_batch_size: required for `linear` and `sqrt`.
 
     Raises:
@@ -26,7 +29,9 @@ def scaled_lr(lr: float, batch_size: int, *, rule: LearningRateRule, base_batch_
     """
     base = LearningRateConfig(rule=rule, base_batch_size=base_batch_size).base_batch_size
     if batch_size < 1:
-        raise InputError(f"batch_size is {batch_size}", "batch_size >= 1", "pass the size of the global batch")
+        raise InputError(
+            f"batch_size is {batch_size}", "batch_size >= 1", "pass the size of the global batch"
+        )
     if base is None:
         return lr
     if rule == "linear":
@@ -34,7 +39,9 @@ def scaled_lr(lr: float, batch_size: int, *, rule: LearningRateRule, base_batch_
     return lr * math.sqrt(batch_size / base)
 
 
-def scale_rates(optimizer: torch.optim.Optimizer, batch_size: int, config: LearningRateConfig) -> tuple[str, ...]:
+def scale_rates(
+    optimizer: torch.optim.Optimizer, batch_size: int, config: LearningRateConfig
+) -> tuple[str, ...]:
     """Scale the rate of every parameter group, and return one line of text per changed rate.
 
     Raises:
@@ -52,7 +59,9 @@ def scale_rates(optimizer: torch.optim.Optimizer, batch_size: int, config: Learn
                 code="E_OPTIMIZER",
             )
         before = float(group["lr"])
-        group["lr"] = scaled_lr(before, batch_size, rule=config.rule, base_batch_size=config.base_batch_size)
+        group["lr"] = scaled_lr(
+            before, batch_size, rule=config.rule, base_batch_size=config.base_batch_size
+        )
         ratio = f"{batch_size}/{config.base_batch_size}"
         factor = ratio if config.rule == "linear" else f"sqrt({ratio})"
         lines.append(f"learning rate {group['lr']:.6g} = {before:.6g} x {factor} ({config.rule})")

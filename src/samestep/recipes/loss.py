@@ -22,15 +22,15 @@ _MODULES_BY_TARGET = (nn.CrossEntropyLoss, nn.NLLLoss)
 class RecipeLoss:
     """A loss function with results of one form.
 
-    The mean of several batches is weighted by the count of each mean: targets that are not ignored, with their class
-    weights, for the losses of which this is known, and samples for others.
+    The mean of several batches is weighted by the count of each mean: targets that are not ignored,
+    with their class weights, for the losses of which this is known, and samples for others.
 
     Attributes:
         ignore_index: targets of this value are not counted, neither by the loss nor by metrics.
 
     Args:
-        function: from the outputs and targets of a batch to a scalar, or to a mapping with `loss` and other scalars,
-            which evaluation reports as `loss_NAME`.
+        function: from the outputs and targets of a batch to a scalar, or to a mapping with `loss`
+            and other scalars, which evaluation reports as `loss_NAME`.
     """
 
     def __init__(self, function: LossFunction) -> None:
@@ -43,7 +43,9 @@ class RecipeLoss:
         self._counts_targets = known in _BY_TARGET or isinstance(function, _MODULES_BY_TARGET)
         self._is_binary = known is bce_with_logits
         self._class_weights = options.get("weight", getattr(function, "weight", None))
-        self.ignore_index: int = options.get("ignore_index", getattr(function, "ignore_index", IGNORED))
+        self.ignore_index: int = options.get(
+            "ignore_index", getattr(function, "ignore_index", IGNORED)
+        )
 
     def __call__(self, outputs: Any, targets: Any) -> dict[str, torch.Tensor]:
         """Return `loss`, and other scalars as `loss_NAME`.

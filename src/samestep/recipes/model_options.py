@@ -44,15 +44,22 @@ def _checkpointed_forward(forward: Callable[..., Any], /, *arguments: Any, **nam
     def compute(*values: Any) -> Any:
         return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-    # By position: torch restores the generators of the devices of these tensors, and has options of its own by name.
+    # By position: torch restores the generators of the devices of these tensors, and has options of
+    # its own by name.
     return checkpoint(compute, *arguments, *named.values(), use_reentrant=False)
 
 
-def _checkpointed_modules(model: torch.nn.Module, patterns: tuple[str, ...]) -> list[torch.nn.Module]:
+def _checkpointed_modules(
+    model: torch.nn.Module, patterns: tuple[str, ...]
+) -> list[torch.nn.Module]:
     modules = {name: module for name, module in model.named_modules() if name}
-    names = match_patterns(modules, patterns, key="step.recompute", kind="module", example="blocks.*")
+    names = match_patterns(
+        modules, patterns, key="step.recompute", kind="module", example="blocks.*"
+    )
     # The outermost modules only: their children are recomputed with them.
-    return [modules[name] for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    return [
+        modules[name] for name in names if not any(name.startswith(f"{other}.") for other in names)
+    ]
 
 
 def uses_batch_statistics(model: torch.nn.Module) -> bool:

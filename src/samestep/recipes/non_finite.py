@@ -37,7 +37,8 @@ def non_finite_error(
         data: inputs and targets of the batch, on the device.
         samples: indices of the samples.
         parameters: trained parameters by name, with the gradients of the step.
-        loss_of: returns the loss of inputs and targets in evaluation mode, where samples are independent.
+        loss_of: returns the loss of inputs and targets in evaluation mode, where samples are
+            independent.
         world: the ranks.
         step: number of the step, from 1.
         is_loss_finite: whether the loss is finite, and a gradient is not.
@@ -52,8 +53,12 @@ def non_finite_error(
         source = f"none of the {len(samples)} samples alone"
     subject = "the loss"
     if is_loss_finite:
-        subject = f"the gradient of {_listed('parameter', bad)}" if bad else "the norm of the gradient"
-    advice = "lower the learning rate or set clip_norm" if is_loss_finite else "check the learning rate"
+        subject = (
+            f"the gradient of {_listed('parameter', bad)}" if bad else "the norm of the gradient"
+        )
+    advice = (
+        "lower the learning rate or set clip_norm" if is_loss_finite else "check the learning rate"
+    )
     return NonFiniteError(
         f"step {step}: {subject} is not finite, from {source}",
         expected="non_finite: stop ends the run before the weights change",
@@ -70,7 +75,9 @@ def _bad_samples(
 ) -> list[int]:
     """Return the samples with a loss, or a gradient of one of the parameters, that is not finite."""
     bad = []
-    for sample, (inputs, targets) in zip(samples, parts_of(data, len(samples), len(samples)), strict=False):
+    for sample, (inputs, targets) in zip(
+        samples, parts_of(data, len(samples), len(samples)), strict=False
+    ):
         loss = loss_of(inputs, targets)
         is_finite = _is_finite(loss)
         if is_finite and parameters:

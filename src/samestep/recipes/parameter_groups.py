@@ -21,18 +21,25 @@ Group = dict[str, Any]
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[Group]:
     """Return groups of trained parameters with equal learning rate and weight decay, full rate first.
 
-    A group has `lr_scale`, which `apply_layer_decay` applies, and `weight_decay: 0.0` for parameters without decay.
+    A group has `lr_scale`, which `apply_layer_decay` applies, and `weight_decay: 0.0` for
+    parameters without decay.
     """
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     if config.layer_decay is None and config.decay_norms:
         return [{"params": list(trained.values())}]
     layers = dict.fromkeys(trained, 0) if config.layer_decay is None else layer_numbers(model)
-    excluded = getattr(model, "no_weight_decay", None)  # such as the position embeddings of timm's models
+    excluded = getattr(
+        model, "no_weight_decay", None
+    )  # such as the position embeddings of timm's models
     without_decay = set(excluded()) if callable(excluded) else set()
     groups: dict[tuple[int, bool], Group] = {}
     for name, parameter in trained.items():
         decays = config.decay_norms or (parameter.ndim > 1 and name not in without_decay)
-        group = groups.setdefault((layers[name], decays), {"params": [], **({} if decays else {"weight_decay": 0.0})})
+        group = groups.setdefault(
+            (layers[name], decays), {"params": [], **({} if decays else {"weight_decay": 0.0})}
+        )
         if config.layer_decay is not None:
             group["lr_scale"] = config.layer_decay ** (max(layers.values()) - layers[name])
         group["params"].append(parameter)
@@ -54,15 +61,18 @@ def apply_layer_decay(optimizer: torch.optim.Optimizer, config: OptimizerConfig)
     for group in optimizer.param_groups:
         group["lr"] *= group["lr_scale"]
     rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
-    return (f"layer decay {config.layer_decay}: {len(rates)} learning rates from {rates[0]:.3g} to {rates[-1]:.3g}",)
+    return (
+        f"layer decay {config.layer_decay}: {len(rates)} learning rates from {rates[0]:.3g} to {rates[-1]:.3g}",
+    )
 
 
 def layer_numbers(model: nn.Module) -> dict[str, int]:
     """Return the layer number of each parameter, from 0 at the input.
 
-    Models of timm define their own numbers. In other models, the members of the outermost lists of modules of one
-    class (`ModuleList` or `Sequential`) are the blocks. Parameters before the first block are layer 0, parameters
-    after the last block are one more layer, and parameters between two blocks belong to the earlier block.
+    Models of timm define their own numbers. In other models, the members of the outermost lists of
+    modules of one class (`ModuleList` or `Sequential`) are the blocks. Parameters before the first
+    block are layer 0, parameters after the last block are one more layer, and parameters between
+    two blocks belong to the earlier block.
     """
     matcher = getattr(model, "group_matcher", None)
     if callable(matcher):
@@ -82,7 +92,9 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
     numbers = {}
     current = 0
     for name, _ in model.named_parameters():
-        inside = next((number for number, block in enumerate(blocks, start=1) if name.startswith(block)), None)
+        inside = next(
+            (number for number, block in enumerate(blocks, start=1) if name.startswith(block)), None
+        )
         current = current if inside is None else inside
         is_after = inside is None and current == len(blocks)
         numbers[name] = len(blocks) + 1 if is_after else current
@@ -101,7 +113,9 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
         yield from _blocks(child, f"{prefix}{name}.")
 
 
-def freeze(model: torch.nn.Module, patterns: Sequence[str], exceptions: Sequence[str] = ()) -> list[str]:
+def freeze(
+    model: torch.nn.Module, patterns: Sequence[str], exceptions: Sequence[str] = ()
+) -> list[str]:
     """Disable gradients of the parameters that match a pattern and no exception, and return their names.
 
     Without patterns, all parameters but the exceptions are frozen.
@@ -131,5 +145,9 @@ def set_training_mode(model: nn.Module) -> None:
     model.train()
     for module in model.modules():
         parameters = list(module.parameters())
-        if isinstance(module, _NormBase) and parameters and not any(p.requires_grad for p in parameters):
+        if (
+            isinstance(module, _NormBase)
+            and parameters
+            and not any(p.requires_grad for p in parameters)
+        ):
             module.eval()

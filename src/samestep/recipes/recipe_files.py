@@ -1,7 +1,7 @@
 """Recipes as YAML files, with overrides and validation; facts of datasets in the run directory.
 
-A recipe that cannot be read or is invalid raises `RecipeError`. The error of an unknown key or an invalid value names
-the key or value that was probably meant.
+A recipe that cannot be read or is invalid raises `RecipeError`. The error of an unknown key or an
+invalid value names the key or value that was probably meant.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str
         data = json.loads(json.dumps(raw))
     except (TypeError, ValueError) as error:  # ValueError: a YAML alias that contains itself
         expected = "numbers, text, true/false, null, lists and mappings"
-        raise RecipeError(f"{origin}: {error}", expected=expected, fix="quote the value", code="E_VALUE") from error
+        raise RecipeError(
+            f"{origin}: {error}", expected=expected, fix="quote the value", code="E_VALUE"
+        ) from error
     for override in overrides:
         _override(data, override)
     if isinstance(step := data.get("step") if isinstance(data, dict) else None, dict):
@@ -59,7 +61,9 @@ def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str
 def _restore_words(step: dict[str, Any]) -> None:
     """Replace the booleans as which YAML 1.1 reads `on` and `off`, in keys that have these values."""
     words = [name for name, hint in get_type_hints(RecipeStep).items() if "off" in get_args(hint)]
-    step |= {name: "on" if step[name] else "off" for name in words if isinstance(step.get(name), bool)}
+    step |= {
+        name: "on" if step[name] else "off" for name in words if isinstance(step.get(name), bool)
+    }
 
 
 def recipe_data(recipe: Recipe) -> dict[str, Any]:
@@ -79,7 +83,8 @@ def read_recipe(path: Path) -> Recipe:
     """Return the recipe of a file that `write_recipe` has written.
 
     Raises:
-        RecipeError: the file is damaged: it cannot be read, or has fewer keys than a resolved recipe.
+        RecipeError: the file is damaged: it cannot be read, or has fewer keys than a resolved
+        recipe.
     """
     raw = read_yaml(path)
     recipe = make_recipe(raw, (), origin=str(path))
@@ -87,7 +92,9 @@ def read_recipe(path: Path) -> Recipe:
     if missing:
         problem = f"{path} has no {missing[0]}"
         fix = "restore the file"
-        raise RecipeError(problem, expected="a resolved recipe with all keys", fix=fix, code="E_UNREADABLE")
+        raise RecipeError(
+            problem, expected="a resolved recipe with all keys", fix=fix, code="E_UNREADABLE"
+        )
     return recipe
 
 
@@ -123,7 +130,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             lines += differences(before, after, f"{prefix}{key}.")
         elif before != after:
-            texts = ["(not set)" if value is _MISSING else json.dumps(value) for value in (before, after)]
+            texts = [
+                "(not set)" if value is _MISSING else json.dumps(value) for value in (before, after)
+            ]
             lines.append(f"{prefix}{key}: {' -> '.join(texts)}")
     return lines
 
@@ -137,9 +146,15 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     except (YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
         problem = f"{path} cannot be read: {error}"
         fix = "correct the line of the error"
-        raise RecipeError(problem, expected="YAML in UTF-8", fix=fix, code="E_UNREADABLE") from error
+        raise RecipeError(
+            problem, expected="YAML in UTF-8", fix=fix, code="E_UNREADABLE"
+        ) from error
     if not isinstance(raw, Mapping):
-        raise RecipeError(f"{path} contains a {type(raw).__name__}", expected="a mapping", fix="write key: value lines")
+        raise RecipeError(
+            f"{path} contains a {type(raw).__name__}",
+            expected="a mapping",
+            fix="write key: value lines",
+        )
     return raw
 
 
@@ -153,12 +168,16 @@ def _find(name: str) -> Path:
         raise RecipeError(
             f"there is no recipe {name!r}",
             expected=f"one of {', '.join(shipped)}, or a file that ends in .yaml",
-            fix=f"did you mean {meant}?" if meant is not None else f"samestep train {next(iter(shipped))}",
+            fix=f"did you mean {meant}?"
+            if meant is not None
+            else f"samestep train {next(iter(shipped))}",
             code="E_UNKNOWN_NAME",
         )
     if not path.is_file():
         problem = f"{name} is not a file" if path.exists() else f"there is no file {name}"
-        raise RecipeError(problem, expected="a YAML file", fix="correct the path", code="E_FILE_MISSING")
+        raise RecipeError(
+            problem, expected="a YAML file", fix="correct the path", code="E_FILE_MISSING"
+        )
     return path
 
 
@@ -168,12 +187,17 @@ def _override(data: dict[str, Any], override: str) -> None:
 
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise RecipeError(f"--set {override!r}", expected="--set key=value", fix="--set batch_size=64")
+        raise RecipeError(
+            f"--set {override!r}", expected="--set key=value", fix="--set batch_size=64"
+        )
     try:
         value = from_yaml(text)
     except YAMLError as error:
         raise RecipeError(
-            f"--set {override!r}: {error}", expected="a YAML value", fix="quote the value", code="E_VALUE"
+            f"--set {override!r}: {error}",
+            expected="a YAML value",
+            fix="quote the value",
+            code="E_VALUE",
         ) from error
     *parents, leaf = key.split(".")
     mapping = data
@@ -245,7 +269,9 @@ class DatasetInfo:
     """Facts of a dataset that a trained model needs."""
 
     classes: Sequence[str]  # class names by number
-    model_options: Mapping[str, Any] = field(default_factory=dict)  # model options that follow from the data
+    model_options: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # model options that follow from the data
 
 
 def write_dataset_info(info: DatasetInfo, run: Path) -> None:

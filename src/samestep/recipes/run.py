@@ -1,6 +1,7 @@
 """Training, evaluation and predictions of a recipe: the functions that every rank of a `samestep` command runs.
 
-Invalid files and options raise `InputError`; a damaged checkpoint, or one of another model, raises `CheckpointError`.
+Invalid files and options raise `InputError`; a damaged checkpoint, or one of another model, raises
+`CheckpointError`.
 """
 
 from __future__ import annotations
@@ -78,7 +79,11 @@ def build_task(recipe: Recipe, info: DatasetInfo) -> Task:
     function = find(name, TASKS, "task")
     # The option `classes` of some data is in the class names of the run.
     takes_all = any(one.kind is one.VAR_KEYWORD for one in signature(function).parameters.values())
-    names = [name for name in recipe.data.options if name != "classes" and (takes_all or takes(function, name))]
+    names = [
+        name
+        for name in recipe.data.options
+        if name != "classes" and (takes_all or takes(function, name))
+    ]
     options = {name: recipe.data.options[name] for name in names}
     task = call(function, options, info.classes, where="data.options")
     assert isinstance(task, Task)
@@ -86,7 +91,12 @@ def build_task(recipe: Recipe, info: DatasetInfo) -> Task:
 
 
 def predict(
-    recipe: Recipe, options: RunOptions, info: DatasetInfo, checkpoint: Path, files: tuple[Path, ...], out: Path | None
+    recipe: Recipe,
+    options: RunOptions,
+    info: DatasetInfo,
+    checkpoint: Path,
+    files: tuple[Path, ...],
+    out: Path | None,
 ) -> list[Answer]:
     """Return the prediction for each file, in order, and write pictures of the task to the folder `out`."""
     task = build_task(recipe, info)
@@ -131,7 +141,12 @@ def _picture_paths(files: Sequence[Path], out: Path) -> list[Path]:
 
 
 def complete(
-    recipe: Recipe, options: RunOptions, info: DatasetInfo, checkpoint: Path, prompt: str, tokens: int
+    recipe: Recipe,
+    options: RunOptions,
+    info: DatasetInfo,
+    checkpoint: Path,
+    prompt: str,
+    tokens: int,
 ) -> Answer:
     """Return a continuation of `prompt` with at most `tokens` tokens, if the model is a language model."""
     task = build_task(recipe, info)
@@ -150,7 +165,9 @@ def complete(
 def _model_for_inference(
     recipe: Recipe, options: RunOptions, info: DatasetInfo, checkpoint: Path
 ) -> Iterator[tuple[torch.nn.Module, torch.device]]:
-    with start(device=options.device, reduction=recipe.step.reduction, threads=recipe.step.threads) as world:
+    with start(
+        device=options.device, reduction=recipe.step.reduction, threads=recipe.step.threads
+    ) as world:
         set_tf32(world.device, allowed=recipe.step.tf32)
         model = trained_model(recipe, info, checkpoint).to(world.device)
         with torch.no_grad(), autocast(recipe.step.precision, world.device):
@@ -167,21 +184,29 @@ def train(
 ) -> dict[str, Any]:
     """Train a recipe in the directory `run`, from a `checkpoint` of step `first_step` or from the beginning (None, 0).
 
-    With `accept_changes`, code and training data may differ from those of the last start and of the checkpoint.
+    With `accept_changes`, code and training data may differ from those of the last start and of the
+    checkpoint.
 
     Returns:
-        The fields of `Summary`; `stop_signal`, a number or None; and `has_failed`, whether most steps were skipped.
+        The fields of `Summary`; `stop_signal`, a number or None; and `has_failed`, whether most
+        steps were skipped.
     """
     with (
         start_world(recipe, options) as world,
         FolderLock(run) if world.is_main else nullcontext(),
         RankMonitor(run, world, first_step) as rank_monitor,
     ):
-        changes = require_same_code(run, checkpoint, accept_changes=accept_changes) if world.is_main else []
+        changes = (
+            require_same_code(run, checkpoint, accept_changes=accept_changes)
+            if world.is_main
+            else []
+        )
         notes = [f"continuing with changed code: {change}" for change in changes]
         has_events = checkpoint is None and world.is_main and "jsonl" in options.loggers
         with RunLogger([JsonlLogger(run / EVENTS)] if has_events else ()):
-            built = build(recipe if checkpoint is None else without_pretrained(recipe), options, world)
+            built = build(
+                recipe if checkpoint is None else without_pretrained(recipe), options, world
+            )
         process_state.source_files.check_ranks(world)
         folder = _checkpoint_folder(run, options, world)
         trainer = Trainer(
@@ -196,15 +221,22 @@ def train(
             epochs=recipe.epochs,
             options=options,
             take_cache_reports=built.cache.take_reports if built.cache is not None else None,
-            loggers=create_loggers(options.loggers, run, first_step=first_step, quiet=options.quiet),
+            loggers=create_loggers(
+                options.loggers, run, first_step=first_step, quiet=options.quiet
+            ),
         )
         if world.is_main:
-            notes += [f"{run} is on a file system without {name}" for name in unsupported_features(run)]
+            notes += [
+                f"{run} is on a file system without {name}" for name in unsupported_features(run)
+            ]
             folder.clean()
         if checkpoint is not None:
             trainer.resume(checkpoint, accept_changes=accept_changes)
         if world.is_main:
-            append_start(run, _environment(built, world, recipe, replace(options, keep=folder.keep), first_step))
+            append_start(
+                run,
+                _environment(built, world, recipe, replace(options, keep=folder.keep), first_step),
+            )
             write_dataset_info(built.dataset_info, run)
             if checkpoint is not None:
                 update_recipe(run / "recipe.yaml", recipe)
@@ -215,7 +247,11 @@ def train(
         rank_monitor.follow(lambda: trainer.rank_progress)
         summary = trainer.fit()
         has_failed = skipped_most(summary.skipped_steps, summary.step)
-        return {**asdict(summary), "stop_signal": world.context.stop.number, "has_failed": has_failed}
+        return {
+            **asdict(summary),
+            "stop_signal": world.context.stop.number,
+            "has_failed": has_failed,
+        }
 
 
 def _checkpoint_folder(run: Path, options: RunOptions, world: World) -> CheckpointFolder:
@@ -238,8 +274,8 @@ def evaluate(
 
     With the `classes` of the run, data with other classes raise `DataError`.
 
-    With the directory of a `report`, the result also has the confusion matrix as `by_class`, and the first samples of a
-    segmentation task are drawn into `overlays` in this directory.
+    With the directory of a `report`, the result also has the confusion matrix as `by_class`, and
+    the first samples of a segmentation task are drawn into `overlays` in this directory.
     """
     with start_world(recipe, options) as world:
         built = build(replace(without_pretrained(recipe), ema=None), options, world)
@@ -247,7 +283,9 @@ def evaluate(
         model = built.driver.model
         is_averaged = recipe.ema is not None
         if checkpoint.is_dir():
-            checkpoints.load_model(checkpoint, model, built.driver.local_parameters, averaged=is_averaged)
+            checkpoints.load_model(
+                checkpoint, model, built.driver.local_parameters, averaged=is_averaged
+            )
         else:
             load_all(model, checkpoint)
         if report is not None:
@@ -269,11 +307,15 @@ def _require_classes(classes: Sequence[str], expected: Sequence[str] | None) -> 
         )
 
 
-def _notes(built: Built, world: World, recipe: Recipe, options: RunOptions, *, is_new: bool) -> list[str]:
+def _notes(
+    built: Built, world: World, recipe: Recipe, options: RunOptions, *, is_new: bool
+) -> list[str]:
     """Return notes on weights, layout and loader processes for the log."""
     shape = world.mesh_shape
     strategy = recipe.strategy
-    notes = [*built.notes, *gpu_hints(built.driver.model, recipe.step, world.device)] if is_new else []
+    notes = (
+        [*built.notes, *gpu_hints(built.driver.model, recipe.step, world.device)] if is_new else []
+    )
     warmup = recipe.schedule.warmup_epochs
     if is_new and warmup > recipe.epochs:
         notes.append(
@@ -287,7 +329,9 @@ def _notes(built: Built, world: World, recipe: Recipe, options: RunOptions, *, i
     return notes
 
 
-def _environment(built: Built, world: World, recipe: Recipe, options: RunOptions, first_step: int) -> dict[str, Any]:
+def _environment(
+    built: Built, world: World, recipe: Recipe, options: RunOptions, first_step: int
+) -> dict[str, Any]:
     return environment(
         world,
         from_step=first_step,
@@ -326,16 +370,26 @@ def evaluate_by_class(built: Built, recipe: Recipe, folder: Path) -> dict[str, A
             expected=f"1 to {MAX_CLASSES:,} classes for a report by class",
             fix="omit --report",
         )
-    counts = _ClassCounts("balanced_accuracy", len(classes), recipe.loss.options.get("ignore_index", -100))
+    counts = _ClassCounts(
+        "balanced_accuracy", len(classes), recipe.loss.options.get("ignore_index", -100)
+    )
     values = evaluated(built, [*built.metrics, counts])
-    names = list(classes) if len(classes) > 1 else ["background", *classes]  # one class: binary segmentation
-    by_class = {"classes": names, "counts": counts.matrix, "pictures": _draw_overlays(built, recipe, folder)}
+    names = (
+        list(classes) if len(classes) > 1 else ["background", *classes]
+    )  # one class: binary segmentation
+    by_class = {
+        "classes": names,
+        "counts": counts.matrix,
+        "pictures": _draw_overlays(built, recipe, folder),
+    }
     return values | {"by_class": by_class}
 
 
 def evaluated(built: Built, metrics: Sequence[Metric | LossMetric]) -> dict[str, float]:
     """Return the values of an evaluation; a collective."""
-    batches = (batch for batch in complete_epoch(built.evaluation.batches) if batch.data is not None)
+    batches = (
+        batch for batch in complete_epoch(built.evaluation.batches) if batch.data is not None
+    )
     values = built.driver.evaluate(batches, metrics)
     assert values is not None
     return values
@@ -348,7 +402,9 @@ def _draw_overlays(built: Built, recipe: Recipe, folder: Path) -> int:
     """
     driver = built.driver
     count = 0
-    for path in folder.glob("sample-*.png") if driver.world.is_main else ():  # of an earlier evaluation
+    for path in (
+        folder.glob("sample-*.png") if driver.world.is_main else ()
+    ):  # of an earlier evaluation
         path.unlink()
     with driver.evaluating(), closing(complete_epoch(built.evaluation.batches)) as batches:
         for number, batch in enumerate(batches):
@@ -360,7 +416,9 @@ def _draw_overlays(built: Built, recipe: Recipe, folder: Path) -> int:
             outputs = driver.losses(inputs, targets)[0]
             positions = [place for place in batch.samples.tolist() if place < _MAX_OVERLAYS]
             if positions and is_segmentation(inputs, targets, outputs):
-                drawn = [tensor[: len(positions)] for tensor in (inputs, targets, outputs)]  # on all ranks: it gathers
+                drawn = [
+                    tensor[: len(positions)] for tensor in (inputs, targets, outputs)
+                ]  # on all ranks: it gathers
                 if driver.world.is_main:
                     write_overlays(folder, positions, *drawn)
                 count += len(positions)

@@ -39,7 +39,8 @@ class IndexedSamples:
 
     Args:
         dataset: data set of a recipe; its `set_epoch` is that of this object.
-        skips: whether a sample that cannot be used is replaced by its error line; otherwise the error is raised.
+        skips: whether a sample that cannot be used is replaced by its error line; otherwise the
+            error is raised.
     """
 
     def __init__(self, dataset: SizedDataset, *, skips: bool) -> None:
@@ -93,7 +94,9 @@ class IndexedCollate:
         usable = [(index, sample) for index, sample in samples if not isinstance(sample, _Unusable)]
         data = self._collate([sample for _, sample in usable]) if usable else None
         skipped = [sample.text for _, sample in samples if isinstance(sample, _Unusable)]
-        return RecipeBatch(data, torch.tensor([index for index, _ in usable], dtype=torch.int64), skipped)
+        return RecipeBatch(
+            data, torch.tensor([index for index, _ in usable], dtype=torch.int64), skipped
+        )
 
 
 def parts_of(data: Any, samples: int, parts: int) -> list[Any]:

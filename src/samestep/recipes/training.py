@@ -119,8 +119,9 @@ class StepTimer:
 class CheckpointInterval:
     """Times of checkpoints that bound the work lost by a kill.
 
-    The next checkpoint must be complete, not started, before the state of the previous one reaches the maximum age. The
-    durations of steps and writes are predicted from the last step and the longest of the last few saves.
+    The next checkpoint must be complete, not started, before the state of the previous one reaches
+    the maximum age. The durations of steps and writes are predicted from the last step and the
+    longest of the last few saves.
 
     Args:
         seconds: maximum lost work, or None for no bound.
@@ -157,7 +158,8 @@ class EpochData(NamedTuple):
 
     Attributes:
         batches: whole batches of an epoch, from the cursor.
-        count_tokens: function from the data of a batch to its numbers of tokens and of positions with padding.
+        count_tokens: function from the data of a batch to its numbers of tokens and of positions
+            with padding.
     """
 
     batches: WholeBatches
@@ -172,9 +174,10 @@ class Trainer:
         metrics: metrics of an evaluation.
         best: rule that selects the best checkpoint.
         recipe: resolved recipe, stored in every checkpoint.
-        facts: facts of the training data that a resumption compares, in addition to the settings of the loader.
-        take_cache_reports: function that returns the new reports of the cache of this rank's samples, if there is a
-            cache on all ranks.
+        facts: facts of the training data that a resumption compares, in addition to the settings of
+            the loader.
+        take_cache_reports: function that returns the new reports of the cache of this rank's
+            samples, if there is a cache on all ranks.
         loggers: destinations of metrics and events, used on rank 0 only. `fit` closes them.
     """
 
@@ -211,10 +214,14 @@ class Trainer:
         self._interval = CheckpointInterval(options.max_lost_work)
         self._checkpoint_every = options.checkpoint_every
         is_whole = not driver.local_parameters.is_divided  # no checksums of divided parameters
-        self._checksum_every = options.checksum_every if is_whole and "jsonl" in options.loggers else 0
+        self._checksum_every = (
+            options.checksum_every if is_whole and "jsonl" in options.loggers else 0
+        )
         self._stop = False  # a rank received a stop request, in a step or in an evaluation
         self._evaluation_seconds = 0.0
-        self._writer = AsyncCheckpointWriter(folder, self._log_checkpoint, self._world.context.status.heartbeat)
+        self._writer = AsyncCheckpointWriter(
+            folder, self._log_checkpoint, self._world.context.status.heartbeat
+        )
         self._last_evaluation: dict[str, float] = {}
         self._skipped: dict[str, list[str]] = {"training": [], "evaluation": []}
         self._counts = (0, 0, 0)  # samples, tokens and positions since the last evaluation
@@ -222,7 +229,9 @@ class Trainer:
     @property
     def rank_progress(self) -> RankProgress:
         """Work of this rank; any thread may read it."""
-        return RankProgress(self._progress.step, self._timer.local_samples, self._timer.data_seconds)
+        return RankProgress(
+            self._progress.step, self._timer.local_samples, self._timer.data_seconds
+        )
 
     def resume(self, checkpoint: Path, *, accept_changes: bool = False) -> None:
         """Resume from a checkpoint of any number of ranks; with `accept_changes`, the data may have changed since.
@@ -240,7 +249,9 @@ class Trainer:
             "at least the epochs that are complete",
             f"--set epochs={cursor.epoch} or more",
         )
-        changes = list(setting_changes("training data", progress.data, self._data_settings(cursor.epoch)))
+        changes = list(
+            setting_changes("training data", progress.data, self._data_settings(cursor.epoch))
+        )
         require_unchanged_settings(changes, is_main=False, accept_changes=accept_changes)
         self._continues_changed_data = bool(changes)
         require_position(cursor, self._train.samples_of(cursor.epoch), self._train.batch_size)
@@ -252,7 +263,9 @@ class Trainer:
         text = f"resuming after step {progress.step}: {self._position()}"
         if before != self._epochs:
             text += f" (before: {plural(before, 'epoch')})"
-        self.logger.log_event("resume", step=progress.step, epoch=cursor.epoch, samples=cursor.samples, text=text)
+        self.logger.log_event(
+            "resume", step=progress.step, epoch=cursor.epoch, samples=cursor.samples, text=text
+        )
         for change in changes:
             self.logger.log_event("note", text=f"continuing with a change: {change}")
 
@@ -266,7 +279,9 @@ class Trainer:
         if self._ends_with_evaluation:
             return f"evaluation of epoch {cursor.epoch}/{self._epochs}"
         if cursor.epoch >= self._epochs:
-            return f"the run is complete ({plural(self._epochs, 'epoch')}); --set epochs=N adds epochs"
+            return (
+                f"the run is complete ({plural(self._epochs, 'epoch')}); --set epochs=N adds epochs"
+            )
         step = cursor.samples // self._train.batch_size + 1
         return f"epoch {cursor.epoch + 1}/{self._epochs}, step {step}/{len(self._train)}"
 
@@ -332,14 +347,20 @@ class Trainer:
         self._end_step(result, begin, end)
         self._writer.poll()
         every = self._checkpoint_every
-        if not self._stop and (save or (every is not None and not ends_epoch and result.step % every == 0)):
+        if not self._stop and (
+            save or (every is not None and not ends_epoch and result.step % every == 0)
+        ):
             self._save()
 
     def _count(self, batch: RecipeBatch) -> None:
         if self._data.count_tokens is not None:
             samples, tokens, positions = self._counts
             more_tokens, more_positions = self._data.count_tokens(batch.data)
-            self._counts = (samples + len(batch.samples), tokens + int(more_tokens), positions + int(more_positions))
+            self._counts = (
+                samples + len(batch.samples),
+                tokens + int(more_tokens),
+                positions + int(more_positions),
+            )
 
     @contextmanager
     def _save_on_bad_data(self) -> Iterator[None]:
@@ -359,10 +380,14 @@ class Trainer:
     def _end_step(self, result: StepResult, begin: Cursor, end: Cursor) -> None:
         """Add the loss to the mean of the epoch, and log the step."""
         skipped_steps = self._progress.skipped_steps + result.skipped
-        progress = replace(self._progress, step=result.step, cursor=end, skipped_steps=skipped_steps)
+        progress = replace(
+            self._progress, step=result.step, cursor=end, skipped_steps=skipped_steps
+        )
         if not result.skipped and result.weight:
             loss_sum = progress.loss_sum + result.loss * result.weight
-            progress = replace(progress, loss_sum=loss_sum, loss_count=progress.loss_count + result.weight)
+            progress = replace(
+                progress, loss_sum=loss_sum, loss_count=progress.loss_count + result.weight
+            )
         self._progress = progress
         self.logger.log_event(
             "step",
@@ -399,14 +424,19 @@ class Trainer:
             step=progress.step,
             epoch=progress.cursor.epoch,
             epochs=self._epochs,
-            train_loss=progress.loss_sum / progress.loss_count if progress.loss_count else float("nan"),
+            train_loss=progress.loss_sum / progress.loss_count
+            if progress.loss_count
+            else float("nan"),
             is_best=is_best,
             skipped_steps=progress.skipped_steps,
             samples_per_second=round(self._timer.speed, 1),
             **values,
         )
         self._progress = replace(
-            progress, best=values[self._best.by] if is_best else progress.best, loss_sum=0.0, loss_count=0.0
+            progress,
+            best=values[self._best.by] if is_best else progress.best,
+            loss_sum=0.0,
+            loss_count=0.0,
         )
         self._save(is_best=is_best, epoch=progress.cursor.epoch)
 
@@ -414,7 +444,9 @@ class Trainer:
         """Evaluate, or return None on a stop request."""
         began = time.perf_counter()
         with self._world.context.status.operation("an evaluation"), self._save_on_bad_data():
-            values = self._driver.evaluate(self._evaluation_batches(), self._metrics, until_stop=True)
+            values = self._driver.evaluate(
+                self._evaluation_batches(), self._metrics, until_stop=True
+            )
         self._evaluation_seconds = time.perf_counter() - began
         self._stop = values is None
         return values
@@ -444,8 +476,12 @@ class Trainer:
     def _log_checkpoint(self, saved: SavedCheckpoint) -> None:
         self._world.context.status.checkpoint_saved()
         if self._interval.end_save(saved.seconds):
-            self.logger.log_event("note", text=f"a save takes {saved.seconds:.1f} s: more than --max-lost-work allows")
-        self.logger.log_event("checkpoint", step=saved.step, path=saved.path.name, is_best=saved.is_best)
+            self.logger.log_event(
+                "note", text=f"a save takes {saved.seconds:.1f} s: more than --max-lost-work allows"
+            )
+        self.logger.log_event(
+            "checkpoint", step=saved.step, path=saved.path.name, is_best=saved.is_best
+        )
 
     def _log_skipped(self, split: str) -> None:
         """Log the samples skipped since the last call."""
@@ -456,7 +492,9 @@ class Trainer:
             if len(samples) > _MAX_SKIPPED_IN_TEXT:
                 reasons += f"; and {len(samples) - _MAX_SKIPPED_IN_TEXT} more"
             text = f"left out {plural(len(samples), 'sample')} of the {split} data: {reasons}"
-            self.logger.log_event("skipped", split=split, count=len(samples), samples=samples, text=text)
+            self.logger.log_event(
+                "skipped", split=split, count=len(samples), samples=samples, text=text
+            )
 
     def _log_cache(self) -> None:
         """Log the reports about the cache since the last call; a collective."""
@@ -473,7 +511,9 @@ class Trainer:
         if samples:
             values = {"samples": samples, "tokens": tokens, "padding": positions - tokens}
             speed = round(self._timer.speed * tokens / samples, 1)
-            self.logger.log_event("tokens", step=self._progress.step, **values, tokens_per_second=speed)
+            self.logger.log_event(
+                "tokens", step=self._progress.step, **values, tokens_per_second=speed
+            )
 
     def _summarize(self) -> Summary:
         stopped = self._stop
@@ -483,7 +523,9 @@ class Trainer:
         skipped = progress.skipped_steps
         if stopped:
             self.logger.log_event("stop", step=step, text=f"stopped after step {step}")
-        summary = Summary(stopped, step, skipped, self._last_evaluation, progress.best, timer.elapsed, timer.speed)
+        summary = Summary(
+            stopped, step, skipped, self._last_evaluation, progress.best, timer.elapsed, timer.speed
+        )
         self.logger.log_event("end", stopped=stopped, step=step, seconds=round(summary.seconds, 3))
         return summary
 

@@ -1,7 +1,9 @@
 """Trust in the code that a run directory names.
 
-Components of Samestep and of well-known libraries are imported from any run. Other import paths are code of the author
-of the run: they need `--trust`, or a signature of this account, whose key is outside of the run directory.
+Components of Samestep and of well-known libraries are imported from any run. Other import paths are
+code of the author
+of the run: they need `--trust`, or a signature of this account, whose key is outside of the run
+    directory.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ _SECTIONS = ("data", "model", "loss", "optimizer")
 _SIGNATURE_FILE = "signature"
 _KEY_FILE = "signature-key"
 _KEY_BYTES = 32
-# Libraries of models by name (`timm:vit_base_patch16_224`), which never load code or weights from the network.
+# Libraries of models by name (`timm:vit_base_patch16_224`), which never load code or weights from
+# the network.
 _MODEL_LIBRARIES = ("timm", "torchvision", "transformers")
-# Modules of which classes, and modules of which functions, can be components of any recipe. None of them runs code that
-# its options name, as `torch:load` and `torch.hub:load` do.
+# Modules of which classes, and modules of which functions, can be components of any recipe. None of
+# them runs code that its options name, as `torch:load` and `torch.hub:load` do.
 _CLASSES = {
     "model": ("monai.networks.nets", "segmentation_models_pytorch", "torch.nn"),
     "loss": ("monai.losses", "segmentation_models_pytorch.losses", "timm.loss", "torch.nn"),
@@ -63,7 +66,10 @@ def _is_well_known(section: str, name: str) -> bool:
 def _is_installed(package: str) -> bool:
     """Whether a package is installed; a folder of its name in the current folder is not the package."""
     current = Path.cwd()
-    return PathFinder.find_spec(package, [path for path in sys.path if path and Path(path) != current]) is not None
+    return (
+        PathFinder.find_spec(package, [path for path in sys.path if path and Path(path) != current])
+        is not None
+    )
 
 
 def sign(folder: Path, recipe: Recipe) -> None:
@@ -115,7 +121,10 @@ def _is_signed(folder: Path, recipe: Recipe) -> bool:
 def _signature(recipe: Recipe, key: bytes) -> str:
     """Return the HMAC-SHA256 of the names and options of the foreign components."""
     data: dict[str, Any] = recipe_data(recipe)
-    content = {section: [data[section]["name"], data[section]["options"]] for section in foreign_paths(recipe)}
+    content = {
+        section: [data[section]["name"], data[section]["options"]]
+        for section in foreign_paths(recipe)
+    }
     return hmac.new(key, json.dumps(content, sort_keys=True).encode(), hashlib.sha256).hexdigest()
 
 

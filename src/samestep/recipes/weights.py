@@ -74,11 +74,15 @@ def load_all(model: torch.nn.Module, file: Path) -> None:
     problems = {
         "missing": [name for name in own if name not in tensors],
         "of another shape": [
-            _shapes(name, own, tensors) for name in own if name in tensors and tensors[name].shape != own[name].shape
+            _shapes(name, own, tensors)
+            for name in own
+            if name in tensors and tensors[name].shape != own[name].shape
         ],
         "only in the file": [name for name in tensors if name not in own],
     }
-    counts = [f"{len(names)} {kind} ({', '.join(names[:3])})" for kind, names in problems.items() if names]
+    counts = [
+        f"{len(names)} {kind} ({', '.join(names[:3])})" for kind, names in problems.items() if names
+    ]
     if counts:
         raise _weights_error(
             f"the tensors of {file} differ from those of the model: {'; '.join(counts)}",
@@ -102,7 +106,9 @@ def check_same_weights(model: torch.nn.Module, world: World) -> None:
         )
 
 
-def _unwrap(content: object, own: Mapping[str, torch.Tensor], file: Path) -> tuple[Tensors, tuple[str, ...]]:
+def _unwrap(
+    content: object, own: Mapping[str, torch.Tensor], file: Path
+) -> tuple[Tensors, tuple[str, ...]]:
     """Return the weights of a file by their names in the model, and one line per removed key or prefix.
 
     A prefix is removed only if no name of the model starts with the prefix.
@@ -114,9 +120,13 @@ def _unwrap(content: object, own: Mapping[str, torch.Tensor], file: Path) -> tup
             others = ", ".join(str(name) for name in content if name != key)
             removed.append(f"weights under {key!r}" + (f"; ignored: {others}" if others else ""))
             content = content[key]
-    if not isinstance(content, Mapping) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+    if not isinstance(content, Mapping) or not all(
+        isinstance(value, torch.Tensor) for value in content.values()
+    ):
         problem = f"{file} contains no plain weights"
-        raise _weights_error(problem, expected="a mapping of names to tensors", fix="save a state_dict")
+        raise _weights_error(
+            problem, expected="a mapping of names to tensors", fix="save a state_dict"
+        )
     tensors: Tensors = dict(content)
     while prefix := next((prefix for prefix in _PREFIXES if _is_added(prefix, tensors, own)), None):
         names = [name for name in tensors if name.startswith(prefix)]
@@ -132,8 +142,12 @@ def _unwrap(content: object, own: Mapping[str, torch.Tensor], file: Path) -> tup
     return tensors, tuple(removed)
 
 
-def _is_added(prefix: str, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> bool:
-    return any(name.startswith(prefix) for name in tensors) and not any(name.startswith(prefix) for name in own)
+def _is_added(
+    prefix: str, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
+) -> bool:
+    return any(name.startswith(prefix) for name in tensors) and not any(
+        name.startswith(prefix) for name in own
+    )
 
 
 def _shapes(name: str, own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> str:

@@ -21,7 +21,9 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if (key.tag, key.value) in known:
-                    raise ComposerError(None, None, f"the key {key.value!r} occurs twice", key.start_mark)
+                    raise ComposerError(
+                        None, None, f"the key {key.value!r} occurs twice", key.start_mark
+                    )
                 known.add((key.tag, key.value))
         return node
 

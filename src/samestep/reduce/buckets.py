@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-BUCKET_BYTES = 8 * 2**20  # of gradients in one message; the sum of one overlaps with the computation of the next
+BUCKET_BYTES = (
+    8 * 2**20
+)  # of gradients in one message; the sum of one overlaps with the computation of the next
 _FIRST_BUCKET_BYTES = 2**20  # the first message starts early
 _ALIGNMENT_BYTES = 128  # of each gradient: fused optimizers and NCCL read aligned memory faster
 
@@ -14,7 +16,8 @@ _ALIGNMENT_BYTES = 128  # of each gradient: fused optimizers and NCCL read align
 class Bucket:
     """Layout of the gradients of some parameters in a flat tensor, and one flag for each that has a gradient.
 
-    Each gradient has the strides of its parameter if these are dense, so that it becomes `.grad` without a copy.
+    Each gradient has the strides of its parameter if these are dense, so that it becomes `.grad`
+    without a copy.
 
     Args:
         parameters: parameters of one dtype on one device.
@@ -66,7 +69,9 @@ class Bucket:
         if targets:
             torch._foreach_add_(targets, sources)
         present = [float(gradient is not None) for gradient in gradients]
-        flat[self._flags : self._flags + len(present)].add_(torch.tensor(present, dtype=self.dtype, device=self.device))
+        flat[self._flags : self._flags + len(present)].add_(
+            torch.tensor(present, dtype=self.dtype, device=self.device)
+        )
 
     def remove(self, flat: torch.Tensor, index: int) -> None:
         """Make the gradient of a parameter absent."""
@@ -76,12 +81,16 @@ class Bucket:
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the gradients in `flat`, which share its memory."""
         start = flat.storage_offset()
-        return [flat.as_strided(shape, strides, start + offset) for offset, shape, strides in self._layout]
+        return [
+            flat.as_strided(shape, strides, start + offset)
+            for offset, shape, strides in self._layout
+        ]
 
     def gradients(self, flat: torch.Tensor) -> list[torch.Tensor | None]:
         """Return the gradients in a summed tensor; None if no rank has one."""
         views: list[torch.Tensor | None] = list(self.views(flat))
-        # Reading flags of a GPU would wait for it; ranks with the same operations have the same flags.
+        # Reading flags of a GPU would wait for it; ranks with the same operations have the same
+        # flags.
         if self.device.type == "cpu":
             flags = flat[self._flags : self._flags + len(views)].tolist()
             if not all(flags):
@@ -100,10 +109,13 @@ def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     return parameter.stride()
 
 
-def plan_buckets(parameters: Sequence[torch.Tensor], first_bytes: int = _FIRST_BUCKET_BYTES) -> list[list[int]]:
+def plan_buckets(
+    parameters: Sequence[torch.Tensor], first_bytes: int = _FIRST_BUCKET_BYTES
+) -> list[list[int]]:
     """Divide parameters into buckets of about `BUCKET_BYTES`, in the order in which gradients become ready.
 
-    The backward computes gradients of the last layers first. Parameters of a bucket have one dtype and device.
+    The backward computes gradients of the last layers first. Parameters of a bucket have one dtype
+    and device.
 
     Returns:
         Indices of the parameters of each bucket.

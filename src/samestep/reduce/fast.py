@@ -36,11 +36,15 @@ class FastReduction:
     Args:
         ranks: the ranks.
         own: numbers of the slices of this rank; None for one slice.
-        hook: gradients are sent in 16 bits, as by the communication hooks of torch's DistributedDataParallel.
+        hook: gradients are sent in 16 bits, as by the communication hooks of torch's
+            DistributedDataParallel.
     """
 
     def __init__(
-        self, ranks: RankSums, own: range | None = None, hook: Literal["none", "fp16", "bf16"] = "none"
+        self,
+        ranks: RankSums,
+        own: range | None = None,
+        hook: Literal["none", "fp16", "bf16"] = "none",
     ) -> None:
         self.own = range(ranks.rank, ranks.rank + 1) if own is None else own
         self._ranks = ranks

@@ -1,9 +1,9 @@
 """Sums over microbatches in one fixed order, a balanced binary tree: the number of ranks changes no bit.
 
-Floating-point addition is commutative but not associative: a sum has the same bits on any number of ranks only if the
-same pairs are added. The sum over `[lo, hi)` is the sum over the first half plus that over the second half,
-`mid = lo + (hi - lo) // 2`. A rank adds the subtrees of its own microbatches; ranks then communicate to add the rest of
-the tree.
+Floating-point addition is commutative but not associative: a sum has the same bits on any number of
+ranks only if the same pairs are added. The sum over `[lo, hi)` is the sum over the first half plus
+that over the second half, `mid = lo + (hi - lo) // 2`. A rank adds the subtrees of its own
+microbatches; ranks then communicate to add the rest of the tree.
 
 Decisions: docs/decisions/numerics.md
 """
@@ -26,9 +26,12 @@ Additions = tuple[tuple[Node, tuple[Node, Node]], ...]  # sums with their operan
 T = TypeVar("T")
 Messages = list[tuple[torch.Tensor, int]]  # with the rank of the peer
 
-# Up to this size, the number of messages costs more than their length (measured on loopback with 4 ranks).
+# Up to this size, the number of messages costs more than their length (measured on loopback with 4
+# ranks).
 _SMALL_BYTES = 2**16
-_ALIGNMENT = 32  # elements; NCCL copies memory that is not aligned to 16 bytes byte by byte (its issue 413)
+_ALIGNMENT = (
+    32  # elements; NCCL copies memory that is not aligned to 16 bytes byte by byte (its issue 413)
+)
 
 
 class MicrobatchTree(NamedTuple):  # hashed several times per microbatch
@@ -57,7 +60,9 @@ class MicrobatchTree(NamedTuple):  # hashed several times per microbatch
         """Return the largest subtrees of each rank."""
         return tuple(self.cover(rank, shares) for rank in range(rank_count(shares)))
 
-    def merge(self, node: Node, values: Mapping[Node, T], add: Callable[[T, T], T]) -> dict[Node, T]:
+    def merge(
+        self, node: Node, values: Mapping[Node, T], add: Callable[[T, T], T]
+    ) -> dict[Node, T]:
         """Return the values of subtrees below `node`, with all pairs added of which both operands are available."""
         results, additions = self._plan(node, tuple(values))
         sums = dict(values)
@@ -95,19 +100,22 @@ def children(node: Node) -> tuple[Node, Node]:
     return (lo, mid), (mid, hi)
 
 
-def tree_all_reduce(world: World, tree: MicrobatchTree, subtree_sums: Sequence[torch.Tensor]) -> torch.Tensor:
+def tree_all_reduce(
+    world: World, tree: MicrobatchTree, subtree_sums: Sequence[torch.Tensor]
+) -> torch.Tensor:
     """Return the sum over all microbatches in the order of `tree`, on every rank.
 
-    Each rank adds one slice of the vectors: it receives this slice of every subtree sum, adds in tree order, and sends
-    the result to all ranks (reduce-scatter and all-gather: Thakur et al., "Optimization of collective communication
-    operations in MPICH", 2005). Of small vectors each rank adds everything, which saves the second message. A backend
+    Each rank adds one slice of the vectors: it receives this slice of every subtree sum, adds in
+    tree order, and sends the result to all ranks (reduce-scatter and all-gather: Thakur et al.,
+    "Optimization of collective communication operations in MPICH", 2005). Of small vectors each
+    rank adds everything, which saves the second message. A backend
     never adds, not even for two ranks: NCCL may add in a network switch, with other rounding.
 
     Args:
         world: the ranks.
         tree: the tree.
-        subtree_sums: sums of this rank, at least one, in the order of `tree.cover`: flat, contiguous, of equal length.
-            They are overwritten.
+        subtree_sums: sums of this rank, at least one, in the order of `tree.cover`: flat,
+            contiguous, of equal length. They are overwritten.
     """
     first = subtree_sums[0]
     length = first.numel()
@@ -134,7 +142,10 @@ def _slices(length: int, size: int) -> list[slice]:
 
 
 def _own_slice(
-    world: World, tree: MicrobatchTree, subtree_sums: Sequence[torch.Tensor], slices: Sequence[slice]
+    world: World,
+    tree: MicrobatchTree,
+    subtree_sums: Sequence[torch.Tensor],
+    slices: Sequence[slice],
 ) -> torch.Tensor:
     """Return the sum of the slice of this rank."""
     covers = tree.covers(world.shares)
@@ -156,13 +167,18 @@ def _own_slice(
 
 
 def _received_rows(
-    world: World, covers: Sequence[Sequence[Node]], subtree_sums: Sequence[torch.Tensor], slices: Sequence[slice]
+    world: World,
+    covers: Sequence[Sequence[Node]],
+    subtree_sums: Sequence[torch.Tensor],
+    slices: Sequence[slice],
 ) -> list[list[torch.Tensor]]:
     """Return the slice of this rank of all subtree sums of each rank, received in one all-to-all."""
     width = subtree_sums[0].element_size()
     own = slices[world.rank].stop - slices[world.rank].start
     sent = subtree_sums[0]
-    if len(subtree_sums) > 1 or slices[0] == slices[-1]:  # otherwise the slices lie one after another in memory
+    if (
+        len(subtree_sums) > 1 or slices[0] == slices[-1]
+    ):  # otherwise the slices lie one after another in memory
         sent = torch.cat([vector[part] for part in slices for vector in subtree_sums])
     received = sent.new_empty(sum(map(len, covers)) * own)
     # As bytes: backends do not send tensors of every dtype.
@@ -173,7 +189,9 @@ def _received_rows(
     return [[next(rows) for _ in cover] for cover in covers]
 
 
-def _all_slices(world: World, own: torch.Tensor, slices: Sequence[slice], length: int) -> torch.Tensor:
+def _all_slices(
+    world: World, own: torch.Tensor, slices: Sequence[slice], length: int
+) -> torch.Tensor:
     """Return the slices of all ranks as one vector."""
     step = slices[0].stop
     total = own.new_empty(step * world.size)
@@ -215,7 +233,9 @@ def communicate(world: World, sent: Messages, received: Messages) -> None:
 
 def communicate_staged(world: World, sent: Messages, received: Messages) -> None:
     """Send and receive copies in pinned host memory, in the order of the current stream of the device."""
-    staged_sent = [(_host_buffer(tensor).copy_(tensor, non_blocking=True), peer) for tensor, peer in sent]
+    staged_sent = [
+        (_host_buffer(tensor).copy_(tensor, non_blocking=True), peer) for tensor, peer in sent
+    ]
     staged_received = [(_host_buffer(tensor), peer) for tensor, peer in received]
     if is_accelerator(world.device):
         accelerator_module().current_stream(world.device).synchronize()

@@ -48,13 +48,14 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World) -> 
     """Create or continue a run directory, and yield the world with its loggers. Collective.
 
     Args:
-        run: name of a folder in `runs`, or the path of a directory as a `Path`. Equal on every rank.
+        run: name of a folder in `runs`, or the path of a directory as a `Path`. Equal on every
+            rank.
         loggers: loggers in addition to `events.jsonl`, as objects or by name.
         world: the ranks.
 
     Raises:
-        InputError: the name is invalid, the directory cannot be written or is of something else, another process writes
-            to it, ranks have different names, or a logger is unknown.
+        InputError: the name is invalid, the directory cannot be written or is of something else,
+            another process writes to it, ranks have different names, or a logger is unknown.
     """
     requested = run_directory(run)
     folder = requested.absolute()
@@ -76,7 +77,10 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World) -> 
                 process_state.source_files.note_imports()
                 is_function = process_state.worker is not None and not process_state.is_script
                 started = {"arguments": sys.argv[1:], "directory": os.getcwd()}
-                started |= {"script": sys.argv[0], "started_as": "function" if is_function else "script"}
+                started |= {
+                    "script": sys.argv[0],
+                    "started_as": "function" if is_function else "script",
+                }
                 append_start(folder, environment(world, **started))
             try:
                 yield replace(world, context=replace(world.context, loggers=tuple(destinations)))
@@ -97,7 +101,9 @@ def run_directory(run: str | Path) -> Path:
     """
     if isinstance(run, Path):
         return run
-    require_run_name(run, 'samestep.init(run="first"), or run=pathlib.Path("other/first") for another folder')
+    require_run_name(
+        run, 'samestep.init(run="first"), or run=pathlib.Path("other/first") for another folder'
+    )
     return RUNS / run
 
 
@@ -110,7 +116,11 @@ def _require_own(folder: Path) -> None:
             fix=f"another name; samestep resume {quote(str(folder))} continues the recipe",
             code="E_OUTPUT",
         )
-    if folder.is_dir() and not (folder / LOOP).exists() and {path.name for path in folder.iterdir()} - _OTHERS:
+    if (
+        folder.is_dir()
+        and not (folder / LOOP).exists()
+        and {path.name for path in folder.iterdir()} - _OTHERS
+    ):
         raise InputError(
             f"{folder} is a folder with other files",
             expected="a new folder, or the run of a script",
@@ -185,7 +195,9 @@ def recorded_keep(run: Path) -> int:
 
 def environment(world: World, **facts: Any) -> dict[str, Any]:
     """Return the environment of a start: processes, `facts`, device and versions."""
-    gpu = accelerator_module().get_device_name(world.device) if is_accelerator(world.device) else None
+    gpu = (
+        accelerator_module().get_device_name(world.device) if is_accelerator(world.device) else None
+    )
     return {
         "processes": world.size,
         **facts,
@@ -220,6 +232,8 @@ def _read_starts(run: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError) as error:
-        logger.warning("%s cannot be read and is replaced; its earlier entries are lost: %s", path, error)
+        logger.warning(
+            "%s cannot be read and is replaced; its earlier entries are lost: %s", path, error
+        )
         return []
     return entries

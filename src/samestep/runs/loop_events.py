@@ -17,8 +17,8 @@ STEP_SECONDS = 0.1  # least time between two logged steps
 class LoopEvents:
     """Logs the steps of the first optimizer that steps, and holds the progress of this rank.
 
-    A step is logged if `STEP_SECONDS` have passed since the last logged one, and at the end. Losses and other values
-    are the script's own, which logs them with `World.log`.
+    A step is logged if `STEP_SECONDS` have passed since the last logged one, and at the end. Losses
+    and other values are the script's own, which logs them with `World.log`.
 
     Args:
         logger: the logger of the run, which has no destination on ranks other than 0.

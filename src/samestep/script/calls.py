@@ -1,7 +1,9 @@
 """Division of the calls of modules in a script that knows one device.
 
-The outermost call of a module with parameters is divided, as that of a module given to `samestep.parallel`. The state
-of the division is kept beside the module: its class, its attributes and its files stay the script's own.
+The outermost call of a module with parameters is divided, as that of a module given to
+`samestep.parallel`. The state
+of the division is kept beside the module: its class, its attributes and its files stay the script's
+    own.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ class OutermostCalls:
         self._owner_of = owner_of
         self._records = records
         self._owners: dict[int, tuple[weakref.ref[nn.Module], ParallelModule, ForwardOfCalls]] = {}
-        self._forward: tuple[Any, Any] = None, None  # attribute of the module in a call, and its own one before
+        self._forward: tuple[Any, Any] = (
+            None,
+            None,
+        )  # attribute of the module in a call, and its own one before
         self._thread = threading.get_ident()
         self._is_inside = False
 
@@ -62,10 +67,14 @@ class OutermostCalls:
             return self._divided(of_torch, module, arguments, options)
 
         nn.Module.__call__ = call  # type: ignore[method-assign]
-        # Not `backward` and `grad` themselves, by which tensors with rows elsewhere are dispatched. Private.
+        # Not `backward` and `grad` themselves, by which tensors with rows elsewhere are dispatched.
+        # Private.
         backward = self._timed(vars(torch.autograd)["_engine_run_backward"])
         try:
-            with self._records.steps_counted(), replaced(torch.autograd, _engine_run_backward=backward):
+            with (
+                self._records.steps_counted(),
+                replaced(torch.autograd, _engine_run_backward=backward),
+            ):
                 yield
         finally:
             nn.Module.__call__ = of_torch  # type: ignore[method-assign]
@@ -75,7 +84,11 @@ class OutermostCalls:
 
         @functools.wraps(run_backward)
         def timed(*arguments: Any, **options: Any) -> Any:
-            if self._is_inside or self._thread != threading.get_ident() or torch._C._current_graph_task_id() != -1:
+            if (
+                self._is_inside
+                or self._thread != threading.get_ident()
+                or torch._C._current_graph_task_id() != -1
+            ):
                 return run_backward(*arguments, **options)
             began = perf_counter()
             result = run_backward(*arguments, **options)
@@ -99,15 +112,23 @@ class OutermostCalls:
         key = id(module)
 
         def forget(reference: weakref.ref[nn.Module]) -> None:
-            if key in self._owners and self._owners[key][0] is reference:  # otherwise another module has this address
+            if (
+                key in self._owners and self._owners[key][0] is reference
+            ):  # otherwise another module has this address
                 del self._owners[key]
 
-        def compute(module: nn.Module, compiler: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        def compute(
+            module: nn.Module, compiler: Any, arguments: tuple[Any, ...], options: dict[str, Any]
+        ) -> Any:
             eager = self._put_back(module) or functools.partial(type(module).forward, module)
             return owner.call(with_compiler(compiler, eager), eager, arguments, options)
 
         owner = self._owner_of(module)
-        self._owners[key] = weakref.ref(module, forget), owner, ForwardOfCalls(compute, type(module).forward)
+        self._owners[key] = (
+            weakref.ref(module, forget),
+            owner,
+            ForwardOfCalls(compute, type(module).forward),
+        )
         return self._owners[key][1:]
 
     def _put_back(self, module: nn.Module) -> Any:
@@ -121,14 +142,19 @@ class OutermostCalls:
         return own
 
     def _divided(
-        self, of_torch: Callable[..., Any], module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+        self,
+        of_torch: Callable[..., Any],
+        module: nn.Module,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
     ) -> Any:
         """Call a module; hooks of the module itself see whole batches, as the script outside of it."""
         self._is_inside = True
         try:
             owner, forward = self._owner(module)
             begin = self._records.begin_call(owner.summary)
-            # For the way from `__call__` to `forward` only: copies and files of the module must not contain it.
+            # For the way from `__call__` to `forward` only: copies and files of the module must not
+            # contain it.
             attributes = module.__dict__
             self._forward = forward.__get__(module), attributes.get("forward")
             attributes["forward"] = self._forward[0]

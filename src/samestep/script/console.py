@@ -1,7 +1,7 @@
 """One standard input for all ranks: rank 0 reads, the others receive what it has read.
 
-Descriptor 0 of a rank is that of the launcher, in the same process group, although `multiprocessing` has given the null
-device to `sys.stdin`.
+Descriptor 0 of a rank is that of the launcher, in the same process group, although
+`multiprocessing` has given the null device to `sys.stdin`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from samestep.script.replaced import replaced
 from samestep.view.fingerprints import script_line
 
 Share = Callable[[bytes | None], bytes]
-# Until rank 0 has input, ranks exchange an empty message after this time, so that none of them counts as hung.
+# Until rank 0 has input, ranks exchange an empty message after this time, so that none of them
+# counts as hung.
 _PATIENCE_SECONDS = 20.0
 # First byte of a message.
 _DATA = b"+"
@@ -37,7 +38,8 @@ class _Console:
 
     Args:
         rank: this rank.
-        share: a collective of the main thread that returns the bytes of rank 0; other ranks give None.
+        share: a collective of the main thread that returns the bytes of rank 0; other ranks give
+            None.
     """
 
     def __init__(self, rank: int, share: Share) -> None:
@@ -49,7 +51,10 @@ class _Console:
 
     def receive(self, read: Callable[[], bytes | None]) -> bytes:
         """Return what `read` returns on rank 0, or raise its error; None means not yet."""
-        if os.getpid() != self._process or threading.current_thread() is not threading.main_thread():
+        if (
+            os.getpid() != self._process
+            or threading.current_thread() is not threading.main_thread()
+        ):
             raise _refusal("standard input is read in a thread or a child process")
         message = b""
         while not message:
@@ -99,7 +104,9 @@ class _SharedInput(io.RawIOBase):
         return self._console.is_terminal
 
     def fileno(self) -> int:
-        raise io.UnsupportedOperation("standard input of several processes has no descriptor: use --processes 1")
+        raise io.UnsupportedOperation(
+            "standard input of several processes has no descriptor: use --processes 1"
+        )
 
     def readinto(self, buffer: Any) -> int:
         def read() -> bytes | None:
@@ -131,13 +138,14 @@ def _refuse_debugger(*_: Any, **__: Any) -> NoReturn:
 def shared_console(rank: int, size: int, share: Share) -> Iterator[None]:
     """Give the standard input of the launcher to the script, inside the block.
 
-    `input`, `sys.stdin` and `getpass.getpass` return the same on all ranks; debuggers end with an `InputError`. On one
-    process everything is as in plain Python.
+    `input`, `sys.stdin` and `getpass.getpass` return the same on all ranks; debuggers end with an
+    `InputError`. On one process everything is as in plain Python.
 
     Args:
         rank: this rank.
         size: number of ranks.
-        share: returns the bytes that rank 0 gives, on all ranks, which call it in the same order; others give None.
+        share: returns the bytes that rank 0 gives, on all ranks, which call it in the same order;
+            others give None.
     """
     if size == 1:
         with open(0, encoding=locale.getencoding(), closefd=False) as own, replaced(sys, stdin=own):

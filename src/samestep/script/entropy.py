@@ -1,8 +1,8 @@
 """Equal random bytes on all ranks, where a script asks the operating system for them: generators without a seed.
 
-`uuid` calls `os.urandom`; `SystemRandom`, `secrets` and NumPy's `SeedSequence` call the name of it in `random`. C code
-is behind `Random.seed` and `torch.seed`, which are replaced, and behind `torch.Generator.seed`, which cannot be: the
-in-step hash finds the difference.
+`uuid` calls `os.urandom`; `SystemRandom`, `secrets` and NumPy's `SeedSequence` call the name of it
+in `random`. C code is behind `Random.seed` and `torch.seed`, which are replaced, and behind
+`torch.Generator.seed`, which cannot be: the in-step hash finds the difference.
 """
 
 from __future__ import annotations
@@ -29,17 +29,23 @@ _BLOCK = 64  # bytes of one hash
 # Names of files, sockets and semaphores, and keys of connections, differ between processes.
 _OWN_BYTES = ("tempfile", "multiprocessing")
 _SEEDING = "samestep.distributed.rng"  # seeds for samples, and restores
-_PASSED = ("random", "secrets", "uuid", __name__)  # modules between a caller and the operating system
+_PASSED = (
+    "random",
+    "secrets",
+    "uuid",
+    __name__,
+)  # modules between a caller and the operating system
 
 
 class EqualBytes:
     """Random bytes of the main thread of this process; other threads and forked children have their own.
 
-    The n-th draw of a line of a library on behalf of a line of the script is a function of the seed, the lines and n.
-    Draws in code of one rank only thus leave the draws of other lines equal.
+    The n-th draw of a line of a library on behalf of a line of the script is a function of the
+    seed, the lines and n. Draws in code of one rank only thus leave the draws of other lines equal.
 
     Args:
-        seed: at least 16 bytes, equal on all ranks and not known to others, as the bytes may become secrets.
+        seed: at least 16 bytes, equal on all ranks and not known to others, as the bytes may become
+            secrets.
     """
 
     def __init__(self, seed: bytes) -> None:
@@ -77,7 +83,8 @@ def equal_entropy(seed: bytes, seeds: MutableMapping[str, tuple[Line, str]]) -> 
 
     Args:
         seed: as of `EqualBytes`.
-        seeds: receives the line and the text of the last seed of each function that seeds a global generator.
+        seeds: receives the line and the text of the last seed of each function that seeds a global
+            generator.
     """
     draw = EqualBytes(seed)
     seed_random = random.Random.seed
@@ -110,7 +117,9 @@ def equal_entropy(seed: bytes, seeds: MutableMapping[str, tuple[Line, str]]) -> 
         stack.enter_context(replaced(random.Random, seed=seed_of_random))
         python_seed = recorded("random.seed", random._inst.seed)
         stack.enter_context(replaced(random, _urandom=draw, seed=python_seed))
-        stack.enter_context(replaced(numpy.random, seed=recorded("numpy.random.seed", numpy.random.seed)))
+        stack.enter_context(
+            replaced(numpy.random, seed=recorded("numpy.random.seed", numpy.random.seed))
+        )
         torch_seed = recorded("torch.manual_seed", manual_seed)
         for module in (torch, torch.random):
             stack.enter_context(replaced(module, seed=seed_of_torch, manual_seed=torch_seed))

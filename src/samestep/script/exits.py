@@ -28,12 +28,16 @@ _FILE: Any = io.IOBase.__base__  # a check of many classes against the abstract 
 @contextmanager
 def exit_functions_called() -> Iterator[None]:
     """Call the functions that are registered inside the block at its end, the last one first, as plain Python does."""
-    functions: list[tuple[Callable[..., Any], Callable[[], Any]]] = []  # each alone, and with its arguments
+    functions: list[
+        tuple[Callable[..., Any], Callable[[], Any]]
+    ] = []  # each alone, and with its arguments
     unregister_before = atexit.unregister
     registry: dict[weakref.finalize[Any, Any], Any] = vars(weakref.finalize)["_registry"]
     finalizers_before = set(registry)
 
-    def register(function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Callable[..., Any]:
+    def register(
+        function: Callable[..., Any], /, *arguments: Any, **options: Any
+    ) -> Callable[..., Any]:
         functions.append((function, partial(function, *arguments, **options)))
         return function
 
@@ -55,7 +59,9 @@ def exit_functions_called() -> Iterator[None]:
 def _call(function: Callable[[], Any]) -> None:
     try:
         function()
-    except Exception:  # boundary: as in plain Python, an error changes neither the others nor the exit code
+    except (
+        Exception
+    ):  # boundary: as in plain Python, an error changes neither the others nor the exit code
         traceback.print_exc()
 
 
@@ -70,7 +76,9 @@ def threads_joined() -> Iterator[None]:
             if executor not in executors_before:
                 executor.shutdown(wait=False)  # otherwise its threads would wait for tasks
         is_reported = False
-        while threads := [one for one in threading.enumerate() if not one.daemon and one not in threads_before]:
+        while threads := [
+            one for one in threading.enumerate() if not one.daemon and one not in threads_before
+        ]:
             threads[0].join(_REPORT_SECONDS)
             if threads[0].is_alive() and not is_reported:
                 names = ", ".join(thread.name for thread in threads)

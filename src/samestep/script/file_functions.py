@@ -17,8 +17,8 @@ from samestep.script.file_journal import PATHS
 
 # These are used by C, and by the import of modules.
 _LOW_MODULES = {"posix", "_io", "_sqlite3"}
-# Functions and methods that open a file in C++: name, position and name of the argument with the path, whether they
-# write; None if the next argument is a mode.
+# Functions and methods that open a file in C++: name, position and name of the argument with the
+# path, whether they write; None if the next argument is a mode.
 _CPP_FUNCTIONS: dict[str, tuple[tuple[str, int, str, bool | None], ...]] = {
     "torch.serialization": (("save", 1, "f", True), ("load", 0, "f", False)),
     "torch.jit._script": (("RecursiveScriptModule.save", 1, "f", True),),
@@ -62,7 +62,9 @@ class Replaced:
                 self._replace_in_cpp(name)
         sys.meta_path.insert(0, self)
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: Any = None
+    ) -> ModuleSpec | None:
         """Find a module with functions in C++, and let its loader replace them."""
         spec = PathFinder.find_spec(name, path, target) if name in _CPP_FUNCTIONS else None
         if spec is not None and spec.loader is not None:
@@ -95,7 +97,9 @@ class Replaced:
             new = functools.update_wrapper(self._in_cpp(real, *where), real, updated=())
             if owner:
                 self._methods.append((holder, method, before))
-                setattr(holder, method, staticmethod(new) if isinstance(before, staticmethod) else new)
+                setattr(
+                    holder, method, staticmethod(new) if isinstance(before, staticmethod) else new
+                )
             else:
                 self._replace([(before, new)])
 
@@ -140,7 +144,9 @@ def _replace_everywhere(replacements: Mapping[int, Any]) -> None:
         functions.update([replacements[id(function)] for function in known])
     for method in vars(tempfile._TemporaryFileCloser).values():  # type: ignore[attr-defined]
         if defaults := getattr(method, "__defaults__", None):
-            method.__defaults__ = tuple(replacements.get(id(default), default) for default in defaults)
+            method.__defaults__ = tuple(
+                replacements.get(id(default), default) for default in defaults
+            )
 
 
 def path_argument(
@@ -148,7 +154,9 @@ def path_argument(
 ) -> tuple[Any, Callable[[str], Call]]:
     """Return an argument, or None unless it is a path, and a function that puts another path in its place."""
     is_named = keyword in options
-    value = options[keyword] if is_named else arguments[position] if position < len(arguments) else None
+    value = (
+        options[keyword] if is_named else arguments[position] if position < len(arguments) else None
+    )
 
     def put(path: str) -> Call:
         if is_named:
@@ -158,7 +166,9 @@ def path_argument(
     return value if isinstance(value, PATHS) else None, put
 
 
-def database_path(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Callable[[str], Call]]:
+def database_path(
+    arguments: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Any, Callable[[str], Call]]:
     """Return the path of a database, or None, and the function of `path_argument`."""
     path, put = path_argument(0, "database", arguments, options)
     if options.get("uri") and isinstance(path, str) and path.startswith("file:"):

@@ -27,7 +27,8 @@ _OS_NAMES = (
     "stat statvfs lstat access readlink listdir scandir listxattr getxattr chdir getcwd mkdir makedirs rename replace "
     "remove unlink rmdir symlink link truncate utime chmod chown lchown setxattr removexattr"
 )
-# The functions of this process before a replacement; not names of this module, which would be replaced too.
+# The functions of this process before a replacement; not names of this module, which would be
+# replaced too.
 REAL = SimpleNamespace(
     open=builtins.open,
     descriptor=os.open,
@@ -41,7 +42,18 @@ READING = frozenset({"r", "rb", "br", "rt", "tr"})
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 UNNAMED = getattr(os, "O_TMPFILE", 0) or -1  # contains O_DIRECTORY
 # Nothing in these folders is made by a script.
-_SYSTEM = ("/dev/", "/proc/", "/sys/", "/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/etc/", "/run/")
+_SYSTEM = (
+    "/dev/",
+    "/proc/",
+    "/sys/",
+    "/usr/",
+    "/bin/",
+    "/sbin/",
+    "/lib/",
+    "/lib64/",
+    "/etc/",
+    "/run/",
+)
 _DEVICES = _SYSTEM[:3]
 
 
@@ -66,10 +78,14 @@ class Journal:
     """File to which several processes append lines, each a list as JSON."""
 
     def __init__(self, path: str) -> None:
-        self._descriptor = REAL.descriptor(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._descriptor = REAL.descriptor(
+            path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
         self._end = 0  # of the lines that were read
         self._lock = ThreadLock()
-        weakref.finalize(self, os.close, self._descriptor)  # not earlier: threads may wait for a line
+        weakref.finalize(
+            self, os.close, self._descriptor
+        )  # not earlier: threads may wait for a line
 
     def append(self, *entry: Any) -> None:
         """Append a line at once."""
@@ -77,12 +93,16 @@ class Journal:
 
     def has_grown(self) -> bool:
         """Whether there are lines that `update` has not read."""
-        return os.lseek(self._descriptor, 0, os.SEEK_END) != self._end  # no reader or writer uses the position
+        return (
+            os.lseek(self._descriptor, 0, os.SEEK_END) != self._end
+        )  # no reader or writer uses the position
 
     def update(self, apply: Callable[..., None]) -> None:
         """Call `apply(*entry)` for each new line."""
         with self._lock:
-            lines = os.pread(self._descriptor, os.lseek(self._descriptor, 0, os.SEEK_END) - self._end, self._end)
+            lines = os.pread(
+                self._descriptor, os.lseek(self._descriptor, 0, os.SEEK_END) - self._end, self._end
+            )
             complete = lines[: lines.rfind(b"\n") + 1]
             for line in complete.splitlines():
                 apply(*json.loads(line))
@@ -121,21 +141,35 @@ class NotedFile(io.FileIO):
             self.on_close()
 
 
-How = tuple[str, int, str | None, str | None, str | None]  # mode, buffering, encoding, errors, newline
+How = tuple[
+    str, int, str | None, str | None, str | None
+]  # mode, buffering, encoding, errors, newline
 
 
 def noted_file(name: Any, target: str, how: How, on_close: Callable[[], None] | None = None) -> Any:
     """Open the file `target` as `open(name, mode, buffering, encoding, errors, newline)` does; see `NotedFile`."""
     mode, buffering, encoding, errors, newline = how
     raw = NotedFile(
-        os.fspath(name), re.sub("[bt]", "", mode), opener=lambda _, flags: REAL.descriptor(target, flags, 0o666)
+        os.fspath(name),
+        re.sub("[bt]", "", mode),
+        opener=lambda _, flags: REAL.descriptor(target, flags, 0o666),
     )
     raw.on_close = on_close
     raw.process = os.getpid()
     if buffering == 0:
         return raw
-    size = buffering if buffering > 1 else max(io.DEFAULT_BUFFER_SIZE, os.fstat(raw.fileno()).st_blksize)
-    kind: Any = io.BufferedRandom if "+" in mode else io.BufferedReader if "r" in mode else io.BufferedWriter
+    size = (
+        buffering
+        if buffering > 1
+        else max(io.DEFAULT_BUFFER_SIZE, os.fstat(raw.fileno()).st_blksize)
+    )
+    kind: Any = (
+        io.BufferedRandom
+        if "+" in mode
+        else io.BufferedReader
+        if "r" in mode
+        else io.BufferedWriter
+    )
     buffer = kind(raw, size)
     if "b" in mode:
         return buffer
@@ -144,7 +178,9 @@ def noted_file(name: Any, target: str, how: How, on_close: Callable[[], None] | 
     return text
 
 
-def open_function(open_path: Callable[[Any, How], Any], is_active: Callable[[], bool]) -> Callable[..., Any]:
+def open_function(
+    open_path: Callable[[Any, How], Any], is_active: Callable[[], bool]
+) -> Callable[..., Any]:
     """Return the replacement of `open`, which calls `open_path` with a path and valid arguments while it is active."""
 
     def open(
@@ -161,7 +197,9 @@ def open_function(open_path: Callable[[Any, How], Any], is_active: Callable[[], 
         if opener is not None or not isinstance(file, PATHS) or not is_active():
             return REAL.open(file, *how, closefd, opener)
         if mode not in READING:
-            REAL.open(os.devnull, mode.replace("x", "w"), *how[1:]).close()  # raises an error of the arguments
+            REAL.open(
+                os.devnull, mode.replace("x", "w"), *how[1:]
+            ).close()  # raises an error of the arguments
         return open_path(file, how)
 
     return open
@@ -234,8 +272,8 @@ class _Local(threading.local):
 class Exemptions:
     """Files that each rank uses for itself, at their real paths.
 
-    Those of the system, caches of libraries, which several processes may fill, bytecode, and temporary files in the
-    default folder, each with its own random name.
+    Those of the system, caches of libraries, which several processes may fill, bytecode, and
+    temporary files in the default folder, each with its own random name.
 
     Attributes:
         local: state of the current thread.
@@ -247,7 +285,12 @@ class Exemptions:
         self._temporary: set[str] = set()
         caches = (os.path.realpath(path) for path in library_caches(tempfile.gettempdir()))
         self._real = (*_DEVICES, f"{os.path.realpath(folder)}/", *caches)
-        self._system = (*_SYSTEM, f"{sys.prefix}/", f"{sys.base_prefix}/", f"{sysconfig.get_path('stdlib')}/")
+        self._system = (
+            *_SYSTEM,
+            f"{sys.prefix}/",
+            f"{sys.base_prefix}/",
+            f"{sysconfig.get_path('stdlib')}/",
+        )
 
     def covers(self, path: str) -> bool:
         """Whether a path without links is used by each rank for itself."""
@@ -255,7 +298,9 @@ class Exemptions:
 
     def _is_temporary(self, path: str) -> bool:
         folder = self._temporary_folder
-        is_named = path.startswith(folder) and path[len(folder) :].partition("/")[0] in self._temporary
+        is_named = (
+            path.startswith(folder) and path[len(folder) :].partition("/")[0] in self._temporary
+        )
         return is_named or self.local.depth > 0
 
     def passing(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -268,7 +313,12 @@ class Exemptions:
 
     def is_foreign(self, path: str) -> bool:
         """Whether nothing that rank 0 prepares has this path, or an import of a library asks for it."""
-        if path.startswith(self._system) or "/<" in path or "-packages/" in path or self._is_temporary(path):
+        if (
+            path.startswith(self._system)
+            or "/<" in path
+            or "-packages/" in path
+            or self._is_temporary(path)
+        ):
             return True
         frame = sys._getframe(1)
         while frame is not None and is_library_file(frame.f_code.co_filename):

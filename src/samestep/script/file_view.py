@@ -14,7 +14,16 @@ from typing import Any
 
 from samestep.distributed.status import RankStatus
 from samestep.errors import RunError
-from samestep.script.file_journal import PATHS, REAL, Exchanges, Exemptions, Journal, ThreadLock, key_of, listing_of
+from samestep.script.file_journal import (
+    PATHS,
+    REAL,
+    Exchanges,
+    Exemptions,
+    Journal,
+    ThreadLock,
+    key_of,
+    listing_of,
+)
 from samestep.view.fingerprints import script_line
 
 _POLL_SECONDS = 0.01
@@ -27,8 +36,9 @@ Token = tuple[str, int]  # path, and which of the closes of files with its key
 class FileView:
     """What one rank, and the processes that it forks, see of files.
 
-    A change is made below a private folder, under the same path, and noted. Other paths are read from the real file
-    system; a path that rank 0 has changed since it was ready is read from the copy that rank 0 has kept, or is absent.
+    A change is made below a private folder, under the same path, and noted. Other paths are read
+    from the real file system; a path that rank 0 has changed since it was ready is read from the
+    copy that rank 0 has kept, or is absent.
 
     Args:
         rank: 1 or higher.
@@ -56,17 +66,29 @@ class FileView:
         self._is_active = True
         self._is_ready = False
         self._has_ended = False  # rank 0
-        self._own: dict[str, dict[str, str]] = defaultdict(dict)  # folder and name to the private path; "": removed
-        self._before: dict[str, dict[str, str]] = defaultdict(dict)  # likewise to the copy of rank 0; "": not existing
+        self._own: dict[str, dict[str, str]] = defaultdict(
+            dict
+        )  # folder and name to the private path; "": removed
+        self._before: dict[str, dict[str, str]] = defaultdict(
+            dict
+        )  # likewise to the copy of rank 0; "": not existing
         self._touched: set[str] = set()  # by rank 0, which is not ready
-        self._made: dict[str, int] = {}  # by rank 0, before it was ready; the values are their numbers
-        self._listings: dict[str, list[int]] = defaultdict(list)  # by rank 0, likewise: length of `_made` at each
+        self._made: dict[
+            str, int
+        ] = {}  # by rank 0, before it was ready; the values are their numbers
+        self._listings: dict[str, list[int]] = defaultdict(
+            list
+        )  # by rank 0, likewise: length of `_made` at each
         self._own_listings: Counter[str] = Counter()
         self._removed: set[str] = set()  # likewise
-        self._dropped: dict[str, Token | None] = {}  # paths of files without their content, and where it is
+        self._dropped: dict[
+            str, Token | None
+        ] = {}  # paths of files without their content, and where it is
         # Of rank 0, by key: path of each file, and where its content is now.
         self._closes: dict[str, list[tuple[str, list[str]]]] = defaultdict(list)
-        self._contents: dict[str, list[str]] = {}  # the same lists of one path by this path; [""] if overwritten
+        self._contents: dict[
+            str, list[str]
+        ] = {}  # the same lists of one path by this path; [""] if overwritten
         self._own_closes: Counter[str] = Counter()
         self._folders: dict[str, str] = {}  # folders as they are written, and without links
         self._directory = REAL.getcwd()
@@ -93,7 +115,8 @@ class FileView:
             with suppress(FileNotFoundError):
                 REAL.chdir(self._directory)
 
-    # --- places ------------------------------------------------------------------------------------------
+    # --- places
+    # ------------------------------------------------------------------------------------------
 
     def _find(self, place: Place) -> str | None:
         """Return the path at which this rank sees a place; None for the real one, "" if it sees nothing."""
@@ -148,13 +171,16 @@ class FileView:
                 target = REAL.readlink(path)
             except OSError:
                 return place
-            place = self._place(target if target[:1] == "/" else f"{place[0]}/{target}", follow=False)
+            place = self._place(
+                target if target[:1] == "/" else f"{place[0]}/{target}", follow=False
+            )
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), "/".join(place))
 
     def _is_own(self, path: str) -> bool:
         return path.startswith(self._root)
 
-    # --- queries -----------------------------------------------------------------------------------------
+    # --- queries
+    # -----------------------------------------------------------------------------------------
 
     def _query(
         self,
@@ -192,10 +218,14 @@ class FileView:
             is_settled = True
             if self._first.has_grown() or self._changes.has_grown():
                 self._update()
-                is_settled = self._place(path, follow=follow) == place and self._find(place) == actual
+                is_settled = (
+                    self._place(path, follow=follow) == place and self._find(place) == actual
+                )
                 is_settled = is_settled and (not actual or self._location(actual) == location)
             if is_settled and not was_prepared and waits and actual is None:
-                is_nothing = isinstance(failure, MISSING) or result is False or is_listed is not None
+                is_nothing = (
+                    isinstance(failure, MISSING) or result is False or is_listed is not None
+                )
                 if self._must_wait("/".join(place), is_nothing=is_nothing):
                     self._wait(is_prepared, "the preparation by rank 0", is_preparation=True)
                 is_settled = not is_prepared()
@@ -220,8 +250,12 @@ class FileView:
             return True
         return is_nothing and not self._exempt.local.is_quiet and not self._exempt.is_foreign(path)
 
-    def _wait(self, is_over: Callable[[], bool], name: str, *, is_preparation: bool = False) -> None:
-        is_rank = os.getpid() == self._process  # a forked process must not write into the rank's status
+    def _wait(
+        self, is_over: Callable[[], bool], name: str, *, is_preparation: bool = False
+    ) -> None:
+        is_rank = (
+            os.getpid() == self._process
+        )  # a forked process must not write into the rank's status
         with self._status.waiting(name) if is_rank else nullcontext():
             while not is_over() and self._is_active:
                 time.sleep(_POLL_SECONDS)
@@ -233,7 +267,9 @@ class FileView:
         self._first.update(self._note_first)
         self._changes.update(self._note_own)
 
-    def _note_first(self, operation: str, path: str = "", other: str = "", is_lost: bool = False) -> None:
+    def _note_first(
+        self, operation: str, path: str = "", other: str = "", is_lost: bool = False
+    ) -> None:
         """Note a line of rank 0's journal; see `FirstWriter`."""
         if operation in ("ready", "end"):
             self._touched.clear()
@@ -259,7 +295,9 @@ class FileView:
                 return
             folder, _, name = path.rpartition("/")
             self._before[folder].setdefault(name, other)
-            self._has_links = self._has_links or stat.S_ISLNK(REAL.lstat(other).st_mode if other else 0)
+            self._has_links = self._has_links or stat.S_ISLNK(
+                REAL.lstat(other).st_mode if other else 0
+            )
             if is_lost:
                 self._dropped.setdefault(other, None)
 
@@ -272,7 +310,13 @@ class FileView:
                 self._contents[location] = content
 
     def _note_own(
-        self, folder: str, name: str, path: str, is_dropped: bool, token: Token | None, is_link: bool
+        self,
+        folder: str,
+        name: str,
+        path: str,
+        is_dropped: bool,
+        token: Token | None,
+        is_link: bool,
     ) -> None:
         self._own[folder][name] = path
         self._has_links = self._has_links or is_link
@@ -302,7 +346,9 @@ class FileView:
             closes = self._closes[key_of(own_path)]
 
             def is_over() -> bool:
-                return self.has_passed() or (len(closes) >= number and closes[number - 1][0] == own_path)
+                return self.has_passed() or (
+                    len(closes) >= number and closes[number - 1][0] == own_path
+                )
 
             self._wait(is_over, f"{path} from rank 0")
             if location := self._location(actual):
@@ -324,7 +370,9 @@ class FileView:
             if type(path) is str and path.startswith(self._root):  # given to a function in C++
                 return real(path, *arguments, **options)
             follow = not is_of_link and options.get("follow_symlinks", True)
-            return self._query(path, lambda target: real(target, *arguments, **options), follow=follow)
+            return self._query(
+                path, lambda target: real(target, *arguments, **options), follow=follow
+            )
 
         return call
 
@@ -369,20 +417,29 @@ class FileView:
                     raise
                 return {}  # what is in a private folder is in `_own`
 
-        # A listing of rank 0 does not contain what it made later, nor does the same listing of this rank.
+        # A listing of rank 0 does not contain what it made later, nor does the same listing of this
+        # rank.
         listing = listing_of(folder)
         self._own_listings[listing] += 1
         number = self._own_listings[listing]
         entries = dict(
-            self._query(path, read, is_listed=lambda: self._is_ready or len(self._listings[listing]) >= number)
+            self._query(
+                path,
+                read,
+                is_listed=lambda: self._is_ready or len(self._listings[listing]) >= number,
+            )
         )
         for number_made in self._listings[listing][number - 1 : number]:
-            for name in [name for name in entries if self._made.get(f"{folder}/{name}", -1) >= number_made]:
+            for name in [
+                name for name in entries if self._made.get(f"{folder}/{name}", -1) >= number_made
+            ]:
                 del entries[name]
         changes = self._before.get(folder.rstrip("/"), {}) | self._own.get(folder.rstrip("/"), {})
         for name, actual in changes.items():
             if actual:
-                entries[name] = _Entry(self, path, name)  # in the place that it has for rank 0, if it exists there
+                entries[name] = _Entry(
+                    self, path, name
+                )  # in the place that it has for rank 0, if it exists there
             else:
                 entries.pop(name, None)
         return Entries(iter(entries.values()))

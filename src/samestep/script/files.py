@@ -42,8 +42,10 @@ def one_writer(
 ) -> Iterator[FirstWriter | Overlay]:
     """Let rank 0 alone write files inside the block, while other ranks see their own changes.
 
-    Rank 0 is first until its first exchange: another rank waits where a path does not exist, or is changed by rank
-    0. From then on a rank sees what rank 0 had made by then, and its own changes, but no later changes of rank 0.
+    Rank 0 is first until its first exchange: another rank waits where a path does not exist, or is
+    changed by rank
+    0. From then on a rank sees what rank 0 had made by then, and its own changes, but no later
+       changes of rank 0.
 
     Args:
         rank: rank of this process.
@@ -53,7 +55,8 @@ def one_writer(
         keep_bytes: other ranks read larger files that they have written from rank 0.
 
     Yields:
-        Number of written files, and `exchange()` for the beginning of each exchange with other ranks.
+        Number of written files, and `exchange()` for the beginning of each exchange with other
+        ranks.
     """
     place = os.path.realpath(folder)
     writer: FirstWriter | Overlay
@@ -75,13 +78,15 @@ def one_writer(
 class FirstWriter:
     """Replacements of functions of files on rank 0, which works on the real file system and notes its changes.
 
-    Lines of the journal: `made PATH`, `changed PATH`, `removed PATH`, each before the operation, with the path of a
-    copy of what was there when rank 0 was ready ("" for nothing) and whether the copy lacks the content; `closed PATH`
-    after a complete file; `moved PATH PATH` when its content can be read elsewhere ("" for nowhere), before it can no
-    longer be read at the first path; `listed FOLDER LINE` before a listing, until rank 0 is ready; `ready` and `end`.
+    Lines of the journal: `made PATH`, `changed PATH`, `removed PATH`, each before the operation,
+    with the path of a copy of what was there when rank 0 was ready ("" for nothing) and whether the
+    copy lacks the content; `closed PATH` after a complete file; `moved PATH PATH` when its content
+    can be read elsewhere ("" for nowhere), before it can no longer be read at the first path;
+    `listed FOLDER LINE` before a listing, until rank 0 is ready; `ready` and `end`.
 
-    Rank 0 waits for no other rank. A large file that it changes or removes stays open, so that its content can be read
-    through `/proc`, until the other ranks have passed the point at which it was changed.
+    Rank 0 waits for no other rank. A large file that it changes or removes stays open, so that its
+    content can be read through `/proc`, until the other ranks have passed the point at which it was
+    changed.
 
     Attributes:
         files: number of files that were written and closed.
@@ -97,7 +102,9 @@ class FirstWriter:
         self._journal = Journal(f"{folder}/journal")
         self._exchanges = Exchanges(f"{folder}/exchanges")
         self._large: set[str] = set()  # large files that were written, and not changed since
-        self._held: list[int] = []  # descriptors of such files that were changed since the last exchange
+        self._held: list[
+            int
+        ] = []  # descriptors of such files that were changed since the last exchange
         self._passed: list[int] = []  # since the one before
         self._changed: set[str] = set()  # since rank 0 is ready
         self._opened: set[str] = set()  # for writing, at any time
@@ -142,10 +149,17 @@ class FirstWriter:
         pairs += [(REAL.mkstemp, self._exempt.mkstemp), (REAL.mkdtemp, self._exempt.mkdtemp)]
         return [*pairs, (REAL.connect, self.connect)]
 
-    # --- journal -----------------------------------------------------------------------------------------
+    # --- journal
+    # -----------------------------------------------------------------------------------------
 
     def _change(
-        self, path: Any, *, follow: bool = True, truncates: bool = False, removes: bool = False, replaces: bool = False
+        self,
+        path: Any,
+        *,
+        follow: bool = True,
+        truncates: bool = False,
+        removes: bool = False,
+        replaces: bool = False,
     ) -> str:
         """Note a change of a path that follows; return the path without links, or "" if it need not be noted.
 
@@ -180,7 +194,11 @@ class FirstWriter:
             # Readers that have opened the old file go on with its content.
             new = f"{name}.{os.getpid()}"
             self._journal.append("made", new, "", False)
-            os.close(REAL.descriptor(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, stat.S_IMODE(state.st_mode)))
+            os.close(
+                REAL.descriptor(
+                    new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, stat.S_IMODE(state.st_mode)
+                )
+            )
             REAL.chmod(new, stat.S_IMODE(state.st_mode))
             REAL.replace(new, name)
         self._opened.add(name)
@@ -202,7 +220,9 @@ class FirstWriter:
 
     def _can_begin_again(self, name: str, state: os.stat_result) -> bool:
         """Whether a new file can take the place of an old one, which no other file of this process writes."""
-        is_plain = stat.S_ISREG(state.st_mode) and state.st_nlink == 1 and state.st_uid == os.geteuid()
+        is_plain = (
+            stat.S_ISREG(state.st_mode) and state.st_nlink == 1 and state.st_uid == os.geteuid()
+        )
         is_free = name in self._large or (self._is_ready and name not in self._opened)
         return is_plain and is_free and os.access(os.path.dirname(name), os.W_OK)
 
@@ -260,14 +280,17 @@ class FirstWriter:
         self._journal.append("moved", _through(descriptor), "")
         os.close(descriptor)
 
-    # --- replacements ------------------------------------------------------------------------------------
+    # --- replacements
+    # ------------------------------------------------------------------------------------
 
     def open(self, file: Any, how: How) -> Any:
         """Replace `open`."""
         name = self._change(file, truncates="w" in how[0]) if how[0] not in READING else ""
         if not name:
             return REAL.open(file, *how)
-        return noted_file(file, file, how, lambda: self._closed(name, is_counted=begins_again(how[0])))
+        return noted_file(
+            file, file, how, lambda: self._closed(name, is_counted=begins_again(how[0]))
+        )
 
     def descriptor(self, path: Any, flags: int, *arguments: Any, **options: Any) -> int:
         """Replace `os.open`."""
@@ -297,7 +320,11 @@ class FirstWriter:
 
     def _creation(self, real: Callable[..., Any], position: int) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            path: Any = arguments[position] if position < len(arguments) else options.get("path", options.get("dst"))
+            path: Any = (
+                arguments[position]
+                if position < len(arguments)
+                else options.get("path", options.get("dst"))
+            )
             if self._is_active and not os.path.lexists(path):
                 self._change(path, follow=False)
             return real(*arguments, **options)
@@ -317,7 +344,9 @@ class FirstWriter:
         def call(src: Any, dst: Any, **options: Any) -> Any:
             moves: list[tuple[str, str | None]] = []
             if self._is_active and os.path.lexists(src):
-                moves = self._note_move(self._name(src, follow=False), self._name(dst, follow=False))
+                moves = self._note_move(
+                    self._name(src, follow=False), self._name(dst, follow=False)
+                )
             result = real(src, dst, **options)
             for path, location in moves:
                 if location is None:
@@ -333,8 +362,8 @@ class FirstWriter:
         """Note a move that follows.
 
         Returns:
-            New path of each large file, and where it can be read meanwhile; None for a file that each rank had for
-            itself.
+            New path of each large file, and where it can be read meanwhile; None for a file that
+            each rank had for itself.
         """
         if source == path:
             return []

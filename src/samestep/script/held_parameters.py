@@ -1,7 +1,8 @@
 """Parameters that a script holds when a strategy divides them, at the first call of their module.
 
-A script makes its optimizer and its lists of parameters before that call. Divided parameters are other tensors
-(DTensors), and take the places of those before in all containers and objects. A use of the former ones from anywhere
+A script makes its optimizer and its lists of parameters before that call. Divided parameters are
+other tensors (DTensors), and take the places of those before in all containers and objects. A use
+of the former ones from anywhere
 else, as from a local variable, is an error: it would be silently without effect.
 """
 
@@ -23,7 +24,9 @@ from samestep.errors import RunError
 from samestep.strategies.divided_parameters import divided_like, full_tensor
 from samestep.view.fingerprints import script_line
 
-_OWN_REFERENCES = 2  # to the storage of a tensor without aliases: the tensor, and the object that counts
+_OWN_REFERENCES = (
+    2  # to the storage of a tensor without aliases: the tensor, and the object that counts
+)
 
 
 class HeldParameters:
@@ -36,7 +39,9 @@ class HeldParameters:
     def __init__(self, module: nn.Module) -> None:
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         for part in module.modules():
-            self._places += [(part, name, one) for name, one in part._parameters.items() if one is not None]
+            self._places += [
+                (part, name, one) for name, one in part._parameters.items() if one is not None
+            ]
 
     def replace(self) -> None:
         """Put the divided parameters of the module in the places of those before."""
@@ -116,7 +121,9 @@ def _replace_references(former: Sequence[nn.Parameter], divided: dict[int, Any])
 def _replace_in_dictionary(holder: dict[Any, Any], divided: dict[int, Any]) -> None:
     if not any(id(one) in divided for pair in holder.items() for one in pair):
         return
-    items = [(divided.get(id(key), key), divided.get(id(value), value)) for key, value in holder.items()]
+    items = [
+        (divided.get(id(key), key), divided.get(id(value), value)) for key, value in holder.items()
+    ]
     for key in [key for key in holder if id(key) in divided]:
         del holder[key]
     if len(holder) < len(items):

@@ -44,11 +44,13 @@ class Reading:
 
 
 @contextmanager
-def own_rows_of_loaders(ranks: Callable[[], BatchRanks | None]) -> Iterator[Mapping[Hashable, Reading]]:
+def own_rows_of_loaders(
+    ranks: Callable[[], BatchRanks | None],
+) -> Iterator[Mapping[Hashable, Reading]]:
     """Let each rank read its own rows of the batches of every `DataLoader`, during the block.
 
-    Batches are those of torch, with one exception: random numbers of a data set are a function of the epoch and the
-    index of the sample, on one process too.
+    Batches are those of torch, with one exception: random numbers of a data set are a function of
+    the epoch and the index of the sample, on one process too.
 
     Args:
         ranks: returns the ranks that read the batches of one loader together.
@@ -72,7 +74,9 @@ def own_rows_of_loaders(ranks: Callable[[], BatchRanks | None]) -> Iterator[Mapp
                 state.samples = readings[key].state.samples
             readings[key] = Reading(name, line, state)
             if together is not None:
-                state.decisions, state.key = together.decisions_of(loader.dataset, loader.collate_fn, line)
+                state.decisions, state.key = together.decisions_of(
+                    loader.dataset, loader.collate_fn, line
+                )
         return own_iterator(loader, state)
 
     DataLoader._get_iterator = iterator  # type: ignore[method-assign, assignment]

@@ -38,7 +38,8 @@ def mode_of(script: Path, *, is_module: bool, own_group: bool) -> Mode:
 def imports_samestep(script: Path, package: str = "") -> bool:
     """Whether a script imports Samestep, in its own code or in that of modules which it imports.
 
-    Reads the source, and runs nothing. Modules of the standard library and installed packages are left out.
+    Reads the source, and runs nothing. Modules of the standard library and installed packages are
+    left out.
 
     Args:
         script: file of the script.
@@ -119,7 +120,9 @@ def uses_samestep(function: Callable[..., Any]) -> bool:
         value = waiting.pop()
         while isinstance(value, functools.partial):
             value = value.func
-        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        name = (
+            value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        )
         if str(name).partition(".")[0] == PACKAGE:
             return True
         if id(value) in seen or isinstance(value, ModuleType):
@@ -128,7 +131,9 @@ def uses_samestep(function: Callable[..., Any]) -> bool:
         module = sys.modules.get(str(name))
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and name != "__main__":
-            if is_users_file(file) and imports_samestep(Path(file), getattr(module, "__package__", "") or ""):
+            if is_users_file(file) and imports_samestep(
+                Path(file), getattr(module, "__package__", "") or ""
+            ):
                 return True
         elif isinstance(value, type):
             waiting += vars(value).values()

@@ -41,12 +41,34 @@ class Overlay(FileView):
 
     def replacements(self) -> list[tuple[Any, Any]]:
         """Return pairs of a function and its replacement."""
-        own = ("descriptor", "listdir", "scandir", "getcwd", "chdir", "mkdir", "makedirs", "symlink")
-        pairs = [(getattr(REAL, name), getattr(self, name)) for name in (*own, "link", "remove", "rmdir", "truncate")]
-        pairs += [(REAL.unlink, self.remove), (REAL.rename, self.replace), (REAL.replace, self.replace)]
+        own = (
+            "descriptor",
+            "listdir",
+            "scandir",
+            "getcwd",
+            "chdir",
+            "mkdir",
+            "makedirs",
+            "symlink",
+        )
+        pairs = [
+            (getattr(REAL, name), getattr(self, name))
+            for name in (*own, "link", "remove", "rmdir", "truncate")
+        ]
+        pairs += [
+            (REAL.unlink, self.remove),
+            (REAL.rename, self.replace),
+            (REAL.replace, self.replace),
+        ]
         pairs += [(REAL.mkstemp, self._exempt.mkstemp), (REAL.mkdtemp, self._exempt.mkdtemp)]
-        pairs += [(getattr(REAL, name), self.query(name)) for name in _QUERIES if hasattr(REAL, name)]
-        pairs += [(getattr(REAL, name), self._attribute(name)) for name in _ATTRIBUTES if hasattr(REAL, name)]
+        pairs += [
+            (getattr(REAL, name), self.query(name)) for name in _QUERIES if hasattr(REAL, name)
+        ]
+        pairs += [
+            (getattr(REAL, name), self._attribute(name))
+            for name in _ATTRIBUTES
+            if hasattr(REAL, name)
+        ]
         pairs.append((REAL.open, open_function(self.open, lambda: self._is_active)))
         return [*pairs, (REAL.connect, self.connect)]
 
@@ -61,7 +83,9 @@ class Overlay(FileView):
 
     def _state(self, place: Place, *, waits: bool = True) -> os.stat_result | None:
         try:
-            state: os.stat_result = self._query("/".join(place) or "/", REAL.lstat, follow=False, waits=waits)
+            state: os.stat_result = self._query(
+                "/".join(place) or "/", REAL.lstat, follow=False, waits=waits
+            )
         except MISSING:
             return None
         return state
@@ -86,9 +110,12 @@ class Overlay(FileView):
         if state is None or not stat.S_ISDIR(state.st_mode):
             raise _error(errno.ENOENT if state is None else errno.ENOTDIR, *paths)
 
-    # --- content -----------------------------------------------------------------------------------------
+    # --- content
+    # -----------------------------------------------------------------------------------------
 
-    def _opened(self, path: Any, *, copies: bool, creates: bool = True, is_new: bool = False, most: float) -> str:
+    def _opened(
+        self, path: Any, *, copies: bool, creates: bool = True, is_new: bool = False, most: float
+    ) -> str:
         """Prepare the private file for a path that is opened for writing; "" for the real file.
 
         Args:
@@ -96,15 +123,20 @@ class Overlay(FileView):
             copies: the content remains.
             creates: the file need not exist.
             is_new: the file must not exist.
-            most: content of larger files is not copied, because it is not read through the same descriptor.
+            most: content of larger files is not copied, because it is not read through the same
+                descriptor.
         """
         place = self._target(path, follow=not is_new)
         if place is None:
             return ""
         with self._preparing:
-            return self._prepared(path, place, copies=copies, creates=creates, is_new=is_new, most=most)
+            return self._prepared(
+                path, place, copies=copies, creates=creates, is_new=is_new, most=most
+            )
 
-    def _prepared(self, path: Any, place: Place, *, copies: bool, creates: bool, is_new: bool, most: float) -> str:
+    def _prepared(
+        self, path: Any, place: Place, *, copies: bool, creates: bool, is_new: bool, most: float
+    ) -> str:
         state = self._state(place, waits=copies or not creates)
         if is_new:
             self._require_new(place, path)
@@ -166,17 +198,23 @@ class Overlay(FileView):
             return self._query(file, read)
         most = float("inf") if "+" in mode else self._keep_bytes
         is_kept = bool(set("ar") & set(mode))
-        target = self._opened(file, copies=is_kept, creates="r" not in mode, is_new="x" in mode, most=most)
+        target = self._opened(
+            file, copies=is_kept, creates="r" not in mode, is_new="x" in mode, most=most
+        )
         if not target:
             return REAL.open(file, *how)
-        return noted_file(file, target, how, lambda: self._written(target, is_complete=begins_again(mode)))
+        return noted_file(
+            file, target, how, lambda: self._written(target, is_complete=begins_again(mode))
+        )
 
     def descriptor(self, path: Any, flags: int, mode: int = 0o777) -> int:
         """Replace `os.open`."""
         if not flags & WRITING or flags & UNNAMED == UNNAMED:
 
             def read(target: Any) -> Any:
-                return REAL.descriptor(self._content(path, target) if target else target, flags, mode)
+                return REAL.descriptor(
+                    self._content(path, target) if target else target, flags, mode
+                )
 
             return int(self._query(path, read))
         target = self._opened(
@@ -196,7 +234,9 @@ class Overlay(FileView):
             if path is None:
                 return real(*arguments, **options)
             try:
-                descriptor = self.descriptor(path, os.O_RDONLY)  # another file can be at the path later
+                descriptor = self.descriptor(
+                    path, os.O_RDONLY
+                )  # another file can be at the path later
             except MISSING:
                 return real(*arguments, **options)  # perhaps a URL
             try:
@@ -231,10 +271,15 @@ class Overlay(FileView):
 
     def truncate(self, path: Any, length: int) -> None:
         """Replace `os.truncate`."""
-        target = "" if isinstance(path, int) else self._opened(path, copies=True, creates=False, most=float("inf"))
+        target = (
+            ""
+            if isinstance(path, int)
+            else self._opened(path, copies=True, creates=False, most=float("inf"))
+        )
         REAL.truncate(target or path, length)
 
-    # --- names -------------------------------------------------------------------------------------------
+    # --- names
+    # -------------------------------------------------------------------------------------------
 
     def makedirs(self, *arguments: Any, **options: Any) -> None:
         """Replace `os.makedirs`: that a folder does not exist is no reason to wait."""
@@ -329,7 +374,9 @@ class Overlay(FileView):
         if existing is None:
             self._require_folder(place, source, None, path)
         elif stat.S_ISDIR(existing.st_mode) != stat.S_ISDIR(state.st_mode):
-            raise _error(errno.ENOTDIR if stat.S_ISDIR(state.st_mode) else errno.EISDIR, source, None, path)
+            raise _error(
+                errno.ENOTDIR if stat.S_ISDIR(state.st_mode) else errno.EISDIR, source, None, path
+            )
         elif stat.S_ISDIR(existing.st_mode):
             self.rmdir(path)
         paths = below(start) if stat.S_ISDIR(state.st_mode) else [start]

@@ -1,6 +1,7 @@
 """Programs that a script runs to their end: rank 0 runs them, and the other ranks receive what they have returned.
 
-A program that a script only starts (`subprocess.Popen`), or that a library runs, runs on every rank.
+A program that a script only starts (`subprocess.Popen`), or that a library runs, runs on every
+rank.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class FirstRankPrograms:
         has_passed: whether rank 0 is at a later point of the script than this rank.
     """
 
-    def __init__(self, rank: int, folder: str, status: RankStatus, has_passed: Callable[[], bool]) -> None:
+    def __init__(
+        self, rank: int, folder: str, status: RankStatus, has_passed: Callable[[], bool]
+    ) -> None:
         self._is_first = rank == 0
         self._folder = Path(folder)
         self._status = status
@@ -67,17 +70,30 @@ class FirstRankPrograms:
             line = script_line(sys._getframe())
             if line not in self._named:
                 self._named.add(line)
-                program = args if isinstance(args, (str, bytes, os.PathLike)) else next(iter(args), "")
+                program = (
+                    args if isinstance(args, (str, bytes, os.PathLike)) else next(iter(args), "")
+                )
                 name = os.fsdecode(program).split(" ")[0]
-                logger.info("%s:%d starts the program %r, on every process", os.path.relpath(line[0]), line[1], name)
+                logger.info(
+                    "%s:%d starts the program %r, on every process",
+                    os.path.relpath(line[0]),
+                    line[1],
+                    name,
+                )
         self._start(process, args, *arguments, **options)
 
     def _is_of_script(self) -> bool:
         """Whether the main thread of the rank runs a program in code of the script, not in that of a library."""
-        if os.getpid() != self._process or threading.current_thread() is not threading.main_thread():
+        if (
+            os.getpid() != self._process
+            or threading.current_thread() is not threading.main_thread()
+        ):
             return False
         frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals.get("__name__") in ("subprocess", __name__):
+        while frame.f_back is not None and frame.f_globals.get("__name__") in (
+            "subprocess",
+            __name__,
+        ):
             frame = frame.f_back
         return not is_library_file(frame.f_code.co_filename)
 

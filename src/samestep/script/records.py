@@ -1,6 +1,7 @@
 """Times, rows and decisions of the outermost calls of modules in a script, and advice on batch sizes.
 
-Each call and each backward reads a clock twice, and waits for no accelerator: the times are those of the host.
+Each call and each backward reads a clock twice, and waits for no accelerator: the times are those
+of the host.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from time import perf_counter
 from typing import Any, Literal
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from samestep.view.fingerprints import Line
 from samestep.view.view import ModuleSummary
@@ -70,7 +74,9 @@ class Records:
         self._publish = publish
         self._published = perf_counter()
         self._backwards: Counter[Line] = Counter()  # since the last step; GANs have several lines
-        self._span: tuple[float, float] | None = None  # start of the first call, end of the last call or backward
+        self._span: tuple[float, float] | None = (
+            None  # start of the first call, end of the last call or backward
+        )
         self._first_seconds = 0.0
         self._forward = [0.0, 0.0]  # divided, and all, of the calls before a backward
         self._had_backward = False
@@ -85,7 +91,10 @@ class Records:
     @contextmanager
     def steps_counted(self) -> Iterator[None]:
         """Count the backwards before each step of an optimizer, inside the block."""
-        hooks = [register_optimizer_step_pre_hook(self._count_step), register_optimizer_step_post_hook(self._end_step)]
+        hooks = [
+            register_optimizer_step_pre_hook(self._count_step),
+            register_optimizer_step_post_hook(self._end_step),
+        ]
         try:
             yield
         finally:
@@ -104,7 +113,9 @@ class Records:
         summary.last_reason = ""
         return perf_counter(), summary.divided, summary.watched, summary.whole
 
-    def end_call(self, summary: ModuleSummary, begin: tuple[float, int, int, int], line: Line) -> None:
+    def end_call(
+        self, summary: ModuleSummary, begin: tuple[float, int, int, int], line: Line
+    ) -> None:
         """Record a call, unless it was a part of another computation, such as a backward."""
         now = perf_counter()
         began, divided, watched, whole = begin
@@ -160,7 +171,9 @@ class Records:
         """Yield a line if many calls have fewer rows than there are ranks."""
         trainings = [record for record in self.calls.values() if record.has_gradients]
         short = [record for record in trainings if record.reason.startswith("fewer rows than")]
-        if size > 1 and sum(one.calls for one in short) > _MANY_SHORT * sum(one.calls for one in trainings):
+        if size > 1 and sum(one.calls for one in short) > _MANY_SHORT * sum(
+            one.calls for one in trainings
+        ):
             ((backwards, _),) = self.accumulation.most_common(1) or [(1, 0)]
             yield advice(max(one.rows for one in short), backwards, size)
 

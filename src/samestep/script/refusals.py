@@ -44,7 +44,9 @@ def _refusing(what: str, expected: str, fix: str) -> Callable[..., NoReturn]:
     """Return a function that raises an `InputError` with the line of the script."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise InputError(f"{_line_of_script()}: {what} in an unchanged script", expected, fix, code="E_LAUNCH")
+        raise InputError(
+            f"{_line_of_script()}: {what} in an unchanged script", expected, fix, code="E_LAUNCH"
+        )
 
     return refuse
 
@@ -54,10 +56,13 @@ def refusals(*, has_own_device: bool) -> Iterator[None]:
     """Inside the block, refuse what would run beside the global view, and make wrappers of one device transparent.
 
     Args:
-        has_own_device: each rank computes on an accelerator of its own; CUDA_VISIBLE_DEVICES stays as it is then.
+        has_own_device: each rank computes on an accelerator of its own; CUDA_VISIBLE_DEVICES stays
+            as it is then.
     """
     with ExitStack() as stack:
-        spawn = sys.modules["torch.multiprocessing.spawn"]  # the package has a function of this name
+        spawn = sys.modules[
+            "torch.multiprocessing.spawn"
+        ]  # the package has a function of this name
         for owner, name, what in (
             (dist, "init_process_group", "torch.distributed.init_process_group"),
             (dist.distributed_c10d, "init_process_group", "torch.distributed.init_process_group"),
@@ -70,13 +75,23 @@ def refusals(*, has_own_device: bool) -> Iterator[None]:
             expected = "a script for one process, whose work is divided"
             fix = "samestep run --own-group for a script that distributes its work; or remove this"
             stack.enter_context(replaced(owner, **{name: _refusing(what, expected, fix)}))
-        homes = {"init": samestep.session, "parallel": samestep.global_view, "loader": samestep.loading}
+        homes = {
+            "init": samestep.session,
+            "parallel": samestep.global_view,
+            "loader": samestep.loading,
+        }
         for name, module in homes.items():
-            expected = "the script itself imports samestep, so that only what it asks for is divided"
+            expected = (
+                "the script itself imports samestep, so that only what it asks for is divided"
+            )
             refuse = _refusing(f"samestep.{name}", expected, "import samestep in the script itself")
             stack.enter_context(replaced(module, **{name: refuse}))
-        stack.enter_context(replaced(nn.DataParallel, __init__=_init_data_parallel, forward=_forward_data_parallel))
-        stack.enter_context(replaced(nn.SyncBatchNorm, convert_sync_batchnorm=staticmethod(_convert_sync_batchnorm)))
+        stack.enter_context(
+            replaced(nn.DataParallel, __init__=_init_data_parallel, forward=_forward_data_parallel)
+        )
+        stack.enter_context(
+            replaced(nn.SyncBatchNorm, convert_sync_batchnorm=staticmethod(_convert_sync_batchnorm))
+        )
         if has_own_device:
             stack.enter_context(visible_devices_kept(_report_visible_devices))
             stack.enter_context(_own_devices_alone())
@@ -86,29 +101,44 @@ def refusals(*, has_own_device: bool) -> Iterator[None]:
 
 
 def _init_data_parallel(
-    self: nn.DataParallel[Any], module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0
+    self: nn.DataParallel[Any],
+    module: nn.Module,
+    device_ids: Any = None,
+    output_device: Any = None,
+    dim: int = 0,
 ) -> None:
     nn.Module.__init__(self)
     self.module = module
     self.device_ids = []
     self.dim = dim
-    logger.info("%s: DataParallel is the module itself: Samestep divides its calls", _line_of_script())
+    logger.info(
+        "%s: DataParallel is the module itself: Samestep divides its calls", _line_of_script()
+    )
 
 
 def _forward_data_parallel(self: nn.DataParallel[Any], *inputs: Any, **options: Any) -> Any:
     device = next((parameter.device for parameter in self.module.parameters()), None)
     if device is not None and is_accelerator(device):  # scripts leave the transfer to DataParallel
-        inputs, options = _pytree.tree_map_only(torch.Tensor, lambda value: value.to(device), (inputs, options))
+        inputs, options = _pytree.tree_map_only(
+            torch.Tensor, lambda value: value.to(device), (inputs, options)
+        )
     return self.module(*inputs, **options)
 
 
 def _convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.Module:
-    logger.info("%s: the module stays as it is: batch norm uses statistics of the whole batch", _line_of_script())
+    logger.info(
+        "%s: the module stays as it is: batch norm uses statistics of the whole batch",
+        _line_of_script(),
+    )
     return module
 
 
 def _report_visible_devices(value: str | None) -> None:
-    logger.info("%s: CUDA_VISIBLE_DEVICES stays as it is (not %s): each rank has a device", _line_of_script(), value)
+    logger.info(
+        "%s: CUDA_VISIBLE_DEVICES stays as it is (not %s): each rank has a device",
+        _line_of_script(),
+        value,
+    )
 
 
 @contextmanager
@@ -180,7 +210,8 @@ def _children_without_training() -> Iterator[None]:
 
     def waited(process: int, options: int) -> tuple[int, int]:
         result = waitpid(process, options)
-        # A pool, which polls, also in a thread and while an exception is on its way, must be able to end.
+        # A pool, which polls, also in a thread and while an exception is on its way, must be able
+        # to end.
         is_main = threading.current_thread() is threading.main_thread()
         if options == 0 and is_main and sys.exc_info()[0] is None:
             require_no_training()

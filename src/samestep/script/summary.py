@@ -119,9 +119,13 @@ class Summary:
                 count = counts.setdefault((reading.dataset, reading.how), Counter())
                 count.update(reading.state.samples)
         for (dataset, how), count in counts.items():
-            samples = f" (rank 0: {count['read']:,} of {count['needed']:,})" if count["needed"] else ""
+            samples = (
+                f" (rank 0: {count['read']:,} of {count['needed']:,})" if count["needed"] else ""
+            )
             yield f"{dataset}: {how}{samples}"
-        drawing = dict.fromkeys(reading.dataset for reading in self.readings.values() if reading.state.draws)
+        drawing = dict.fromkeys(
+            reading.dataset for reading in self.readings.values() if reading.state.draws
+        )
         if drawing:
             yield (
                 f"{', '.join(drawing)}: random numbers of a sample depend on the epoch and its index, equal on every "
@@ -142,8 +146,12 @@ class Summary:
         for backwards, steps in self.records.accumulation.most_common(1):
             yield f"  backwards before a step: {backwards} ({steps:,} steps)"
         readings = [reading for reading in self.readings.values() if reading.how]
-        treated = [f"{self._place(one.line)} DataLoader of {one.dataset}: {one.how}" for one in readings]
-        treated += [f"{self._place(line)} {name}({value})" for name, (line, value) in self.seeds.items()]
+        treated = [
+            f"{self._place(one.line)} DataLoader of {one.dataset}: {one.how}" for one in readings
+        ]
+        treated += [
+            f"{self._place(line)} {name}({value})" for name, (line, value) in self.seeds.items()
+        ]
         treated += self._messages
         if self.writer is not None and self.writer.files:
             treated.append(f"files that rank 0 alone has written: {self.writer.files:,}")
@@ -173,7 +181,11 @@ class Summary:
             "lines": list(self.lines()),
             "explanation": list(self.explanation()),
             "calls": [asdict(record) for record in records.calls.values()],
-            "seconds": {"divided": records.divided_seconds, "calls": records.model_seconds, "run": records.run_seconds},
+            "seconds": {
+                "divided": records.divided_seconds,
+                "calls": records.model_seconds,
+                "run": records.run_seconds,
+            },
             "speed_up": self.speed_up,
             "accumulation": dict(records.accumulation),
         }

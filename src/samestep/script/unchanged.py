@@ -78,8 +78,8 @@ def run(
         mode: calls of models are divided in the mode `UNCHANGED`.
         is_module: run a module, as `python -m`.
         reduction: reduction of divided calls.
-        strategy: `fsdp` divides the parameters of a module at its first call; `device_map` gives each process several
-            devices, on which the script places parts of its model.
+        strategy: `fsdp` divides the parameters of a module at its first call; `device_map` gives
+            each process several devices, on which the script places parts of its model.
         explains: print details in the summary.
         folder: folder of the run, which receives the summary; None for none.
 
@@ -172,14 +172,22 @@ def _alone(stack: ExitStack) -> Summary:
     return Summary(stack.enter_context(own_rows_of_loaders(lambda: None)))
 
 
-def _together(stack: ExitStack, reduction: Reduction, strategy: StrategyConfig | None, path: Path | None) -> Summary:
+def _together(
+    stack: ExitStack, reduction: Reduction, strategy: StrategyConfig | None, path: Path | None
+) -> Summary:
     """Join the other ranks, and give a script what it needs among them, until the stack is closed."""
     rank, size = rank_and_size()
     require_microbatches(None, size)
     folder = _temporary_folder() if rank == 0 else ""
     _show_own_devices(rank, strategy)
-    world = join(SessionOptions(reduction=reduction, strategy=strategy, is_private=True, sees_own_devices=True))
-    if logger.handlers:  # otherwise a script that configures logging would have its lines, in log files too
+    world = join(
+        SessionOptions(
+            reduction=reduction, strategy=strategy, is_private=True, sees_own_devices=True
+        )
+    )
+    if (
+        logger.handlers
+    ):  # otherwise a script that configures logging would have its lines, in log files too
         stack.enter_context(replaced(logger, propagate=False))
     view = joined_view(None, reduction)
     worker = process_state.worker
@@ -224,7 +232,9 @@ def _show_own_devices(rank: int, strategy: StrategyConfig | None) -> None:
         show_devices(names)
 
 
-def _dividing_owner(owner: Callable[[nn.Module], ParallelModule], world: World, module: nn.Module) -> ParallelModule:
+def _dividing_owner(
+    owner: Callable[[nn.Module], ParallelModule], world: World, module: nn.Module
+) -> ParallelModule:
     """Divide the parameters of a module, wherever the script holds them, and return the owner of its calls."""
     from samestep.script.held_parameters import HeldParameters  # slow to import, as all of fsdp
 
@@ -270,7 +280,9 @@ def _ending_on_request(view: View) -> Iterator[None]:
 
 def _temporary_folder() -> str:
     folder = tempfile.mkdtemp(prefix="samestep-")
-    process_state.session.callback(shutil.rmtree, folder, ignore_errors=True)  # after the end of the world
+    process_state.session.callback(
+        shutil.rmtree, folder, ignore_errors=True
+    )  # after the end of the world
     return folder
 
 
@@ -278,7 +290,9 @@ def _share(view: View, world: World, data: bytes | None) -> bytes:
     """Return the bytes that rank 0 gives, on all ranks."""
     if world.size == 1:
         return data or b""
-    view.any_rank(place="standard input")  # otherwise ranks elsewhere would take the message for another
+    view.any_rank(
+        place="standard input"
+    )  # otherwise ranks elsewhere would take the message for another
     (first, *_) = all_gather((data or b"").hex(), world)
     return bytes.fromhex(first)
 

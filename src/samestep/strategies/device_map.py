@@ -59,9 +59,15 @@ def apply_device_map(model: nn.Module, world: World) -> None:
     config = world.strategy
     devices = rank_devices(config.name, config.devices, world.device, world.size)
     modules = dict(model.named_modules(remove_duplicate=False))
-    assigned = _by_pattern(modules, config, len(devices)) if config.place else _in_order(model, len(devices))
+    assigned = (
+        _by_pattern(modules, config, len(devices))
+        if config.place
+        else _in_order(model, len(devices))
+    )
     _require_one_device_per_tensor(modules, assigned)
-    inside: dict[str, set[int]] = {name: set() for name in modules}  # numbers of devices, descendants included
+    inside: dict[str, set[int]] = {
+        name: set() for name in modules
+    }  # numbers of devices, descendants included
     for name, number in assigned.items():
         for outer in _with_ancestors(name):
             inside[outer].add(number)
@@ -75,7 +81,9 @@ def apply_device_map(model: nn.Module, world: World) -> None:
             module.register_forward_pre_hook(partial(mover.move, devices[number]), with_kwargs=True)
 
 
-def _by_pattern(modules: dict[str, nn.Module], config: StrategyConfig, devices: int) -> dict[str, int]:
+def _by_pattern(
+    modules: dict[str, nn.Module], config: StrategyConfig, devices: int
+) -> dict[str, int]:
     """Return the device of each module: that of the last pattern that matches the module or an ancestor."""
     assigned: dict[str, int] = {}
     for pattern, number in config.place.items():
@@ -93,7 +101,9 @@ def _by_pattern(modules: dict[str, nn.Module], config: StrategyConfig, devices: 
                 expected="shell patterns of module names, such as layers.*",
                 fix=f"use names such as {', '.join([name for name in modules if name][:_NAMED])}",
             )
-        assigned |= {name: number for name in modules if not set(_with_ancestors(name)).isdisjoint(matches)}
+        assigned |= {
+            name: number for name in modules if not set(_with_ancestors(name)).isdisjoint(matches)
+        }
     return assigned
 
 
@@ -132,7 +142,9 @@ def _sequential_units(name: str, module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _require_one_device_per_tensor(modules: dict[str, nn.Module], assigned: dict[str, int]) -> None:
-    missing = [name for name, module in modules.items() if _own_tensors(module) and name not in assigned]
+    missing = [
+        name for name, module in modules.items() if _own_tensors(module) and name not in assigned
+    ]
     if missing:
         raise _device_map_error(
             f"strategy.place assigns no device to {', '.join(name or 'the model' for name in missing[:_NAMED])}",

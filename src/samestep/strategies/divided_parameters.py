@@ -86,7 +86,9 @@ def divided_parameters(module: nn.Module) -> SavedParameters | None:
 
 def split_of(module: nn.Module) -> Any:
     """Return the strategy that splits a module between ranks, if one does."""
-    owner = getattr(type(module), "_samestep_owner", None)  # of the class that `samestep.parallel` gives a module
+    owner = getattr(
+        type(module), "_samestep_owner", None
+    )  # of the class that `samestep.parallel` gives a module
     strategy = getattr(owner, "strategy", None)
     if getattr(strategy, "splits_module", False):
         return strategy
@@ -115,8 +117,9 @@ def divided_like(parameter: torch.Tensor, full: torch.Tensor) -> DTensor:
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict of a module with full tensors under the names of the plain module.
 
-    Under `fsdp`, `hsdp`, `tp` and `pp`, `module.state_dict()` has the parts of this rank, and the result copies of all
-    parts; under `ddp` the result is `module.state_dict()`. Call it on every rank.
+    Under `fsdp`, `hsdp`, `tp` and `pp`, `module.state_dict()` has the parts of this rank, and the
+    result copies of all parts; under `ddp` the result is `module.state_dict()`. Call it on every
+    rank.
 
     Args:
         module: a module, with divided calls or not.

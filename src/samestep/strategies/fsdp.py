@@ -1,7 +1,7 @@
 """Fully sharded data parallel: torch's FSDP2, over all ranks (`fsdp`) or within groups of ranks (`hsdp`).
 
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020); Zhao et al.,
-"PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (2023).
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020);
+Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (2023).
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from itertools import chain, filterfalse
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -29,7 +35,8 @@ _MAX_UNITS = 200  # each unit is one message in forward and one in backward
 def shard_model(model: nn.Module, world: World) -> None:
     """Shard the parameters of `model` among the ranks of the shard axis, in place.
 
-    Parameters that FSDP cannot divide, which are scalars and those that are not contiguous, stay complete.
+    Parameters that FSDP cannot divide, which are scalars and those that are not contiguous, stay
+    complete.
     """
     config = world.strategy
     mesh = world.mesh
@@ -45,9 +52,15 @@ def shard_model(model: nn.Module, world: World) -> None:
     values = _move_to_meta(model, world) if config.meta else {}
     ignored = set(filterfalse(_is_divisible, model.parameters()))
     # Without a GPU, pinned memory cannot be allocated.
-    offload = CPUOffloadPolicy(pin_memory=is_accelerator(world.device)) if config.offload else OffloadPolicy()
+    offload = (
+        CPUOffloadPolicy(pin_memory=is_accelerator(world.device))
+        if config.offload
+        else OffloadPolicy()
+    )
     for module, precision in _with_precision([*shard_units(model), model], config):
-        fully_shard(module, mesh=axes, mp_policy=precision, offload_policy=offload, ignored_params=ignored)
+        fully_shard(
+            module, mesh=axes, mp_policy=precision, offload_policy=offload, ignored_params=ignored
+        )
     if config.meta:
         device = torch.device("cpu") if config.offload else world.device
         model.to_empty(device=device)
@@ -89,7 +102,9 @@ def _move_to_meta(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
             fix="remove strategy.meta",
             code="E_STRATEGY",
         )
-    values = {name: tensor.detach() for name, tensor in _named_tensors(model)} if world.is_main else {}
+    values = (
+        {name: tensor.detach() for name, tensor in _named_tensors(model)} if world.is_main else {}
+    )
     if any(tensor.is_meta for tensor in values.values()):
         raise InputError(
             "the model has no values on rank 0",
@@ -130,20 +145,26 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def shard_units(model: nn.Module) -> list[nn.Module]:
     """Return the modules with parameters that are gathered together and released after use.
 
-    These are the elements of module lists (blocks of a transformer), or the children of a model without lists. Small
-    modules, and parameters that several units use, belong to the root and are gathered once per forward.
+    These are the elements of module lists (blocks of a transformer), or the children of a model
+    without lists. Small modules, and parameters that several units use, belong to the root and are
+    gathered once per forward.
     """
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    lists = [
+        module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)
+    ]
     elements = dict.fromkeys(element for elements in lists for element in elements)
     nested = {child for element in elements for child in element.modules() if child is not element}
     units = [element for element in elements if element not in nested] or list(model.children())
-    units = [module for module in units if not isinstance(module, nn.ModuleList | nn.ModuleDict)]  # never called
+    units = [
+        module for module in units if not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    ]  # never called
     users = Counter(parameter for module in units for parameter in set(module.parameters()))
     min_size = sum(parameter.numel() for parameter in model.parameters()) / _MAX_UNITS
     return [
         module
         for module in units
-        if sum(p.numel() for p in module.parameters()) > min_size and all(users[p] == 1 for p in module.parameters())
+        if sum(p.numel() for p in module.parameters()) > min_size
+        and all(users[p] == 1 for p in module.parameters())
     ]
 
 
@@ -156,8 +177,14 @@ def _with_precision(
     if config.gather == "fp32":
         yield from ((module, MixedPrecisionPolicy()) for module in modules)
         return
-    norms = [norm for norm in modules[-1].modules() if isinstance(norm, _BatchNorm) and list(norm.parameters())]
+    norms = [
+        norm
+        for norm in modules[-1].modules()
+        if isinstance(norm, _BatchNorm) and list(norm.parameters())
+    ]
     # Running statistics are float32, and torch's batch norm requires one dtype for all arguments.
     yield from ((norm, MixedPrecisionPolicy(full, full, output_dtype=half)) for norm in norms)
-    yield from ((module, MixedPrecisionPolicy(half, full)) for module in modules[:-1] if module not in norms)
+    yield from (
+        (module, MixedPrecisionPolicy(half, full)) for module in modules[:-1] if module not in norms
+    )
     yield modules[-1], MixedPrecisionPolicy(half, full, output_dtype=full)

@@ -1,8 +1,9 @@
 """Fully sharded data parallel under `exact`: parameters are divided between calls, and complete in calls and backwards.
 
-The slices of a rank are computed one after another with complete parameters, and a hub adds their gradients in the
-order of the reduction, as if every rank held all parameters; then each rank keeps its part of the sums. Ranks can have
-different numbers of slices, so layers cannot be gathered one by one for each slice.
+The slices of a rank are computed one after another with complete parameters, and a hub adds their
+gradients in the order of the reduction, as if every rank held all parameters; then each rank keeps
+its part of the sums. Ranks can have different numbers of slices, so layers cannot be gathered one
+by one for each slice.
 """
 
 from __future__ import annotations
@@ -31,10 +32,16 @@ class Gathered(Sharded):
     def parameters(self, call: Call) -> CallParameters:
         """Return the hub of the present parameters, with complete values."""
         trained = call.parameters()
-        frozen = [one for one in call.module.parameters() if isinstance(one, DTensor) and not one.requires_grad]
+        frozen = [
+            one
+            for one in call.module.parameters()
+            if isinstance(one, DTensor) and not one.requires_grad
+        ]
         if self._hub is None or not self._hub.is_current([*trained, *frozen]):
             with torch.inference_mode(False), torch.enable_grad():
-                self._hub = _GatheredHub(call.module, trained, frozen, self.reduction, self._before_reduction)
+                self._hub = _GatheredHub(
+                    call.module, trained, frozen, self.reduction, self._before_reduction
+                )
         self._hub.gather()
         return self._hub
 
@@ -69,7 +76,9 @@ class _GatheredHub(Hub):
         super().__init__(module, whole, reduction, before_reduction)
 
     def _mapping(self, replacements: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        mapping: dict[torch.Tensor, torch.Tensor] = {one.parameter: one.full for one in self._complete.values()}
+        mapping: dict[torch.Tensor, torch.Tensor] = {
+            one.parameter: one.full for one in self._complete.values()
+        }
         for full, replacement in super()._mapping(replacements).items():
             mapping[self._parameters.get(full, full)] = replacement
         return mapping
@@ -112,11 +121,15 @@ class _Complete:
     def __init__(self, parameter: DTensor) -> None:
         self.parameter = parameter
         device = parameter.device_mesh.device_type
-        empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
+        empty = torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device
+        )
         self.full = gathered(parameter, None, lambda _: empty) if parameter.requires_grad else empty
         self._storage = self.full.untyped_storage()
         self._bytes = self._storage.nbytes()
-        self._values: tuple[torch.Tensor, int] | None = None  # the own part, and its version when it was gathered
+        self._values: tuple[torch.Tensor, int] | None = (
+            None  # the own part, and its version when it was gathered
+        )
         self.free()
 
     def gather(self) -> None:

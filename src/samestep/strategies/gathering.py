@@ -22,7 +22,9 @@ from samestep.view.strategy import CallParameters, Strategy
 class Differentiable(CallParameters):
     """Gathered parameters; their gradients are summed over ranks and can be differentiated."""
 
-    def __init__(self, module: nn.Module, divided: Sequence[DTensor], hub: Hub | None, strategy: Strategy) -> None:
+    def __init__(
+        self, module: nn.Module, divided: Sequence[DTensor], hub: Hub | None, strategy: Strategy
+    ) -> None:
         self._slots = ParameterSlots(module)
         self._divided = divided
         self._hub = hub
@@ -37,7 +39,8 @@ class Differentiable(CallParameters):
         """Surround a forward with gathered parameters."""
         count = len(self._divided)
         mapping: dict[torch.Tensor, torch.Tensor] = {
-            one: gathered(leaf, self._strategy.reduction) for one, leaf in zip(self._divided, leaves, strict=False)
+            one: gathered(leaf, self._strategy.reduction)
+            for one, leaf in zip(self._divided, leaves, strict=False)
         }
         with ExitStack() as stack:
             if self._hub is not None:
@@ -70,7 +73,9 @@ def gathered(
     return crossing([parameter], lambda value: [full(value)], back)[0]
 
 
-def _divided(full: torch.Tensor, division: Division, device: torch.device, reduction: Reduction | None) -> torch.Tensor:
+def _divided(
+    full: torch.Tensor, division: Division, device: torch.device, reduction: Reduction | None
+) -> torch.Tensor:
     """Return a full tensor divided between the ranks; its gradient becomes full. Differentiable."""
 
     def back(gradient: torch.Tensor) -> list[torch.Tensor]:
@@ -80,7 +85,9 @@ def _divided(full: torch.Tensor, division: Division, device: torch.device, reduc
     return crossing([full], lambda value: [division.divided(value, device)], back)[0]
 
 
-def as_divided(division: Division, device: torch.device, gradient: torch.Tensor | None) -> torch.Tensor | None:
+def as_divided(
+    division: Division, device: torch.device, gradient: torch.Tensor | None
+) -> torch.Tensor | None:
     """Return a gradient divided as its parameter; operations with the whole parameter give one that is not."""
     if gradient is None or isinstance(gradient, DTensor):
         return gradient

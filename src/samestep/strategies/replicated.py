@@ -29,7 +29,9 @@ class HubStrategy(Strategy):
         if self._hub is not None:
             self._hub.is_deferred = value
 
-    def hub(self, call: Call, own: Sequence[nn.Parameter], before_reduction: Callable[[], None]) -> Hub:
+    def hub(
+        self, call: Call, own: Sequence[nn.Parameter], before_reduction: Callable[[], None]
+    ) -> Hub:
         """Return the hub of the present parameters of this rank."""
         if self._hub is None or not self._hub.is_current(own):
             self.require_no_pending()

@@ -1,8 +1,9 @@
 """Fully sharded data parallel: torch's FSDP2 inside of divided calls (`fsdp`, and `hsdp` within groups of ranks).
 
-Between calls the module is the script's own: its class, its hooks, and its parameters as DTensors. The hooks of
-`fully_shard` are installed for the forward and the backward of a slice only. Whole calls, trials and copies compute
-with gathered parameters. Private: attributes of FSDP's states (torch 2.11 and 2.13).
+Between calls the module is the script's own: its class, its hooks, and its parameters as DTensors.
+The hooks of `fully_shard` are installed for the forward and the backward of a slice only. Whole
+calls, trials and copies compute with gathered parameters. Private: attributes of FSDP's states
+(torch 2.11 and 2.13).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from samestep.view.region import current_region
 from samestep.view.slots import ParameterSlots
 from samestep.view.strategy import CallParameters, Strategy
 
-# Attributes of the modules of a unit, by which libraries take a script for one of several processes.
+# Attributes of the modules of a unit, by which libraries take a script for one of several
+# processes.
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
@@ -61,7 +63,12 @@ class Sharded(Strategy):
         compute_whole(is_exact=self.is_exact)
         classes = {part: type(part) for part in module.modules()}
         slots = ParameterSlots(module)
-        places = [(part, name, one) for part in classes for name, one in part._parameters.items() if one is not None]
+        places = [
+            (part, name, one)
+            for part in classes
+            for name, one in part._parameters.items()
+            if one is not None
+        ]
         if any(map(is_divided, module.parameters())):
             shard_remainder(module, self._world)
         else:
@@ -73,11 +80,18 @@ class Sharded(Strategy):
                 mapping[one] = present
                 self._replaced[id(one)] = weakref.ref(one)
                 if present.requires_grad:
-                    # Not a weak reference: the parameters of a module with weak ones cannot be moved.
-                    present.register_hook(partial(as_divided, Division.of(cast(DTensor, present)), present.device))
-        for container, key, _, divided in slots.entries(mapping):  # lists of parameters, as recurrent layers have
+                    # Not a weak reference: the parameters of a module with weak ones cannot be
+                    # moved.
+                    present.register_hook(
+                        partial(as_divided, Division.of(cast(DTensor, present)), present.device)
+                    )
+        for container, key, _, divided in slots.entries(
+            mapping
+        ):  # lists of parameters, as recurrent layers have
             container[key] = divided
-        self._units = [_Unit(part, classes[part]) for part in classes if isinstance(part, FSDPModule)]
+        self._units = [
+            _Unit(part, classes[part]) for part in classes if isinstance(part, FSDPModule)
+        ]
         self.gathers = _Gathers(self._units)
         for unit in self._units:
             unit.gathers = self.gathers
@@ -86,7 +100,9 @@ class Sharded(Strategy):
 
     def of_copy(self) -> Sharded:
         """Return a strategy for a copy of the module."""
-        return type(self)(self._world, self.ranks, self.reduction, self._before_reduction, is_exact=self.is_exact)
+        return type(self)(
+            self._world, self.ranks, self.reduction, self._before_reduction, is_exact=self.is_exact
+        )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide state that was loaded from a file, and require that no parameter is one from before the division."""
@@ -138,7 +154,8 @@ class Sharded(Strategy):
         with self._gathered(module, lambda parameter: gathered(parameter, None)) as mapping, again:
             yield
         for one, full in mapping.items():
-            # Compared by value: `weight.data.mul_` counts no write. Embeddings with `max_norm` write, too.
+            # Compared by value: `weight.data.mul_` counts no write. Embeddings with `max_norm`
+            # write, too.
             own = divided_like(one, full)
             if not torch.equal(own._local_tensor, one._local_tensor):
                 with torch.no_grad():
@@ -148,7 +165,9 @@ class Sharded(Strategy):
         """Put gathered parameters into the module, as leaves."""
         return self._gathered(
             module,
-            lambda parameter: nn.Parameter(full_tensor(parameter.detach()), requires_grad=parameter.requires_grad),
+            lambda parameter: nn.Parameter(
+                full_tensor(parameter.detach()), requires_grad=parameter.requires_grad
+            ),
         )
 
     @contextmanager
@@ -236,11 +255,14 @@ class _Unit:
         # The state has the only strong reference to itself in the module.
         self._state._pre_forward_hook_handle.remove()
         self._state._post_forward_hook_handle.remove()
-        # Newer versions of torch have a list of groups as well; without placements of its own, a unit has at most one.
+        # Newer versions of torch have a list of groups as well; without placements of its own, a
+        # unit has at most one.
         group = self._state._fsdp_param_group
         self._groups: list[Any] = [] if group is None else [group]
         for group in self._groups:
-            group._register_state_dict_hooks = _nothing  # between calls, the divided parameters are in place
+            group._register_state_dict_hooks = (
+                _nothing  # between calls, the divided parameters are in place
+            )
             for parameter in group.fsdp_params:
                 parameter._post_load_hook_handle.remove()  # `refresh` does the same
                 parameter._place = parameter.sharded_param._local_tensor.data_ptr()
@@ -258,7 +280,10 @@ class _Unit:
         """Gather parameters."""
         if self.gathers is not None and torch._C._current_graph_task_id() == -1:
             self.gathers.add(self)
-        with _outside_inference_mode(), torch._C.DisableTorchFunction():  # not operations of the script
+        with (
+            _outside_inference_mode(),
+            torch._C.DisableTorchFunction(),
+        ):  # not operations of the script
             return self._state._pre_forward(module, arguments, options)
 
     def after(self, module: nn.Module, arguments: Any, result: Any) -> Any:
@@ -290,7 +315,10 @@ class _Unit:
             for parameter in group.fsdp_params:
                 info = parameter._module_info
                 own = info.module._parameters.get(info.param_name)
-                if own is parameter.sharded_param and own._local_tensor.data_ptr() == parameter._place:
+                if (
+                    own is parameter.sharded_param
+                    and own._local_tensor.data_ptr() == parameter._place
+                ):
                     continue
                 if not isinstance(own, DTensor):
                     raise RunError(
@@ -351,7 +379,9 @@ class _ShardedParameters(CallParameters):
         self._strategy = strategy
         self._kept: list[Any] = []
         self._backward = -1
-        self._recurrent: list[Any] = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
+        self._recurrent: list[Any] = [
+            part for part in module.modules() if isinstance(part, nn.RNNBase)
+        ]
         if hub is not None:
             self.anchors = hub.anchors
 
@@ -409,8 +439,12 @@ class _ShardedParameters(CallParameters):
                     unit.free()
                 raise
             finally:
-                for part in self._recurrent:  # it has weak references to gathered weights, whose memory is free
-                    part._flat_weight_refs = [one if one is None else weakref.ref(one) for one in part._flat_weights]
+                for part in (
+                    self._recurrent
+                ):  # it has weak references to gathered weights, whose memory is free
+                    part._flat_weight_refs = [
+                        one if one is None else weakref.ref(one) for one in part._flat_weights
+                    ]
 
     @contextmanager
     def in_backward(self, leaves: Sequence[torch.Tensor], position: int) -> Iterator[None]:
@@ -488,7 +522,11 @@ def _load_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
     """Divide full tensors of a state dict, so that `load_state_dict` takes those of any layout."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)
-        if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+        if (
+            isinstance(parameter, DTensor)
+            and isinstance(value, torch.Tensor)
+            and not isinstance(value, DTensor)
+        ):
             if value.shape != parameter.shape:  # torch reports the difference
                 continue
             state_dict[prefix + name] = divided_like(parameter, value)

@@ -1,8 +1,8 @@
 """Models that are split between ranks inside of divided calls: tensor parallelism, pipelines, and their products.
 
-Ranks of one tensor axis or pipeline own the same rows of a batch. Between calls each rank has its part of a divided
-parameter, in the same `nn.Parameter`; a parameter of another stage has the memory of one element. Whole calls, trials
-and copies compute with gathered parameters.
+Ranks of one tensor axis or pipeline own the same rows of a batch. Between calls each rank has its
+part of a divided parameter, in the same `nn.Parameter`; a parameter of another stage has the memory
+of one element. Whole calls, trials and copies compute with gathered parameters.
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ class Split(HubStrategy):
             return True
         return mesh.get_local_rank("tensor") == 0
 
-    def norm_of_parts(self, parts: Sequence[torch.Tensor], order: float, ranks: Ranks) -> torch.Tensor:
+    def norm_of_parts(
+        self, parts: Sequence[torch.Tensor], order: float, ranks: Ranks
+    ) -> torch.Tensor:
         """Return the norm of the gradients that all ranks count; a collective."""
         self._before_reduction()
         return combined(parts, order, ranks, self._world.data.size)
@@ -190,7 +192,8 @@ class Split(HubStrategy):
         with self._gathered(module, self._with_graph) as mapping, again:
             yield
         for one, full in mapping.items():
-            # Compared by value: `weight.data.mul_` counts no write. Embeddings with `max_norm` write, too.
+            # Compared by value: `weight.data.mul_` counts no write. Embeddings with `max_norm`
+            # write, too.
             if self.has(one) and not torch.equal(own := self.local_part(one, full.detach()), one):
                 with torch.no_grad():
                     one.copy_(own)
@@ -198,7 +201,10 @@ class Split(HubStrategy):
     def complete(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Put gathered parameters into the module, as leaves."""
         return self._gathered(
-            module, lambda parameter: nn.Parameter(self.full_tensor(parameter, parameter), parameter.requires_grad)
+            module,
+            lambda parameter: nn.Parameter(
+                self.full_tensor(parameter, parameter), parameter.requires_grad
+            ),
         )
 
     def full_tensor(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
@@ -216,10 +222,15 @@ class Split(HubStrategy):
         """
         own = {name: slots for name, slots in values.items() if self._is_source(parameters[name])}
         facts = {
-            name: {slot: _fact(parameters[name], value) for slot, value in slots.items()} for name, slots in own.items()
+            name: {slot: _fact(parameters[name], value) for slot, value in slots.items()}
+            for name, slots in own.items()
         }
         if self._stage is not None:  # ranks of other stages have no values of these parameters
-            facts = {name: slots for rank in all_gather(facts, self._world) for name, slots in rank.items()}
+            facts = {
+                name: slots
+                for rank in all_gather(facts, self._world)
+                for name, slots in rank.items()
+            }
         for name, parameter in parameters.items():
             for slot, (dtype, fact) in facts.get(name, {}).items():
                 if dtype is None:
@@ -229,10 +240,14 @@ class Split(HubStrategy):
                     local = own[name][slot].detach().to(self._world.device)
                 else:
                     shape = parameter.shape if fact is None else fact
-                    local = torch.empty(shape, dtype=getattr(torch, dtype), device=self._world.device)
+                    local = torch.empty(
+                        shape, dtype=getattr(torch, dtype), device=self._world.device
+                    )
                 yield name, slot, self._joined(parameter, local, is_like=fact is None)
 
-    def _joined(self, parameter: nn.Parameter, local: torch.Tensor, *, is_like: bool) -> torch.Tensor:
+    def _joined(
+        self, parameter: nn.Parameter, local: torch.Tensor, *, is_like: bool
+    ) -> torch.Tensor:
         if self._stage is not None:
             local = self._stage.full_tensor(local, self._stage.users[parameter][0])
         if is_like and self._tensor is not None and parameter in self._places:
@@ -294,7 +309,11 @@ class _SplitParameters(CallParameters):
     _is_inner = False
 
     def __init__(
-        self, hub: Hub | None, stage: Stage | None, tensor: TensorParallel | None, operations: StageOperations | None
+        self,
+        hub: Hub | None,
+        stage: Stage | None,
+        tensor: TensorParallel | None,
+        operations: StageOperations | None,
     ) -> None:
         self.anchors = [] if hub is None else hub.anchors
         self.placed: list[torch.Tensor] = []

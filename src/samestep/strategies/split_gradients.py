@@ -1,7 +1,8 @@
 """Norms and overflows of gradients with parts on different ranks, for torch's clipping and gradient scaler.
 
-Both read `.grad`, which is the part of one rank, and would decide differently on each. The functions of torch are
-replaced in this process once a module is split; gradients of other modules reach the functions that were there before.
+Both read `.grad`, which is the part of one rank, and would decide differently on each. The
+functions of torch are replaced in this process once a module is split; gradients of other modules
+reach the functions that were there before.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class SplitParameters(Protocol):
         """Return whether this rank counts the gradient here of a parameter."""
         ...
 
-    def norm_of_parts(self, parts: Sequence[torch.Tensor], order: float, ranks: Ranks) -> torch.Tensor:
+    def norm_of_parts(
+        self, parts: Sequence[torch.Tensor], order: float, ranks: Ranks
+    ) -> torch.Tensor:
         """Return the norm of the parts of all ranks; a collective."""
         ...
 
@@ -56,7 +59,8 @@ def share_norms(split: SplitParameters, module: nn.Module, ranks: Ranks) -> None
         ranks: all ranks.
     """
     part = _Part(split, module, ranks)
-    # Private: called by both public functions under the name that they look up, in torch 2.11 and 2.13.
+    # Private: called by both public functions under the name that they look up, in torch 2.11 and
+    # 2.13.
     clip_grad._get_total_norm = part.total_norm(clip_grad._get_total_norm)
     utilities: Any = nn.utils
     utilities.get_total_norm = part.total_norm(utilities.get_total_norm)
@@ -98,7 +102,9 @@ class _Part:
                 norms.append(device_reads.copy(before(others, norm_type, False, foreach).double()))
             total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
             if error_if_nonfinite and not math.isfinite(total):
-                raise RuntimeError(f"The total norm of order {norm_type} for gradients is non-finite")
+                raise RuntimeError(
+                    f"The total norm of order {norm_type} for gradients is non-finite"
+                )
             like = gradients[0] if gradients else torch.zeros(())
             return total.to(like.device, like.dtype)
 
@@ -112,7 +118,11 @@ class _Part:
             return None
         parameters = dict(module.named_parameters())
         asked = {id(gradient) for gradient in gradients}
-        own = {name: {"": p.grad} for name, p in parameters.items() if p.grad is not None and id(p.grad) in asked}
+        own = {
+            name: {"": p.grad}
+            for name, p in parameters.items()
+            if p.grad is not None and id(p.grad) in asked
+        }
         if not own and (gradients or not split.has_stages):
             return None
         here = {id(slots[""]) for slots in own.values()}
@@ -126,7 +136,11 @@ class _Part:
         if split is None or module is None:
             return {}
         gradients = ((parameter, parameter.grad) for parameter in module.parameters())
-        return {id(gradient): split.counts(parameter) for parameter, gradient in gradients if gradient is not None}
+        return {
+            id(gradient): split.counts(parameter)
+            for parameter, gradient in gradients
+            if gradient is not None
+        }
 
     def unscaling(self, before: Callable[..., Any]) -> Callable[..., Any]:
         """Return `GradScaler._unscale_grads_` with flags of overflow that are equal on all ranks."""
@@ -135,7 +149,9 @@ class _Part:
             flags = before(scaler, optimizer, *arguments)
             module = self._module()
             parameters: set[nn.Parameter] = set() if module is None else set(module.parameters())
-            updated = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            updated = (
+                parameter for group in optimizer.param_groups for parameter in group["params"]
+            )
             if not parameters.isdisjoint(updated):
                 for flag in flags.values():
                     flag.copy_(self._ranks.sum(flag.float()).clamp(max=1.0))
@@ -144,7 +160,9 @@ class _Part:
         return unscale
 
 
-def combined(parts: Sequence[torch.Tensor], order: float, ranks: Ranks, copies: int) -> torch.Tensor:
+def combined(
+    parts: Sequence[torch.Tensor], order: float, ranks: Ranks, copies: int
+) -> torch.Tensor:
     """Return the norm of parts of all ranks, as float64 on the host.
 
     Args:
@@ -155,7 +173,9 @@ def combined(parts: Sequence[torch.Tensor], order: float, ranks: Ranks, copies: 
     """
     norms = torch.zeros(1)
     if parts:
-        norms = device_reads.copy(torch.stack([torch.linalg.vector_norm(part.double(), order) for part in parts]))
+        norms = device_reads.copy(
+            torch.stack([torch.linalg.vector_norm(part.double(), order) for part in parts])
+        )
     words = _float_words(torch.linalg.vector_norm(norms.double(), order), ranks)
     every = torch.tensor([word[0] for word in words], dtype=torch.float64)
     if math.isinf(order):

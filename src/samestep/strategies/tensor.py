@@ -1,9 +1,11 @@
 """Tensor parallelism in the calls of a module: divided weights stand in the places of parameters during a call.
 
-Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019).
+Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+Parallelism" (2019).
 
-The code of the module runs unchanged: a divided weight is an operand of `linear`, `embedding` and `addmm`, so that a
-divided call has the operations of a whole one. Its result is a `SlicedTensor`, or a full tensor by the plan.
+The code of the module runs unchanged: a divided weight is an operand of `linear`, `embedding` and
+`addmm`, so that a divided call has the operations of a whole one. Its result is a `SlicedTensor`,
+or a full tensor by the plan.
 
 Decisions: docs/decisions/layouts.md
 """
@@ -93,14 +95,16 @@ def full_shape(local: torch.Tensor, dim: int, slicing: Slicing) -> torch.Size:
 
 
 def _use_error(name: str, place: Place) -> InputError:
-    return divided_error(f"{name} of {place.name}", "a divided parameter is used by its own module alone")
+    return divided_error(
+        f"{name} of {place.name}", "a divided parameter is used by its own module alone"
+    )
 
 
 def _product(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Compute the slices of this rank of a product with a divided weight.
 
-    A full tensor is an operand of every slice, and its gradient is the sum over slices in tree order; so is the result
-    of a `row`.
+    A full tensor is an operand of every slice, and its gradient is the sum over slices in tree
+    order; so is the result of a `row`.
     """
     bias = None
     if func is torch.addmm:  # of a transposed weight
@@ -111,7 +115,9 @@ def _product(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     else:
         inputs, weight, *others = args
 
-    def one(part: torch.Tensor, own: torch.Tensor, own_bias: torch.Tensor | None = None) -> torch.Tensor:
+    def one(
+        part: torch.Tensor, own: torch.Tensor, own_bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if func is not functional.embedding:
             if func is torch.addmm:
                 own = own.t()
@@ -120,11 +126,15 @@ def _product(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return result
 
     if not isinstance(weight, DividedWeight):
-        raise divided_error("a product of divided tensors", "a divided parameter is the weight of its module")
+        raise divided_error(
+            "a product of divided tensors", "a divided parameter is the weight of its module"
+        )
     slicing = weight.slicing
     if weight.place.kind == "row":
         parts = inputs.parts if isinstance(inputs, SlicedTensor) else divide(inputs, slicing)
-        total = add([one(part, own) for part, own in zip(parts, weight.parts(), strict=True)], slicing)
+        total = add(
+            [one(part, own) for part, own in zip(parts, weight.parts(), strict=True)], slicing
+        )
         if bias is None:
             return total
         return total + bias.to(total.dtype)
@@ -141,7 +151,8 @@ def _product(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 class TensorParallel:
     """Division of the matrix products of a module into slices, and of their parameters between ranks, in place.
 
-    All other parameters remain complete and equal on the ranks of the tensor axis, and so do their gradients.
+    All other parameters remain complete and equal on the ranks of the tensor axis, and so do their
+    gradients.
 
     Args:
         module: the module.
@@ -168,7 +179,9 @@ class TensorParallel:
         self.parameters = {self._parameter(place): place for place in self.places}
         for parameter, place in self.parameters.items():
             # Cloned: a view would keep the full tensor in memory.
-            parameter.data = self.local_part(place, parameter.data).clone(memory_format=torch.contiguous_format)
+            parameter.data = self.local_part(place, parameter.data).clone(
+                memory_format=torch.contiguous_format
+            )
 
     def local_part(self, place: Place, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a full parameter, or of its optimizer state, as a view."""

@@ -49,17 +49,25 @@ class Division:
         """Return the full tensor from the local parts of all ranks. A collective."""
         mesh = self._gathering_mesh
         part = local.to(mesh.device_type)
-        full = DTensor.from_local(part, mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
+        full = DTensor.from_local(
+            part, mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
         placements = list(self.placements)
-        for axis in range(len(placements)):  # the reverse of the order of division; torch warns of any other
+        for axis in range(
+            len(placements)
+        ):  # the reverse of the order of division; torch warns of any other
             placements[axis] = Replicate()
             full = full.redistribute(placements=placements)
         return full.to_local().to(self.mesh.device_type)
 
     def local_part(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a full tensor, as a view."""
-        sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
-        return full[tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))]
+        sizes, offsets = compute_local_shape_and_global_offset(
+            self.shape, self.mesh, self.placements
+        )
+        return full[
+            tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
+        ]
 
     def divided(self, full: torch.Tensor, device: torch.device) -> DTensor:
         """Return a full tensor, which every rank has, with its parts on a device; without a graph."""

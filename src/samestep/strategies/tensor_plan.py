@@ -13,7 +13,12 @@ from torch import nn
 from samestep.errors import InputError
 
 # Built-in plans by class of block. Attention receives gathered queries, keys and values.
-_GPT2 = {"attn.c_attn": "column_gathered", "attn.c_proj": "row", "mlp.c_fc": "column", "mlp.c_proj": "row"}
+_GPT2 = {
+    "attn.c_attn": "column_gathered",
+    "attn.c_proj": "row",
+    "mlp.c_fc": "column",
+    "mlp.c_proj": "row",
+}
 _VIT = {"attn.qkv": "column_gathered", "attn.proj": "row", "mlp.fc1": "column", "mlp.fc2": "row"}
 _TOKENS = {"mixed": "column_gathered", "joined": "row", "layers.0": "column", "layers.2": "row"}
 _BERT = {
@@ -43,14 +48,19 @@ def builtin_plan(model: nn.Module) -> dict[str, str]:
         modules = dict(block.named_modules())
         for cls in type(block).__mro__:
             kinds = _PLANS.get(f"{cls.__module__}.{cls.__qualname__}", {})
-            plan |= {f"{name}.{inner}".lstrip("."): kind for inner, kind in kinds.items() if inner in modules}
+            plan |= {
+                f"{name}.{inner}".lstrip("."): kind
+                for inner, kind in kinds.items()
+                if inner in modules
+            }
     return plan
 
 
 def resolve_plan(model: nn.Module, patterns: Mapping[str, str], slices: int) -> dict[str, str]:
     """Return the kind of each divided module, by name, for a number of slices.
 
-    `patterns` are kinds by shell pattern of module names, the last match wins; empty for the built-in plan.
+    `patterns` are kinds by shell pattern of module names, the last match wins; empty for the
+    built-in plan.
 
     Raises:
         InputError: there is no plan, or the plan does not fit.
@@ -68,7 +78,9 @@ def _match(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
     for pattern, kind in patterns.items():
         if kind not in _KINDS:
             raise plan_error(
-                f"step.tensor_plan: {pattern!r} is {kind!r}", f"one of {', '.join(_KINDS)}", "use one of these kinds"
+                f"step.tensor_plan: {pattern!r} is {kind!r}",
+                f"one of {', '.join(_KINDS)}",
+                "use one of these kinds",
             )
         matches = [name for name in _candidates(model, kind) if fnmatchcase(name, pattern)]
         if not matches:
@@ -82,19 +94,26 @@ def _candidates(model: nn.Module, kind: str = "column") -> list[str]:
     # nn.MultiheadAttention reads the weights of its children and does not call them.
     attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     uncalled = {child for module in attentions for child in module.modules()}
-    modules = {name: module for name, module in model.named_modules() if name and module not in uncalled}
+    modules = {
+        name: module for name, module in model.named_modules() if name and module not in uncalled
+    }
     return [name for name, module in modules.items() if _is_divisible(module, kind)]
 
 
 def _is_divisible(module: nn.Module, kind: str) -> bool:
     """Return whether a module has the forward of a known class, with a weight that can be divided.
 
-    A weight of `parametrize` is computed and cannot; an embedding with `max_norm` uses complete rows.
+    A weight of `parametrize` is computed and cannot; an embedding with `max_norm` uses complete
+    rows.
     """
     classes: list[type[nn.Module]] = [nn.Linear] if kind == "row" else [nn.Linear, nn.Embedding]
     # The linear layer of GPT-2 in transformers, which has a transposed weight.
-    classes += [cls for cls in type(module).__mro__ if cls.__name__ == "Conv1D" and hasattr(module, "nf")]
-    is_known = any(isinstance(module, cls) and type(module).forward is cls.forward for cls in classes)
+    classes += [
+        cls for cls in type(module).__mro__ if cls.__name__ == "Conv1D" and hasattr(module, "nf")
+    ]
+    is_known = any(
+        isinstance(module, cls) and type(module).forward is cls.forward for cls in classes
+    )
     has_weight = "weight" in dict(module.named_parameters(recurse=False))
     return is_known and has_weight and getattr(module, "max_norm", None) is None
 
@@ -120,7 +139,9 @@ def _no_match(model: nn.Module, pattern: str, kind: str) -> InputError:
 
 def _missing_plan(model: nn.Module, slices: int) -> InputError:
     names = _candidates(model)
-    examples = ", ".join(f'"{name}": column_gathered' for name in names[:3]) or '"*": column_gathered'
+    examples = (
+        ", ".join(f'"{name}": column_gathered' for name in names[:3]) or '"*": column_gathered'
+    )
     return plan_error(
         f"{slices} slices of a {type(model).__name__}, which has no built-in plan",
         expected="step.tensor_plan gives the kind of division by module name: column_gathered for any layer, column "
@@ -150,7 +171,9 @@ def _require_even_sizes(model: nn.Module, plan: Mapping[str, str], slices: int) 
         module = model.get_submodule(name)
         sizes[name] = module.get_parameter("weight").shape[divided_dims(module, kind)["weight"]]
     common = math.gcd(*sizes.values())
-    fits = [str(number) for number in range(2, min(common, _MAX_SUGGESTED) + 1) if common % number == 0]
+    fits = [
+        str(number) for number in range(2, min(common, _MAX_SUGGESTED) + 1) if common % number == 0
+    ]
     fix = "no size divides all modules of the plan: remove some from step.tensor_plan"
     if fits:
         fix = f"--set step.tensor_slices={fits[-1]} (possible: {', '.join(fits)})"

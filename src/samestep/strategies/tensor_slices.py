@@ -1,10 +1,13 @@
 """Slices of divided matrix products: their sums in one binary tree, and tensors that consist of slices.
 
-The number of slices belongs to the mathematics. The ranks of a tensor axis own consecutive slices, each computes its
-own with the shapes and strides of one process, and sums over slices have the operands of one process: results do not
+The number of slices belongs to the mathematics. The ranks of a tensor axis own consecutive slices,
+each computes its
+own with the shapes and strides of one process, and sums over slices have the operands of one
+    process: results do not
 depend on the number of ranks.
 
-Kernels compute the last elements of a tensor in another way than the others, so that an elementwise function has equal
+Kernels compute the last elements of a tensor in another way than the others, so that an elementwise
+function has equal
 bits only for equal shapes: functions of a divided tensor are applied to each slice.
 
 Decisions: docs/decisions/layouts.md
@@ -75,7 +78,9 @@ class Slicing:
         world = self._world
         if world.size == 1:
             return local
-        parts_of_ranks = [local if rank == world.rank else torch.empty_like(local) for rank in range(world.size)]
+        parts_of_ranks = [
+            local if rank == world.rank else torch.empty_like(local) for rank in range(world.size)
+        ]
         peers = [(world.rank + offset) % world.size for offset in range(1, world.size)]
         sent = [(local, peer) for peer in peers]
         received = [(parts_of_ranks[peer], peer) for peer in peers]
@@ -84,7 +89,9 @@ class Slicing:
 
     def add(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum of the values of all slices in tree order, from this rank's. A collective."""
-        values = {(number, number + 1): part for number, part in zip(self.owned, parts, strict=True)}
+        values = {
+            (number, number + 1): part for number, part in zip(self.owned, parts, strict=True)
+        }
         sums: dict[tuple[int, int], torch.Tensor] = {}
         for node in self._tree.cover(self._world.rank, self._world.shares):
             sums |= self._tree.merge(node, values, torch.add)
@@ -92,7 +99,10 @@ class Slicing:
         if self._world.size == 1:
             return subtree_sums[0]
         # Cloned: the collective adds in place, and a value of one slice belongs to the caller.
-        flat = [total.flatten().clone() if total is parts[0] else total.view(-1) for total in subtree_sums]
+        flat = [
+            total.flatten().clone() if total is parts[0] else total.view(-1)
+            for total in subtree_sums
+        ]
         return tree_all_reduce(self._world, self._tree, flat).view(parts[0].shape)
 
 
@@ -116,44 +126,63 @@ def spread(tensor: torch.Tensor, slicing: Slicing) -> Parts:
 
 def add(parts: Parts, slicing: Slicing) -> torch.Tensor:
     """Return the sum of the values of all slices, on every rank."""
-    return crossing(parts, lambda *own: [slicing.add(own)], lambda gradient: spread(gradient, slicing))[0]
+    return crossing(
+        parts, lambda *own: [slicing.add(own)], lambda gradient: spread(gradient, slicing)
+    )[0]
 
 
 def divide(tensor: torch.Tensor, slicing: Slicing) -> Parts:
     """Return this rank's slices of a full tensor along its last dimension; gradients of all slices are joined."""
-    return crossing([tensor], lambda full: slicing.divide(full, -1), lambda *gradients: [join(gradients, slicing)])
+    return crossing(
+        [tensor],
+        lambda full: slicing.divide(full, -1),
+        lambda *gradients: [join(gradients, slicing)],
+    )
 
 
 def join(parts: Parts, slicing: Slicing) -> torch.Tensor:
     """Return the full tensor from the slices of all ranks along its last dimension, on every rank."""
-    return crossing(parts, lambda *own: [slicing.join(own, -1)], lambda gradient: divide(gradient, slicing))[0]
+    return crossing(
+        parts, lambda *own: [slicing.join(own, -1)], lambda gradient: divide(gradient, slicing)
+    )[0]
 
 
-_EXPECTED = "the divided result of a `column` module passes through elementwise functions to a `row` module"
+_EXPECTED = (
+    "the divided result of a `column` module passes through elementwise functions to a `row` module"
+)
 divided_error = partial(
     InputError,
     fix="set step.tensor_plan: column_gathered for the modules before the operation",
     code="E_STRATEGY",
 )
 
-# Functions of an element and numbers, and conversions. Each name is looked up in torch, torch.Tensor and functional,
-# with and without a trailing underscore.
+# Functions of an element and numbers, and conversions. Each name is looked up in torch,
+# torch.Tensor and functional, with and without a trailing underscore.
 _NAMES = (
     "abs add celu clamp clamp_max clamp_min clip clone contiguous cos cosh detach div divide elu erf erfc exp expm1 "
     "float bfloat16 half double gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log log1p log_sigmoid "
     "logsigmoid mish mul multiply neg negative pow reciprocal relu relu6 rsqrt selu sigmoid sign silu sin sinh "
     "softplus softshrink softsign sqrt square sub subtract tan tanh tanhshrink threshold to true_divide"
 )
-_OF_SHAPE = {getattr(torch.Tensor, name) for name in ("size", "dim", "ndimension", "numel", "stride", "__len__")}
+_OF_SHAPE = {
+    getattr(torch.Tensor, name)
+    for name in ("size", "dim", "ndimension", "numel", "stride", "__len__")
+}
 _VIEWS = (torch.Tensor.view, torch.Tensor.reshape)
 _ARITHMETIC = "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv pow rpow neg abs"
 # Methods that function modes see in place of an operator.
-_METHODS = {"add": "add", "radd": "add", "mul": "mul", "rmul": "mul", "sub": "sub", "truediv": "div"} | {
-    f"i{name}": f"{method}_" for name, method in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "div"))
+_METHODS = {
+    "add": "add",
+    "radd": "add",
+    "mul": "mul",
+    "rmul": "mul",
+    "sub": "sub",
+    "truediv": "div",
+} | {
+    f"i{name}": f"{method}_"
+    for name, method in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "div"))
 }
-_OTHER_OPERATORS = (
-    "eq ne lt le gt ge and or xor invert matmul rmatmul mod floordiv getitem setitem bool float int iter len"
-)
+_OTHER_OPERATORS = "eq ne lt le gt ge and or xor invert matmul rmatmul mod floordiv getitem setitem bool float int iter len"
 _ELEMENTWISE: set[Any] = {
     getattr(place, name + suffix)
     for place in (torch, torch.Tensor, functional)
@@ -167,7 +196,8 @@ _ELEMENTWISE: set[Any] = {
 class SlicedTensor:
     """The slices of this rank of a tensor that is divided along its last dimension.
 
-    An operand of torch's functions, but no `torch.Tensor`: libraries handle it as a container of its slices.
+    An operand of torch's functions, but no `torch.Tensor`: libraries handle it as a container of
+    its slices.
 
     Attributes:
         parts: slices of this rank, each on the graph of autograd.
@@ -203,7 +233,9 @@ class SlicedTensor:
         return len(self.shape)
 
     def __repr__(self) -> str:
-        return f"SlicedTensor({tuple(self.shape)}, {len(self.parts)} of {self.slicing.count} slices)"
+        return (
+            f"SlicedTensor({tuple(self.shape)}, {len(self.parts)} of {self.slicing.count} slices)"
+        )
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(torch.Tensor, name)
@@ -262,7 +294,9 @@ def _call(func: Any, *args: Any, **kwargs: Any) -> Any:
     if func is functional.dropout:
         return _dropout(*args, **kwargs)
     if func in _OF_SHAPE:
-        return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
+        return func(
+            torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs
+        )
     if func is torch.empty_like:
         return torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
     if func in _VIEWS:
@@ -278,12 +312,16 @@ def _view(tensor: SlicedTensor, *sizes: Any) -> SlicedTensor:
     wanted = sizes if isinstance(sizes[0], int) else sizes[0]
     shape = torch.empty(tensor.shape, device="meta").reshape(*wanted).shape
     if shape[-1] != tensor.shape[-1]:
-        raise divided_error(f"a divided tensor {tuple(tensor.shape)} is viewed as {tuple(shape)}", _EXPECTED)
+        raise divided_error(
+            f"a divided tensor {tuple(tensor.shape)} is viewed as {tuple(shape)}", _EXPECTED
+        )
     parts = tuple(part.reshape(*shape[:-1], part.shape[-1]) for part in tensor.parts)
     return SlicedTensor(parts, tensor.slicing)
 
 
-def _elementwise(func: Callable[..., torch.Tensor], name: str, args: Any, kwargs: Any) -> SlicedTensor:
+def _elementwise(
+    func: Callable[..., torch.Tensor], name: str, args: Any, kwargs: Any
+) -> SlicedTensor:
     values = [*args, *kwargs.values()]
     sliced = [value for value in values if isinstance(value, SlicedTensor)]
     first = sliced[0]
@@ -300,12 +338,15 @@ def _elementwise(func: Callable[..., torch.Tensor], name: str, args: Any, kwargs
     positional = list(zip(*map(parts_of, args), strict=True))
     named = {key: parts_of(value) for key, value in kwargs.items()}
     results = tuple(
-        func(*positional[i], **{key: parts[i] for key, parts in named.items()}) for i in range(len(first.parts))
+        func(*positional[i], **{key: parts[i] for key, parts in named.items()})
+        for i in range(len(first.parts))
     )
     return SlicedTensor(results, first.slicing)
 
 
-def _dropout(input: SlicedTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> SlicedTensor:
+def _dropout(
+    input: SlicedTensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> SlicedTensor:
     if not training or p == 0:
         return input
     mask = functional.dropout(torch.ones(input.shape, dtype=input.dtype, device=input.device), p)

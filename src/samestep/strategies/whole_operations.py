@@ -1,8 +1,9 @@
 """Operations on divided parameters outside of calls, as the script's penalties, norms and optimizers have them.
 
-A sum of a divided tensor is, for torch, a part of the sum on each rank: `.item()` would return the part, and the order
-of the additions would depend on the number of ranks. Random numbers would be drawn once more on each rank. Here such
-operations compute with gathered tensors, on every rank the same, and results that are numbers are complete.
+A sum of a divided tensor is, for torch, a part of the sum on each rank: `.item()` would return the
+part, and the order of the additions would depend on the number of ranks. Random numbers would be
+drawn once more on each rank. Here such operations compute with gathered tensors, on every rank the
+same, and results that are numbers are complete.
 
 Private: the dispatcher of DTensors of torch 2.11 and 2.13.
 """
@@ -19,20 +20,75 @@ from torch.utils._pytree import tree_leaves, tree_map
 from samestep.errors import RunError
 from samestep.strategies.tensor_division import Division
 
-# Element by element, with the same rounding in vectors and outside of them; of float32 and float64 only.
+# Element by element, with the same rounding in vectors and outside of them; of float32 and float64
+# only.
 _ARITHMETIC = frozenset(
     {
-        *("abs", "add", "addcdiv", "addcmul", "clamp", "clamp_max", "clamp_min", "div", "eq", "ge", "gt"),
-        *("isfinite", "isnan", "le", "lerp", "logical_and", "logical_not", "lt", "maximum", "minimum", "mul", "ne"),
+        *(
+            "abs",
+            "add",
+            "addcdiv",
+            "addcmul",
+            "clamp",
+            "clamp_max",
+            "clamp_min",
+            "div",
+            "eq",
+            "ge",
+            "gt",
+        ),
+        *(
+            "isfinite",
+            "isnan",
+            "le",
+            "lerp",
+            "logical_and",
+            "logical_not",
+            "lt",
+            "maximum",
+            "minimum",
+            "mul",
+            "ne",
+        ),
         *("neg", "reciprocal", "sgn", "sign", "sqrt", "sub", "where"),
     }
 )
 # Copies and views, of all types.
 _MOVES = frozenset(
     {
-        *("_local_scalar_dense", "_to_copy", "alias", "clone", "copy", "detach", "empty_like", "equal", "expand"),
-        *("fill", "full_like", "is_same_size", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like"),
-        *("permute", "select", "slice", "split", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view"),
+        *(
+            "_local_scalar_dense",
+            "_to_copy",
+            "alias",
+            "clone",
+            "copy",
+            "detach",
+            "empty_like",
+            "equal",
+            "expand",
+        ),
+        *(
+            "fill",
+            "full_like",
+            "is_same_size",
+            "new_empty",
+            "new_full",
+            "new_ones",
+            "new_zeros",
+            "ones_like",
+        ),
+        *(
+            "permute",
+            "select",
+            "slice",
+            "split",
+            "squeeze",
+            "t",
+            "transpose",
+            "unbind",
+            "unsqueeze",
+            "view",
+        ),
         *("zero", "zeros_like"),
     }
 )
@@ -47,14 +103,20 @@ def compute_whole(*, is_exact: bool) -> None:
         is_exact: bits must not depend on the number of ranks.
     """
     dispatcher: Any = DTensor._op_dispatcher
-    dispatcher._allow_implicit_replication = True  # outside of calls every plain tensor is replicated
+    dispatcher._allow_implicit_replication = (
+        True  # outside of calls every plain tensor is replicated
+    )
     dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
-    dispatcher._custom_op_handlers[torch.ops.aten.equal.default] = _whole  # torch uses its default group
+    dispatcher._custom_op_handlers[torch.ops.aten.equal.default] = (
+        _whole  # torch uses its default group
+    )
     before = dispatcher._propagate_op_sharding_dispatch_slow_path
     if isinstance(before, _Propagation):
         is_exact |= before.is_exact
         before = before.before
-    dispatcher._propagate_op_sharding_dispatch_slow_path = _Propagation(before, dispatcher._random_ops, is_exact)
+    dispatcher._propagate_op_sharding_dispatch_slow_path = _Propagation(
+        before, dispatcher._random_ops, is_exact
+    )
     debug._clear_sharding_prop_cache()
     divided: Any = DTensor
     divided.data = property(_data.__get__, _assign)
@@ -71,9 +133,15 @@ class _Propagation:
 
     def __call__(self, operation: Any, arguments: Any, options: Any, *others: Any) -> Any:
         """Return the result of an operation with gathered tensors, or what torch decides."""
-        is_whole = not _has_equal_parts(operation, arguments) if self.is_exact else operation in self._random
+        is_whole = (
+            not _has_equal_parts(operation, arguments)
+            if self.is_exact
+            else operation in self._random
+        )
         if not all(isinstance(one, DTensor) for one in _written(operation, arguments, options)):
-            return _whole(operation, arguments, options)  # into a plain tensor, as that of a moving average
+            return _whole(
+                operation, arguments, options
+            )  # into a plain tensor, as that of a moving average
         if is_whole and any(map(_is_divided, tree_leaves((arguments, options)))):
             return _whole(operation, arguments, options)
         try:
@@ -91,7 +159,8 @@ def _has_equal_parts(operation: Any, arguments: Any) -> bool:
         return True
     tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
     return name in _ARITHMETIC and all(
-        one.dtype in _ROUNDED or not (one.is_floating_point() or one.is_complex()) for one in tensors
+        one.dtype in _ROUNDED or not (one.is_floating_point() or one.is_complex())
+        for one in tensors
     )
 
 
@@ -120,7 +189,9 @@ def _format(tensor: DTensor, spec: str) -> str:
 
 
 def _is_divided(value: Any) -> bool:
-    return isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements)
+    return isinstance(value, DTensor) and not all(
+        placement.is_replicate() for placement in value.placements
+    )
 
 
 def _number(operation: Any, arguments: Any, options: Any) -> Any:
@@ -136,7 +207,9 @@ def _full(value: Any) -> Any:
         if full.stride() == value.stride():
             return full
         # Products of matrices have other bits for another order of elements in memory.
-        return torch.empty_strided(full.shape, value.stride(), dtype=full.dtype, device=full.device).copy_(full)
+        return torch.empty_strided(
+            full.shape, value.stride(), dtype=full.dtype, device=full.device
+        ).copy_(full)
 
 
 def _whole(operation: Any, arguments: Any, options: Any) -> Any:

@@ -18,7 +18,8 @@ from samestep.tools.timing import Spread, Timing, run_trial
 from samestep.units import plural
 
 SINGLE = "one device"
-# Variants that `--ways` selects. The baseline, one device, and the layouts of `--layout` always belong to a comparison.
+# Variants that `--ways` selects. The baseline, one device, and the layouts of `--layout` always
+# belong to a comparison.
 WAYS = ("ddp", "dp", "accumulate", "bf16", "exact", "local_bn", "compression")
 DEVICES = (1, 2, 4)
 ACCUMULATE = (4,)  # parts of a batch, by default
@@ -80,7 +81,9 @@ def contenders(
             if way is not None and way not in selected:
                 continue
             if available is not None and number > available:
-                absent.append(Absent(name, number, f"this machine has {plural(available, 'device')}"))
+                absent.append(
+                    Absent(name, number, f"this machine has {plural(available, 'device')}")
+                )
                 continue
             try:
                 step = replace(recipe.step, **changes.pop("step", {}))
@@ -123,7 +126,11 @@ def _variants(
         yield "compression", "ddp, bf16 compression", {**plain, "strategy": compressed}
         for strategy in strategies:
             sizes = ", ".join(f"{axis} {size}" for axis, size in strategy.mesh.sizes.items())
-            yield None, f"{strategy.name} ({sizes})" if sizes else strategy.name, {**plain, "strategy": strategy}
+            yield (
+                None,
+                f"{strategy.name} ({sizes})" if sizes else strategy.name,
+                {**plain, "strategy": strategy},
+            )
 
 
 @dataclass(frozen=True)
@@ -131,7 +138,9 @@ class Trained:
     """Result of the training of a variant."""
 
     evaluation: dict[str, float]  # the loss and the metrics of the recipe
-    held: int  # bytes of parameters, gradients, buffers and optimizer state; the largest of all ranks
+    held: (
+        int  # bytes of parameters, gradients, buffers and optimizer state; the largest of all ranks
+    )
     peak: int | None  # peak GPU memory in bytes, the largest of all ranks; None on a CPU
     samples_in_epoch: int
 
@@ -157,7 +166,9 @@ class Plan:
 
     def run(self, function: str, *arguments: Any, processes: int) -> Any:
         """Run a function of `samestep.tools.trials` on all ranks."""
-        return run_trial(_TRIALS, function, *arguments, self.options, processes=processes, preload=self.preload)
+        return run_trial(
+            _TRIALS, function, *arguments, self.options, processes=processes, preload=self.preload
+        )
 
 
 def compare(
@@ -169,8 +180,9 @@ def compare(
 ) -> dict[str, Any]:
     """Train each variant once, then time all of them in turn; return the results as plain data.
 
-    Every round contains all variants, those with equally many ranks in the same processes: a machine that becomes
-    slower affects all variants alike. A request to stop ends the comparison with the results so far.
+    Every round contains all variants, those with equally many ranks in the same processes: a
+    machine that becomes slower affects all variants alike. A request to stop ends the comparison
+    with the results so far.
 
     Args:
         contenders: variants; the first is the baseline.
@@ -197,7 +209,9 @@ def compare(
             devices = plural(contender.devices, "device")
             report(f"training {contender.name} on {devices} ({number} of {len(contenders)})")
             try:
-                trained = plan.run("train_contender", contender, plan.epochs, processes=contender.processes)
+                trained = plan.run(
+                    "train_contender", contender, plan.epochs, processes=contender.processes
+                )
             except RankError as error:
                 if not rows:
                     raise
@@ -218,8 +232,12 @@ def compare(
 
 def _time_round(rows: Sequence[Row], plan: Plan, *, is_reversed: bool) -> None:
     for processes in sorted({row.contender.processes for row in rows}, reverse=is_reversed):
-        group = [row for row in rows if row.contender.processes == processes][:: -1 if is_reversed else 1]
-        timings = plan.run("time_contenders", [row.contender for row in group], plan.steps, processes=processes)
+        group = [row for row in rows if row.contender.processes == processes][
+            :: -1 if is_reversed else 1
+        ]
+        timings = plan.run(
+            "time_contenders", [row.contender for row in group], plan.steps, processes=processes
+        )
         for row, timing in zip(group, timings, strict=True):
             row.rounds.append(timing)
 
@@ -243,7 +261,9 @@ def _row_data(row: Row, baseline: Row, rounds: int) -> dict[str, Any]:
         "devices": contender.devices,
         "processes": contender.processes,
         "microbatches": contender.recipe.microbatches,
-        **dict.fromkeys(("samples_per_second", "speed_up", "efficiency", "epoch_seconds", "data_share")),
+        **dict.fromkeys(
+            ("samples_per_second", "speed_up", "efficiency", "epoch_seconds", "data_share")
+        ),
         "memory_held_bytes": trained.held,
         "memory_peak_bytes": trained.peak,
         "evaluation": trained.evaluation,
@@ -277,7 +297,9 @@ def show(data: dict[str, Any]) -> None:
     Console(width=max(console.width, width)).print(shown)
     rounds = len(data["ways"][0]["rounds"])
     metric = first_metric(data["ways"])
-    print(f"\nspeed-up    relative to one device in the same round: median of {rounds} ± half the interquartile range")
+    print(
+        f"\nspeed-up    relative to one device in the same round: median of {rounds} ± half the interquartile range"
+    )
     if not data["complete"]:
         print("stopped     before the end: these are the results so far")
     if metric is not None:
@@ -289,7 +311,9 @@ def show(data: dict[str, Any]) -> None:
 def first_metric(ways: Sequence[dict[str, Any]]) -> str | None:
     """Return the first metric of the recipe, or `loss` without metrics; None without evaluation."""
     values = ways[0]["evaluation"]
-    names = (name for name in values if name not in ("loss", "samples") and not name.startswith("loss_"))
+    names = (
+        name for name in values if name not in ("loss", "samples") and not name.startswith("loss_")
+    )
     return next(names, "loss" if values else None)
 
 
@@ -300,7 +324,11 @@ def table(ways: Sequence[dict[str, Any]]) -> Table:
     shown = Table(box=None, pad_edge=False, header_style="bold")
     last = None
     for way in ways:
-        memory = way["memory_held_bytes"] if way["memory_peak_bytes"] is None else way["memory_peak_bytes"]
+        memory = (
+            way["memory_held_bytes"]
+            if way["memory_peak_bytes"] is None
+            else way["memory_peak_bytes"]
+        )
         cells = {
             "devices": str(way["devices"]) if way["devices"] != last else "",
             "variant": way["name"],
@@ -312,7 +340,11 @@ def table(ways: Sequence[dict[str, Any]]) -> Table:
             cells[metric] = format_metric(metric, way["evaluation"][metric])
         if not shown.columns:
             for name in cells:
-                shown.add_column(name, justify="left" if name == "variant" else "right", no_wrap=name != "devices")
+                shown.add_column(
+                    name,
+                    justify="left" if name == "variant" else "right",
+                    no_wrap=name != "devices",
+                )
         shown.add_row(*cells.values())
         last = way["devices"]
     return shown
@@ -333,7 +365,11 @@ def _speed_cells(way: dict[str, Any]) -> dict[str, str]:
 
 
 def compare_workers(
-    recipe: Recipe, counts: Sequence[int], devices: Sequence[int], plan: Plan, report: Callable[[str], None]
+    recipe: Recipe,
+    counts: Sequence[int],
+    devices: Sequence[int],
+    plan: Plan,
+    report: Callable[[str], None],
 ) -> dict[str, Any]:
     """Time the recipe with each number of loader processes on each number of devices; return plain data.
 
@@ -359,10 +395,17 @@ def compare_workers(
     return {"steps": plan.steps, "workers": rows, "fastest": fastest}
 
 
-def _row(devices: int, count: int, position: int, rounds: Sequence[Sequence[Timing]]) -> dict[str, Any]:
+def _row(
+    devices: int, count: int, position: int, rounds: Sequence[Sequence[Timing]]
+) -> dict[str, Any]:
     timings = [timings[position] for timings in rounds]
     speeds = speeds_of(timings, [timings[0] for timings in rounds])
-    return {"devices": devices, "workers": count, **speeds, "rounds": [asdict(timing) for timing in timings]}
+    return {
+        "devices": devices,
+        "workers": count,
+        **speeds,
+        "rounds": [asdict(timing) for timing in timings],
+    }
 
 
 def _fewest_of_fastest(rows: Sequence[dict[str, Any]]) -> int:

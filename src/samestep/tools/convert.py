@@ -45,7 +45,11 @@ class Family(NamedTuple):
 def _read_family(fields: dict[str, Any]) -> Family:
     defaults = fields.pop("defaults", {})
     without = fields.pop("without", ())
-    entries = {name: entry for name, entry in (_TABLE["keys"] | fields.pop("keys", {})).items() if name not in without}
+    entries = {
+        name: entry
+        for name, entry in (_TABLE["keys"] | fields.pop("keys", {})).items()
+        if name not in without
+    }
     keys = {name: Key(**entry) for name, entry in entries.items()}
     keys |= {name: keys[name]._replace(default=default) for name, default in defaults.items()}
     return Family(**{"required": {}, "keys": keys, **fields})
@@ -92,20 +96,30 @@ def convert_recipe(file: Path, devices: int | None) -> ConvertedRecipe:
     """
     raw = dict(_leaves(read_yaml(file)))
     if any(raw.pop("BASE", None) or ()):
-        raise _refused(f"{file} includes other files by BASE", "all keys in one file", "copy the keys into the file")
+        raise _refused(
+            f"{file} includes other files by BASE",
+            "all keys in one file",
+            "copy the keys into the file",
+        )
     kind = str(raw.get("MODEL.TYPE", "ViT"))
     name = str(raw.get("MODEL.NAME", "")).lower()
     if kind.lower() not in FAMILIES or "distilled" in name:
         families = f"{', '.join(FAMILIES)}, without distillation"
-        raise _refused(f"{file}: MODEL.TYPE is {kind}, MODEL.NAME is {name}", families, "write a recipe")
+        raise _refused(
+            f"{file}: MODEL.TYPE is {kind}, MODEL.NAME is {name}", families, "write a recipe"
+        )
     family = FAMILIES[kind.lower()]
     known = [*family.keys, *family.old_names]
     for key in raw:
         if key not in known:
             meant = suggest(key, known)
-            fix = "remove the key if it has no effect" if meant is None else f"did you mean {meant}?"
+            fix = (
+                "remove the key if it has no effect" if meant is None else f"did you mean {meant}?"
+            )
             expected = "keys of config.py in the family's folder; other models are not supported"
-            raise _refused(f"{file}: {key} is not a key of the model's family in PaddleViT", expected, fix)
+            raise _refused(
+                f"{file}: {key} is not a key of the model's family in PaddleViT", expected, fix
+            )
     renamed = {family.old_names.get(key, key): value for key, value in raw.items()}
     _require_types(file, renamed, family)
     values = {name: key.default for name, key in family.keys.items()} | renamed
@@ -125,7 +139,9 @@ def convert_recipe(file: Path, devices: int | None) -> ConvertedRecipe:
     return ConvertedRecipe(recipe, tuple(_converted_keys(raw, settings, family)))
 
 
-def _refused(problem: str, expected: str, fix: str = "change the value, or write a new recipe") -> RecipeError:
+def _refused(
+    problem: str, expected: str, fix: str = "change the value, or write a new recipe"
+) -> RecipeError:
     return RecipeError(problem, expected, fix, code="E_UNREADABLE")
 
 
@@ -147,8 +163,14 @@ def _require_types(file: Path, values: Values, family: Family) -> None:
         is_unset = value is None and (key.default is None or name == "TRAIN.GRAD_CLIP")
         if kind is None or is_unset:
             continue
-        if not isinstance(value, _COMPATIBLE.get(kind, kind)) or (isinstance(value, bool) and kind is not bool):
-            raise _refused(f"{file}: {name} is {value!r}", f"{kind.__name__}, as in config.py", "correct the file")
+        if not isinstance(value, _COMPATIBLE.get(kind, kind)) or (
+            isinstance(value, bool) and kind is not bool
+        ):
+            raise _refused(
+                f"{file}: {name} is {value!r}",
+                f"{kind.__name__}, as in config.py",
+                "correct the file",
+            )
 
 
 def _require_convertible(file: Path, values: Values, family: Family) -> None:
@@ -163,11 +185,20 @@ def _require_convertible(file: Path, values: Values, family: Family) -> None:
     rules = {
         "DATA.IMAGE_CHANNELS": (values["DATA.IMAGE_CHANNELS"] == 3, "3 channels"),
         "MODEL.ATTN_HEAD_SIZE": (is_head_size, "MODEL.EMBED_DIM / MODEL.NUM_HEADS, or none"),
-        "TRAIN.LR_SCHEDULER.NAME": (schedule in ("warmupcosine", "cosine"), "warmupcosine or cosine"),
+        "TRAIN.LR_SCHEDULER.NAME": (
+            schedule in ("warmupcosine", "cosine"),
+            "warmupcosine or cosine",
+        ),
         "TRAIN.OPTIMIZER.NAME": (optimizer in ("AdamW", "SGD"), "AdamW or SGD"),
         "TRAIN.BASE_LR": (rate > 0, "above 0"),
-        "TRAIN.END_LR": (0 <= values["TRAIN.END_LR"] <= rate, f"between 0 and TRAIN.BASE_LR, {rate}"),
-        "TRAIN.MODEL_EMA_DECAY": (not values["TRAIN.MODEL_EMA"] or decay is not None, "a number with TRAIN.MODEL_EMA"),
+        "TRAIN.END_LR": (
+            0 <= values["TRAIN.END_LR"] <= rate,
+            f"between 0 and TRAIN.BASE_LR, {rate}",
+        ),
+        "TRAIN.MODEL_EMA_DECAY": (
+            not values["TRAIN.MODEL_EMA"] or decay is not None,
+            "a number with TRAIN.MODEL_EMA",
+        ),
         **{key: (values[key] == value, str(value)) for key, value in family.required.items()},
     }
     for key, (is_valid, expected) in rules.items():
@@ -178,7 +209,9 @@ def _require_convertible(file: Path, values: Values, family: Family) -> None:
 def _settings(values: Values, devices: int, family: Family) -> dict[str, Any]:
     """Return the values of recipe keys: those that one key sets, and those that depend on several."""
     keys = family.keys.items()
-    flat = {target: values[name] for name, key in keys for target in key.to if values[name] is not None}
+    flat = {
+        target: values[name] for name, key in keys for target in key.to if values[name] is not None
+    }
     batch_size = values["DATA.BATCH_SIZE"] * values["TRAIN.ACCUM_ITER"] * devices
     flat |= {
         "data.name": "images",
@@ -201,18 +234,25 @@ def _settings(values: Values, devices: int, family: Family) -> dict[str, Any]:
         root = Path(values["DATA.DATA_PATH"])
         has_lists = (root / "train_list.txt").is_file()
         train, validation = ("train_list.txt", "val_list.txt") if has_lists else ("train", "val")
-        flat |= {"data.options.path": str(root / train), "data.options.evaluation_path": str(root / validation)}
+        flat |= {
+            "data.options.path": str(root / train),
+            "data.options.evaluation_path": str(root / validation),
+        }
         flat["data.name"] = "image_list" if has_lists else "images"
     if values["MODEL.MLP_DIM"] is not None:
         flat["model.options.mlp_ratio"] = values["MODEL.MLP_DIM"] / values["MODEL.EMBED_DIM"]
     if values["MODEL.PRETRAINED"] is not None:
-        flat["model.pretrained"] = f"{values['MODEL.PRETRAINED'].removesuffix('.pdparams')}.pdparams"
+        flat["model.pretrained"] = (
+            f"{values['MODEL.PRETRAINED'].removesuffix('.pdparams')}.pdparams"
+        )
     if values["TRAIN.LINEAR_SCALED_LR"] is not None:
         flat["learning_rate.rule"] = "linear"
     unused = {"ema"} if values["TRAIN.MODEL_EMA"] else {"ema", "ema.decay"}
     unused |= {"schedule.warmup_epochs"} if values["TRAIN.LR_SCHEDULER.NAME"] == "cosine" else set()
     is_sgd = flat["optimizer.name"] == "sgd"
-    unused |= {f"optimizer.options.{name}" for name in (("betas", "eps") if is_sgd else ("momentum",))}
+    unused |= {
+        f"optimizer.options.{name}" for name in (("betas", "eps") if is_sgd else ("momentum",))
+    }
     return {target: value for target, value in flat.items() if target not in unused}
 
 
@@ -231,11 +271,19 @@ def _converted_keys(raw: Values, settings: Values, family: Family) -> Iterator[C
     """Yield every key of the file, then every default that sets something or would augment images."""
     keys = family.keys
     is_set = {parent for target in settings for parent in (target, target.rpartition(".")[0])}
-    targets = {name: tuple(target for target in key.to if target in is_set) for name, key in keys.items()}
+    targets = {
+        name: tuple(target for target in key.to if target in is_set) for name, key in keys.items()
+    }
     for old, value in raw.items():
         name = family.old_names.get(old, old)
-        yield ConvertedKey(old, value, False, targets[name], keys[name].reason or "no effect with the other keys")
+        yield ConvertedKey(
+            old, value, False, targets[name], keys[name].reason or "no effect with the other keys"
+        )
     present = {family.old_names.get(key, key) for key in raw}
     for name, key in keys.items():
-        if name not in present and key.default is not None and (targets[name] or key.reason == AUGMENT):
+        if (
+            name not in present
+            and key.default is not None
+            and (targets[name] or key.reason == AUGMENT)
+        ):
             yield ConvertedKey(name, key.default, True, targets[name], key.reason)

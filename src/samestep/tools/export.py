@@ -30,7 +30,8 @@ def export(
     """Write the model of a checkpoint to `out`, as `safetensors`, or as `torch` or `onnx` with an example input `like`.
 
     Returns:
-        Largest difference of outputs of model and file, relative to the largest output; None for weights.
+        Largest difference of outputs of model and file, relative to the largest output; None for
+        weights.
 
     Raises:
         InputError: the model does not support this format, or the file cannot be written.
@@ -40,14 +41,20 @@ def export(
         model = trained_model(recipe, info, checkpoint)
         inputs = None
         if like is not None:
-            inputs = map_tensors(build_task(recipe, info).read(like), lambda tensor: torch.stack([tensor] * _ROWS))
+            inputs = map_tensors(
+                build_task(recipe, info).read(like), lambda tensor: torch.stack([tensor] * _ROWS)
+            )
         try:
             program = _write(kind, model, inputs, out)
         except Exception as error:  # exporters raise many types
             message = (str(error).strip() or type(error).__name__).splitlines()[0]
-            expected = "a forward that the exporter can trace, samestep[zoo] for onnx, and free space"
+            expected = (
+                "a forward that the exporter can trace, samestep[zoo] for onnx, and free space"
+            )
             fix = "another --format, or another --out"
-            raise InputError(f"{out}: no {kind} file: {message}", expected, fix, code="E_EXPORT") from error
+            raise InputError(
+                f"{out}: no {kind} file: {message}", expected, fix, code="E_EXPORT"
+            ) from error
         if program is None:
             return None
         with torch.no_grad():
@@ -66,7 +73,13 @@ def _write(kind: str, model: nn.Module, inputs: Any, out: Path) -> Callable[[Any
     """Write the file, and return a function that runs it; None for weights."""
     if kind == "safetensors":
         # Clones, since safetensors refuses tied tensors; other programs expect each name.
-        save_file({name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}, out)
+        save_file(
+            {
+                name: tensor.detach().clone().contiguous()
+                for name, tensor in model.state_dict().items()
+            },
+            out,
+        )
         return None
     arguments, keywords = as_arguments(inputs)
     rows = torch.export.Dim("rows")  # the first dimension of every tensor
@@ -75,24 +88,35 @@ def _write(kind: str, model: nn.Module, inputs: Any, out: Path) -> Callable[[Any
         return _write_onnx(model, arguments, keywords, shapes, out)
     program = torch.export.export(model, arguments, keywords, dynamic_shapes=shapes, strict=False)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # raised by torch's own code
+        warnings.filterwarnings(
+            "ignore", ".*LeafSpec.*", FutureWarning
+        )  # raised by torch's own code
         torch.export.save(program, out)
         loaded = torch.export.load(out).module()
     return lambda inputs: call_model(loaded, inputs)
 
 
-def _write_onnx(model: nn.Module, arguments: Any, keywords: Any, shapes: Any, out: Path) -> Callable[[Any], Any]:
+def _write_onnx(
+    model: nn.Module, arguments: Any, keywords: Any, shapes: Any, out: Path
+) -> Callable[[Any], Any]:
     """Write an ONNX model, run by ONNX Runtime (https://onnx.ai)."""
     import onnxruntime
 
-    options: dict[str, Any] = {"dynamic_shapes": shapes, "dynamo": True, "external_data": False, "verbose": False}
+    options: dict[str, Any] = {
+        "dynamic_shapes": shapes,
+        "dynamo": True,
+        "external_data": False,
+        "verbose": False,
+    }
     torch.onnx.export(model, arguments, str(out), kwargs=keywords, **options)
     session = onnxruntime.InferenceSession(str(out), providers=["CPUExecutionProvider"])
     names = [entry.name for entry in session.get_inputs()]
 
     def run(inputs: Any) -> Any:
         arguments, keywords = as_arguments(inputs)
-        feed = dict(zip(names, (tensor.numpy() for tensor in (*arguments, *keywords.values())), strict=True))
+        feed = dict(
+            zip(names, (tensor.numpy() for tensor in (*arguments, *keywords.values())), strict=True)
+        )
         return [torch.from_numpy(array) for array in session.run(None, feed)]
 
     return run
@@ -104,4 +128,6 @@ def _relative_difference(outputs: Any, others: Any) -> float:
     if [t.shape for t in expected] != [t.shape for t in actual]:
         return float("inf")
     largest = max(float(t.abs().max()) for t in expected)
-    return max(float((a - b).abs().max()) for a, b in zip(expected, actual, strict=True)) / max(largest, 1e-30)
+    return max(float((a - b).abs().max()) for a, b in zip(expected, actual, strict=True)) / max(
+        largest, 1e-30
+    )

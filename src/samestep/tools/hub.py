@@ -47,10 +47,17 @@ def write_repository(run: Path, which: str, certificate: Path | None, out: Path)
     recipe = make_recipe(progress.recipe, (), origin=str(checkpoint))
     write_recipe(recipe, out / "recipe.yaml")
     write_dataset_info(read_dataset_info(run), out)
-    save_file({name: tensor for file in files for name, tensor in load_file(checkpoint / file).items()}, out / WEIGHTS)
+    save_file(
+        {name: tensor for file in files for name, tensor in load_file(checkpoint / file).items()},
+        out / WEIGHTS,
+    )
     values = log.evaluation_values(log.events.evaluations.get(progress.step)).items()
     metrics = {name: value for name, value in values if not name.startswith("train_")}
-    facts = {"step": progress.step, "sha256": sha256((out / WEIGHTS).read_bytes()).hexdigest(), "metrics": metrics}
+    facts = {
+        "step": progress.step,
+        "sha256": sha256((out / WEIGHTS).read_bytes()).hexdigest(),
+        "metrics": metrics,
+    }
     verified = None
     lines = list[str]()
     if certificate is not None:
@@ -60,7 +67,13 @@ def write_repository(run: Path, which: str, certificate: Path | None, out: Path)
     start = log.starts[-1] if log.starts else {}
     software = ", ".join(f"{name} {start[name]}" for name in ("samestep", "torch") if name in start)
     texts = {name: format_metric(name, value) for name, value in metrics.items()}
-    others = {"run": log.name, "recipe": recipe, "software": software, "certificate": verified, "differences": lines}
+    others = {
+        "run": log.name,
+        "recipe": recipe,
+        "software": software,
+        "certificate": verified,
+        "differences": lines,
+    }
     card = render("model_card.md", **{**facts, **others, "metrics": texts})
     (out / "README.md").write_text(card, encoding="utf-8")
     return facts
@@ -77,7 +90,11 @@ def _read_certificate(path: Path) -> dict[str, Any]:
         if data["format"] != FORMAT:
             raise ValueError(f"format {data['format']}, not {FORMAT}")
         subject = " ".join([str(data["subject"]), *map(str, data["arguments"])])
-        return {"holds": bool(data["holds"]), "subject": subject, "recipe": dict(data["recipe"] or {})}
+        return {
+            "holds": bool(data["holds"]),
+            "subject": subject,
+            "recipe": dict(data["recipe"] or {}),
+        }
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             f"{path} cannot be read: {error}",
@@ -97,8 +114,12 @@ def upload(folder: Path, step: int, name: str) -> str:
         from huggingface_hub import HfApi
 
         HfApi().create_repo(name, exist_ok=True)
-        commit = HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message=f"Step {step}")
-    except Exception as error:  # errors of the client and of its HTTP library, which versions change
+        commit = HfApi().upload_folder(
+            repo_id=name, folder_path=folder, commit_message=f"Step {step}"
+        )
+    except (
+        Exception
+    ) as error:  # errors of the client and of its HTTP library, which versions change
         raise RunError(
             f"the upload to {name} failed: {str(error).strip() or type(error).__name__}",
             expected="USER/NAME, pip install 'samestep[hub]', a token with write access, a connection to the Hub",

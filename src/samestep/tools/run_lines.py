@@ -48,7 +48,11 @@ def parse_text(value: object) -> str:
 def parse_line(line: bytes) -> dict[str, Any] | None:
     """Return the object of a line, in which `time` is a Unix timestamp; None if the line has none."""
     value = parse_json_line(line)
-    return _cleaned(value) if value is not None and parse_finite(value.get("time")) is not None else None
+    return (
+        _cleaned(value)
+        if value is not None and parse_finite(value.get("time")) is not None
+        else None
+    )
 
 
 def read_objects(path: Path) -> list[dict[str, Any]]:

@@ -31,9 +31,15 @@ class Job:
     def __post_init__(self) -> None:
         # The name is a part of file names and of shell commands.
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
-            expected = "letters, digits, periods, hyphens and underscores, with a letter or digit first"
+            expected = (
+                "letters, digits, periods, hyphens and underscores, with a letter or digit first"
+            )
             raise InputError(f"--name {self.name}", expected, "--name first", code="E_VALUE")
-        has_equal_nodes = self.per_node > 0 and self.maximum % self.nodes == 0 and self.minimum % self.per_node == 0
+        has_equal_nodes = (
+            self.per_node > 0
+            and self.maximum % self.nodes == 0
+            and self.minimum % self.per_node == 0
+        )
         if not has_equal_nodes or self.minimum > self.maximum or 0 < self.gpus < self.per_node:
             raise InputError(
                 f"--processes {self.minimum}:{self.maximum} with --nodes {self.nodes} --gpus {self.gpus}",
@@ -86,17 +92,23 @@ def kubernetes_submission(job: Job) -> Submission:
         InputError: image or volume are missing, or the name does not fit.
     """
     if job.image is None or job.volume is None:
-        expected = "an image with Samestep, and a persistent volume claim that all nodes can write to"
+        expected = (
+            "an image with Samestep, and a persistent volume claim that all nodes can write to"
+        )
         fix = "--image registry.example.com/team/samestep:1 --volume NAME"
-        raise InputError("kubernetes without --image or --volume", expected, fix, code="E_OPTION_CONFLICT")
+        raise InputError(
+            "kubernetes without --image or --volume", expected, fix, code="E_OPTION_CONFLICT"
+        )
     name = re.sub("[^a-z0-9]+", "-", job.name.lower()).strip("-")
     # Kubernetes appends the index of a pod and random text, to at most 63 characters (RFC 1123).
     if len(name) > 40 or not name[0].isalpha():
         expected = "a letter first, and at most 40 characters"
-        raise InputError(f"--name {job.name}", expected, "--name with a shorter name", code="E_VALUE")
+        raise InputError(
+            f"--name {job.name}", expected, "--name with a shorter name", code="E_VALUE"
+        )
     subject = "train.py" if job.is_script else "recipe.yaml"
-    # The agents have no common store: an agent of torch 2.13 that was in an earlier round does not publish its store
-    # for an agent that joins or replaces another one, and both wait.
+    # The agents have no common store: an agent of torch 2.13 that was in an earlier round does not
+    # publish its store for an agent that joins or replaces another one, and both wait.
     command = [
         *("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "torchrun"),
         f"--nnodes={job.minimum // job.per_node}:{job.nodes}",

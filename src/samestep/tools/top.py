@@ -23,8 +23,8 @@ _RANK_BYTES = 1 << 16  # some hundred lines, of which only the last is used
 _MAX_RANKS = 100_000
 _START_SECONDS = 10.0  # error of the start time of a process
 _COUNTS = ("step", "epoch", "steps_in_epoch")
-# starting: no rank has written. failed: rank 0 has logged a failure. dead: no process holds the lock, and the run has
-# logged no end.
+# starting: no rank has written. failed: rank 0 has logged a failure. dead: no process holds the
+# lock, and the run has logged no end.
 State = Literal["starting", "running", "stopped", "ended", "failed", "dead"]
 
 
@@ -33,10 +33,13 @@ class RankRow:
     """State of one rank."""
 
     rank: int
-    # silent: no line for some seconds. gone: the process was on this machine and has ended. missing: no line at all.
+    # silent: no line for some seconds. gone: the process was on this machine and has ended.
+    # missing: no line at all.
     sign: Literal["active", "silent", "gone", "missing"] = "missing"
     age_seconds: float | None = None  # since the last line
-    line: Mapping[str, Any] = field(default_factory=dict)  # last line, as documented in docs/guides/runs.md
+    line: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # last line, as documented in docs/guides/runs.md
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,16 @@ def read_status(run: Path) -> RunStatus | None:
         start: dict[str, Any] = {}
         with suppress(FileNotFoundError, ValueError, IndexError):  # missing, or being written
             start = read_objects(run / "environment.json")[-1]
-        rows = read_ranks(run / "ranks", parse_count(start.get("processes")), is_running=bool(lock) or log.end is None)
+        rows = read_ranks(
+            run / "ranks",
+            parse_count(start.get("processes")),
+            is_running=bool(lock) or log.end is None,
+        )
     state: State = log.end or "dead"
     if lock or (log.end is None and any(row.sign == "active" for row in rows)):
-        state = "running"  # without a lock: before rank 0 locks the directory, or no support for locks
+        state = (
+            "running"  # without a lock: before rank 0 locks the directory, or no support for locks
+        )
     elif log.end is None and not start and not any(row.line for row in rows):
         state = "starting"
     step, epoch, steps_in_epoch = (parse_count(log.step.get(name)) or 0 for name in _COUNTS)
@@ -107,7 +116,9 @@ class _LastEvents:
 
     def __init__(self, lines: Sequence[bytes]) -> None:
         self.step: dict[str, Any] = {}
-        self.end: Literal["ended", "stopped", "failed"] | None = None  # if the last event is the end of the run
+        self.end: Literal["ended", "stopped", "failed"] | None = (
+            None  # if the last event is the end of the run
+        )
         self.failure: dict[str, Any] = {}
         for line in lines:
             self._add(parse_line(line) or {})
@@ -139,10 +150,15 @@ def read_ranks(folder: Path, processes: int | None, *, is_running: bool) -> list
 
 
 def _read_rank(rank: int, path: Path, is_running: bool) -> RankRow:
-    line = next((line for text in reversed(last_lines(path, _RANK_BYTES)) if (line := parse_line(text))), None)
+    line = next(
+        (line for text in reversed(last_lines(path, _RANK_BYTES)) if (line := parse_line(text))),
+        None,
+    )
     if line is None:
         return RankRow(rank)
-    age = round(max(0.0, time.time() - path.stat().st_mtime), 1)  # the clock of another machine can be wrong
+    age = round(
+        max(0.0, time.time() - path.stat().st_mtime), 1
+    )  # the clock of another machine can be wrong
     if is_running and line.get("host") == socket.gethostname() and not _is_alive(line):
         return RankRow(rank, "gone", age, line)
     return RankRow(rank, "silent" if is_running and age >= SILENT_SECONDS else "active", age, line)

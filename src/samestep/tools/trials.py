@@ -24,7 +24,9 @@ from samestep.recipes.training import EpochData
 from samestep.tools.bench import WARMUP_STEPS, Contender, Trained
 from samestep.tools.timing import Timing
 
-_MANY_WORKERS = "This DataLoader will create"  # start of torch's warning about more workers than cores
+_MANY_WORKERS = (
+    "This DataLoader will create"  # start of torch's warning about more workers than cores
+)
 
 
 class StopRequested(Exception):
@@ -56,14 +58,18 @@ def train_contender(contender: Contender, epochs: int, options: RunOptions) -> T
         return Trained(values, held, peak, samples)
 
 
-def time_contenders(contenders: Sequence[Contender], steps: int, options: RunOptions) -> list[Timing] | None:
+def time_contenders(
+    contenders: Sequence[Contender], steps: int, options: RunOptions
+) -> list[Timing] | None:
     """Time some steps of each variant; return None if a stop was requested."""
     timings = []
     for contender in contenders:
         with start_world(contender.recipe, options) as world:
             built = _build(contender, options, world)
             try:
-                timings.append(_time_steps(built.driver, built.train, warmup=WARMUP_STEPS, steps=steps))
+                timings.append(
+                    _time_steps(built.driver, built.train, warmup=WARMUP_STEPS, steps=steps)
+                )
             except StopRequested:
                 return None
     return timings
@@ -83,7 +89,9 @@ def time_workers(
 
     Every second round runs in reverse order. Return None if a stop was requested.
     """
-    warnings.filterwarnings("ignore", message=_MANY_WORKERS)  # the trials show which numbers are too large
+    warnings.filterwarnings(
+        "ignore", message=_MANY_WORKERS
+    )  # the trials show which numbers are too large
     result = []
     with start_world(recipe, options) as world:
         for number in range(rounds):
@@ -92,7 +100,8 @@ def time_workers(
             order = counts[::-1] if number % 2 else counts
             try:
                 timings = {
-                    count: _time_loader(recipe, replace(options, workers=count), world, steps) for count in order
+                    count: _time_loader(recipe, replace(options, workers=count), world, steps)
+                    for count in order
                 }
             except StopRequested:
                 return None
@@ -152,7 +161,11 @@ def _wait_for_all(world: World) -> None:
 def _measure_memory(driver: Driver) -> tuple[int, int | None]:
     """Return the held bytes and their peak on the rank with the most; no peak on a CPU. Collective."""
     world = driver.world
-    peak = accelerator_module().max_memory_allocated(world.device) if is_accelerator(world.device) else None
+    peak = (
+        accelerator_module().max_memory_allocated(world.device)
+        if is_accelerator(world.device)
+        else None
+    )
     rows = all_gather([_held_bytes(driver), peak or 0], world)
     held = max(row[0] for row in rows)
     return held, None if peak is None else max(row[1] for row in rows)
@@ -163,7 +176,12 @@ def _held_bytes(driver: Driver) -> int:
     saved = driver.local_parameters
     parameters = [parameter for name, parameter in saved.local.items() if saved.has(name)]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    state = [value for values in driver.optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
+    state = [
+        value
+        for values in driver.optimizer.state.values()
+        for value in values.values()
+        if torch.is_tensor(value)
+    ]
     tensors = [*parameters, *gradients, *driver.model.buffers(), *state]
     own = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]  # of DTensors
     return sum(tensor.nbytes for tensor in own if not tensor.is_meta)

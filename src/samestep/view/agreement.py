@@ -29,7 +29,9 @@ def difference_between_ranks(
     if any(word[0] == Action.SUM_IN_CALL for word in words):
         return _ENDED_EARLY
     view.require_same_action(words)
-    statuses, lists, shapes, numbers = (set(column) for column in list(zip(*words, strict=True))[2:6])
+    statuses, lists, shapes, numbers = (
+        set(column) for column in list(zip(*words, strict=True))[2:6]
+    )
     difference = None
     if _FAILED in statuses:
         difference = _ENDED_EARLY
@@ -46,7 +48,9 @@ def difference_between_ranks(
 
 def _facts(kind: Kind, divided: DividedCall, results: list[OwnResult] | None) -> list[int]:
     """Return the status of this rank, and the facts that all slices share: operations, shapes, numbers."""
-    if results is None or not all(divided.fits(place, one, kind.outputs) for place, one in enumerate(results)):
+    if results is None or not all(
+        divided.fits(place, one, kind.outputs) for place, one in enumerate(results)
+    ):
         return [_FAILED, 0, 0, 0]
     every = [
         (

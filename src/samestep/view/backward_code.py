@@ -1,7 +1,7 @@
 """Code of a script that runs in the backward of a call: functions of its own, and hooks of saved tensors.
 
-A trial runs this code, and so may change the objects that it reaches. These are compared before the first backward, of
-the watched call, and after it.
+A trial runs this code, and so may change the objects that it reaches. These are compared before the
+first backward, of the watched call, and after it.
 """
 
 from __future__ import annotations
@@ -75,18 +75,25 @@ class BackwardCode:
         Raises:
             ComputedWhole: one has, and so a trial would change it too.
         """
-        if self._reachable is not None and changed(self._before, self._reachable.digest()) is not None:
+        if (
+            self._reachable is not None
+            and changed(self._before, self._reachable.digest()) is not None
+        ):
             raise ComputedWhole(self._words)
 
 
 def _functions_of(node: Any) -> Iterator[types.FunctionType]:
     """Yield the functions of a node's class, if the script defines it."""
-    kind = getattr(type(node), "_forward_cls", None)  # private; the class of a function that is written in Python
+    kind = getattr(
+        type(node), "_forward_cls", None
+    )  # private; the class of a function that is written in Python
     if kind is None:
         return
     if is_library(kind):
         for cell in getattr(getattr(kind, "backward", None), "__closure__", None) or ():
-            registered = getattr(cell.cell_contents, "_backward_fn", None)  # private; torch.library.register_autograd
+            registered = getattr(
+                cell.cell_contents, "_backward_fn", None
+            )  # private; torch.library.register_autograd
             if isinstance(registered, types.FunctionType) and not is_library(registered):
                 yield registered
         return
@@ -106,5 +113,6 @@ def _shared_values(node: Any) -> Sequence[Any]:
     return [
         attributes[name]
         for name in attributes
-        if sys.getrefcount(attributes[name]) > alone and not isinstance(attributes[name], (*VALUES, torch.Tensor))
+        if sys.getrefcount(attributes[name]) > alone
+        and not isinstance(attributes[name], (*VALUES, torch.Tensor))
     ]

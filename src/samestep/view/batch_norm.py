@@ -1,7 +1,7 @@
 """Batch norm and instance norm inside of a divided call: statistics of the whole batch.
 
-Ioffe & Szegedy, "Batch Normalization" (2015). Moments of ranks are combined as in Chan, Golub & LeVeque, "Updating
-Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979).
+Ioffe & Szegedy, "Batch Normalization" (2015). Moments of ranks are combined as in Chan, Golub &
+LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979).
 
 Decisions: docs/decisions/batch-norm.md
 """
@@ -42,9 +42,18 @@ def _batch_norm(
 ) -> Tensor:
     """Compute `torch.nn.functional.batch_norm`; in training with the statistics of the whole batch."""
     if not training:
-        return functional.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        return functional.batch_norm(
+            input, running_mean, running_var, weight, bias, False, momentum, eps
+        )
     if region.local_batch_norm:
-        own = partial(functional.batch_norm, weight=weight, bias=bias, training=True, momentum=momentum, eps=eps)
+        own = partial(
+            functional.batch_norm,
+            weight=weight,
+            bias=bias,
+            training=True,
+            momentum=momentum,
+            eps=eps,
+        )
         return _with_own_statistics(own, region, input, (running_mean, running_var))
     outputs, moments = region.exchange.join(partial(_normalize, eps=eps), (input, weight, bias))
     if id(running_mean) not in region.shared_statistics:
@@ -65,11 +74,17 @@ def _instance_norm(
     uses_input = options.get("use_input_stats", [*others[2:3], True][0])
     if not uses_input or running_mean is None:
         return function(input, running_mean, running_var, *others, **options)
-    return _with_own_statistics(partial(function, **options), region, input, (running_mean, running_var), *others)
+    return _with_own_statistics(
+        partial(function, **options), region, input, (running_mean, running_var), *others
+    )
 
 
 def _with_own_statistics(
-    function: Callable[..., Tensor], region: Region, input: Tensor, running: Sequence[Tensor | None], *others: Any
+    function: Callable[..., Tensor],
+    region: Region,
+    input: Tensor,
+    running: Sequence[Tensor | None],
+    *others: Any,
 ) -> Tensor:
     """Normalize by the own rows. Running statistics become the means of all slices', weighted by their rows."""
     own = [None if values is None else values.clone() for values in running]
@@ -93,12 +108,16 @@ def _along_channels(vector: Tensor, like: Tensor) -> Tensor:
 _Slice = tuple[Tensor, Tensor | None, Tensor | None]
 
 
-def _normalize(sums: Sums, slices: Sequence[_Slice], *, eps: float) -> list[tuple[Tensor, _Moments]]:
+def _normalize(
+    sums: Sums, slices: Sequence[_Slice], *, eps: float
+) -> list[tuple[Tensor, _Moments]]:
     """Return the outputs of each slice that is computed here, in one node, and the moments of all slices."""
     moments = _fast_moments([inputs for inputs, _, _ in slices], sums)
     if isinstance(moments.count, float) and moments.count < 2:
         size = slices[0][0].size()
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {size}"
+        )
     tensors = [tensor for own in slices for tensor in own]
     outputs = _Normalize.apply(moments, eps, sums, *tensors)  # type: ignore[no-untyped-call]
     return [(output, moments) for output in outputs]
@@ -117,12 +136,15 @@ def _fast_moments(slices: Sequence[Tensor], sums: Sums) -> _Moments:
     means = torch.stack([mean for mean, _ in own]).double()
     squares = torch.stack([variance for _, variance in own]).double().addcmul_(means, means)
     messages = torch.cat([means, squares, means.new_ones(len(own), 1)], dim=1)
-    total = sums.sum([message.mul_(count) for message, count in zip(messages.unbind(), counts, strict=True)])
+    total = sums.sum(
+        [message.mul_(count) for message, count in zip(messages.unbind(), counts, strict=True)]
+    )
     number = _number(total[-1])
     whole, spread, _ = total.div_(number).split([channels, channels, 1])
     if kind == torch.float64:
         spreads = [
-            (variance + (mean - whole).square()) * count for (mean, variance), count in zip(own, counts, strict=True)
+            (variance + (mean - whole).square()) * count
+            for (mean, variance), count in zip(own, counts, strict=True)
         ]
         spread = sums.sum(spreads).div_(number)
     else:
@@ -143,12 +165,16 @@ def _own_moments(inputs: Tensor, kind: torch.dtype, count: int) -> tuple[Tensor,
         return zeros, zeros
     data = inputs if inputs.is_cuda else inputs.to(kind)  # CPUs return the precision
     if data.is_cuda or data.dim() == 2 or not data.is_contiguous() or data[0, 0].numel() < 64:
-        return torch.batch_norm_update_stats(data, None, None, 0.0)  # the kernel of torch's own layer
+        return torch.batch_norm_update_stats(
+            data, None, None, 0.0
+        )  # the kernel of torch's own layer
     # That kernel takes four times as long for channels one after another on a CPU.
     mean = _sum_channels(data) / count
     ones = torch.ones_like(mean)
     # Not the function of torch.nn, which refuses an eps of zero in some versions.
-    centred = torch.batch_norm(data, None, None, mean, ones, False, 0.0, 0.0, torch.backends.cudnn.enabled)
+    centred = torch.batch_norm(
+        data, None, None, mean, ones, False, 0.0, 0.0, torch.backends.cudnn.enabled
+    )
     return mean, _sum_channels(centred.square_()) / count
 
 
@@ -162,9 +188,16 @@ def _differentiable_moments(slices: Sequence[Tensor], sums: Sums) -> list[_Momen
     firsts = []
     for values in data:
         channel_sums = _sum_channels(values).double()
-        firsts.append(torch.cat([channel_sums, channel_sums.new_full((1,), values.numel() // values.shape[1])]))
+        firsts.append(
+            torch.cat(
+                [channel_sums, channel_sums.new_full((1,), values.numel() // values.shape[1])]
+            )
+        )
     all_totals = totals(sums, firsts)
-    means = [(total[:-1] / total[-1]).to(values.dtype) for total, values in zip(all_totals, data, strict=True)]
+    means = [
+        (total[:-1] / total[-1]).to(values.dtype)
+        for total, values in zip(all_totals, data, strict=True)
+    ]
     seconds = [
         _sum_channels((values - _along_channels(mean, values)).square()).double()
         for values, mean in zip(data, means, strict=True)
@@ -176,8 +209,11 @@ def _differentiable_moments(slices: Sequence[Tensor], sums: Sums) -> list[_Momen
 
 
 @torch.no_grad()
-def _update(running_mean: Tensor | None, running_var: Tensor | None, moments: _Moments, momentum: float) -> None:
-    # As torch's kernels, without a new version: a graph of an earlier whole call may hold the statistics.
+def _update(
+    running_mean: Tensor | None, running_var: Tensor | None, moments: _Moments, momentum: float
+) -> None:
+    # As torch's kernels, without a new version: a graph of an earlier whole call may hold the
+    # statistics.
     if running_mean is not None:
         running_mean.data.lerp_(moments.mean.to(running_mean.dtype), momentum)
     if running_var is not None:
@@ -187,14 +223,18 @@ def _update(running_mean: Tensor | None, running_var: Tensor | None, moments: _M
 
 def _normalized(inputs: Tensor, moments: _Moments, eps: float) -> Tensor:
     scale = torch.rsqrt(moments.variance + eps)
-    return (inputs.to(scale.dtype) - _along_channels(moments.mean, inputs)) * _along_channels(scale, inputs)
+    return (inputs.to(scale.dtype) - _along_channels(moments.mean, inputs)) * _along_channels(
+        scale, inputs
+    )
 
 
 class _Normalize(torch.autograd.Function):
     """Normalize slices by moments of the whole batch; the backward differentiates the moments, too."""
 
     @staticmethod
-    def forward(ctx: Any, moments: _Moments, eps: float, sums: Sums, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, moments: _Moments, eps: float, sums: Sums, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tensors, moments.mean, moments.variance)
         ctx.count = moments.count
         ctx.eps = eps
@@ -205,8 +245,14 @@ class _Normalize(torch.autograd.Function):
             if inputs.numel() == 0:
                 outputs.append(torch.empty_like(inputs))
                 continue
-            scale, shift = (None if values is None else values.to(moments.mean.dtype) for values in affine)
-            outputs.append(functional.batch_norm(inputs, moments.mean, moments.variance, scale, shift, False, 0.0, eps))
+            scale, shift = (
+                None if values is None else values.to(moments.mean.dtype) for values in affine
+            )
+            outputs.append(
+                functional.batch_norm(
+                    inputs, moments.mean, moments.variance, scale, shift, False, 0.0, eps
+                )
+            )
         return tuple(outputs)
 
     @staticmethod
@@ -227,7 +273,9 @@ def _by_slice(tensors: Sequence[Any]) -> list[Any]:
     return [tensors[start : start + 3] for start in range(0, len(tensors), 3)]
 
 
-def _fast_gradients(ctx: Any, gradients: Sequence[Tensor]) -> list[tuple[Tensor | None, Tensor, Tensor]]:
+def _fast_gradients(
+    ctx: Any, gradients: Sequence[Tensor]
+) -> list[tuple[Tensor | None, Tensor, Tensor]]:
     *tensors, mean, variance = ctx.saved_tensors
     moments = _Moments(ctx.count, mean, variance)
     scale = torch.rsqrt(variance + ctx.eps)
@@ -273,13 +321,28 @@ def _affine_gradients(
     # The affine gradients of torch's backward in evaluation, which does not read the weight.
     none = scale.new_empty(0)
     _, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
-        slope, data, moments.mean, moments.mean, moments.variance, none, none, False, eps, [False, True, True]
+        slope,
+        data,
+        moments.mean,
+        moments.mean,
+        moments.variance,
+        none,
+        none,
+        False,
+        eps,
+        [False, True, True],
     )
     return by_weight, by_bias
 
 
 def _input_gradients(
-    data: Tensor, slope: Tensor, weight: Tensor | None, moments: _Moments, scale: Tensor, total: Tensor, eps: float
+    data: Tensor,
+    slope: Tensor,
+    weight: Tensor | None,
+    moments: _Moments,
+    scale: Tensor,
+    total: Tensor,
+    eps: float,
 ) -> Tensor:
     """Return dx = w / sigma * (dy - xhat * mean(dy * xhat) - mean(dy)); `total` has the sums over all slices."""
     kind = moments.mean.dtype
@@ -295,11 +358,15 @@ def _input_gradients(
         scale = (scale * weight).to(kind)
     # A forward of batch norm computes the last two terms.
     dot, shift = (total.div(moments.count).to(kind) * scale).neg_().unbind()
-    by_inputs = functional.batch_norm(data, moments.mean, moments.variance, dot, shift, False, 0.0, eps)
+    by_inputs = functional.batch_norm(
+        data, moments.mean, moments.variance, dot, shift, False, 0.0, eps
+    )
     return by_inputs.addcmul_(slope, _along_channels(scale, data))
 
 
-def _differentiable_gradients(ctx: Any, gradients: Sequence[Tensor]) -> list[tuple[Tensor | None, Tensor, Tensor]]:
+def _differentiable_gradients(
+    ctx: Any, gradients: Sequence[Tensor]
+) -> list[tuple[Tensor | None, Tensor, Tensor]]:
     *tensors, _, _ = ctx.saved_tensors
     slices = _by_slice(tensors)
     every = _differentiable_moments([inputs for inputs, _, _ in slices], ctx.sums)
@@ -308,12 +375,25 @@ def _differentiable_gradients(ctx: Any, gradients: Sequence[Tensor]) -> list[tup
         scale = _along_channels(torch.rsqrt(moments.variance + ctx.eps), inputs)
         normalized = (inputs.to(scale.dtype) - _along_channels(moments.mean, inputs)) * scale
         slope = gradient.to(normalized.dtype)
-        parts.append((weight, scale, normalized, slope, _sum_channels(slope * normalized), _sum_channels(slope)))
+        parts.append(
+            (
+                weight,
+                scale,
+                normalized,
+                slope,
+                _sum_channels(slope * normalized),
+                _sum_channels(slope),
+            )
+        )
     if not ctx.needs_input_grad[3]:
         return [(None, by_weight, by_bias) for *_, by_weight, by_bias in parts]
-    sums = totals(ctx.sums, [torch.cat([by_weight, by_bias]).double() for *_, by_weight, by_bias in parts])
+    sums = totals(
+        ctx.sums, [torch.cat([by_weight, by_bias]).double() for *_, by_weight, by_bias in parts]
+    )
     results: list[tuple[Tensor | None, Tensor, Tensor]] = []
-    for (weight, scale, normalized, slope, by_weight, by_bias), total in zip(parts, sums, strict=True):
+    for (weight, scale, normalized, slope, by_weight, by_bias), total in zip(
+        parts, sums, strict=True
+    ):
         mean_of = (total / every[0].count).to(slope.dtype)
         dot, shift = (_along_channels(part, slope) for part in mean_of.chunk(2))
         by_inputs = (slope - normalized * dot - shift) * scale
@@ -324,7 +404,12 @@ def _differentiable_gradients(ctx: Any, gradients: Sequence[Tensor]) -> list[tup
 
 
 def _rule(compute: Callable[..., Tensor]) -> Rule:
-    def rule(operations: CallOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    def rule(
+        operations: CallOperations,
+        function: Any,
+        arguments: Sequence[Any],
+        options: Mapping[str, Any],
+    ) -> Any:
         if operations.region is None:
             return function(*arguments, **options)
         return compute(operations.region, *arguments, **options)
@@ -334,6 +419,8 @@ def _rule(compute: Callable[..., Tensor]) -> Rule:
 
 BATCH_NORM_RULES: dict[Callable[..., Any], Rule] = {
     functional.batch_norm: _rule(_batch_norm),
-    torch.batch_norm: _rule(lambda region, x, w, b, mean, var, *o: _batch_norm(region, x, mean, var, w, b, *o[:3])),
+    torch.batch_norm: _rule(
+        lambda region, x, w, b, mean, var, *o: _batch_norm(region, x, mean, var, w, b, *o[:3])
+    ),
     functional.instance_norm: _rule(_instance_norm),
 }

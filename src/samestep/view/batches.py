@@ -21,8 +21,8 @@ class ViewOfBatches:
 
     Args:
         view: the view.
-        microbatches: slices of a batch, of which each rank owns equally many; None: the rows of the first batch with a
-            row for each rank, at most 8, as for calls of a module.
+        microbatches: slices of a batch, of which each rank owns equally many; None: the rows of the
+            first batch with a row for each rank, at most 8, as for calls of a module.
     """
 
     def __init__(self, view: View, microbatches: int | None = None) -> None:
@@ -67,14 +67,17 @@ class ViewOfBatches:
         if not self._view.keeps_rows:
             return self.gather(own, bounds, factor)
         slices = Slices(bounds, self.size, self.rank)
-        return rows_of(own, RowBounds(self._view.row_messages(), slices, factor), self._view.batch_limit)
+        return rows_of(
+            own, RowBounds(self._view.row_messages(), slices, factor), self._view.batch_limit
+        )
 
     def decisions_of(
         self, dataset: Any, collate: Any, line: Hashable
     ) -> tuple[MutableMapping[Hashable, Decision], Hashable]:
         """Return the decisions of earlier loaders, and the key of a loader that a line of the script has made.
 
-        Decisions belong to the data set. Functions that the line makes again are distinguished by their code.
+        Decisions belong to the data set. Functions that the line makes again are distinguished by
+        their code.
         """
         try:
             decisions = self._view.batch_decisions.setdefault(dataset, {})

@@ -59,7 +59,9 @@ class Call:
 
     def has_differentiated_arguments(self) -> bool:
         """Whether a backward of the call gives gradients to an argument."""
-        is_needed = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in self.leaves)
+        is_needed = any(
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in self.leaves
+        )
         return is_needed and torch.is_grad_enabled()
 
     def gather(self) -> None:

@@ -1,7 +1,7 @@
 """torch.compile around a module with divided calls: only the module's own forward is compiled.
 
-`torch.compile(model)` compiles every function that it reaches. The way of a divided call is not for a compiler, so it
-is left out, and the compiler is put back for the forward of the own rows.
+`torch.compile(model)` compiles every function that it reaches. The way of a divided call is not for
+a compiler, so it is left out, and the compiler is put back for the forward of the own rows.
 
 Private: `torch._C._dynamo.eval_frame`, `torch._dynamo.eval_frame.skip_code` (torch 2.11 and 2.13).
 """
@@ -44,7 +44,8 @@ class ForwardOfCalls:
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if not self._is_skipped and "torch._dynamo" in sys.modules:
-            # Here, since torch.compile loads the compiler, and reads this attribute, after `samestep.parallel`.
+            # Here, since torch.compile loads the compiler, and reads this attribute, after
+            # `samestep.parallel`.
             sys.modules["torch._dynamo"].eval_frame.skip_code(self._forward.__code__)
             self._is_skipped = True
         if instance is None:
@@ -58,7 +59,8 @@ def with_compiler(compiler: Any, function: Callable[..., Any]) -> Callable[..., 
         return function
 
     def traced(*arguments: Any, **options: Any) -> Any:
-        # The compiler skips frames of torch.nn, such as the forward of `Sequential`, but not inlined frames.
+        # The compiler skips frames of torch.nn, such as the forward of `Sequential`, but not
+        # inlined frames.
         return function(*arguments, **options)
 
     def compiled(*arguments: Any, **options: Any) -> Any:

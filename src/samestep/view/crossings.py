@@ -1,7 +1,7 @@
 """Crossings between replicated and own values, each the derivative of another.
 
-Outside of a divided call each rank holds the whole value and the whole gradient; inside it holds parts, one for each of
-its slices.
+Outside of a divided call each rank holds the whole value and the whole gradient; inside it holds
+parts, one for each of its slices.
 
 | crossing | value | gradient |
 |---|---|---|
@@ -46,7 +46,9 @@ class RankMessages(Protocol):
         """Return a sum over ranks."""
         ...
 
-    def gather_rows(self, own: Parts, bounds: Sequence[tuple[int, int]], factor: int) -> torch.Tensor:
+    def gather_rows(
+        self, own: Parts, bounds: Sequence[tuple[int, int]], factor: int
+    ) -> torch.Tensor:
         """Return the rows of all ranks in order, as a new contiguous tensor."""
         ...
 
@@ -76,7 +78,10 @@ class RowBounds:
 
     def own(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Return the rows of each own slice of a tensor; they share its memory, unless slices are copies."""
-        parts = [whole[start * self.factor : stop * self.factor] for start, stop in self.slices.own_bounds]
+        parts = [
+            whole[start * self.factor : stop * self.factor]
+            for start, stop in self.slices.own_bounds
+        ]
         if self.slices.copies:
             return [part.clone() for part in parts]
         return parts
@@ -121,7 +126,9 @@ class _Crossing(torch.autograd.Function):
 
 
 def crossing(
-    values: Parts, cross: Callable[..., Sequence[torch.Tensor]], back: Callable[..., Sequence[torch.Tensor]]
+    values: Parts,
+    cross: Callable[..., Sequence[torch.Tensor]],
+    back: Callable[..., Sequence[torch.Tensor]],
 ) -> list[torch.Tensor]:
     """Return the values of a crossing. `back` is the crossing of its gradients, so they can be differentiated."""
     return list(_Crossing.apply(cross, back, *values))  # type: ignore[no-untyped-call]
@@ -140,7 +147,9 @@ def cut(whole: torch.Tensor, rows: RowBounds) -> list[torch.Tensor]:
 
 def gather(own: Parts, rows: RowBounds) -> torch.Tensor:
     """Return the whole tensor of the rows of each own slice; the gradient is cut."""
-    return crossing(own, lambda *parts: [rows.gather(parts)], lambda gradient: cut(gradient, rows))[0]
+    return crossing(own, lambda *parts: [rows.gather(parts)], lambda gradient: cut(gradient, rows))[
+        0
+    ]
 
 
 def enter(whole: torch.Tensor, sums: Sums, count: int) -> list[torch.Tensor]:
@@ -154,7 +163,9 @@ def enter(whole: torch.Tensor, sums: Sums, count: int) -> list[torch.Tensor]:
 
 def leave(parts: Parts, sums: Sums) -> torch.Tensor:
     """Return the sum of a part of each slice as a replicated tensor; the gradient enters each slice."""
-    return crossing(parts, lambda *own: [sums.sum(own)], lambda gradient: enter(gradient, sums, len(parts)))[0]
+    return crossing(
+        parts, lambda *own: [sums.sum(own)], lambda gradient: enter(gradient, sums, len(parts))
+    )[0]
 
 
 def totals(sums: Sums, parts: Parts) -> list[torch.Tensor]:

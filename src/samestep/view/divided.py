@@ -54,12 +54,16 @@ class OwnResult:
         self.returned = None
 
 
-def own_arguments(ranks: Ranks, reduction: Reduction, division: Division, call: Call) -> list[list[Any]]:
+def own_arguments(
+    ranks: Ranks, reduction: Reduction, division: Division, call: Call
+) -> list[list[Any]]:
     """Return the leaves of the arguments of a call for each own slice."""
     rows = RowBounds(ranks, call.slices)
     count = len(reduction.own)
     own: list[list[Any]] = [[] for _ in range(count)]
-    cuts: dict[int, list[torch.Tensor]] = {}  # by identity: attention asks whether query and key are one tensor
+    cuts: dict[
+        int, list[torch.Tensor]
+    ] = {}  # by identity: attention asks whether query and key are one tensor
     for leaf, is_cut in zip(call.leaves, division.inputs, strict=True):
         parts: list[Any] = [leaf] * count
         if isinstance(leaf, torch.Tensor):
@@ -78,7 +82,11 @@ def own_arguments(ranks: Ranks, reduction: Reduction, division: Division, call: 
 
 def _own_argument(leaf: torch.Tensor, rows: RowBounds) -> list[torch.Tensor]:
     """Return the rows of each own slice. Those of Rows are here, and their gradients stay here."""
-    if isinstance(leaf, Rows) and leaf._rows_bounds.factor == 1 and leaf._rows_bounds.has_slices(rows.slices):
+    if (
+        isinstance(leaf, Rows)
+        and leaf._rows_bounds.factor == 1
+        and leaf._rows_bounds.has_slices(rows.slices)
+    ):
         return [own_rows(leaf)]
     return cut(gathered(leaf), rows)
 
@@ -94,12 +102,15 @@ class DividedCall:
         regions: own slices.
         exchange: exchange of the regions.
         before: state before the call.
-        notes_state: whether to note the state after each slice: a rank with fewer slices would change it less often.
-        known: operations of a forward that is compiled, in which no rule applies; None if they must be observed.
+        notes_state: whether to note the state after each slice: a rank with fewer slices would
+            change it less often.
+        known: operations of a forward that is compiled, in which no rule applies; None if they must
+            be observed.
         output_rows: bounds of outputs that stay where they are, and the bytes of the smallest one.
 
     Attributes:
-        has_other_changes: whether an own slice has changed state that calls of the kind have not changed so far.
+        has_other_changes: whether an own slice has changed state that calls of the kind have not
+            changed so far.
     """
 
     def __init__(
@@ -128,7 +139,9 @@ class DividedCall:
         self._known = known
         self._output_rows = output_rows
 
-    def compute(self, forward: Callable[..., Any], parameters: CallParameters | None) -> list[OwnResult]:
+    def compute(
+        self, forward: Callable[..., Any], parameters: CallParameters | None
+    ) -> list[OwnResult]:
         """Run the forward on each own slice, with the parameters of its strategy."""
         try:
             return self._compute_slices(forward, parameters)
@@ -136,7 +149,9 @@ class DividedCall:
             if parameters is not None:
                 parameters.end_forward()
 
-    def _compute_slices(self, forward: Callable[..., Any], parameters: CallParameters | None) -> list[OwnResult]:
+    def _compute_slices(
+        self, forward: Callable[..., Any], parameters: CallParameters | None
+    ) -> list[OwnResult]:
         arguments = own_arguments(self.ranks, self._reduction, self.division, self.call)
         if self.division.sums and len(arguments) > 1:
             return self._compute_in_lockstep(forward, parameters, arguments)
@@ -152,7 +167,11 @@ class DividedCall:
         return results
 
     def _compute_slice(
-        self, forward: Callable[..., Any], parameters: CallParameters | None, position: int, own: list[Any]
+        self,
+        forward: Callable[..., Any],
+        parameters: CallParameters | None,
+        position: int,
+        own: list[Any],
     ) -> OwnResult:
         region = self.regions[position]
         if parameters is None:
@@ -164,7 +183,10 @@ class DividedCall:
             return self._run(region, parameters.forward(forward), own)
 
     def _compute_in_lockstep(
-        self, forward: Callable[..., Any], parameters: CallParameters | None, arguments: Sequence[list[Any]]
+        self,
+        forward: Callable[..., Any],
+        parameters: CallParameters | None,
+        arguments: Sequence[list[Any]],
     ) -> list[OwnResult]:
         """Run the forward on the own slices at once, since each needs sums over all of them."""
         modes = ThreadModes(self.ranks.world.device)
@@ -187,17 +209,27 @@ class DividedCall:
 
         count = len(arguments)
         device = self.ranks.world.device
-        draws = self._before.has_draws or (bool(self.division.draw_factors) and self.regions[0].seed is None)
-        states = [self._before.state_of_slice(copied=position > 0, draws=draws) for position in range(count)]
+        draws = self._before.has_draws or (
+            bool(self.division.draw_factors) and self.regions[0].seed is None
+        )
+        states = [
+            self._before.state_of_slice(copied=position > 0, draws=draws)
+            for position in range(count)
+        ]
         generators = generator_state(device)
         shared = self._before.shared_statistics()
         parts = [
-            Part(partial(compute, position), partial(turn, position, states[position])) for position in range(count)
+            Part(partial(compute, position), partial(turn, position, states[position]))
+            for position in range(count)
         ]
         results: list[OwnResult] = run_in_lockstep(parts, self.exchange)
-        if not draws and generator_state(device) != generators:  # each slice has drawn after the one before
+        if (
+            not draws and generator_state(device) != generators
+        ):  # each slice has drawn after the one before
             self.has_other_changes = True
-        for state, result in zip(reversed(states), reversed(results), strict=True):  # that of the first one stays
+        for state, result in zip(
+            reversed(states), reversed(results), strict=True
+        ):  # that of the first one stays
             state.install()
             self._note_state(result)
         if parameters is not None:
@@ -243,10 +275,16 @@ class DividedCall:
         position: int,
     ) -> OwnResult:
         """Run the forward in a graph of its own. Its leaves are the aliases, and the arguments with gradients."""
-        places = [index for index, leaf in enumerate(own) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        places = [
+            index
+            for index, leaf in enumerate(own)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
         results: list[OwnResult] = []
 
-        def compute(leaves: Sequence[torch.Tensor], parameters: CallParameters) -> list[torch.Tensor]:
+        def compute(
+            leaves: Sequence[torch.Tensor], parameters: CallParameters
+        ) -> list[torch.Tensor]:
             arguments = list(own)
             count = len(leaves) - len(places)
             for place, leaf in zip(places, leaves[count:], strict=True):
@@ -264,7 +302,9 @@ class DividedCall:
         inner = Inner(region, compute, parameters, position, self._before, recomputes=recomputes)
         outputs = iter(inner_graph(inner, [*inner.aliases, *[own[place] for place in places]]))
         result = results.pop()  # a reference would keep the inner graph
-        leaves = [next(outputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in result.leaves]
+        leaves = [
+            next(outputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in result.leaves
+        ]
         return OwnResult(leaves, result.spec, result.operations)
 
     def fits(self, position: int, result: OwnResult, spec: TreeSpec | None) -> bool:
@@ -289,7 +329,14 @@ class DividedCall:
         for leaf, output in zip(result.leaves, self.division.outputs, strict=True):
             if isinstance(leaf, torch.Tensor):
                 start = int(output.kind == "rows")
-                facts.append((leaf.element_size(), leaf.is_floating_point(), leaf.requires_grad, *leaf.shape[start:]))
+                facts.append(
+                    (
+                        leaf.element_size(),
+                        leaf.is_floating_point(),
+                        leaf.requires_grad,
+                        *leaf.shape[start:],
+                    )
+                )
         return hash(tuple(facts)) & (2**62 - 1)  # hashes of integers are equal in all processes
 
     def whole_outputs(
@@ -315,7 +362,9 @@ class DividedCall:
                 places.append(place)
         outputs = [self.division.outputs[place] for place in places]
         tensors = [result.leaves[place] for result in results for place in places]
-        stays = [self._stays(tensor, output) for tensor, output in zip(tensors, outputs, strict=False)]
+        stays = [
+            self._stays(tensor, output) for tensor, output in zip(tensors, outputs, strict=False)
+        ]
         arguments = (self.ranks, self._reduction, self.call.slices, outputs, stays, before_backward)
         crossing = OutputCrossing(*arguments, parameters)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -400,9 +449,11 @@ class OutputCrossing:
             elif output.kind == "constant":
                 whole.append(parts[0].detach())
             else:
-                # Summed in float64: the sum of rounded parts would be less exact than the whole loss.
+                # Summed in float64: the sum of rounded parts would be less exact than the whole
+                # loss.
                 weighted = [
-                    part.detach().double() * weight for part, weight in zip(parts, self._weights(output), strict=True)
+                    part.detach().double() * weight
+                    for part, weight in zip(parts, self._weights(output), strict=True)
                 ]
                 whole.append(self._reduction.sum(weighted).to(parts[0].dtype))
         return whole
@@ -436,7 +487,9 @@ class GatherOutputs(torch.autograd.Function):
     """End of a divided call: own outputs become whole outputs."""
 
     @staticmethod
-    def forward(ctx: Any, crossing: OutputCrossing, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, crossing: OutputCrossing, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         """Gather the outputs; further tensors are anchors."""
         count = crossing.tensors
         ctx.crossing = crossing
@@ -453,7 +506,9 @@ class GatherOutputs(torch.autograd.Function):
         """Return the gradients of the own outputs, and zeros for the anchors."""
         crossing = ctx.crossing
         gradients = tuple(None if one is None else replicated(one) for one in gradients)
-        crossing.before_backward([crossing.shown(one, number) for number, one in enumerate(gradients)])
+        crossing.before_backward(
+            [crossing.shown(one, number) for number, one in enumerate(gradients)]
+        )
         if crossing.parameters is not None:
             crossing.parameters.begin_backward()
         count = len(crossing.outputs)
@@ -463,6 +518,7 @@ class GatherOutputs(torch.autograd.Function):
                 own[number] = gradient
             elif gradient is not None:
                 own[number::count] = crossing.own_gradients(gradient, output)
-        # Without a gradient for its anchor, a bucket that no own row uses would not be summed on this rank.
+        # Without a gradient for its anchor, a bucket that no own row uses would not be summed on
+        # this rank.
         zeros = {device: torch.zeros((), device=device) for device in set(ctx.anchors)}
         return (None, *own, *[zeros[device] for device in ctx.anchors])

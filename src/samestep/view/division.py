@@ -11,10 +11,11 @@ class Output:
     """One leaf of the outputs of a divided call, in the order of `leaves.flatten`.
 
     Attributes:
-        kind: `rows`: the first dimension is `factor` times the number of rows, and outputs of ranks are concatenated;
-            `mean`: outputs of ranks are averaged with the numbers of own rows as weights; `sum`: they are added;
-            `constant`: a tensor that does not depend on the rows, equal on all ranks; `value`: not a tensor, equal on
-            all ranks; `count`: an integer that is `factor` times the number of rows, such as a size.
+        kind: `rows`: the first dimension is `factor` times the number of rows, and outputs of ranks
+            are concatenated; `mean`: outputs of ranks are averaged with the numbers of own rows as
+            weights; `sum`: they are added; `constant`: a tensor that does not depend on the rows,
+            equal on all ranks; `value`: not a tensor, equal on all ranks; `count`: an integer that
+            is `factor` times the number of rows, such as a size.
         factor: rows of the output per row of the batch, for `rows` and `count`.
     """
 
@@ -27,10 +28,12 @@ class Division:
     """Result of a trial for one list of operations: the call can be divided.
 
     Attributes:
-        inputs: for each leaf of (args, kwargs) in the order of `tree_flatten`: whether it is a tensor with a first
-            dimension that is cut into own rows. Each rank receives other leaves as they are.
+        inputs: for each leaf of (args, kwargs) in the order of `tree_flatten`: whether it is a
+            tensor with a first dimension that is cut into own rows. Each rank receives other leaves
+            as they are.
         outputs: leaves of the outputs.
-        draw_factors: for each random draw in order: numbers per row in its first dimension; None if shared.
+        draw_factors: for each random draw in order: numbers per row in its first dimension; None if
+            shared.
         minimum_rows: smallest number of own rows for which whole and divided agree (1 or 2).
         form: `flat` or `inner` graph (`view/divided.py`).
         sums: number of operations of the forward that need a sum over the slices, as of batch norm.

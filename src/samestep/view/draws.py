@@ -1,10 +1,14 @@
 """Random draws inside of a divided call.
 
-With `region.seed` None (CPUs) each rank draws for the whole batch, as torch would for the whole batch, and keeps its
-own rows: the numbers and the generator afterwards are those of a plain call. The order of torch's numbers depends on
-the shape and the memory format, so both are those of the whole batch. With a seed the numbers come from it, by
-microbatch. Without a region every function runs as it is, and only the shape of its numbers is noted; except for the
-whole call of a trial on an accelerator, which draws as its parts do: fused kernels have other numbers.
+With `region.seed` None (CPUs) each rank draws for the whole batch, as torch would for the whole
+batch, and keeps its
+own rows: the numbers and the generator afterwards are those of a plain call. The order of torch's
+    numbers depends on
+the shape and the memory format, so both are those of the whole batch. With a seed the numbers come
+from it, by microbatch. Without a region every function runs as it is, and only the shape of its
+numbers is noted; except for the
+whole call of a trial on an accelerator, which draws as its parts do: fused kernels have other
+    numbers.
 """
 
 from __future__ import annotations
@@ -33,16 +37,21 @@ _SELU_ALPHA = 1.7580993408473766  # torch's constant in alpha dropout
 def seen_inside(function: Function) -> Function:
     """Return a copy of a function of torch.nn.functional that does not hand itself over to function modes.
 
-    Called with a mode active, the operations inside of it are seen by the mode, instead of the call as one operation.
+    Called with a mode active, the operations inside of it are seen by the mode, instead of the call
+    as one operation.
     """
     assert isinstance(function, FunctionType)
     names = {**function.__globals__, **{name: lambda *tensors: False for name in _CHECKS}}
-    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy = FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
-def _inside(operations: CallOperations, function: Function, arguments: Arguments, options: Options) -> Any:
+def _inside(
+    operations: CallOperations, function: Function, arguments: Arguments, options: Options
+) -> Any:
     with operations:
         return seen_inside(function)(*arguments, **options)
 
@@ -50,13 +59,17 @@ def _inside(operations: CallOperations, function: Function, arguments: Arguments
 def _pool_by(with_indices: Function) -> Rule:
     """Return the rule of a pooling that calls `with_indices`, which draws."""
 
-    def rule(operations: CallOperations, function: Function, arguments: Arguments, options: Options) -> Any:
+    def rule(
+        operations: CallOperations, function: Function, arguments: Arguments, options: Options
+    ) -> Any:
         return _inside(operations, with_indices, arguments, options)[0]
 
     return rule
 
 
-def _argument(arguments: Arguments, options: Options, position: int, name: str, default: Any = None) -> Any:
+def _argument(
+    arguments: Arguments, options: Options, position: int, name: str, default: Any = None
+) -> Any:
     if position < len(arguments):
         return arguments[position]
     return options.get(name, default)
@@ -107,11 +120,13 @@ def _dropout(
 ) -> Rule:
     """Return the rule of a dropout function with the switch `on`.
 
-    With `feature` there is one number for each channel, which is in the second dimension, or in the first one if the
-    input has the number of dimensions `unbatched`.
+    With `feature` there is one number for each channel, which is in the second dimension, or in the
+    first one if the input has the number of dimensions `unbatched`.
     """
 
-    def rule(operations: CallOperations, function: Function, arguments: Arguments, options: Options) -> Any:
+    def rule(
+        operations: CallOperations, function: Function, arguments: Arguments, options: Options
+    ) -> Any:
         input = _argument(arguments, options, 0, "input")
         p = _argument(arguments, options, 1, "p", 0.5)
         if not _argument(arguments, options, 2, on, default) or not 0 < p < 1 or not input.numel():
@@ -128,8 +143,12 @@ def _dropout(
     return rule
 
 
-def _native_dropout(operations: CallOperations, function: Function, arguments: Arguments, options: Options) -> Any:
-    input, p, train = (_argument(arguments, options, i, name) for i, name in enumerate(("input", "p", "train")))
+def _native_dropout(
+    operations: CallOperations, function: Function, arguments: Arguments, options: Options
+) -> Any:
+    input, p, train = (
+        _argument(arguments, options, i, name) for i, name in enumerate(("input", "p", "train"))
+    )
     if train is False or not input.numel():
         return function(*arguments, **options)
     if _is_plain(operations, tuple(input.shape), input.device):
@@ -142,7 +161,9 @@ def _native_dropout(operations: CallOperations, function: Function, arguments: A
     return input * (mask.to(input.dtype) * (p < 1 and 1 / (1 - p))), mask
 
 
-def _factory(operations: CallOperations, function: Function, arguments: Arguments, options: Options) -> Any:
+def _factory(
+    operations: CallOperations, function: Function, arguments: Arguments, options: Options
+) -> Any:
     """Rule of functions that receive the size of the result, and whose tensors do not matter."""
     if operations.region is None:
         result = function(*arguments, **options)
@@ -182,14 +203,18 @@ def _factory(operations: CallOperations, function: Function, arguments: Argument
     return numbers.requires_grad_(needs_gradient)
 
 
-def _sample(operations: CallOperations, function: Function, arguments: Arguments, options: Options) -> Any:
+def _sample(
+    operations: CallOperations, function: Function, arguments: Arguments, options: Options
+) -> Any:
     """Rule of functions of tensors: samples of distributions, `rand_like`, and methods that fill, as `uniform_`."""
     named: dict[Any, Any] = {**dict(enumerate(arguments)), **options}
     out = named.pop("out", None)
     needs_gradient = named.pop("requires_grad", False)
     tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
     if operations.region is None or not tensors:
-        return _factory(operations, function, arguments, options)  # with a region it is normal(0.0, 1.0, size)
+        return _factory(
+            operations, function, arguments, options
+        )  # with a region it is normal(0.0, 1.0, size)
     shape = tuple(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
     if function in _MULTINOMIAL:
         if len(shape) < 2 and follows_rows(operations):
@@ -206,11 +231,15 @@ def _sample(operations: CallOperations, function: Function, arguments: Arguments
 
     def draw_shape(asked: Shape) -> Any:
         if function in _COUNTS_DIFFER and asked != shape and asked[0] > shape[0]:
-            raise UnknownDraw(f"draw by {function.__name__}, which takes more numbers for some values than for others")
+            raise UnknownDraw(
+                f"draw by {function.__name__}, which takes more numbers for some values than for others"
+            )
         return draw_rows(asked)
 
     received = any(isinstance(value, torch.Generator) for value in named.values())
-    device = torch.empty(0, device=named.get("device") or tensors[0].device).device  # with its index
+    device = torch.empty(
+        0, device=named.get("device") or tensors[0].device
+    ).device  # with its index
     numbers = draw(operations, shape, draw_shape, device, received)
     if fills:
         out = tensors[0]
@@ -223,7 +252,9 @@ def _sample(operations: CallOperations, function: Function, arguments: Arguments
     return numbers
 
 
-def _attention(operations: CallOperations, function: Function, arguments: Arguments, options: Options) -> Any:
+def _attention(
+    operations: CallOperations, function: Function, arguments: Arguments, options: Options
+) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     named = {**dict(zip(names, arguments, strict=False)), **options}
     query, key, value, mask = (named.pop(name, None) for name in names[:4])
@@ -239,13 +270,18 @@ def _attention(operations: CallOperations, function: Function, arguments: Argume
         return function(*arguments, **options)
     region = operations.region
     has_own_stream = region is not None and region.seed is not None
-    if has_own_stream and is_accelerator(query.device):  # fused kernels draw from the default generator
+    if has_own_stream and is_accelerator(
+        query.device
+    ):  # fused kernels draw from the default generator
 
         def numbers_of(values: list[Any]) -> Any:
             return function(*values, p, **named)
 
         return draw(
-            operations, shape, with_rows(operations, shape, [query, key, value, mask], numbers_of), query.device
+            operations,
+            shape,
+            with_rows(operations, shape, [query, key, value, mask], numbers_of),
+            query.device,
         )
     kind = query.dtype
     if kind in (torch.float16, torch.bfloat16):
@@ -256,9 +292,11 @@ def _attention(operations: CallOperations, function: Function, arguments: Argume
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
     elif mask is not None:
         mask = mask.to(query.dtype)
-    # Private API of torch. Its second result are the weights of attention; without columns of values nothing else is
-    # computed. Its own dropout would draw for the own rows only.
-    weights = torch._scaled_dot_product_attention_math(query, key, value[..., :0], mask, 0.0, **named)[1]
+    # Private API of torch. Its second result are the weights of attention; without columns of
+    # values nothing else is computed. Its own dropout would draw for the own rows only.
+    weights = torch._scaled_dot_product_attention_math(
+        query, key, value[..., :0], mask, 0.0, **named
+    )[1]
     if grouped:
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
     return (_drop(operations, weights, p) @ value).to(kind)
@@ -267,7 +305,9 @@ def _attention(operations: CallOperations, function: Function, arguments: Argume
 def _undivided(draws: Callable[[Arguments, Options], bool]) -> Rule:
     """Return the rule of functions that cannot be divided if `draws` of the arguments holds."""
 
-    def rule(operations: CallOperations, function: Function, arguments: Arguments, options: Options) -> Any:
+    def rule(
+        operations: CallOperations, function: Function, arguments: Arguments, options: Options
+    ) -> Any:
         if operations.region is not None and draws(arguments, options):
             raise UnknownDraw(f"draw inside of {function.__name__}")
         return function(*arguments, **options)
@@ -276,7 +316,9 @@ def _undivided(draws: Callable[[Arguments, Options], bool]) -> Rule:
 
 
 def _recurrent_dropout(arguments: Arguments, options: Options) -> bool:
-    packed = not isinstance(arguments[3], bool)  # (data, batch_sizes, hx, params, has_biases, layers, dropout, train)
+    packed = not isinstance(
+        arguments[3], bool
+    )  # (data, batch_sizes, hx, params, has_biases, layers, dropout, train)
     return bool(arguments[6 + packed] and arguments[5 + packed] > 0)
 
 
@@ -288,7 +330,16 @@ _COUNTS_DIFFER = (torch.poisson, torch.binomial, torch._standard_gamma, torch._s
 _MULTINOMIAL = (torch.multinomial, torch.Tensor.multinomial)
 _FILLS = tuple(
     getattr(torch.Tensor, f"{name}_")
-    for name in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
+    for name in (
+        "bernoulli",
+        "cauchy",
+        "exponential",
+        "geometric",
+        "log_normal",
+        "normal",
+        "random",
+        "uniform",
+    )
 )
 _SAMPLES = (
     torch.rand_like,
@@ -322,7 +373,11 @@ DRAW_RULES: dict[Function, Rule] = {
     functional.fractional_max_pool2d: _pool_by(functional.fractional_max_pool2d_with_indices),
     functional.fractional_max_pool3d: _pool_by(functional.fractional_max_pool3d_with_indices),
     functional.scaled_dot_product_attention: _attention,
-    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _undivided(_recurrent_dropout)),
+    **dict.fromkeys(
+        (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _undivided(_recurrent_dropout)
+    ),
     **dict.fromkeys((functional.rrelu, torch.rrelu, torch.rrelu_), _undivided(_trains)),
-    **dict.fromkeys((init.uniform_, init.normal_, init.kaiming_uniform_), _undivided(lambda *call: True)),
+    **dict.fromkeys(
+        (init.uniform_, init.normal_, init.kaiming_uniform_), _undivided(lambda *call: True)
+    ),
 }

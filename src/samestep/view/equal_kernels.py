@@ -1,8 +1,9 @@
 """Deterministic kernels while several ranks compute the same, so that all get the same bits.
 
-Under `fast` the settings of torch are those of the script, and a divided call needs no other ones: each rank computes
-its own rows. A call that is computed whole, as the first one of each kind, is computed by every rank, with its
-backward. On a GPU, kernels that add by atomic operations, and kernels selected by their time, have other bits on every
+Under `fast` the settings of torch are those of the script, and a divided call needs no other ones:
+each rank computes its own rows. A call that is computed whole, as the first one of each kind, is
+computed by every rank, with its backward. On a GPU, kernels that add by atomic operations, and
+kernels selected by their time, have other bits on every
 rank: replicas would drift apart.
 """
 

@@ -22,10 +22,11 @@ Sum = tuple[int, torch.dtype]  # number of elements and dtype
 class CallExchange:
     """Exchange of one divided call.
 
-    A rank with code that fails takes part in the remaining sums of the others, with zeros, so that no rank waits. The
-    others compute on with sums that have no meaning, until the word at the end of the call; reading a mark in each sum
-    would wait for accelerators. A rank must know the remaining sums: they are those of an earlier call of the kind.
-    Without one, a word precedes each sum.
+    A rank with code that fails takes part in the remaining sums of the others, with zeros, so that
+    no rank waits. The others compute on with sums that have no meaning, until the word at the end
+    of the call; reading a mark in each sum would wait for accelerators. A rank must know the
+    remaining sums: they are those of an earlier call of the kind. Without one, a word precedes each
+        sum.
 
     Args:
         reduction: sums over all slices.
@@ -38,7 +39,10 @@ class CallExchange:
     """
 
     def __init__(
-        self, reduction: Reduction, expected: tuple[Sum, ...] | None, all_are_here: Callable[[], bool]
+        self,
+        reduction: Reduction,
+        expected: tuple[Sum, ...] | None,
+        all_are_here: Callable[[], bool],
     ) -> None:
         self.sums: list[Sum] = []
         self.is_known_to_all = False
@@ -60,7 +64,8 @@ class CallExchange:
         """Return the sum of one tensor of each slice, without a graph.
 
         Raises:
-            CallAbandoned: a rank has failed, or the sum is not the one that the kind of the call has here.
+            CallAbandoned: a rank has failed, or the sum is not the one that the kind of the call
+            has here.
         """
         first = parts[0]
         if self._is_forward:

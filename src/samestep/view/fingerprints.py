@@ -25,12 +25,24 @@ def sample_of(tensor: Tensor, most: int = _SAMPLE) -> Tensor | None:
     """Return up to `most` values in one dimension; None for tensors without plain memory."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     count = tensor.numel()
-    if not is_plain or not count or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_meta:
+    if (
+        not is_plain
+        or not count
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor.is_meta
+    ):
         return None
     tensor = tensor.detach()
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    span = (
+        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        + 1
+    )
     if span != count:  # expanded, or a part of other memory
-        tensor = tensor[tuple(slice(None, None, max(1, size // 3)) for size in tensor.shape)].contiguous()
+        tensor = tensor[
+            tuple(slice(None, None, max(1, size // 3)) for size in tensor.shape)
+        ].contiguous()
         count = tensor.numel()
     step = max(1, (count - 1) // (most - 1))
     return tensor.as_strided(((count - 1) // step + 1,), (step,), tensor.storage_offset()).clone()
@@ -52,7 +64,9 @@ def numpy_generator() -> int:
     generator = get_bit_generator()  # `get_state` copies for 80 microseconds
     if type(generator).__name__ != "MT19937":
         return zlib.crc32(repr(generator.state).encode())
-    return zlib.crc32(ctypes.string_at(generator.ctypes.state_address, 4 * 625))  # 624 words and the position
+    return zlib.crc32(
+        ctypes.string_at(generator.ctypes.state_address, 4 * 625)
+    )  # 624 words and the position
 
 
 @cache

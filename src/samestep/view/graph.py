@@ -33,7 +33,10 @@ def sequence_number() -> int:
 
 
 def captures(
-    own: Iterable[Any], returned: Iterable[Any], made: Mapping[int, weakref.ref[torch.Tensor]], start: int
+    own: Iterable[Any],
+    returned: Iterable[Any],
+    made: Mapping[int, weakref.ref[torch.Tensor]],
+    start: int,
 ) -> Captures:
     """Walk the graph of the outputs for tensors that the call took from elsewhere than arguments and parameters.
 
@@ -57,7 +60,9 @@ def captures(
         if name == "AccumulateGrad":
             variable = node.variable
             reference = made.get(id(variable))
-            if id(variable) not in own_leaves and (reference is None or reference() is not variable):
+            if id(variable) not in own_leaves and (
+                reference is None or reference() is not variable
+            ):
                 collected.reason = "uses a parameter that is not its own"
             continue
         if node._sequence_nr() < start:  # private; numbers grow with time

@@ -1,12 +1,14 @@
 """Hub of a module's parameters: sums the gradients of all calls over ranks once per backward.
 
     parameter -> Wait -> Launch -> alias, used by the calls
-    parameter -> Wait -> Launch -> Collect -> alias, used by one slice of the calls, if this rank has several slices
+    parameter -> Wait -> Launch -> Collect -> alias, used by one slice of the calls, if this rank
+    has several slices
 
-One pair of Wait and Launch for each bucket. Launch runs when the gradients of its bucket are complete and starts their
-sum; Wait runs after everything else of the backward and returns the sum. So sums overlap with the backward, and
-autograd adds the gradients of several calls, and those of uses outside of calls, by its own rules. Collect keeps the
-gradients of its slice, so that they are added to those of other slices in the order of the reduction.
+One pair of Wait and Launch for each bucket. Launch runs when the gradients of its bucket are
+complete and starts their sum; Wait runs after everything else of the backward and returns the sum.
+So sums overlap with the backward, and autograd adds the gradients of several calls, and those of
+uses outside of calls, by its own rules. Collect keeps the gradients of its slice, so that they are
+added to those of other slices in the order of the reduction.
 """
 
 from __future__ import annotations
@@ -33,10 +35,13 @@ _LAST = 0  # of one that runs when no other node can
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bucket: _HubBucket, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, bucket: _HubBucket, *parameters: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.bucket = bucket
         ctx.set_materialize_grads(False)
-        # Not `view_as`: a forward may change parameters in place, which autograd forbids for views of a node.
+        # Not `view_as`: a forward may change parameters in place, which autograd forbids for views
+        # of a node.
         return tuple(parameter.detach() for parameter in parameters)
 
     @staticmethod
@@ -46,10 +51,13 @@ class _Wait(torch.autograd.Function):
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bucket: _HubBucket, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, bucket: _HubBucket, *parameters: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.bucket = bucket
         ctx.set_materialize_grads(False)
-        # The anchor has a gradient in every backward of a call, also if no own row uses a parameter of the bucket.
+        # The anchor has a gradient in every backward of a call, also if no own row uses a parameter
+        # of the bucket.
         anchor = torch.zeros((), device=bucket.device)
         return (*[parameter.detach() for parameter in parameters], anchor)
 
@@ -60,7 +68,9 @@ class _Launch(torch.autograd.Function):
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bucket: _HubBucket, number: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, bucket: _HubBucket, number: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.bucket = bucket
         ctx.number = number
         ctx.set_materialize_grads(False)
@@ -77,7 +87,8 @@ class _Collect(torch.autograd.Function):
 class _HubBucket:
     """One bucket of a hub, and its gradients in the current backward.
 
-    The graph of a call refers to it, so it must not refer to the graph: a cycle through nodes would never be freed.
+    The graph of a call refers to it, so it must not refer to the graph: a cycle through nodes would
+    never be freed.
     """
 
     def __init__(self, state: _State, parameters: list[torch.Tensor]) -> None:
@@ -89,9 +100,13 @@ class _HubBucket:
         self.work: Any = None
         self.pending: torch.Tensor | None = None  # own gradients of `no_sync`
         self._parts: dict[int, Sequence[torch.Tensor | None]] = {}  # of slices, with a graph
-        self._has_gradient: list[bool] = []  # for each parameter: whether the current backward has one here
+        self._has_gradient: list[
+            bool
+        ] = []  # for each parameter: whether the current backward has one here
         self._hooks: list[Any] = []  # of the parameters, while gradients are pending
-        self._versions: list[int] = []  # of the gradients of the parameters, when they were last looked at
+        self._versions: list[
+            int
+        ] = []  # of the gradients of the parameters, when they were last looked at
         self._state = state
 
     def aliases(self) -> list[list[torch.Tensor]]:
@@ -168,7 +183,9 @@ class _HubBucket:
         self._has_gradient = [gradient is not None for gradient in gradients]
         if self.pending is None:
             return self.bucket.fill(gradients)
-        flat = self._pending_gradients()  # added in place: a new flat tensor would move all gradients once more
+        flat = (
+            self._pending_gradients()
+        )  # added in place: a new flat tensor would move all gradients once more
         self.bucket.add(flat, gradients)
         return flat
 
@@ -191,7 +208,9 @@ class _HubBucket:
     def _defer(self, flat: torch.Tensor) -> list[torch.Tensor | None]:
         if self.pending is None:
             self.pending = flat
-            self._versions = [0 if one.grad is None else one.grad._version for one in self.parameters]
+            self._versions = [
+                0 if one.grad is None else one.grad._version for one in self.parameters
+            ]
             self._watch_accumulation()
         # `.grad` exists from the first backward on, so that `zero_grad` can be seen.
         marks: list[torch.Tensor | None] = []
@@ -211,7 +230,8 @@ class _HubBucket:
                 versions[index] = parameter.grad._version
 
         self._hooks = [
-            one.register_post_accumulate_grad_hook(partial(note, index)) for index, one in enumerate(self.parameters)
+            one.register_post_accumulate_grad_hook(partial(note, index))
+            for index, one in enumerate(self.parameters)
         ]
 
     def _pending_gradients(self) -> torch.Tensor:
@@ -310,7 +330,9 @@ class Hub(CallParameters):
         self._places = [(parameter, _place(parameter)) for parameter in parameters]
         plan = plan_buckets(parameters)
         self._state = _State(reduction, before_reduction)
-        self._state.buckets += [_HubBucket(self._state, [parameters[index] for index in members]) for members in plan]
+        self._state.buckets += [
+            _HubBucket(self._state, [parameters[index] for index in members]) for members in plan
+        ]
         self._slots = ParameterSlots(module)
         self._aliases: list[list[torch.Tensor]] = [[] for _ in reduction.own]
         self.anchors: list[torch.Tensor] = []
@@ -321,7 +343,9 @@ class Hub(CallParameters):
         self._entries = [self._slots.entries(self._mapping(aliases)) for aliases in self._aliases]
 
     def _mapping(self, replacements: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        parameters = [parameter for bucket in self._state.buckets for parameter in bucket.parameters]
+        parameters = [
+            parameter for bucket in self._state.buckets for parameter in bucket.parameters
+        ]
         return dict(zip(parameters, replacements, strict=True))
 
     def is_current(self, parameters: Sequence[torch.Tensor]) -> bool:

@@ -49,18 +49,36 @@ _EARLIER = "earlier calls"
 _KERNELS = "on GPUs by operations with deterministic kernels"
 
 _CODES_AND_FIXES = {
-    _SHAPES: ("E_RANK_BATCH", "give every rank the same whole batch; only calls of modules are divided"),
-    _SAMPLES: ("E_RANK_BATCH", "seed the sampler alike on every rank, and do not divide the data among ranks"),
-    _VALUES: ("E_RANK_BATCH", "read and shuffle data from the same seed on every rank, without a sampler of ranks"),
+    _SHAPES: (
+        "E_RANK_BATCH",
+        "give every rank the same whole batch; only calls of modules are divided",
+    ),
+    _SAMPLES: (
+        "E_RANK_BATCH",
+        "seed the sampler alike on every rank, and do not divide the data among ranks",
+    ),
+    _VALUES: (
+        "E_RANK_BATCH",
+        "read and shuffle data from the same seed on every rank, without a sampler of ranks",
+    ),
     _ATTRIBUTES: ("E_RANK_SETTINGS", "set modes and numbers of modules alike on every rank"),
-    _SETTINGS: ("E_RANK_SETTINGS", "set torch's precision, benchmark and determinism alike on every rank"),
+    _SETTINGS: (
+        "E_RANK_SETTINGS",
+        "set torch's precision, benchmark and determinism alike on every rank",
+    ),
     _RATES: ("E_RANK_SETTINGS", "set optimizers and schedules alike on every rank"),
     _BUFFERS: ("E_RANK_MISMATCH", "write buffers alike on every rank"),
-    _GENERATORS: ("E_RANK_MISMATCH", "seed and draw alike on every rank, also in code of one rank only"),
+    _GENERATORS: (
+        "E_RANK_MISMATCH",
+        "seed and draw alike on every rank, also in code of one rank only",
+    ),
     _LOSS: ("E_RANK_MISMATCH", f"compute the loss from the same values on every rank, {_KERNELS}"),
     _GRADIENTS: ("E_RANK_MISMATCH", f"change gradients alike on every rank, {_KERNELS}"),
 }
-_OTHER_PATH = ("E_RANK_DESYNC", "let no decision of the script depend on the rank, the time or the machine")
+_OTHER_PATH = (
+    "E_RANK_DESYNC",
+    "let no decision of the script depend on the rank, the time or the machine",
+)
 
 
 class _Fact(NamedTuple):
@@ -82,8 +100,8 @@ class _Lists(NamedTuple):
 class InStep:
     """Facts that must be equal on all ranks, since the last exchange.
 
-    A hash of the facts travels in the words of a call, which are sent anyway. All ranks decide alike from the words,
-    and end with the same error.
+    A hash of the facts travels in the words of a call, which are sent anyway. All ranks decide
+    alike from the words, and end with the same error.
 
     Args:
         all_gather_text: returns the texts of all ranks; it is called after a difference only.
@@ -135,13 +153,20 @@ class InStep:
             else:
                 self._add_values(_LOSS, gradient, line)
 
-    def facts_of_step(self, optimizer: torch.optim.Optimizer, *, has_equal_gradients: bool = True) -> None:
+    def facts_of_step(
+        self, optimizer: torch.optim.Optimizer, *, has_equal_gradients: bool = True
+    ) -> None:
         """Add numbers of an optimizer and, if ranks have the same, which gradients there are, and values of some."""
         line = self._begin()
         groups = optimizer.param_groups
-        numbers = array("d", list(chain.from_iterable(_numbers_of_group(group).values() for group in groups)))
+        numbers = array(
+            "d", list(chain.from_iterable(_numbers_of_group(group).values() for group in groups))
+        )
         self._add(
-            _RATES, zlib.crc32(numbers), line, lambda: dict(zip(_names_of_numbers(groups), numbers, strict=False))
+            _RATES,
+            zlib.crc32(numbers),
+            line,
+            lambda: dict(zip(_names_of_numbers(groups), numbers, strict=False)),
         )
         gradients: list[Tensor | None] = []
         if has_equal_gradients:
@@ -187,8 +212,13 @@ class InStep:
         Raises:
             RankMismatchError: the first difference, equal on all ranks.
         """
-        own = [[fact.name, fact.value, *fact.line, fact.detail and fact.detail()] for fact in self._sent]
-        own_seeds = {f"{name} of {file}:{line}": value for name, ((file, line), value) in self.seeds.items()}
+        own = [
+            [fact.name, fact.value, *fact.line, fact.detail and fact.detail()]
+            for fact in self._sent
+        ]
+        own_seeds = {
+            f"{name} of {file}:{line}": value for name, ((file, line), value) in self.seeds.items()
+        }
         texts = self._all_gather_text(json.dumps([own, own_seeds], default=str))
         ranks, seeds = zip(*map(json.loads, texts), strict=True)
         rows = zip_longest(*ranks, fillvalue=["nothing further", 0, "", 0, None])
@@ -209,8 +239,9 @@ class InStep:
     def _begin(self) -> Line:
         """Add values of the event before the last one; return the line of the script.
 
-        Those of the last event may still wait for work of an accelerator: the gradients at a step of an optimizer are
-        added when the next forward has been launched, so that the accelerator always has work.
+        Those of the last event may still wait for work of an accelerator: the gradients at a step
+        of an optimizer are added when the next forward has been launched, so that the accelerator
+        always has work.
         """
         late = self._late
         self._late = self._arriving
@@ -220,11 +251,17 @@ class InStep:
                 event.synchronize()
             self._add(name, hash_of(values), line)
         line = script_line(sys._getframe(2))
-        if len(self._facts) > _MOST_FACTS:  # calls without a message, as in an evaluation that is computed whole
-            self._facts = [_Fact(_EARLIER, hash(tuple(fact.value for fact in self._facts)), line, None)]
+        if (
+            len(self._facts) > _MOST_FACTS
+        ):  # calls without a message, as in an evaluation that is computed whole
+            self._facts = [
+                _Fact(_EARLIER, hash(tuple(fact.value for fact in self._facts)), line, None)
+            ]
         return line
 
-    def _add(self, name: str, value: int, line: Line, detail: Callable[[], Any] | None = None) -> None:
+    def _add(
+        self, name: str, value: int, line: Line, detail: Callable[[], Any] | None = None
+    ) -> None:
         self._facts.append(_Fact(name, value, line, detail))
 
     def _add_values(self, name: str, tensor: Tensor, line: Line) -> None:
@@ -252,7 +289,9 @@ class InStep:
                 self._lists.clear()  # a submodule that refers to the module would keep it alive
             lists = self._lists[module] = _lists_of(module)
         try:
-            numbers = array("d", list(chain.from_iterable([get(values) for values, get in lists.attributes])))
+            numbers = array(
+                "d", list(chain.from_iterable([get(values) for values, get in lists.attributes]))
+            )
             versions = array("q", [buffers[name]._version for buffers, name in lists.buffers])
         except (
             KeyError,
@@ -284,11 +323,21 @@ def _lists_of(module: nn.Module) -> _Lists:
     lists = _Lists([], [], [], [])
     for prefix, one in module.named_modules():
         values = vars(one)
-        names = [name for name, value in values.items() if type(value) in _NUMBERS and name[0] != "_"]
-        lists.attributes.append((values, itemgetter("training", *(names or ["training"]))))  # two give a tuple
-        lists.attribute_names.extend(f"{prefix}.{name}".lstrip(".") for name in ["training", *(names or ["training"])])
+        names = [
+            name for name, value in values.items() if type(value) in _NUMBERS and name[0] != "_"
+        ]
+        lists.attributes.append(
+            (values, itemgetter("training", *(names or ["training"])))
+        )  # two give a tuple
+        lists.attribute_names.extend(
+            f"{prefix}.{name}".lstrip(".") for name in ["training", *(names or ["training"])]
+        )
         for name, buffer in one._buffers.items():
-            if buffer is not None and not nn.parameter.is_lazy(buffer) and not buffer.is_inference():
+            if (
+                buffer is not None
+                and not nn.parameter.is_lazy(buffer)
+                and not buffer.is_inference()
+            ):
                 lists.buffers.append((one._buffers, name))
                 lists.buffer_names.append(f"number of writes of {prefix}.{name}")
     return lists
@@ -300,14 +349,20 @@ def _numbers_of_group(group: dict[str, Any]) -> dict[str, float]:
         if type(value) in _NUMBERS:
             numbers[key] = value
         elif type(value) in (tuple, list) and key != "params":
-            numbers |= {f"{key}[{index}]": one for index, one in enumerate(value) if type(one) in _NUMBERS}
+            numbers |= {
+                f"{key}[{index}]": one for index, one in enumerate(value) if type(one) in _NUMBERS
+            }
         elif isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
             numbers[key] = value.item()
     return numbers
 
 
 def _names_of_numbers(groups: Sequence[dict[str, Any]]) -> list[str]:
-    return [f"{key} of group {index}" for index, group in enumerate(groups) for key in _numbers_of_group(group)]
+    return [
+        f"{key} of group {index}"
+        for index, group in enumerate(groups)
+        for key in _numbers_of_group(group)
+    ]
 
 
 def _difference(first: list[Any], rank: int, other: list[Any]) -> RankMismatchError:
@@ -322,7 +377,10 @@ def _difference(first: list[Any], rank: int, other: list[Any]) -> RankMismatchEr
     else:
         value = f"ranks 0 and {rank} differ in: {names[0]}{_unequal(first[4], other[4])}"
     return RankMismatchError(
-        f"{value}{lines and ', at '}{lines}", "every rank runs the same script with equal values", fix, code=code
+        f"{value}{lines and ', at '}{lines}",
+        "every rank runs the same script with equal values",
+        fix,
+        code=code,
     )
 
 

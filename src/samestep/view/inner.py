@@ -1,7 +1,8 @@
 """Inner graph of the own rows, for modules that compute activations again in the backward (checkpointing).
 
-Activation checkpointing runs the module's code during the backward. It must then find the same region, rules and
-parameters as in the forward, so the graph of the own rows is run by a node of its own.
+Activation checkpointing runs the module's code during the backward. It must then find the same
+region, rules and parameters as in the forward, so the graph of the own rows is run by a node of its
+own.
 """
 
 from __future__ import annotations
@@ -24,20 +25,27 @@ from samestep.view.strategy import CallParameters
 class RecomputedRegion(Region):
     """Region of a recomputation. The numbers of its draws in the call are not known.
 
-    Draws are identified by the state of the script's stream, or, if they are from that stream, by their shapes.
+    Draws are identified by the state of the script's stream, or, if they are from that stream, by
+    their shapes.
     """
 
     factors: dict[tuple[int, ...], int | None] = field(default_factory=dict)
 
-    def draw(self, index: int, shape: Sequence[int], make: Make, device: torch.device) -> torch.Tensor:
+    def draw(
+        self, index: int, shape: Sequence[int], make: Make, device: torch.device
+    ) -> torch.Tensor:
         """Return the numbers of a random draw that belong to the own rows, as `Region.draw`."""
         if self.positions is not None:
             position = self.positions.get(stream_state())
             if position is None:
-                raise UnknownDraw("a recomputation draws numbers from another state than the forward")
+                raise UnknownDraw(
+                    "a recomputation draws numbers from another state than the forward"
+                )
             return super().draw(position, shape, make, device)
         if tuple(shape) not in self.factors:
-            raise UnknownDraw(f"a recomputation draws numbers of the shape {tuple(shape)}, the forward did not")
+            raise UnknownDraw(
+                f"a recomputation draws numbers of the shape {tuple(shape)}, the forward did not"
+            )
         factor = self.factors[tuple(shape)]
         if factor is None:
             return make(tuple(shape), None)
@@ -62,7 +70,9 @@ def recomputed(region: Region, draws: Sequence[tuple[int, ...]]) -> RecomputedRe
     for shape, factor in zip(draws, region.draw_factors, strict=False):
         if factors.setdefault(shape, factor) != factor:
             raise UnknownDraw("draws of one shape, with and without rows, in a recomputed part")
-    again = RecomputedRegion(region.rows, region.start, region.stop, region.exchange, region.draw_factors)
+    again = RecomputedRegion(
+        region.rows, region.start, region.stop, region.exchange, region.draw_factors
+    )
     again.local_batch_norm = region.local_batch_norm
     again.factors = factors
     return again
@@ -97,7 +107,9 @@ class _InnerGraph(torch.autograd.Function):
             if gradient is not None and output.requires_grad:
                 roots.append(output)
                 seeds.append(gradient)
-        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # private; torch 2.11 and 2.13
+        keeps_graph = (
+            torch._C._autograd._get_current_graph_task_keep_graph()
+        )  # private; torch 2.11 and 2.13
         collected = ctx.inner.backward(roots, seeds, ctx.leaves, keep_graph=keeps_graph)
         if not keeps_graph:
             ctx.outputs = None
@@ -109,7 +121,8 @@ class Inner:
 
     Args:
         region: region of the forward.
-        compute: receives the leaves and how they become the module's parameters, and returns the own outputs.
+        compute: receives the leaves and how they become the module's parameters, and returns the
+            own outputs.
         parameters: parameters of the call; their leaves come first.
         position: place of the slice among the own ones.
         before: state of the module and of the generators before the call.
@@ -142,7 +155,10 @@ class Inner:
     def leaves(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the leaves of the graph from the aliases and the arguments with gradients."""
         own = self._parameters.leaves(tensors[: self._count])
-        return own + [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors[self._count :]]
+        return own + [
+            tensor.detach().requires_grad_(tensor.requires_grad)
+            for tensor in tensors[self._count :]
+        ]
 
     def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the forward."""
@@ -161,9 +177,16 @@ class Inner:
         if roots:
             surroundings = self._parameters.in_backward(leaves[: self._count], self._position)
             with surroundings, inside(region), Operations(region):
-                # Not `torch.autograd.backward`: as a function of torch, it would run outside of the mode.
+                # Not `torch.autograd.backward`: as a function of torch, it would run outside of the
+                # mode.
                 torch.autograd.graph._engine_run_backward(
-                    tuple(roots), tuple(seeds), keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
+                    tuple(roots),
+                    tuple(seeds),
+                    keep_graph,
+                    False,
+                    (),
+                    allow_unreachable=True,
+                    accumulate_grad=True,
                 )
         gradients = self._parameters.take_gradients(leaves[: self._count])
         for leaf in leaves[self._count :]:
@@ -176,12 +199,12 @@ class Inner:
     ) -> list[torch.Tensor | None]:
         """Return gradients that can be differentiated (`create_graph`).
 
-        The forward runs again on the tensors themselves, and keeps its activations: a recomputation in a later backward
-        would not know the region.
+        The forward runs again on the tensors themselves, and keeps its activations: a recomputation
+        in a later backward would not know the region.
 
         Raises:
-            RunError: the forward writes buffers. In the plain loop those of checkpointed parts would be written again,
-                and the others not.
+            RunError: the forward writes buffers. In the plain loop those of checkpointed parts
+                would be written again, and the others not.
         """
         if self._recomputes and self._before.has_buffers:
             raise RunError(
@@ -201,7 +224,9 @@ class Inner:
         if not pairs:
             return [None] * len(tensors)
         roots, seeds = zip(*pairs, strict=True)
-        collected = iter(torch.autograd.grad(roots, wanted, seeds, create_graph=True, allow_unused=True))
+        collected = iter(
+            torch.autograd.grad(roots, wanted, seeds, create_graph=True, allow_unused=True)
+        )
         return [next(collected) if tensor.requires_grad else None for tensor in tensors]
 
 

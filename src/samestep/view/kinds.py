@@ -1,7 +1,7 @@
 """Kinds of calls: the facts behind a verdict, and the knowledge about each kind.
 
-A kind is identified by the structure of a module and of the arguments, not by objects or sizes, so that a copy of a
-module, or a batch of another length, needs no new trial.
+A kind is identified by the structure of a module and of the arguments, not by objects or sizes, so
+that a copy of a module, or a batch of another length, needs no new trial.
 """
 
 from __future__ import annotations
@@ -20,12 +20,22 @@ from samestep.view.division import Division
 from samestep.view.exchange import Sum
 from samestep.view.operations import Operation
 from samestep.view.snapshot import Written
-from samestep.view.switches import HOOKS, PLAIN, SWITCHES, Outside, code_of, has_settings, switch, switches_of
+from samestep.view.switches import (
+    HOOKS,
+    PLAIN,
+    SWITCHES,
+    Outside,
+    code_of,
+    has_settings,
+    switch,
+    switches_of,
+)
 
 _MOST_KINDS = 64  # of the calls of a module; each costs memory, a watched call and a trial
 _MOST_SWITCHES = 8  # of one type, among the arguments of a call
 _CONVERSIONS = frozenset(
-    getattr(torch.Tensor, name) for name in ("to", "float", "half", "bfloat16", "double", "type", "type_as")
+    getattr(torch.Tensor, name)
+    for name in ("to", "float", "half", "bfloat16", "double", "type", "type_as")
 )
 _TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
@@ -35,7 +45,8 @@ class Kind:
     """Knowledge about the calls of one kind.
 
     Attributes:
-        reason: why calls of this kind are computed whole; None while that is not decided, or if they are divided.
+        reason: why calls of this kind are computed whole; None while that is not decided, or if
+            they are divided.
         is_watched: whether a first call was computed whole and watched, without a reason for whole.
         watched_reason: act of the watched call that cannot be divided.
         division: result of the trial.
@@ -45,7 +56,8 @@ class Kind:
         outputs: structure of its outputs.
         uses_checkpointing: whether parts are computed again in the backward.
         is_compiled: whether torch.compile replaces the forward of parts.
-        written: places that watched calls have changed, to be restored before a call is computed again.
+        written: places that watched calls have changed, to be restored before a call is computed
+            again.
         exchanges: sums inside of a divided call; None before the first one.
         gradient_bytes: size of the gradients of the parameters.
         output_bytes_per_row: size of the outputs, per row of the batch.
@@ -77,8 +89,11 @@ class Kind:
         tried = self.division.operations
         if operations == tried or self.known.get(operations) == self.division:
             return True
-        # A trial computes in one precision, and without checkpoints, which have operations of their own.
-        is_alike = self.uses_checkpointing or _but_conversions(tried) == _but_conversions(operations)
+        # A trial computes in one precision, and without checkpoints, which have operations of their
+        # own.
+        is_alike = self.uses_checkpointing or _but_conversions(tried) == _but_conversions(
+            operations
+        )
         return is_alike and operations == self.last
 
 
@@ -100,7 +115,9 @@ class KindsOfModule:
         self._outside = Outside(())
         self._added = 0
 
-    def kind(self, parts: Sequence[nn.Module], leaves: Sequence[Any], spec: TreeSpec, rows: int) -> Kind:
+    def kind(
+        self, parts: Sequence[nn.Module], leaves: Sequence[Any], spec: TreeSpec, rows: int
+    ) -> Kind:
         """Return the kind of a call.
 
         Args:
@@ -136,7 +153,9 @@ class KindsOfModule:
 
 def _but_conversions(operations: Sequence[Operation]) -> list[Operation]:
     """Return functions without conversions of precision, which a trial may leave out or add."""
-    return [one for one in operations if not isinstance(one, str | bool) and one not in _CONVERSIONS]
+    return [
+        one for one in operations if not isinstance(one, str | bool) and one not in _CONVERSIONS
+    ]
 
 
 def submodules(module: nn.Module) -> list[nn.Module]:
@@ -155,7 +174,10 @@ def submodules(module: nn.Module) -> list[nn.Module]:
 def has_compiled_parts(parts: Sequence[nn.Module]) -> bool:
     """Whether torch.compile replaces the forward of a submodule."""
     # By name: importing the class would import the compiler.
-    return any(part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule" for part in parts)
+    return any(
+        part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule"
+        for part in parts
+    )
 
 
 def module_key(parts: Sequence[nn.Module]) -> Hashable:
@@ -168,7 +190,9 @@ def module_key(parts: Sequence[nn.Module]) -> Hashable:
     seen: set[int] = set()
     for part in parts:
         kind = type(part)
-        kind = getattr(kind, "_samestep_base", kind)  # the class that `samestep.parallel` made is the module's own
+        kind = getattr(
+            kind, "_samestep_base", kind
+        )  # the class that `samestep.parallel` made is the module's own
         key.append(kind)
         key.append(part.training)
         for name in HOOKS:
@@ -216,13 +240,20 @@ def _add_switches(part: nn.Module, key: list[Any], seen: set[int], *, exact: boo
 def arguments_key(leaves: Sequence[Any], rows: int) -> Hashable:
     """Return the facts behind a verdict in the leaves of the arguments of a call.
 
-    Many numbers or strings are values of rows, such as lengths and names, and not switches: only their types count.
+    Many numbers or strings are values of rows, such as lengths and names, and not switches: only
+    their types count.
     """
     key: list[Any] = []
-    have_values = [kind for kind in (int, float, str) if sum(type(leaf) is kind for leaf in leaves) > _MOST_SWITCHES]
+    have_values = [
+        kind
+        for kind in (int, float, str)
+        if sum(type(leaf) is kind for leaf in leaves) > _MOST_SWITCHES
+    ]
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            key.append((leaf.dim(), leaf.dtype, leaf.requires_grad, has_rows(leaf, rows), leaf.is_cuda))
+            key.append(
+                (leaf.dim(), leaf.dtype, leaf.requires_grad, has_rows(leaf, rows), leaf.is_cuda)
+            )
         elif type(leaf) in have_values:
             key.append(type(leaf))
         elif type(leaf) in SWITCHES:
@@ -250,7 +281,9 @@ def mode_key(device: str) -> Hashable:
 
 def operations_hash(functions: Sequence[Operation]) -> int:
     """Return a number below 2**62 for a list of operations, equal in all processes."""
-    return _hash(",".join(getattr(function, "__name__", None) or repr(function) for function in functions))
+    return _hash(
+        ",".join(getattr(function, "__name__", None) or repr(function) for function in functions)
+    )
 
 
 def numbers_hash(numbers: Sequence[Any]) -> int:

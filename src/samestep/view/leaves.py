@@ -17,9 +17,28 @@ from torch import nn
 # Private; opens classes registered with torch.
 from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_unflatten
 
-VALUES = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, numpy.generic, Enum)
+VALUES = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type,
+    torch.dtype,
+    torch.device,
+    numpy.generic,
+    Enum,
+)
 _KNOWN = (torch.Tensor, *VALUES)
-_CLOSED = (nn.Module, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_CLOSED = (
+    nn.Module,
+    types.ModuleType,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+)
 _NEW = (object.__new__, dict.__new__, types.SimpleNamespace.__new__)
 _newobj: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 
@@ -33,15 +52,17 @@ class _Opened:
 
 
 register_pytree_node(
-    _Opened, lambda opened: ([opened.content], opened.kind), lambda content, kind: _rebuilt(kind, *next(iter(content)))
+    _Opened,
+    lambda opened: ([opened.content], opened.kind),
+    lambda content, kind: _rebuilt(kind, *next(iter(content))),
 )
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     """Return the leaves and the structure of a value; `tree_unflatten` makes new objects without `__init__`.
 
-    Objects that have only attributes are opened: dataclasses, namespaces, distributions, caches. Other objects are
-    leaves, and so is an object that stands in several places.
+    Objects that have only attributes are opened: dataclasses, namespaces, distributions, caches.
+    Other objects are leaves, and so is an object that stands in several places.
     """
     return tree_flatten(_opened(value, []), is_leaf=_is_size)
 
@@ -64,7 +85,9 @@ def is_held_elsewhere(value: Any) -> bool:
 def below(value: Any) -> list[torch.Tensor]:
     """Return the tensors in a value, in containers and attributes of objects, without those of modules and code."""
     items = [held for item in _containers_below(value) for held in (item, *_held_by(item))]
-    return list({id(tensor): tensor for tensor in items if isinstance(tensor, torch.Tensor)}.values())
+    return list(
+        {id(tensor): tensor for tensor in items if isinstance(tensor, torch.Tensor)}.values()
+    )
 
 
 def _containers_below(value: Any) -> list[Any]:

@@ -1,7 +1,8 @@
 """Computation of several slices of a divided call in one process, in lock step.
 
-Each slice runs in a thread of its own, but only one thread runs at a time: a slice runs until it joins the others or
-ends, then the next slice runs. Tensors of all slices belong to one autograd graph.
+Each slice runs in a thread of its own, but only one thread runs at a time: a slice runs until it
+joins the others or ends, then the next slice runs. Tensors of all slices belong to one autograd
+graph.
 """
 
 from __future__ import annotations
@@ -39,12 +40,16 @@ class Part:
         roots: its value at each join.
     """
 
-    def __init__(self, compute: Callable[[Part], Any], turn: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, compute: Callable[[Part], Any], turn: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         """Prepare a thread; `run_in_lockstep` starts it.
 
         Args:
-            compute: the computation. Grad mode and function modes belong to threads: it sets them itself.
-            turn: context of the scheduler around each time that the part runs: installs its own state.
+            compute: the computation. Grad mode and function modes belong to threads: it sets them
+                itself.
+            turn: context of the scheduler around each time that the part runs: installs its own
+                state.
         """
         self.result: Any = None
         self.error: BaseException | None = None
@@ -65,7 +70,9 @@ class Part:
         self._parts: Sequence[Part] = ()
         self._processors = torch.get_num_threads()
         run = copy_context().run
-        self._thread = threading.Thread(target=run, args=(self._run,), name="slice of a call", daemon=True)
+        self._thread = threading.Thread(
+            target=run, args=(self._run,), name="slice of a call", daemon=True
+        )
 
     def join(self, compute: Joined, value: Any) -> Any:
         """Wait for all parts, and return the result for this one. The first part computes in its turn."""
@@ -88,7 +95,9 @@ class Part:
         values = [part.value for part in self._parts]
         try:
             results = compute(self._sums, values)
-        except Exception as error:  # boundary: raised in the thread of the scheduler; the script must not catch it
+        except (
+            Exception
+        ) as error:  # boundary: raised in the thread of the scheduler; the script must not catch it
             self.error = error
             self._ended = True
             raise _Ended from None
@@ -125,7 +134,8 @@ class Part:
         self._resumed.release()
         if self._thread.ident is not None:
             self._thread.join()
-        # All of these refer to the part: with cycles, tensors would be freed late, by the garbage collector.
+        # All of these refer to the part: with cycles, tensors would be freed late, by the garbage
+        # collector.
         self._parts = ()
         self.result = None
         del self._compute, self._turn

@@ -1,9 +1,10 @@
 """Mean losses inside of a divided call.
 
-Most of torch's losses have equally many values in each row: the means of the ranks' own rows, averaged with the numbers
-of own rows as weights, are then the mean of the whole batch, and no rule is needed. The losses here divide by a count
-or a sum of weights that differs from row to row (ignored targets, weights of classes or values). Their value inside of
-a divided call is the mean over the whole batch, on every rank.
+Most of torch's losses have equally many values in each row: the means of the ranks' own rows,
+averaged with the numbers of own rows as weights, are then the mean of the whole batch, and no rule
+is needed. The losses here divide by a count or a sum of weights that differs from row to row
+(ignored targets, weights of classes or values). Their value inside of a divided call is the mean
+over the whole batch, on every rank.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
     return {name: parameter.default for name, parameter in signature(function).parameters.items()}
 
 
-def arguments_of(function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_of(
+    function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the arguments of a loss by name, with defaults, and with the old forms of `reduction` resolved."""
     defaults = _defaults(function)
     named = {**defaults, **dict(zip(defaults, arguments, strict=False)), **options}
@@ -44,7 +47,8 @@ def arguments_of(function: Callable[..., Any], arguments: Sequence[Any], options
             if average is None or average:
                 named["reduction"] = "mean"
     if function is functional.l1_loss:
-        # It hands all but its weight over to function modes and subclasses of tensors (torch 2.13): its frame has it.
+        # It hands all but its weight over to function modes and subclasses of tensors (torch 2.13):
+        # its frame has it.
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame.f_code is not functional.l1_loss.__code__:
             frame = frame.f_back
@@ -62,7 +66,9 @@ def divisor(function: Callable[..., Any], named: Mapping[str, Any]) -> torch.Ten
     """
     target = named["target"]
     weight = named.get("weight")
-    if function in CLASS_LOSSES and not target.is_floating_point():  # with probabilities, every row counts once
+    if (
+        function in CLASS_LOSSES and not target.is_floating_point()
+    ):  # with probabilities, every row counts once
         ignored = named["ignore_index"]
         counted = target != (-100 if ignored is None else ignored)
         if weight is None:
@@ -74,7 +80,9 @@ def divisor(function: Callable[..., Any], named: Mapping[str, Any]) -> torch.Ten
     return total
 
 
-def mean(function: Callable[..., Any], named: dict[str, Any], count: torch.Tensor, total: Total) -> torch.Tensor:
+def mean(
+    function: Callable[..., Any], named: dict[str, Any], count: torch.Tensor, total: Total
+) -> torch.Tensor:
     """Return the mean over the whole batch from sums of the own rows, which are taken in single precision at least.
 
     Args:
@@ -85,7 +93,9 @@ def mean(function: Callable[..., Any], named: dict[str, Any], count: torch.Tenso
     """
     kind = named["input"].dtype
     floating = {
-        name: value for name, value in named.items() if isinstance(value, torch.Tensor) and value.is_floating_point()
+        name: value
+        for name, value in named.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
     }
     # A sum of many rows does not fit into half precision.
     if kind in _HALVES and all(value.dtype == kind for value in floating.values()):
@@ -93,12 +103,18 @@ def mean(function: Callable[..., Any], named: dict[str, Any], count: torch.Tenso
     value: torch.Tensor = function(**{**named, "reduction": "sum"})
     parts = total(torch.stack([value, count.to(value.dtype)]))
     result = parts[0] / parts[1]
-    if kind in _HALVES and value.dtype == torch.float32 and not torch.is_autocast_enabled(value.device.type):
+    if (
+        kind in _HALVES
+        and value.dtype == torch.float32
+        and not torch.is_autocast_enabled(value.device.type)
+    ):
         return result.to(kind)
     return result
 
 
-def _loss(operations: CallOperations, function: Callable[..., Any], arguments: Any, options: Any) -> Any:
+def _loss(
+    operations: CallOperations, function: Callable[..., Any], arguments: Any, options: Any
+) -> Any:
     """Rule of the losses inside of a divided call."""
     named = arguments_of(function, arguments, options)
     region = operations.region

@@ -16,32 +16,103 @@ from samestep.view.region import Make, Region
 from samestep.view.rule import Rule
 
 RULES: dict[Callable[..., Any], Rule] = {**DRAW_RULES, **LOSS_RULES, **BATCH_NORM_RULES}
-# A function, or a switch of the next function in a list of operations: one of its arguments that is not a tensor.
+# A function, or a switch of the next function in a list of operations: one of its arguments that is
+# not a tensor.
 Operation = Callable[..., Any] | str | bool | int
 Compute = Callable[[], Any]
 
 # Functions with Python numbers as results that depend on shapes and dtypes, not on values.
 _SHAPE_NAMES = (
-    *("size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "storage_offset", "element_size"),
-    *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_tensor", "is_same_size", "is_set_to"),
-    *("is_inference", "is_neg", "is_conj", "is_shared", "is_pinned", "data_ptr", "get_device", "__hash__"),
+    *(
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "__len__",
+        "stride",
+        "storage_offset",
+        "element_size",
+    ),
+    *(
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "is_tensor",
+        "is_same_size",
+        "is_set_to",
+    ),
+    *(
+        "is_inference",
+        "is_neg",
+        "is_conj",
+        "is_shared",
+        "is_pinned",
+        "data_ptr",
+        "get_device",
+        "__hash__",
+    ),
 )
 # Functions that copy values of a tensor into Python objects.
 _VALUE_FUNCTIONS = frozenset(
-    {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__, torch.Tensor.__format__}
+    {
+        torch.Tensor.tolist,
+        torch.Tensor.numpy,
+        torch.Tensor.__array__,
+        torch.Tensor.__repr__,
+        torch.Tensor.__format__,
+    }
 )
 # Functions of which all integers are dimensions, among them that of the rows.
 _DIMENSION_NAMES = (
-    *("all", "amax", "amin", "any", "argmax", "argmin", "argsort", "aminmax", "count_nonzero", "cummax", "cummin"),
-    *("cumprod", "cumsum", "flip", "log_softmax", "logcumsumexp", "logsumexp", "max", "mean", "median", "min", "mode"),
-    *("movedim", "nanmean", "nanmedian", "nansum", "normalize", "permute", "prod", "softmax", "softmin", "sort"),
+    *(
+        "all",
+        "amax",
+        "amin",
+        "any",
+        "argmax",
+        "argmin",
+        "argsort",
+        "aminmax",
+        "count_nonzero",
+        "cummax",
+        "cummin",
+    ),
+    *(
+        "cumprod",
+        "cumsum",
+        "flip",
+        "log_softmax",
+        "logcumsumexp",
+        "logsumexp",
+        "max",
+        "mean",
+        "median",
+        "min",
+        "mode",
+    ),
+    *(
+        "movedim",
+        "nanmean",
+        "nanmedian",
+        "nansum",
+        "normalize",
+        "permute",
+        "prod",
+        "softmax",
+        "softmin",
+        "sort",
+    ),
     *("squeeze", "std", "std_mean", "sum", "transpose", "unsqueeze", "var", "var_mean"),
 )
 
 
 def _functions(names: Iterable[str]) -> frozenset[Callable[..., Any]]:
     owners = (torch, torch.Tensor, torch.nn.functional)
-    return frozenset(getattr(owner, name) for owner in owners for name in names if hasattr(owner, name))
+    return frozenset(
+        getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)
+    )
 
 
 # Functions with a message, which may have the number of rows in it.
@@ -66,7 +137,8 @@ class Operations(TorchFunctionMode):
     """Function mode around a call. It records the operations and applies the rules of a divided call.
 
     Attributes:
-        region: the rows that are computed; None for a whole call, in which every function runs as it is.
+        region: the rows that are computed; None for a whole call, in which every function runs as
+            it is.
         functions: operations in order, each after its switches, such as the `reduction` of a loss.
         numbers: values that left tensors (`item`, `bool`, `tolist`, ...), in order.
         draws: shapes of the random draws, in order.
@@ -93,7 +165,9 @@ class Operations(TorchFunctionMode):
             value = function(*arguments, **options)
             self.note_attribute(arguments[0], value)
             return value
-        if function is torch._C._set_grad_enabled:  # checkpointing, which a trial leaves out, calls it
+        if (
+            function is torch._C._set_grad_enabled
+        ):  # checkpointing, which a trial leaves out, calls it
             return function(*arguments, **options)
         self._note_switches(function, arguments, options)
         self.functions.append(function)
@@ -107,7 +181,11 @@ class Operations(TorchFunctionMode):
         return result
 
     def observe(
-        self, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any], compute: Compute
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        options: Mapping[str, Any],
+        compute: Compute,
     ) -> Any:
         """Return the result of an operation, which `compute` computes."""
         return compute()
@@ -120,14 +198,17 @@ class Operations(TorchFunctionMode):
     ) -> None:
         """Note the facts behind a verdict in the arguments of an operation.
 
-        Scripts take it from closures, globals and configurations, which the kind of a call does not contain.
+        Scripts take it from closures, globals and configurations, which the kind of a call does not
+        contain.
         """
         if function in _ASSERTIONS:
             return
         has_dimensions = function in _DIMENSION_FUNCTIONS
         for value in (*arguments, *options.values()):
             kind = type(value)
-            if kind is bool or (kind is str and ":" not in value):  # "cuda:1" is the device of one rank
+            if kind is bool or (
+                kind is str and ":" not in value
+            ):  # "cuda:1" is the device of one rank
                 self.functions.append(value)
             elif kind is float:
                 self.functions.append(value == 0)  # hides its factor

@@ -1,8 +1,11 @@
 """Order of the nodes of a graph that threads have made in lock step, as if one thread had made them.
 
-Autograd runs the newest node first, by numbers that each thread counts for itself. The bits of the gradient of a tensor
-with three uses depend on that order, so nodes of slices receive new numbers: first the nodes before the first join,
-slice by slice, then the nodes of the join, and so on. The order within a slice is then that of a slice alone.
+Autograd runs the newest node first, by numbers that each thread counts for itself. The bits of the
+gradient of a tensor
+with three uses depend on that order, so nodes of slices receive new numbers: first the nodes before
+    the first join,
+slice by slice, then the nodes of the join, and so on. The order within a slice is then that of a
+slice alone.
 
 Private: `_sequence_nr`, `_set_sequence_nr` and `_get_sequence_nr` of torch 2.11 and 2.13.
 """

@@ -20,7 +20,11 @@ def follows_rows(operations: CallOperations) -> bool:
     """Return whether the next draw has own rows in its first dimension."""
     region = operations.region
     index = len(operations.draws)
-    return region is not None and index < len(region.draw_factors) and region.draw_factors[index] is not None
+    return (
+        region is not None
+        and index < len(region.draw_factors)
+        and region.draw_factors[index] is not None
+    )
 
 
 @contextmanager
@@ -49,7 +53,8 @@ def draw(
 ) -> torch.Tensor:
     """Return the numbers of the own rows, which have `shape`; `compute` is asked for those of other shapes as well.
 
-    It draws from the default generator, or from the generator of the script (`given`), for the whole batch.
+    It draws from the default generator, or from the generator of the script (`given`), for the
+    whole batch.
     """
     region = operations.region
     if region is None:  # the whole call of a trial
@@ -75,11 +80,15 @@ def like(tensor: torch.Tensor, shape: Shape, *, exactly: bool = False) -> torch.
     strides = tensor.stride()
     if exactly and empty.stride() != strides:
         if strides[0] < max(strides):
-            raise UnknownDraw("draw into a part of a tensor whose rows are not in the first dimension")
+            raise UnknownDraw(
+                "draw into a part of a tensor whose rows are not in the first dimension"
+            )
         return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
     if shape == tuple(tensor.shape):
         return empty
-    if tensor.shape[0] == 1:  # a dimension with the stride of the one row is outside of the rows in the whole batch
+    if (
+        tensor.shape[0] == 1
+    ):  # a dimension with the stride of the one row is outside of the rows in the whole batch
         strides = (strides[0], *(stride * (1 + (stride >= strides[0])) for stride in strides[1:]))
     whole = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
     return torch.empty_like(whole, device=tensor.device)
@@ -94,15 +103,19 @@ def with_rows(
 ) -> Callable[[Shape], Any]:
     """Return a function of a shape that computes with `values`; tensors as long as the numbers of `shape` have rows.
 
-    For the whole batch the own rows are put in their place among ones, for a microbatch its rows are taken. With
-    `fills` the function fills the first of the values.
+    For the whole batch the own rows are put in their place among ones, for a microbatch its rows
+    are taken. With `fills` the function fills the first of the values.
     """
     region = operations.region
     position = 0
     assert region is not None
 
     def rows_of(value: Any, asked: Shape, filled: bool) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dim() != len(shape) or value.shape[0] != shape[0]:
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.dim() != len(shape)
+            or value.shape[0] != shape[0]
+        ):
             return value
         if asked[0] <= shape[0]:
             return value[position : position + asked[0]]
@@ -115,7 +128,9 @@ def with_rows(
         nonlocal position
         if asked == shape:
             return compute(list(values))
-        chosen = [rows_of(value, asked, fills and not number) for number, value in enumerate(values)]
+        chosen = [
+            rows_of(value, asked, fills and not number) for number, value in enumerate(values)
+        ]
         position += asked[0]
         return compute(chosen)
 

@@ -49,7 +49,8 @@ class ParallelModule:
         view: the view of this process.
         module: the module; its class calls `call`.
         strategy: computes the inside of calls; it has prepared the module.
-        microbatches: slices of a batch; None for the rows of the first call with a row for each rank, at most 8.
+        microbatches: slices of a batch; None for the rows of the first call with a row for each
+            rank, at most 8.
         batch_norm: statistics of the whole batch, or of the own rows.
         reduction: `fast`, or `exact`: each microbatch is a slice of its own.
         whole: whether a rank can compute a whole batch.
@@ -83,7 +84,9 @@ class ParallelModule:
         self._microbatches = microbatches
         self._batch_norm = batch_norm
         self.is_exact = reduction == "exact"
-        self._has_reduction = not (self.is_exact or strategy.has_stages)  # which needs the number of microbatches
+        self._has_reduction = not (
+            self.is_exact or strategy.has_stages
+        )  # which needs the number of microbatches
         self._can_be_whole = whole
         self._is_strict = strict
         self._kinds = KindsOfModule(view.kinds, view.device.type, batch_norm)
@@ -103,14 +106,17 @@ class ParallelModule:
         """Compute a call of the module, divided if it can be.
 
         Args:
-            forward: forward of the module's own class, bound to the module; compiled if the script compiles the module.
+            forward: forward of the module's own class, bound to the module; compiled if the script
+                compiles the module.
             eager: the same without a compiler.
             arguments: positional arguments.
             options: keyword arguments.
         """
         arguments, options = self.strategy.arguments((arguments, options))
         if self.is_exact and use_deterministic_kernels():  # the script has set something else
-            self.view.report(self.summary, "kernels stay deterministic, and are not selected by their time")
+            self.view.report(
+                self.summary, "kernels stay deterministic, and are not selected by their time"
+            )
         if not self.view.divides_here():
             if (reason := self.view.whole_here()) is not None:
                 self._count_whole(reason)
@@ -118,13 +124,29 @@ class ParallelModule:
         module = self.module
         assert module is not None
         leaves, spec = tree_flatten((arguments, options))
-        rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), 0)
+        rows = next(
+            (leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0),
+            0,
+        )
         self.summary.rows = rows
         slices = self._slices(rows)
         if slices is None:
-            self._count_whole("fewer rows than microbatches" if self.is_exact else "fewer rows than ranks")
+            self._count_whole(
+                "fewer rows than microbatches" if self.is_exact else "fewer rows than ranks"
+            )
             return self._whole(forward, arguments, options)
-        call = Call(module, submodules(module), forward, eager, arguments, options, leaves, spec, rows, slices)
+        call = Call(
+            module,
+            submodules(module),
+            forward,
+            eager,
+            arguments,
+            options,
+            leaves,
+            spec,
+            rows,
+            slices,
+        )
         return self._call_of_kind(self._kinds.kind(call.parts, leaves, spec, rows), call)
 
     def _call_of_kind(self, kind: Kind, call: Call) -> Any:
@@ -134,7 +156,9 @@ class ParallelModule:
         if kind.reason is None and kind.division is None and kind.last in kind.refused:
             return self._observed(kind, call)
         if kind.reason is None and kind.division is None:
-            if kind.backward_code is not None and not kind.backward_code.has_run:  # the watch goes on
+            if (
+                kind.backward_code is not None and not kind.backward_code.has_run
+            ):  # the watch goes on
                 self.view.in_step.facts_of_call(call.module, call.leaves)
                 self.summary.watched += 1
                 return self._whole(call.forward, call.arguments, call.options)
@@ -194,10 +218,17 @@ class ParallelModule:
             return None
         if self._microbatches is None:
             self._microbatches = min(rows, MOST_MICROBATCHES)
-            if not self.is_exact:  # several rows of each: small matrix products take as long as larger ones
+            if (
+                not self.is_exact
+            ):  # several rows of each: small matrix products take as long as larger ones
                 self._microbatches = min(max(rows // 2, ranks.size), MOST_MICROBATCHES)
             require_microbatches(self._microbatches, ranks.size)
-        slices = Slices(microbatch_bounds(rows, self._microbatches), ranks.shares, ranks.rank, copies=self.is_exact)
+        slices = Slices(
+            microbatch_bounds(rows, self._microbatches),
+            ranks.shares,
+            ranks.rank,
+            copies=self.is_exact,
+        )
         if not self._has_reduction:
             self.strategy.sum_slices(slices, is_exact=self.is_exact)
             self._has_reduction = True
@@ -205,7 +236,9 @@ class ParallelModule:
 
     # --- whole calls -----------------------------------------------------------------------------
 
-    def _whole(self, forward: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def _whole(
+        self, forward: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
         module = self.module
         assert module is not None
         arguments, options = with_all_rows((arguments, options))
@@ -222,7 +255,9 @@ class ParallelModule:
             self.view.require_same_action(self.view.word(action))
 
     def _count_whole(self, reason: str, call: Call | None = None) -> None:
-        if call is not None and torch.is_grad_enabled():  # otherwise comparing could cost more than the call
+        if (
+            call is not None and torch.is_grad_enabled()
+        ):  # otherwise comparing could cost more than the call
             self.view.in_step.facts_of_call(call.module, call.leaves)
         self.summary.whole += 1
         self.summary.add_reason(reason)
@@ -237,8 +272,15 @@ class ParallelModule:
 
     def _decide_whole(self, kind: Kind, reason: str) -> None:
         reason = shortened(reason)
-        if self.is_exact and kind.is_watched and not kind.is_compiled and kind.watched_reason is None:
-            kind.refused[kind.last] = reason  # a resumed run has not seen calls with these operations
+        if (
+            self.is_exact
+            and kind.is_watched
+            and not kind.is_compiled
+            and kind.watched_reason is None
+        ):
+            kind.refused[kind.last] = (
+                reason  # a resumed run has not seen calls with these operations
+            )
         else:
             kind.reason = reason
         kind.division = None
@@ -272,9 +314,13 @@ class ParallelModule:
         self._enter(Action.WATCH)
         if self._can_be_whole:
             try:
-                watched = self._watch(kind, call, before, call.whole_eager, call.arguments, call.options, call.rows)
+                watched = self._watch(
+                    kind, call, before, call.whole_eager, call.arguments, call.options, call.rows
+                )
             except Exception:
-                self.view.require_same_action(self.view.word(Action.WATCH_RAISED))  # otherwise other ranks would wait
+                self.view.require_same_action(
+                    self.view.word(Action.WATCH_RAISED)
+                )  # otherwise other ranks would wait
                 raise
         words = self.view.word(Action.WATCH, int(watched is not None))
         self.view.require_same_action(words)
@@ -316,9 +362,13 @@ class ParallelModule:
         kind.uses_checkpointing = watched.uses_checkpointing
         kind.backward_code = watched.backward_code
         kind.gradient_bytes = sum(parameter.nbytes for parameter in call.parameters())
-        kind.output_bytes_per_row = sum(leaf.nbytes for leaf in outputs if isinstance(leaf, torch.Tensor)) / rows
+        kind.output_bytes_per_row = (
+            sum(leaf.nbytes for leaf in outputs if isinstance(leaf, torch.Tensor)) / rows
+        )
         kind.watched_reason = watched.reason
-        if self.is_exact and not watched.backward_code.has_run:  # its first run would belong to a whole call
+        if (
+            self.is_exact and not watched.backward_code.has_run
+        ):  # its first run would belong to a whole call
             kind.watched_reason = kind.watched_reason or "has a backward that is written in Python"
         return watched
 
@@ -334,7 +384,13 @@ class ParallelModule:
             arguments, options = tree_unflatten(own[0], call.spec)
             start, stop = call.slices.own_bounds[0]
             watched = self._watch(
-                kind, call, before, lambda: call.eager(*arguments, **options), arguments, options, stop - start
+                kind,
+                call,
+                before,
+                lambda: call.eager(*arguments, **options),
+                arguments,
+                options,
+                stop - start,
             )
             before.restore()
             if watched is None:
@@ -372,7 +428,9 @@ class ParallelModule:
                 )
         except ComputedWhole as decision:
             reason = str(decision)
-        except Exception as error:  # boundary: a script that is right without a trial must not end because of it
+        except (
+            Exception
+        ) as error:  # boundary: a script that is right without a trial must not end because of it
             reason = failure("fails in the trial", error)
         kind.backward_code = None
         words = self.view.word(Action.TRIAL, int(division is not None))
@@ -385,7 +443,9 @@ class ParallelModule:
         if kind.uses_checkpointing:
             division = replace(division, form="inner")
             if self.is_exact and division.sums:  # a recomputation is one of a slice alone
-                return self._decide_whole(kind, "computes activations again, with sums over all rows")
+                return self._decide_whole(
+                    kind, "computes activations again, with sums over all rows"
+                )
         kind.division = division
 
     # --- divided calls ---------------------------------------------------------------------------
@@ -394,20 +454,34 @@ class ParallelModule:
         """Compute the own rows and gather the outputs; compute the call whole if ranks do not agree."""
         view = self.view
         view.in_step.facts_of_call(call.module, call.leaves)
-        seed = view.draw_seed(division.draw_factors, is_exact=self.is_exact)  # slices begin after it
+        seed = view.draw_seed(
+            division.draw_factors, is_exact=self.is_exact
+        )  # slices begin after it
         snapshot = Snapshot(call.parts, kind.written, view.device)
         exchanges = () if self.is_exact and not division.sums else kind.exchanges
         all_here = partial(self.strategy.all_in_sum, view.all_ranks_in_sum)
         exchange = CallExchange(self.strategy.reduction, exchanges, all_here)
         regions = self._regions(division, call, exchange, seed)
-        # Under `exact` not: code that is compiled for one number of rows has other bits than that for several.
+        # Under `exact` not: code that is compiled for one number of rows has other bits than that
+        # for several.
         stays_compiled = kind.is_compiled and not self.is_exact and not has_rules(kind.last)
         known = kind.last if stays_compiled else None
         divided = DividedCall(
-            *(self.strategy.ranks, self.strategy.reduction, division, call, regions, exchange, snapshot),
+            *(
+                self.strategy.ranks,
+                self.strategy.reduction,
+                division,
+                call,
+                regions,
+                exchange,
+                snapshot,
+            ),
             notes_state=self.is_exact,
             known=known,
-            output_rows=(RowBounds(view.row_messages(self.strategy.ranks), call.slices), view.output_limit),
+            output_rows=(
+                RowBounds(view.row_messages(self.strategy.ranks), call.slices),
+                view.output_limit,
+            ),
         )
         if self.strategy.exchanges_in_calls or exchanges is None or exchanges:
             view.require_same_action(view.word(Action.ENTER_CALL))
@@ -421,7 +495,9 @@ class ParallelModule:
                 with _eager(kind):
                     results = divided.compute(call.eager, parameters)
             exchange.require_all_sums()
-        except Exception:  # boundary: computed whole below, where the script's own exception comes on all ranks
+        except (
+            Exception
+        ):  # boundary: computed whole below, where the script's own exception comes on all ranks
             results = None
             if parameters is None:
                 exchange.leave(view.device)
@@ -437,14 +513,19 @@ class ParallelModule:
             self.summary.divided += 1
             if self.summary.divided == 1:
                 between = f"into {self._microbatches} microbatches" if self.is_exact else ""
-                view.report(self.summary, f"calls divided {between or f'between {view.ranks.size} processes'}")
+                view.report(
+                    self.summary,
+                    f"calls divided {between or f'between {view.ranks.size} processes'}",
+                )
             return divided.whole_outputs(
                 results, parameters, partial(self._before_backward, has_sums=bool(exchange.sums))
             )
         divided.undo()
         if parameters is not None:
             parameters.abandon()
-        return self._computed_again(kind, call, str(difference), is_unknown=difference == OTHER_OPERATIONS)
+        return self._computed_again(
+            kind, call, str(difference), is_unknown=difference == OTHER_OPERATIONS
+        )
 
     def _before_backward(self, gradients: Sequence[torch.Tensor | None], *, has_sums: bool) -> None:
         """Note the gradients of the outputs, and send a word before sums inside of the backward, as of batch norm."""
@@ -453,7 +534,8 @@ class ParallelModule:
             self.view.begin_backward()
 
     def _computed_again(self, kind: Kind, call: Call, reason: str, *, is_unknown: bool) -> Any:
-        # Under `exact`, a resumed run has not seen the calls before: each call is a decision of its own.
+        # Under `exact`, a resumed run has not seen the calls before: each call is a decision of its
+        # own.
         kind.surprises += not self.is_exact
         if kind.surprises > _MOST_SURPRISES:
             self._decide_whole(kind, f"{reason}, in {kind.surprises} calls")
@@ -467,7 +549,9 @@ class ParallelModule:
         self._count_whole(reason)
         return self._whole(call.forward, call.arguments, call.options)
 
-    def _regions(self, division: Division, call: Call, exchange: CallExchange, seed: int) -> list[Region]:
+    def _regions(
+        self, division: Division, call: Call, exchange: CallExchange, seed: int
+    ) -> list[Region]:
         """Return the regions of the own slices."""
         regions = []
         for number, (start, stop) in zip(call.slices.own, call.slices.own_bounds, strict=True):
@@ -478,7 +562,9 @@ class ParallelModule:
             elif is_accelerator(self.view.device):
                 assert self._microbatches is not None
                 slices = microbatch_bounds(call.rows, self._microbatches)
-                owned = owned_microbatches(self._microbatches, self.strategy.ranks.shares, self.strategy.ranks.rank)
+                owned = owned_microbatches(
+                    self._microbatches, self.strategy.ranks.shares, self.strategy.ranks.rank
+                )
                 region.microbatches = [(own, *slices[own]) for own in owned]
             if region.microbatches:
                 if division.form == "inner":

@@ -11,7 +11,10 @@ from torch.overrides import TorchFunctionMode
 _REAL = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 _CONVERSIONS: dict[Callable[..., Any], torch.dtype] = {
-    **dict.fromkeys((torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double), torch.float32),
+    **dict.fromkeys(
+        (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double),
+        torch.float32,
+    ),
     **dict.fromkeys((torch.Tensor.cfloat, torch.Tensor.cdouble), torch.complex64),  # type: ignore[attr-defined]
 }
 # Functions that take the precision of an array of NumPy.
@@ -32,14 +35,18 @@ def converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class Precision(TorchFunctionMode):
     """Function mode that computes in one precision: conversions to others, also by autocast, have no effect.
 
-    Autocast does not convert tensors of float64. In float32 it is switched off around each operation.
+    Autocast does not convert tensors of float64. In float32 it is switched off around each
+    operation.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self._dtype = dtype
         self._device = device.type
-        self._dtypes = {**dict.fromkeys(_REAL, dtype), **dict.fromkeys(_COMPLEX.values(), _COMPLEX[dtype])}
+        self._dtypes = {
+            **dict.fromkeys(_REAL, dtype),
+            **dict.fromkeys(_COMPLEX.values(), _COMPLEX[dtype]),
+        }
         self._dtypes[torch.complex32] = _COMPLEX[dtype]
 
     def __torch_function__(

@@ -61,15 +61,21 @@ class Ranks:
         every = own.new_empty(self.size, *own.shape)
         if self._sockets is not None and own.nbytes <= _FEW_BYTES:
             sockets = self._sockets
-            self.world.run_collective(lambda: sockets.all_gather(own, every, range(self.size)), name)
+            self.world.run_collective(
+                lambda: sockets.all_gather(own, every, range(self.size)), name
+            )
         else:
             # As bytes: backends do not send tensors of every dtype.
             sent = own.view(-1).view(torch.uint8)
             received = every.view(-1).view(torch.uint8)
-            self.world.run_collective(lambda: self._group._allgather_base(received, sent).wait(), name)
+            self.world.run_collective(
+                lambda: self._group._allgather_base(received, sent).wait(), name
+            )
         return every
 
-    def gather_rows(self, own: Sequence[torch.Tensor], bounds: Sequence[tuple[int, int]], factor: int) -> torch.Tensor:
+    def gather_rows(
+        self, own: Sequence[torch.Tensor], bounds: Sequence[tuple[int, int]], factor: int
+    ) -> torch.Tensor:
         """Return the rows of all ranks in order, as a new contiguous tensor.
 
         Args:
@@ -110,10 +116,13 @@ class Slices:
         bounds: the slices, at least one for each rank.
         shares: number of ranks, or their shares of the slices.
         rank: this rank.
-        copies: whether tensors of slices have memory of their own, whose alignment decides on kernels.
+        copies: whether tensors of slices have memory of their own, whose alignment decides on
+            kernels.
     """
 
-    def __init__(self, bounds: Sequence[tuple[int, int]], shares: Shares, rank: int, *, copies: bool = False) -> None:
+    def __init__(
+        self, bounds: Sequence[tuple[int, int]], shares: Shares, rank: int, *, copies: bool = False
+    ) -> None:
         self.bounds = bounds
         self.copies = copies
         self.own = owned_microbatches(len(bounds), shares, rank)
@@ -134,7 +143,9 @@ class Slices:
 
 def _by_rank(bounds: Sequence[tuple[int, int]], shares: Shares) -> list[tuple[int, int]]:
     owned = [owned_microbatches(len(bounds), shares, rank) for rank in range(rank_count(shares))]
-    return [(bounds[numbers[0]][0], bounds[numbers[-1]][1]) if numbers else (0, 0) for numbers in owned]
+    return [
+        (bounds[numbers[0]][0], bounds[numbers[-1]][1]) if numbers else (0, 0) for numbers in owned
+    ]
 
 
 def rank_bounds(rows: int, microbatches: int, shares: Shares) -> list[tuple[int, int]]:

@@ -1,8 +1,8 @@
 """Values outside of a module that the code of its forward can reach, and digests that find changes by a call.
 
-The code is followed from the methods of classes that the script defines, through the functions, classes and objects
-that they name. Objects of the script, of Python's own library and of NumPy are read as `copy` reads them; other
-libraries are neither followed nor read.
+The code is followed from the methods of classes that the script defines, through the functions,
+classes and objects that they name. Objects of the script, of Python's own library and of NumPy are
+read as `copy` reads them; other libraries are neither followed nor read.
 """
 
 from __future__ import annotations
@@ -30,11 +30,24 @@ Digest = tuple[Hashable, str | None]  # and the type of a value in it that canno
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 _READ = sys.stdlib_module_names | {"numpy"}  # libraries with objects that are read
-_GLOBAL_OPERATIONS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME"})
+_GLOBAL_OPERATIONS = frozenset(
+    {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME"}
+)
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _NUMBERS = frozenset({bool, int, float, complex, type(None)})
 _HASHED = (str, bytes, torch.dtype, torch.device, torch.Size)
-_PLAIN = (bool, int, float, complex, type(None), numpy.generic, set, frozenset, torch.Tensor, *_HASHED)
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    type(None),
+    numpy.generic,
+    set,
+    frozenset,
+    torch.Tensor,
+    *_HASHED,
+)
 _GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
 _METHODS = (types.FunctionType, staticmethod, classmethod, property)
 _WRAPPERS = (types.MethodType, staticmethod, classmethod, property, functools._lru_cache_wrapper)
@@ -101,7 +114,8 @@ class Reachable:
     """Values outside of a module that the code of its forward can reach.
 
     Args:
-        module: the module. Its tensors and plain attributes are not digested, since a trial compares them.
+        module: the module. Its tensors and plain attributes are not digested, since a trial
+            compares them.
         arguments: arguments of the forward, for functions among them.
         names: names of methods that are called.
         own: other modules that are not digested.
@@ -120,7 +134,9 @@ class Reachable:
         self.names = set(names)
         self._module = module
         self._arguments = arguments
-        self._globals: dict[types.FunctionType, tuple[str, ...]] = {}  # functions, and the global variables they name
+        self._globals: dict[
+            types.FunctionType, tuple[str, ...]
+        ] = {}  # functions, and the global variables they name
         self._owners: dict[int, tuple[str, Any]] = {}  # classes and modules
         # Generators of the process advance alike on every rank.
         python: Any = random.random
@@ -144,14 +160,26 @@ class Reachable:
         """Yield (words, owner, namespace, name) of the variables of modules and classes that the code names."""
         for function, names in list(self._globals.items()):
             for name in names:
-                yield f"the global variable {name}", id(function.__globals__), function.__globals__, name
+                yield (
+                    f"the global variable {name}",
+                    id(function.__globals__),
+                    function.__globals__,
+                    name,
+                )
         for label, owner in list(self._owners.values()):
             for name, value in list(vars(owner).items()):
-                is_special = label == "class" and name.startswith("__") and isinstance(value, _METHODS)
+                is_special = (
+                    label == "class" and name.startswith("__") and isinstance(value, _METHODS)
+                )
                 if name == "__init__" and issubclass(owner, nn.Module):
                     continue  # its names would be taken for those of the forward
                 if name in self.names or is_special:
-                    yield f"the variable {name} of the {label} {owner.__name__}", id(owner), vars(owner), name
+                    yield (
+                        f"the variable {name} of the {label} {owner.__name__}",
+                        id(owner),
+                        vars(owner),
+                        name,
+                    )
 
     def _places(self) -> Iterator[tuple[str, int, Any]]:
         for number, part in enumerate(self._module.modules()):
@@ -172,7 +200,11 @@ class Reachable:
         """Whether an attribute of the module holds more than its own plain state."""
         if isinstance(value, (*FUNCTIONS, *_GENERATORS)):
             return True
-        if name in ("_parameters", "_buffers", "_modules") or name.endswith("_hooks") or is_library(type(part)):
+        if (
+            name in ("_parameters", "_buffers", "_modules")
+            or name.endswith("_hooks")
+            or is_library(type(part))
+        ):
             return False
         return name in self.names and not is_plain(value)
 
@@ -185,7 +217,11 @@ class Reachable:
         if library:
             yield f"the function {name}", id(function), vars(function).get("__wrapped__")
             return
-        yield f"a default argument of {name}", id(function), (function.__defaults__, function.__kwdefaults__)
+        yield (
+            f"a default argument of {name}",
+            id(function),
+            (function.__defaults__, function.__kwdefaults__),
+        )
         yield f"an attribute of the function {name}", id(function), vars(function)
 
     def follow(self, value: Any) -> None:
@@ -193,7 +229,9 @@ class Reachable:
         if isinstance(value, types.FunctionType):
             self._follow_function(value)
         elif isinstance(value, type):
-            self._owners.update({id(base): ("class", base) for base in value.__mro__ if not is_library(base)})
+            self._owners.update(
+                {id(base): ("class", base) for base in value.__mro__ if not is_library(base)}
+            )
         elif isinstance(value, types.ModuleType) and not is_library(value):
             self._owners[id(value)] = ("module", value)
 
@@ -207,14 +245,20 @@ class Reachable:
         namespace = function.__globals__
         for code in codes(function.__code__):
             self.names.update(code.co_names)
-            self.names.update(text for text in code.co_consts if isinstance(text, str))  # for getattr
+            self.names.update(
+                text for text in code.co_consts if isinstance(text, str)
+            )  # for getattr
             for name in sys.modules.keys() & set(code.co_names):  # imported in the function
                 self.follow(sys.modules[name])
             # Names of globals and of attributes are in one list; the instructions distinguish them.
             if _STORE_GLOBAL in code.co_code[::2] or not namespace.keys().isdisjoint(code.co_names):
                 instructions = dis.get_instructions(code)
-                collected.update(step.argval for step in instructions if step.opname in _GLOBAL_OPERATIONS)
-        self._globals[function] = tuple(sorted(n for n in collected if n in namespace or not hasattr(builtins, n)))
+                collected.update(
+                    step.argval for step in instructions if step.opname in _GLOBAL_OPERATIONS
+                )
+        self._globals[function] = tuple(
+            sorted(n for n in collected if n in namespace or not hasattr(builtins, n))
+        )
 
 
 class _Digests:
@@ -224,7 +268,9 @@ class _Digests:
         self._reachable = reachable
         self._own = own
         self._content = content
-        self._seen: dict[int, tuple[int, Any]] = {}  # with the values, so that no other has the same identity
+        self._seen: dict[
+            int, tuple[int, Any]
+        ] = {}  # with the values, so that no other has the same identity
         self._incomparable: str | None = None
 
     def digest(self, value: Any) -> Digest:
@@ -235,10 +281,15 @@ class _Digests:
     def _digest(self, value: Any, depth: int) -> Hashable:
         kind = type(value)
         if kind in _NUMBERS or isinstance(value, _HASHED):
-            return repr(value) if kind in _NUMBERS else hash(value)  # not-a-number is equal to itself
+            return (
+                repr(value) if kind in _NUMBERS else hash(value)
+            )  # not-a-number is equal to itself
         if isinstance(value, torch.Tensor):
             return tensor_mark(value, content=self._content and not isinstance(value, nn.Parameter))
-        if isinstance(value, types.FunctionType | type | types.ModuleType) or id(value) in self._own:
+        if (
+            isinstance(value, types.FunctionType | type | types.ModuleType)
+            or id(value) in self._own
+        ):
             self._reachable.follow(value)
             return id(value)
         if id(value) in self._seen:
@@ -261,7 +312,11 @@ class _Digests:
         elif isinstance(value, types.BuiltinFunctionType):
             parts = [id(value), value.__self__]
         elif isinstance(value, numpy.ndarray):
-            parts = [value.shape, str(value.dtype), value.flat[:: max(1, value.size // _SAMPLED)].tobytes()]
+            parts = [
+                value.shape,
+                str(value.dtype),
+                value.flat[:: max(1, value.size // _SAMPLED)].tobytes(),
+            ]
         elif isinstance(value, torch.Generator):
             parts = [value.get_state().numpy().tobytes()]
         elif isinstance(value, contextvars.ContextVar):
@@ -277,12 +332,18 @@ class _Digests:
         """Return the parts of a copy of an object."""
         kind = type(value)
         library = is_library(kind)
-        if library and not isinstance(value, nn.Module) and kind.__module__.partition(".")[0] not in _READ:
+        if (
+            library
+            and not isinstance(value, nn.Module)
+            and kind.__module__.partition(".")[0] not in _READ
+        ):
             return [id(value)]
         self._reachable.follow(kind)
         try:
             reduced: Any = value.__reduce_ex__(4)
-        except Exception:  # boundary: objects that cannot be copied, such as locks, may raise anything
+        except (
+            Exception
+        ):  # boundary: objects that cannot be copied, such as locks, may raise anything
             reduced = ""
         if isinstance(reduced, str):
             return [id(value), getattr(value, "__dict__", None)]
@@ -305,9 +366,14 @@ class _Digests:
         }
 
 
-def changed(before: dict[tuple[str, int], Digest], after: dict[tuple[str, int], Digest]) -> str | None:
+def changed(
+    before: dict[tuple[str, int], Digest], after: dict[tuple[str, int], Digest]
+) -> str | None:
     """Return words for the first place with a value that a call has changed or which cannot be compared."""
-    for place, (content, incomparable) in after.items():  # a place that has gone is a hook or an attribute
+    for place, (
+        content,
+        incomparable,
+    ) in after.items():  # a place that has gone is a hook or an attribute
         if incomparable is not None:
             return f"uses {place[0]}, which cannot be compared ({incomparable})"
         if before.get(place) != (content, incomparable):

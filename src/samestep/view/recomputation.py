@@ -17,7 +17,9 @@ def checkpointing_off() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def recomputation_inside(surroundings: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+def recomputation_inside(
+    surroundings: Callable[[], AbstractContextManager[None]],
+) -> Iterator[None]:
     """Let the backward compute the parts that are checkpointed in this block inside of `surroundings`."""
     apply: Any = checkpointing.CheckpointFunction.apply
     generator = checkpointing._checkpoint_without_reentrant_generator
@@ -56,7 +58,9 @@ def _replaced(apply: Callable[..., Any], generator: Callable[..., Any]) -> Itera
 
 def _kept_activations(function: Callable[..., Any], preserve: bool, *arguments: Any) -> Any:
     """Compute the function, with the gradients of reentrant checkpointing: none, unless an argument requires one."""
-    differentiable = any(isinstance(value, torch.Tensor) and value.requires_grad for value in arguments)
+    differentiable = any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in arguments
+    )
     with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
         return function(*arguments)
 

@@ -13,11 +13,13 @@ import torch
 from samestep.distributed.rng import derive_seed
 from samestep.view.crossings import Sums
 
-# Returns random numbers of a shape. With a generator they come from it, otherwise from the script's stream.
+# Returns random numbers of a shape. With a generator they come from it, otherwise from the script's
+# stream.
 Make = Callable[[tuple[int, ...], torch.Generator | None], torch.Tensor]
 
 
-# Receives sums over all slices, and a value of each slice that is computed here; returns a result for each.
+# Receives sums over all slices, and a value of each slice that is computed here; returns a result
+# for each.
 Joined = Callable[[Sums, list[Any]], list[Any]]
 
 
@@ -51,14 +53,17 @@ class Region:
         start: first own row.
         stop: first row after the own rows.
         exchange: communication with the slices of the other rows.
-        draw_factors: for each random draw of the call, in order: numbers per row in the first dimension, or None if
-            the first dimension does not depend on the number of rows.
+        draw_factors: for each random draw of the call, in order: numbers per row in the first
+            dimension, or None if the first dimension does not depend on the number of rows.
         microbatches: slices of the own rows with random streams of their own.
-        seed: seed of the draws as a function of (seed, draw, microbatch); None for the script's own stream.
-        positions: numbers of the draws by the state of the script's stream, which then advances at each; None if no
-            part is computed again. Checkpoints restore that state, and so find the number of a draw.
+        seed: seed of the draws as a function of (seed, draw, microbatch); None for the script's own
+            stream.
+        positions: numbers of the draws by the state of the script's stream, which then advances at
+            each; None if no part is computed again. Checkpoints restore that state, and so find the
+            number of a draw.
         local_batch_norm: batch norm uses the statistics of the own rows.
-        shared_statistics: identities of running statistics that another slice of this process updates.
+        shared_statistics: identities of running statistics that another slice of this process
+            updates.
     """
 
     rows: int
@@ -77,7 +82,9 @@ class Region:
         """Number of own rows."""
         return self.stop - self.start
 
-    def draw(self, index: int, shape: Sequence[int], make: Make, device: torch.device) -> torch.Tensor:
+    def draw(
+        self, index: int, shape: Sequence[int], make: Make, device: torch.device
+    ) -> torch.Tensor:
         """Return the numbers of a random draw that belong to the own rows.
 
         Args:
@@ -93,7 +100,9 @@ class Region:
             raise UnknownDraw(f"draw {index + 1} of the call was not there in the trial")
         factor = self.draw_factors[index]
         if factor is not None and (not shape or shape[0] != factor * self.own):
-            raise UnknownDraw(f"draw {index + 1} of the call has the shape {tuple(shape)} for {self.own} rows")
+            raise UnknownDraw(
+                f"draw {index + 1} of the call has the shape {tuple(shape)} for {self.own} rows"
+            )
         if self.seed is not None:
             return self._draw_by_microbatch(index, factor, tuple(shape), make, device)
         if factor is None:
@@ -102,7 +111,12 @@ class Region:
         return numbers[factor * self.start : factor * self.stop]
 
     def _draw_by_microbatch(
-        self, index: int, factor: int | None, shape: tuple[int, ...], make: Make, device: torch.device
+        self,
+        index: int,
+        factor: int | None,
+        shape: tuple[int, ...],
+        make: Make,
+        device: torch.device,
     ) -> torch.Tensor:
         assert self.seed is not None
         if self.positions is not None:

@@ -61,7 +61,9 @@ class RowMessages:
         self._ranks = ranks
         self._process = os.getpid()
 
-    def gather_rows(self, own: Sequence[torch.Tensor], bounds: Sequence[tuple[int, int]], factor: int) -> torch.Tensor:
+    def gather_rows(
+        self, own: Sequence[torch.Tensor], bounds: Sequence[tuple[int, int]], factor: int
+    ) -> torch.Tensor:
         """Return the rows of all ranks in order, as a new tensor."""
         self._word("gather", own[0][:0])
         return self._ranks.gather_rows(own, bounds, factor)
@@ -69,7 +71,9 @@ class RowMessages:
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum of a part of each rank, as a new tensor. A few numbers travel in the word."""
         (part,) = parts
-        is_few = part.numel() <= _MOST_NUMBERS and part.device.type == "cpu" and not part.is_complex()
+        is_few = (
+            part.numel() <= _MOST_NUMBERS and part.device.type == "cpu" and not part.is_complex()
+        )
         if not is_few or self._ranks is not self._view.ranks:
             self._word("sum", part)
             return self._ranks.sum(part)
@@ -88,22 +92,31 @@ class RowMessages:
         """
         self._word("", None)
 
-    def _word(self, kind: str, part: torch.Tensor | None, numbers: Sequence[int] = ()) -> list[list[int]]:
+    def _word(
+        self, kind: str, part: torch.Tensor | None, numbers: Sequence[int] = ()
+    ) -> list[list[int]]:
         """Return the words of all ranks.
 
         Args:
             kind: kind of message.
-            part: tensor whose shape and dtype are equal on all ranks; None: an operation has raised an exception.
+            part: tensor whose shape and dtype are equal on all ranks; None: an operation has raised
+                an exception.
             numbers: of this rank.
         """
         self._require_here()
         action = Action.ROWS_RAISED if part is None else Action.ROWS
         operation = zlib.crc32(self.operation.encode())
-        facts = 0 if part is None else zlib.crc32(f"{kind} {tuple(part.shape)} {part.dtype}".encode())
+        facts = (
+            0 if part is None else zlib.crc32(f"{kind} {tuple(part.shape)} {part.dtype}".encode())
+        )
         words = self._view.word(action, operation, facts, *numbers)
         actions = {word[0] for word in words}
         is_same_operation = len({tuple(word[1:3]) for word in words}) == 1
-        if Action.ROWS_RAISED in actions and actions <= {Action.ROWS, Action.ROWS_RAISED} and is_same_operation:
+        if (
+            Action.ROWS_RAISED in actions
+            and actions <= {Action.ROWS, Action.ROWS_RAISED}
+            and is_same_operation
+        ):
             if action == Action.ROWS:
                 raise RaisedElsewhere
             return words
@@ -125,7 +138,9 @@ class RowMessages:
             RunError: this is another thread or process, or the inside of a divided call.
         """
         place = None
-        in_backward = torch._C._current_graph_task_id() != -1  # private; it may have threads of its own
+        in_backward = (
+            torch._C._current_graph_task_id() != -1
+        )  # private; it may have threads of its own
         if os.getpid() != self._process:
             place = "in a process that this rank has started"
         elif current_region() is not None:

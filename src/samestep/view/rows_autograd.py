@@ -85,7 +85,9 @@ def _backward(function: Function, arguments: Sequence[Any], options: Mapping[str
     if not is_apart(rows):
         return NotImplemented
     others = [own_part(argument, rows) for argument in arguments[1:]]
-    return function(rows._rows_own, *others, **{name: own_part(value, rows) for name, value in options.items()})
+    return function(
+        rows._rows_own, *others, **{name: own_part(value, rows) for name, value in options.items()}
+    )
 
 
 def _listed(value: Any) -> list[Any]:
@@ -94,7 +96,15 @@ def _listed(value: Any) -> list[Any]:
 
 def _grad(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """`torch.autograd.grad`."""
-    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
+    names = (
+        "outputs",
+        "inputs",
+        "grad_outputs",
+        "retain_graph",
+        "create_graph",
+        "only_inputs",
+        "allow_unused",
+    )
     values = {**dict(zip(names, arguments, strict=False)), **options}
     if values.get("is_grads_batched"):
         return NotImplemented
@@ -107,10 +117,15 @@ def _grad(function: Function, arguments: Sequence[Any], options: Mapping[str, An
         own_part(seed, output) if _has_own_graph(output) else tree_map_only(Rows, gathered, seed)
         for seed, output in zip(seeds, outputs, strict=True)
     ]
-    own = [[graph_of(one) if type(one) is Rows else one for one in tensors] for tensors in (outputs, inputs)]
+    own = [
+        [graph_of(one) if type(one) is Rows else one for one in tensors]
+        for tensors in (outputs, inputs)
+    ]
     gradients = function(*own, own_seeds, **values)
     return tuple(
-        Rows(gradient, one._rows_bounds) if gradient is not None and _has_own_graph(one) else gradient
+        Rows(gradient, one._rows_bounds)
+        if gradient is not None and _has_own_graph(one)
+        else gradient
         for gradient, one in zip(gradients, inputs, strict=True)
     )
 
@@ -178,7 +193,9 @@ AUTOGRAD_RULES: dict[Any, Rule] = {
     **named("backward", _backward),
     torch.autograd.grad: _grad,
     Tensor.__repr__: _represent,
-    **named("resize_ resize_as_ set_ as_strided_ t_ transpose_ unsqueeze_ squeeze_ swapaxes_", _refuse),
+    **named(
+        "resize_ resize_as_ set_ as_strided_ t_ transpose_ unsqueeze_ squeeze_ swapaxes_", _refuse
+    ),
     **named("new_zeros new_ones new_full new_empty new_tensor", _of_graph),
 }
 

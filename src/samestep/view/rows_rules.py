@@ -12,7 +12,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from samestep.view.crossings import RowBounds
-from samestep.view.rows_tensor import Rows, Rule, cut_own, enter_own, gathered, is_apart, memory_of, own_slice
+from samestep.view.rows_tensor import (
+    Rows,
+    Rule,
+    cut_own,
+    enter_own,
+    gathered,
+    is_apart,
+    memory_of,
+    own_slice,
+)
 
 Function = Callable[..., Any]
 Guard = Callable[[Rows, Sequence[Any], Mapping[str, Any]], bool]
@@ -21,7 +30,12 @@ _HOMES: tuple[Any, ...] = (torch, Tensor, functional, torch.special, torch._C._n
 
 def named(names: str, rule: Rule) -> dict[Any, Rule]:
     """Return a rule for all functions and methods of torch with these names."""
-    return {getattr(home, name): rule for name in names.split() for home in _HOMES if hasattr(home, name)}
+    return {
+        getattr(home, name): rule
+        for name in names.split()
+        for home in _HOMES
+        if hasattr(home, name)
+    }
 
 
 def leading(operands: Iterable[Any], *, is_strict: bool = False) -> Rows | None:
@@ -42,7 +56,9 @@ def leading(operands: Iterable[Any], *, is_strict: bool = False) -> Rows | None:
                 return None
         elif isinstance(operand, Tensor):
             plain.append(operand)
-        elif type(operand) in (list, tuple, dict) and any(isinstance(item, Tensor) for item in operand):
+        elif type(operand) in (list, tuple, dict) and any(
+            isinstance(item, Tensor) for item in operand
+        ):
             return None
     if first is None or not plain:
         return first
@@ -75,7 +91,10 @@ def as_rows(result: Any, lead: Rows, bounds: RowBounds | None = None) -> Any:
         if result is lead._rows_own:
             return lead
         memory = lead._rows_memory
-        if memory is not None and result.untyped_storage()._cdata != lead._rows_own.untyped_storage()._cdata:
+        if (
+            memory is not None
+            and result.untyped_storage()._cdata != lead._rows_own.untyped_storage()._cdata
+        ):
             memory = None
         return Rows(result, bounds or lead._rows_bounds, memory)
     if isinstance(result, tuple | list):
@@ -83,7 +102,9 @@ def as_rows(result: Any, lead: Rows, bounds: RowBounds | None = None) -> Any:
     return result
 
 
-def of_own(function: Function, lead: Rows, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+def of_own(
+    function: Function, lead: Rows, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
     """Return a function of the own rows of tensors."""
     own = [own_part(argument, lead) for argument in arguments]
     if not options:
@@ -105,7 +126,9 @@ def by_rows(guard: Guard | None = None, *, is_strict: bool = False, is_view: boo
         lead = leading(operands, is_strict=is_strict)
         if lead is None or "out" in options or options.get("inplace"):
             return NotImplemented
-        if guard is not None and not (arguments and arguments[0] is lead and guard(lead, arguments, options)):
+        if guard is not None and not (
+            arguments and arguments[0] is lead and guard(lead, arguments, options)
+        ):
             return NotImplemented
         if is_view:
             memory_of(lead)
@@ -131,7 +154,9 @@ def values_at(
 ) -> list[Any]:
     """Return arguments by their places or names, those in lists one by one."""
     values = [*arguments[start:stop], *[options[name] for name in names if name in options]]
-    return [one for value in values for one in (value if isinstance(value, tuple | list) else (value,))]
+    return [
+        one for value in values for one in (value if isinstance(value, tuple | list) else (value,))
+    ]
 
 
 def is_inner(dimensions: Sequence[Any], count: int) -> bool:
@@ -139,7 +164,13 @@ def is_inner(dimensions: Sequence[Any], count: int) -> bool:
     return bool(dimensions) and all(type(one) is int and one % count != 0 for one in dimensions)
 
 
-def inner(start: int = 1, stop: int | None = 0, *names: str, default: int | None = None, is_view: bool = False) -> Rule:
+def inner(
+    start: int = 1,
+    stop: int | None = 0,
+    *names: str,
+    default: int | None = None,
+    is_view: bool = False,
+) -> Rule:
     """Return the rule of functions along inner dimensions.
 
     Args:
@@ -153,7 +184,8 @@ def inner(start: int = 1, stop: int | None = 0, *names: str, default: int | None
 
     def guard(rows: Rows, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
         return is_inner(
-            values_at(arguments, options, start, end, "dim", "axis", *names) or [default], rows._rows_own.dim()
+            values_at(arguments, options, start, end, "dim", "axis", *names) or [default],
+            rows._rows_own.dim(),
         )
 
     return by_rows(guard, is_strict=True, is_view=is_view)
@@ -237,7 +269,11 @@ def reshape(function: Function, arguments: Sequence[Any], options: Mapping[str, 
     rows = arguments[0]
     if not is_apart(rows) or options or len(arguments) < 2 or isinstance(arguments[1], torch.dtype):
         return NotImplemented
-    sizes = arguments[1].shape if isinstance(arguments[1], Tensor) else values_at(arguments, {}, 1, None)
+    sizes = (
+        arguments[1].shape
+        if isinstance(arguments[1], Tensor)
+        else values_at(arguments, {}, 1, None)
+    )
     is_view = function in (Tensor.view, Tensor.view_as)
     form: Function = Tensor.view if is_view else Tensor.reshape
     return reshaped(rows, form, sizes)
@@ -276,7 +312,11 @@ def contiguous(function: Function, arguments: Sequence[Any], options: Mapping[st
 
 def concatenate(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """Concatenate or stack tensors with equally many rows along an inner dimension."""
-    if not arguments or not isinstance(arguments[0], tuple | list) or options.get("out") is not None:
+    if (
+        not arguments
+        or not isinstance(arguments[0], tuple | list)
+        or options.get("out") is not None
+    ):
         return NotImplemented
     tensors = arguments[0]
     lead = leading(tensors, is_strict=True)
@@ -284,7 +324,9 @@ def concatenate(function: Function, arguments: Sequence[Any], options: Mapping[s
         return NotImplemented
     count = lead._rows_own.dim()
     dimensions = values_at(arguments, options, 1, 2, "dim", "axis")
-    if any(tensor.dim() != count for tensor in tensors) or not is_inner(dimensions, count + (function is torch.stack)):
+    if any(tensor.dim() != count for tensor in tensors) or not is_inner(
+        dimensions, count + (function is torch.stack)
+    ):
         return NotImplemented
     return as_rows(function([own_part(tensor, lead) for tensor in tensors], *dimensions), lead)
 
@@ -296,7 +338,9 @@ def _keeps_rows(index: Any, count: int) -> bool:
     """Whether an index has all rows in order: `:` first, or `...` in front of the inner dimensions."""
     index = index if isinstance(index, tuple) else (index,)
     known = (Tensor, list, tuple, range, Integral, slice, type(None), type(Ellipsis))
-    if not index or any(isinstance(one, bool | Rows) or not isinstance(one, known) for one in index):
+    if not index or any(
+        isinstance(one, bool | Rows) or not isinstance(one, known) for one in index
+    ):
         return False
     if any(isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in index):
         return False
@@ -323,7 +367,11 @@ def set_item(function: Function, arguments: Sequence[Any], options: Mapping[str,
     rows, index, value = arguments
     if not is_apart(rows) or (isinstance(value, Tensor) and value.dim() > 0):
         return NotImplemented
-    is_mask = is_apart(index) and index.dtype == torch.bool and index._rows_own.dim() <= rows._rows_own.dim()
+    is_mask = (
+        is_apart(index)
+        and index.dtype == torch.bool
+        and index._rows_own.dim() <= rows._rows_own.dim()
+    )
     if is_mask and index._rows_bounds.is_equal(rows._rows_bounds):
         index = index._rows_own
     elif isinstance(index, Rows) or not _keeps_rows(index, rows._rows_own.dim()):
@@ -345,7 +393,9 @@ _ELEMENTWISE = """
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __floordiv__
     __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __abs__ __invert__ __and__ __or__ __xor__ __rand__ __ror__
     __rxor__ __lshift__ __rshift__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ angle"""
-_ACTIVATIONS = "relu relu6 silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid threshold"
+_ACTIVATIONS = (
+    "relu relu6 silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid threshold"
+)
 _IN_PLACE = """
     add_ sub_ mul_ div_ true_divide_ floor_divide_ remainder_ fmod_ neg_ abs_ sign_ exp_ log_ log1p_ expm1_ sqrt_ rsqrt_
     square_ sin_ cos_ sigmoid_ tanh_ relu_ clamp_ clip_ clamp_min_ clamp_max_ floor_ ceil_ round_ trunc_ frac_ pow_

@@ -11,7 +11,17 @@ from torch.nn import functional
 
 from samestep.view.crossings import leave
 from samestep.view.losses import CLASS_LOSSES, arguments_of, divisor, mean
-from samestep.view.rows_rules import as_rows, extremes, inner, is_inner, leading, named, of_own, own_part, values_at
+from samestep.view.rows_rules import (
+    as_rows,
+    extremes,
+    inner,
+    is_inner,
+    leading,
+    named,
+    of_own,
+    own_part,
+    values_at,
+)
 from samestep.view.rows_tensor import Rows, Rule, cut_own, is_apart, on_all_rows, set_operation
 
 Function = Callable[..., Any]

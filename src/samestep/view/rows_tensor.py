@@ -1,8 +1,9 @@
 """Rows: a tensor with the shape of the whole batch that holds only the rows of this rank.
 
-Rules (`rows_rules`) compute on the own rows. Any other operation gathers the rows of all ranks first, and works on a
-plain tensor. A gathered tensor is whole for good, with all views of its memory. All of this is above autograd, in
-`__torch_function__`: gradients flow through the own tensors.
+Rules (`rows_rules`) compute on the own rows. Any other operation gathers the rows of all ranks
+first, and works on a plain tensor. A gathered tensor is whole for good, with all views of its
+memory. All of this is above autograd, in `__torch_function__`: gradients flow through the own
+tensors.
 
 Decisions: docs/decisions/global-view.md
 """
@@ -29,7 +30,16 @@ from samestep.view.row_messages import RaisedElsewhere, RowMessages
 Rule = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 RULES: dict[Any, Rule] = {}
 METADATA: dict[Any, Rule] = {}  # rules of functions that may be called anywhere
-_SHOWS_TRACEBACKS = ("traceback", "rich.traceback", "pdb", "bdb", "reprlib", "_pytest._io.saferepr", "pydevd", "cgitb")
+_SHOWS_TRACEBACKS = (
+    "traceback",
+    "rich.traceback",
+    "pdb",
+    "bdb",
+    "reprlib",
+    "_pytest._io.saferepr",
+    "pydevd",
+    "cgitb",
+)
 
 _LEAF = "leaf Variable that requires grad"  # in-place errors of torch, which all ranks raise
 REPLACED_MEMORY = (
@@ -37,7 +47,8 @@ REPLACED_MEMORY = (
     "a new tensor",
     "assign the new tensor to the name: x = y, x = x.reshape(...), x.copy_(y)",
 )
-# Whether this is inside of the forward of an `autograd.Function`, whose results get their graph below Rows.
+# Whether this is inside of the forward of an `autograd.Function`, whose results get their graph
+# below Rows.
 in_function: ContextVar[bool] = ContextVar("in_function", default=False)
 _new = torch.Tensor._make_wrapper_subclass  # private
 
@@ -58,10 +69,14 @@ class Rows(torch.Tensor):
     _rows_gradient: tuple[torch.Tensor, Rows] | None
 
     @staticmethod
-    def __new__(cls: type[Rows], own: torch.Tensor, bounds: RowBounds, memory: Memory | None = None) -> Rows:
+    def __new__(
+        cls: type[Rows], own: torch.Tensor, bounds: RowBounds, memory: Memory | None = None
+    ) -> Rows:
         """Make a tensor whose memory is that of the own rows."""
         shape = (bounds.rows, *own.shape[1:])
-        rows: Rows = _new(cls, shape, own.stride(), None, None, own.dtype, torch.strided, own.device)
+        rows: Rows = _new(
+            cls, shape, own.stride(), None, None, own.dtype, torch.strided, own.device
+        )
         rows._rows_own = own
         rows._rows_bounds = bounds
         rows._rows_memory = memory
@@ -82,7 +97,9 @@ class Rows(torch.Tensor):
         if rule is not None:
             return rule(function, arguments, options)
         rule = RULES.get(function)
-        if rule is None or (len(types) > 1 and not _CLASSES.issuperset(types)):  # others have operations of their own
+        if rule is None or (
+            len(types) > 1 and not _CLASSES.issuperset(types)
+        ):  # others have operations of their own
             return on_all_rows(function, arguments, options)
         if current_region() is not None or in_function.get():
             return on_all_rows(function, arguments, options)
@@ -92,7 +109,9 @@ class Rows(torch.Tensor):
             raise
         except RaisedElsewhere:
             return on_all_rows(function, arguments, options)
-        except Exception as error:  # boundary: the script's own exception comes from all rows, with their shape
+        except (
+            Exception
+        ) as error:  # boundary: the script's own exception comes from all rows, with their shape
             in_backward = torch._C._current_graph_task_id() != -1  # private; a checkpoint ends so
             if in_backward or _LEAF in str(error):
                 raise
@@ -104,7 +123,11 @@ class Rows(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # the stub lacks the function
-        cls, function: Any, types: Any, arguments: Sequence[Any] = (), options: Mapping[str, Any] | None = None
+        cls,
+        function: Any,
+        types: Any,
+        arguments: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> Any:
         """Compute a function that does not ask `__torch_function__`.
 
@@ -121,7 +144,10 @@ class Rows(torch.Tensor):
                     fix="give it a tensor that is whole, such as torch.stack(list(tensor))",
                     code="E_INCOMPATIBLE",
                 )
-        return function(*tree_map_only(Rows, gathered, arguments), **tree_map_only(Rows, gathered, options or {}))
+        return function(
+            *tree_map_only(Rows, gathered, arguments),
+            **tree_map_only(Rows, gathered, options or {}),
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy a plain tensor."""
@@ -143,10 +169,12 @@ _CLASSES = {Rows, torch.Tensor, nn.Parameter}
 class Memory:
     """Memory of the own rows that several Rows share as views, and of all rows after a gather.
 
-    After a gather all of them are whole: functions receive plain tensors that are views of the memory of all rows.
+    After a gather all of them are whole: functions receive plain tensors that are views of the
+    memory of all rows.
 
     Args:
-        rows: the tensor whose memory it is; its own rows are made contiguous if other rows would lie between them.
+        rows: the tensor whose memory it is; its own rows are made contiguous if other rows would
+            lie between them.
 
     Attributes:
         whole: all rows after a gather.
@@ -155,7 +183,10 @@ class Memory:
 
     def __init__(self, rows: Rows) -> None:
         own = rows._rows_own
-        span = 1 + sum((size - 1) * stride for size, stride in zip(own.shape[1:], own.stride()[1:], strict=True))
+        span = 1 + sum(
+            (size - 1) * stride
+            for size, stride in zip(own.shape[1:], own.stride()[1:], strict=True)
+        )
         if own.shape[0] > 1 and own.stride(0) < span:
             rows._rows_own = own = own.contiguous()
         self.whole: torch.Tensor | None = None
@@ -165,7 +196,9 @@ class Memory:
         self._bounds = rows._rows_bounds
         self._offset = own.storage_offset()
         self._stride = max(own.stride(0), span)
-        self._joined: list[tuple[weakref.ref[Rows], torch.Tensor, Any]] = []  # all rows with a graph, and their node
+        self._joined: list[
+            tuple[weakref.ref[Rows], torch.Tensor, Any]
+        ] = []  # all rows with a graph, and their node
 
     def all_rows(self, rows: Rows) -> torch.Tensor:
         """Return the rows of all ranks of a tensor, as a function of the own ones if they have a graph.
@@ -181,7 +214,9 @@ class Memory:
         if not (own.requires_grad and torch.is_grad_enabled()):
             return self._view(rows)
         assert self.whole is not None
-        if self.whole.requires_grad or any(whole.grad_fn is not node for _, whole, node in self._joined):
+        if self.whole.requires_grad or any(
+            whole.grad_fn is not node for _, whole, node in self._joined
+        ):
             raise RunError(
                 "rows of an output were written after they were gathered, and a view of the output is used",
                 expected="no view that was taken before the write, where gradients are needed",
@@ -189,7 +224,9 @@ class Memory:
                 code="E_INCOMPATIBLE",
             )
         bounds = rows._rows_bounds
-        (whole,) = crossing([own], lambda _: [self._view(rows).detach()], lambda gradient: cut(gradient, bounds))
+        (whole,) = crossing(
+            [own], lambda _: [self._view(rows).detach()], lambda gradient: cut(gradient, bounds)
+        )
         self._joined.append((weakref.ref(rows), whole, whole.grad_fn))
         return whole
 
@@ -228,7 +265,9 @@ class Memory:
             return self.whole
         bounds = rows._rows_bounds
         strides = (self._stride * self._bounds.factor // bounds.factor, *own.stride()[1:])
-        return self.whole.as_strided((bounds.rows, *own.shape[1:]), strides, own.storage_offset() - self._offset)
+        return self.whole.as_strided(
+            (bounds.rows, *own.shape[1:]), strides, own.storage_offset() - self._offset
+        )
 
 
 def memory_of(rows: Rows) -> Memory:
@@ -303,7 +342,9 @@ def with_all_rows(value: Any) -> Any:
     return value
 
 
-def on_all_rows(function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+def on_all_rows(
+    function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
     """Compute a function on all rows; it may write into them."""
     wholes: list[tuple[Rows, torch.Tensor, Any]] = []
 
@@ -321,7 +362,9 @@ def on_all_rows(function: Callable[..., Any], arguments: Sequence[Any], options:
         if whole.grad_fn is not node and base.is_leaf and base.requires_grad:
             leaf = whole.detach().clone().requires_grad_()
             leaf = leaf if base is own else leaf.view_as(leaf)
-            function(*[leaf if one is whole else one for one in arguments], **options)  # raises torch's own error
+            function(
+                *[leaf if one is whole else one for one in arguments], **options
+            )  # raises torch's own error
         if result is whole:  # in place
             return rows
     return result
@@ -354,7 +397,11 @@ def _require_raised_on_all(
 
 def is_large(own: torch.Tensor, bounds: RowBounds, limit: int) -> bool:
     """Whether the own rows of a tensor can stay where they are: a plain tensor of at least `limit` bytes in all."""
-    if type(own) is not torch.Tensor or own.layout is not torch.strided or len(bounds.slices.by_rank) == 1:
+    if (
+        type(own) is not torch.Tensor
+        or own.layout is not torch.strided
+        or len(bounds.slices.by_rank) == 1
+    ):
         return False
     if bounds.slices.copies or len(bounds.slices.own) > 1 or in_function.get():
         return False

@@ -36,5 +36,6 @@ class CallOperations(Protocol):
         ...
 
 
-# A rule receives the operations of the call, the function, and its arguments; it returns the result.
+# A rule receives the operations of the call, the function, and its arguments; it returns the
+# result.
 Rule = Callable[[CallOperations, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]

@@ -22,7 +22,8 @@ from samestep.view.slots import ModuleState
 def sandbox(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """Restore the attributes of the module, generators and settings of torch after the block, and mute it.
 
-    Inside, activation checkpointing and compiled code are off, the default dtype is `dtype`, and autocast is off.
+    Inside, activation checkpointing and compiled code are off, the default dtype is `dtype`, and
+    autocast is off.
     """
     state = ModuleState(module, hooks=True)
     with ExitStack() as stack:
@@ -31,7 +32,9 @@ def sandbox(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iter
         stack.enter_context(_settings(dtype))
         stack.enter_context(_muted())
         stack.enter_context(checkpointing_off())
-        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and the import takes seconds
+        if (
+            "torch._dynamo" in sys.modules
+        ):  # otherwise nothing is compiled, and the import takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for kind in {"cpu", device.type}:
             if torch.amp.is_autocast_available(kind):
@@ -60,7 +63,11 @@ def _muted() -> Iterator[None]:
     disabled = logging.root.manager.disable
     logging.disable(sys.maxsize)
     try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        with (
+            redirect_stdout(io.StringIO()),
+            redirect_stderr(io.StringIO()),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:

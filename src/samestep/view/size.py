@@ -1,6 +1,7 @@
 """Size of calls: whether the work that dividing a call saves is worth the messages that it costs.
 
-Decided by arithmetic, not by measured time: times differ between ranks and runs, and a whole call has other bits.
+Decided by arithmetic, not by measured time: times differ between ranks and runs, and a whole call
+has other bits.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ class WorkCounter(TorchDispatchMode):
         self.operations = 0.0
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Sequence[Any] = (), options: Mapping[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        arguments: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> Any:
         options = options or {}
         result = function(*arguments, **options)
@@ -68,7 +73,8 @@ def is_worth_dividing(
         operations: floating-point operations of the forward of the whole batch.
         gradient_bytes: size of the gradients that are summed.
         output_bytes: size of the outputs that are gathered.
-        sums: number of sums over ranks inside of the forward, as of batch norm; the backward has as many.
+        sums: number of sums over ranks inside of the forward, as of batch norm; the backward has as
+            many.
         parts: largest number of ranks.
         has_gradients: whether a backward follows, which has twice the operations of the forward.
         is_cpu: whether the call is computed on CPUs.

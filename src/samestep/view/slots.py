@@ -28,8 +28,10 @@ def containers(module: nn.Module, *, hooks: bool = False, alone: bool = False) -
 
     Args:
         module: the module.
-        hooks: whether to return the dictionaries of hooks, too; most modules have a dozen of empty ones.
-        alone: whether to leave out other modules, and the dictionaries of parameters, buffers and submodules.
+        hooks: whether to return the dictionaries of hooks, too; most modules have a dozen of empty
+            ones.
+        alone: whether to leave out other modules, and the dictionaries of parameters, buffers and
+            submodules.
     """
     collected: list[Container] = []
     seen: set[int] = set()
@@ -74,7 +76,11 @@ class ModuleState:
     def tensors(self) -> list[torch.Tensor]:
         """Return the plain tensors without a graph among the attributes and items, each once."""
         items = (item for _, content in self.contents for item in _items(content))
-        tensors = {id(item): item for item in items if type(item) is torch.Tensor and not item.requires_grad}
+        tensors = {
+            id(item): item
+            for item in items
+            if type(item) is torch.Tensor and not item.requires_grad
+        }
         return list(tensors.values())
 
     def has_changed(self) -> bool:
@@ -148,8 +154,9 @@ def is_in_place(entries: Sequence[Entry]) -> bool:
 class ParameterSlots:
     """Slots of a module's parameters and buffers: entries of `_parameters`, `_buffers`, attributes and containers.
 
-    A tensor that is used in several places (tied weights, `_flat_weights` of recurrent layers and the weak references
-    next to them) has several slots. Slots are collected once; they hold until a parameter or buffer is assigned.
+    A tensor that is used in several places (tied weights, `_flat_weights` of recurrent layers and
+    the weak references next to them) has several slots. Slots are collected once; they hold until a
+    parameter or buffer is assigned.
 
     Attributes:
         tensors: the tensors, each once: parameters, buffers, and, with `attributes`, all others.

@@ -19,11 +19,15 @@ from samestep.distributed.rng import saved_generators
 from samestep.view.fingerprints import hash_of, numpy_generator, python_generator, sample_of
 from samestep.view.slots import ModuleState
 
-# (index of a submodule, name) of a buffer; index of a submodule, for its attributes; name of a generator.
+# (index of a submodule, name) of a buffer; index of a submodule, for its attributes; name of a
+# generator.
 Place: TypeAlias = tuple[int, str] | int | str
 Written: TypeAlias = frozenset[Place]
 
-_GENERATORS = {"python": python_generator, "numpy": numpy_generator}  # those of torch may always change
+_GENERATORS = {
+    "python": python_generator,
+    "numpy": numpy_generator,
+}  # those of torch may always change
 _LARGEST = 16 * 2**20  # bytes of a tensor that is copied in case that a later call writes into it
 _STATISTICS = ("running_mean", "running_var")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), numpy.generic)
@@ -34,14 +38,17 @@ class _Saved:
 
     Args:
         tensor: the tensor.
-        by_version: compare only the number of writes, not the values; kernels write without counting.
+        by_version: compare only the number of writes, not the values; kernels write without
+            counting.
     """
 
     def __init__(self, tensor: torch.Tensor, *, by_version: bool) -> None:
         self.tensor = tensor
         self._by_version = by_version
         self._value = tensor.detach().clone()
-        self._version = None if tensor.is_inference() else tensor._version  # inference tensors count no writes
+        self._version = (
+            None if tensor.is_inference() else tensor._version
+        )  # inference tensors count no writes
 
     def has_changed(self) -> bool:
         """Whether the tensor was written."""
@@ -54,7 +61,9 @@ class _Saved:
         if self._by_version and not self.has_changed():
             return
         self.tensor.detach().copy_(self._value)
-        if self._version is not None:  # graphs and ranks compare numbers of writes; private, in torch 2.11 and 2.13
+        if (
+            self._version is not None
+        ):  # graphs and ranks compare numbers of writes; private, in torch 2.11 and 2.13
             torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self._version,))
 
 
@@ -67,7 +76,9 @@ class Snapshot:
         device: device of the call; its generator is saved too.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], written: Written | None, device: torch.device) -> None:
+    def __init__(
+        self, parts: Sequence[nn.Module], written: Written | None, device: torch.device
+    ) -> None:
         self._parts = parts
         self._written = written or frozenset()
         self._is_first = written is None
@@ -78,7 +89,11 @@ class Snapshot:
             is_own = self._is_first or not _is_of_torch(part)
             for name, buffer in part._buffers.items():
                 place = (index, name)
-                if buffer is not None and (is_own or place in self._written) and self._is_saved(place, buffer):
+                if (
+                    buffer is not None
+                    and (is_own or place in self._written)
+                    and self._is_saved(place, buffer)
+                ):
                     self._buffers.append((place, self._saved(place, buffer)))
             if is_own or index in self._written:
                 self._save_attributes(index, ModuleState(part, alone=True))
@@ -97,7 +112,11 @@ class Snapshot:
 
     def _save_attributes(self, index: int, state: ModuleState) -> None:
         # With tensors that are written in place, as a counter that is no buffer.
-        tensors = [self._saved(index, tensor) for tensor in state.tensors() if self._is_saved(index, tensor)]
+        tensors = [
+            self._saved(index, tensor)
+            for tensor in state.tensors()
+            if self._is_saved(index, tensor)
+        ]
         self._attributes.append((index, state, tensors))
 
     @property
@@ -155,7 +174,9 @@ class Snapshot:
 
     def shared_statistics(self) -> frozenset[int]:
         """Return the identities of running statistics that all slices share, as they are equal in all."""
-        return frozenset(id(saved.tensor) for place, saved in self._buffers if self._is_statistic(place))
+        return frozenset(
+            id(saved.tensor) for place, saved in self._buffers if self._is_statistic(place)
+        )
 
     def _is_statistic(self, place: tuple[int, str]) -> bool:
         """Whether only batch norm of torch writes into a buffer, at a point where it knows all slices."""
@@ -165,7 +186,9 @@ class Snapshot:
 
     def others(self, *, draws: bool) -> Snapshot | None:
         """Return the present state of the places that calls of the kind change, without buffers; None without one."""
-        attributes = [(index, state) for index, state, _ in self._attributes if index in self._written]
+        attributes = [
+            (index, state) for index, state, _ in self._attributes if index in self._written
+        ]
         if not attributes and not draws:
             return None
         now = copy(self)
@@ -185,7 +208,9 @@ class Snapshot:
                 if self._parts[index]._buffers.get(name) is not saved.tensor or saved.has_changed():
                     changed.add(place)
         for index, state, tensors in self._attributes:
-            if index not in self._written and (state.has_changed() or any(saved.has_changed() for saved in tensors)):
+            if index not in self._written and (
+                state.has_changed() or any(saved.has_changed() for saved in tensors)
+            ):
                 changed.add(index)
         for generator, before in self._generators.items():
             if generator not in self._written and _GENERATORS[generator]() != before:

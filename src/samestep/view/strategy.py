@@ -1,15 +1,17 @@
 """Interface of strategies: ways to compute the inside of the divided calls of one module.
 
-The parts of a divided call (own rows, words, crossings, outputs) do not depend on the strategy. A strategy
+The parts of a divided call (own rows, words, crossings, outputs) do not depend on the strategy. A
+strategy
 
 1. prepares the module once, in `samestep.parallel`: it divides or places the parameters, in place;
-2. chooses the ranks that share the rows of a batch (`ranks`); ranks with the same number there compute the same rows;
+2. chooses the ranks that share the rows of a batch (`ranks`); ranks with the same number there
+   compute the same rows;
 3. gives each call its parameters (`CallParameters`), which sum gradients over the ranks;
 4. surrounds whole calls and trials, in which the module has complete parameters.
 
-Between calls the module looks as after `prepare`: a strategy that needs hooks or other classes installs them inside of
-`CallParameters` only, so that watched calls, trials and keys of kinds see the script's own module. Under every strategy
-all ranks of the view exchange words.
+Between calls the module looks as after `prepare`: a strategy that needs hooks or other classes
+installs them inside of `CallParameters` only, so that watched calls, trials and keys of kinds see
+the script's own module. Under every strategy all ranks of the view exchange words.
 
 `strategies.replicated` is the simplest implementation.
 """
@@ -36,10 +38,12 @@ from samestep.view.ranks import Ranks, Slices
 class CallParameters(ABC):
     """Parameters in the graph of divided calls.
 
-    With a flat graph, `aliases_in_place` surrounds the forward of an own slice, whose graph is part of the script's.
+    With a flat graph, `aliases_in_place` surrounds the forward of an own slice, whose graph is part
+    of the script's.
 
-    With an inner graph, one node of the script's graph runs forward and backward of the slice: it receives `aliases`,
-    makes leaves of them, and returns their gradients. A strategy that sums gradients in its backward returns the sums.
+    With an inner graph, one node of the script's graph runs forward and backward of the slice: it
+    receives `aliases`, makes leaves of them, and returns their gradients. A strategy that sums
+    gradients in its backward returns the sums.
 
     Attributes:
         needs_inner_graph: calls have inner graphs, whether or not they use checkpointing.
@@ -72,7 +76,9 @@ class CallParameters(ABC):
     def in_place(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Surround the forward of a slice with an inner graph: the module computes with `leaves`."""
 
-    def in_backward(self, leaves: Sequence[torch.Tensor], position: int) -> AbstractContextManager[None]:
+    def in_backward(
+        self, leaves: Sequence[torch.Tensor], position: int
+    ) -> AbstractContextManager[None]:
         """Surround the backward of a slice with an inner graph, which may compute parts of the forward again."""
         return self.in_place(leaves)
 
@@ -118,26 +124,31 @@ class Strategy(ABC):
     """A way to compute the inside of the calls of one module.
 
     Attributes:
-        has_stages: ranks compute stages of several own slices one after another. They reach sums inside of calls and
-            of backwards at different times, and no words precede these.
-        splits_module: ranks with the same rows compute different parts of the module, and have gradients of these.
+        has_stages: ranks compute stages of several own slices one after another. They reach sums
+            inside of calls and of backwards at different times, and no words precede these.
+        splits_module: ranks with the same rows compute different parts of the module, and have
+            gradients of these.
         ranks: ranks that share the rows of a batch.
         reduction: sums over the slices of these ranks.
-        exchanges_in_calls: ranks exchange messages in calls, whole ones too, which a word must precede.
+        exchanges_in_calls: ranks exchange messages in calls, whole ones too, which a word must
+            precede.
         is_deferred: whether gradients may be kept for a later backward (`samestep.no_sync`).
 
     Args:
         world: all ranks, with the configuration of the strategy and its mesh.
         ranks: see above.
         reduction: see above.
-        before_reduction: called once in each backward before its first sum of gradients; sends a word.
+        before_reduction: called once in each backward before its first sum of gradients; sends a
+            word.
     """
 
     has_stages = False
     splits_module = False
     exchanges_in_calls = False
 
-    def __init__(self, world: World, ranks: Ranks, reduction: Reduction, before_reduction: Callable[[], None]) -> None:
+    def __init__(
+        self, world: World, ranks: Ranks, reduction: Reduction, before_reduction: Callable[[], None]
+    ) -> None:
         self.ranks = ranks
         self.reduction = reduction
         self.is_deferred = False

@@ -1,7 +1,8 @@
 """Switches of a forward: plain values on which a verdict depends, in attributes, closures, globals and classes.
 
-A factor of zero hides the other factor, and the same operations join samples or not along other dimensions. So bools,
-strings and whether numbers are zero belong to the kind of a call; `exact` values are facts that modules share.
+A factor of zero hides the other factor, and the same operations join samples or not along other
+dimensions. So bools, strings and whether numbers are zero belong to the kind of a call; `exact`
+values are facts that modules share.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ def code_of(function: Any, *, exact: bool = False, depth: int = 0) -> Hashable:
 
 def has_settings(value: Any) -> bool:
     """Whether a value is an object with attributes that may be switches."""
-    return not isinstance(value, _NO_SETTINGS) and isinstance(getattr(value, "__dict__", None), dict)
+    return not isinstance(value, _NO_SETTINGS) and isinstance(
+        getattr(value, "__dict__", None), dict
+    )
 
 
 class Outside:

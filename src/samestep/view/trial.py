@@ -1,7 +1,8 @@
 """Trial of a kind of calls: a few rows, computed whole and in parts, in this process alone, without a trace.
 
-The judge computes in float64, with parameters that are moved a little, so that zeros are not zero, and with rows in
-another order. Its tolerance is a constant. Every rank has the same whole batch and so comes to the same verdict.
+The judge computes in float64, with parameters that are moved a little, so that zeros are not zero,
+and with rows in another order. Its tolerance is a constant. Every rank has the same whole batch and
+so comes to the same verdict.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from samestep.view.size import WorkCounter
 from samestep.view.trial_run import Change, Run, Setting
 from samestep.view.verdict import Verdict, rows_factor
 
-# Rows of the parts; with little memory, or if a single row fails, as in batch norm, other ones. Three parts, since a
-# quotient of two parts can be their mean by chance.
+# Rows of the parts; with little memory, or if a single row fails, as in batch norm, other ones.
+# Three parts, since a quotient of two parts can be their mean by chance.
 _PARTS = (1, 2, 3)
 _LARGER_PARTS = (2, 2, 3)
 _FEW_PARTS = (1, 1)
@@ -62,25 +63,31 @@ def try_division(
         arguments: arguments of the call.
         options: its keyword arguments.
         forward: the module's own forward.
-        divided: function that divided calls compute; it may be a trace of `forward`, which then must have its results.
+        divided: function that divided calls compute; it may be a trace of `forward`, which then
+            must have its results.
         rows: number of rows of the batch.
-        has_rows: for each leaf of (arguments, options) in the order of `tree_flatten`: whether its first dimension is
-            as long as the batch, be it by coincidence.
+        has_rows: for each leaf of (arguments, options) in the order of `tree_flatten`: whether its
+            first dimension is as long as the batch, be it by coincidence.
 
     Raises:
         ComputedWhole: the calls are computed whole, with the reason.
     """
     if not any(has_rows):
         raise ComputedWhole("has no argument with rows")
-    # The others may be as long as this batch by coincidence: a matrix of 4 prototypes, a batch of 4.
+    # The others may be as long as this batch by coincidence: a matrix of 4 prototypes, a batch of
+    # 4.
     alone = tuple(index == has_rows.index(True) for index in range(len(has_rows)))
     refusal: ComputedWhole | None = None
     for cut in dict.fromkeys((has_rows, alone)):
-        trial = partial(_attempt, module, (forward, divided), tree_flatten((arguments, options)), cut, rows)
+        trial = partial(
+            _attempt, module, (forward, divided), tree_flatten((arguments, options)), cut, rows
+        )
         try:
             try:
                 return _by_parts(partial(trial, torch.float64, 1e-9))
-            except _DtypeRefused:  # the tolerance of float32 is one that rounding of a few rows does not reach
+            except (
+                _DtypeRefused
+            ):  # the tolerance of float32 is one that rounding of a few rows does not reach
                 return _by_parts(partial(trial, torch.float32, 1e-4))
         except torch.OutOfMemoryError:
             refusal = refusal or ComputedWhole("does not fit into memory in the trial")
@@ -127,7 +134,8 @@ def _attempt(
             # It may not accept such masks, or compute something else for them.
             with suppress(_Failed, _OtherKind):
                 _compare(setting, parts, tolerance, "masks", known)
-        # A quotient can be a mean by chance, and a condition on the largest value be the same in all parts.
+        # A quotient can be a mean by chance, and a condition on the largest value be the same in
+        # all parts.
         with suppress(_Failed, _OtherKind):
             if _compare(setting, parts, tolerance, "rows", known).outputs != division.outputs:
                 raise ComputedWhole("joins samples (outputs differ for other rows)")
@@ -187,10 +195,13 @@ def _compare(
     )
 
 
-def _require_results_of(forward: Callable[..., Any], setting: Setting, rows: int, tolerance: float) -> None:
+def _require_results_of(
+    forward: Callable[..., Any], setting: Setting, rows: int, tolerance: float
+) -> None:
     """Require that the function of divided calls has the results and effects of the module's own forward.
 
-    A trace has the attributes and branches of the time when it was made, and no code that is not of tensors.
+    A trace has the attributes and branches of the time when it was made, and no code that is not of
+    tensors.
 
     Raises:
         ComputedWhole: it has not.
@@ -212,9 +223,13 @@ def _refusing(reason: str, dtype: torch.dtype, kind: type[ComputedWhole]) -> Ite
         yield
     except (ComputedWhole, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # boundary: whatever code of the script raises in a trial means whole
+    except (
+        Exception
+    ) as error:  # boundary: whatever code of the script raises in a trial means whole
         text = failure(reason, error)
-        is_refusal = isinstance(error, RuntimeError) and any(word in str(error) for word in _DTYPE_WORDS)
+        is_refusal = isinstance(error, RuntimeError) and any(
+            word in str(error) for word in _DTYPE_WORDS
+        )
         if dtype is torch.float64 and is_refusal:
             raise _DtypeRefused(text) from None
         raise kind(text) from None

@@ -25,7 +25,8 @@ _NOISE = 65_537  # numbers that are repeated, since a random number for each par
 _OTHER_DRAWS = 5  # seed
 _ROUNDING = 1e-6  # of running means that are zero but for float32
 _LARGE = 1000.0  # times the value of a row
-# Change of the rows: masks of a batch with padding, or one row with large values, with other random draws.
+# Change of the rows: masks of a batch with padding, or one row with large values, with other random
+# draws.
 Change = Literal["masks", "rows"]
 
 
@@ -81,13 +82,19 @@ class Setting:
             raise ComputedWhole("has parameters without a shape")
         if any(index not in held for index, _ in enumerate(module.parameters())):
             raise ComputedWhole("has parameters of TorchScript")
-        noise = torch.randn(_NOISE, generator=torch.Generator().manual_seed(_SEED), dtype=dtype).to(device)
+        noise = torch.randn(_NOISE, generator=torch.Generator().manual_seed(_SEED), dtype=dtype).to(
+            device
+        )
         self._copies: dict[int, nn.Parameter] = {}
         for index, tensor in enumerate(self._slots.tensors):
             if isinstance(tensor, nn.Parameter):
-                self._copies[index] = nn.Parameter(_moved(converted(tensor, dtype), noise), tensor.requires_grad)
+                self._copies[index] = nn.Parameter(
+                    _moved(converted(tensor, dtype), noise), tensor.requires_grad
+                )
         self.parameters = list(self._copies.values())
-        self._versions = {index: 0 if self._inference else copy._version for index, copy in self._copies.items()}
+        self._versions = {
+            index: 0 if self._inference else copy._version for index, copy in self._copies.items()
+        }
 
     def select(self, rows: int, change: Change | None) -> None:
         """Take some rows of the batch, in another order, as the arguments of the next runs."""
@@ -136,7 +143,9 @@ class Setting:
 
     def arguments(self, start: int, stop: int) -> tuple[Any, dict[int, torch.Tensor]]:
         """Return the (arguments, options) of a run, and the inputs that require gradients, by number of the leaf."""
-        copies: dict[int, torch.Tensor] = {}  # by identity: attention asks whether query and key are one tensor
+        copies: dict[
+            int, torch.Tensor
+        ] = {}  # by identity: attention asks whether query and key are one tensor
         wanted: dict[int, torch.Tensor] = {}
         leaves: list[Any] = []
         for number, (leaf, value) in enumerate(zip(self._leaves, self._inputs, strict=True)):
@@ -233,7 +242,9 @@ def _moved(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     if value.numel() > 1:
         deviation = float(value.flatten()[:_NOISE].abs().std())
         if 0 < deviation < float("inf"):
-            scale *= max(deviation, 0.01)  # biases after one step; with less, means after batch norm were rounding
+            scale *= max(
+                deviation, 0.01
+            )  # biases after one step; with less, means after batch norm were rounding
     return value.add_(_repeated(noise, value), alpha=scale)
 
 
@@ -247,7 +258,9 @@ def _without_zeros(value: torch.Tensor) -> torch.Tensor:
     """Let a tensor of zeros, or of their rounding, have small numbers that hide no term, and can be compared."""
     if value.is_floating_point() and value.numel() and float(value.abs().max()) < _ROUNDING:
         numbers = min(value.numel(), _NOISE)
-        noise = torch.rand(numbers, generator=torch.Generator().manual_seed(_SEED), dtype=value.dtype)
+        noise = torch.rand(
+            numbers, generator=torch.Generator().manual_seed(_SEED), dtype=value.dtype
+        )
         value.add_(_repeated(noise, value), alpha=0.01)
     return value
 

@@ -19,7 +19,9 @@ from samestep.view.trial_run import Run, Setting
 _ABSENT = object()
 
 
-def rows_factor(whole: Sequence[int], fewer: Sequence[int], rows: int, fewer_rows: int) -> int | None:
+def rows_factor(
+    whole: Sequence[int], fewer: Sequence[int], rows: int, fewer_rows: int
+) -> int | None:
     """Return how often the first dimension has the number of rows; None if the shape does not depend on the rows.
 
     Args:
@@ -43,7 +45,9 @@ def rows_factor(whole: Sequence[int], fewer: Sequence[int], rows: int, fewer_row
 class Verdict:
     """Comparison of a whole run with the parts."""
 
-    def __init__(self, setting: Setting, whole: Run, fewer: Run, parts: Sequence[Run], tolerance: float) -> None:
+    def __init__(
+        self, setting: Setting, whole: Run, fewer: Run, parts: Sequence[Run], tolerance: float
+    ) -> None:
         self._setting = setting
         self._whole = whole
         self._fewer = fewer
@@ -54,8 +58,8 @@ class Verdict:
         """Return how the outputs of parts are put together.
 
         Args:
-            compares_numbers: whether numbers taken out of tensors must be equal. Conditions on any or all values, which
-                differ for other rows, are compared in each call.
+            compares_numbers: whether numbers taken out of tensors must be equal. Conditions on any
+                or all values, which differ for other rows, are compared in each call.
 
         Raises:
             ComputedWhole: something differs.
@@ -109,7 +113,9 @@ class Verdict:
     def _compare_written(self) -> None:
         for part in self._parts:
             names: dict[int, str] = {}  # of the attributes that hold containers, by identity
-            for (container, whole), (_, own) in zip(self._whole.state.contents, part.state.contents, strict=True):
+            for (container, whole), (_, own) in zip(
+                self._whole.state.contents, part.state.contents, strict=True
+            ):
                 wholes = _by_key(whole)
                 owns = _by_key(own)
                 for key in {**wholes, **owns}:
@@ -137,7 +143,9 @@ class Verdict:
         try:
             factor = rows_factor(whole.shape, fewer.shape, self._setting.rows, self._fewer.own)
         except ValueError as error:
-            raise ComputedWhole(f"returns a tensor whose size does not follow the rows ({error})") from None
+            raise ComputedWhole(
+                f"returns a tensor whose size does not follow the rows ({error})"
+            ) from None
         if factor is None:
             return Output(self._kind_without_rows(whole, parts))
         for part, run in zip(parts, self._parts, strict=True):
@@ -167,14 +175,18 @@ class Verdict:
         tolerance = self._scale([whole, *parts])
         stacked = torch.stack(list(parts)).detach()
         constant = all(_close(whole, part, tolerance) for part in parts)
-        added = whole.dtype != torch.bool and _close(whole, stacked.sum(0).to(whole.dtype), tolerance)
+        added = whole.dtype != torch.bool and _close(
+            whole, stacked.sum(0).to(whole.dtype), tolerance
+        )
         if constant and added and not whole.dim():
             # Zero in all parts: mean, sum or constant, which later rows would tell.
             raise ComputedWhole("returns a scalar that is zero in the trial")
         if constant and (whole.dim() or not _has_fractions(whole)):
             return "constant"
         if _has_fractions(whole):
-            weights = torch.tensor([part.own / self._setting.rows for part in self._parts], dtype=whole.dtype)
+            weights = torch.tensor(
+                [part.own / self._setting.rows for part in self._parts], dtype=whole.dtype
+            )
             if _close(whole, torch.tensordot(weights.to(whole.device), stacked, 1), tolerance):
                 return "mean"
         if added:
@@ -189,13 +201,18 @@ class Verdict:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 numbers = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
                 cotangents[number] = numbers.to(leaf.device, leaf.dtype)
-        parameters = [parameter for parameter in self._setting.parameters if parameter.requires_grad]
+        parameters = [
+            parameter for parameter in self._setting.parameters if parameter.requires_grad
+        ]
         inputs = list(self._whole.wanted)
         if not cotangents or not (parameters or inputs):
             return
         whole = self._gradients([self._whole], parameters, [cotangents])
         own_cotangents = [
-            {number: self._own(cotangent, outputs[number], *part.span) for number, cotangent in cotangents.items()}
+            {
+                number: self._own(cotangent, outputs[number], *part.span)
+                for number, cotangent in cotangents.items()
+            }
             for part in self._parts
         ]
         divided = self._gradients(self._parts, parameters, own_cotangents)
@@ -205,14 +222,23 @@ class Verdict:
             self._compare_gradient(one, other, scale, "parameters")
         for position, number in enumerate(inputs, start=count):
             joined = self._joined(number, divided[position :: len(inputs)])
-            self._compare_gradient(whole[position], joined, self._scale([whole[position]]), "inputs")
+            self._compare_gradient(
+                whole[position], joined, self._scale([whole[position]]), "inputs"
+            )
 
     def _gradients(
-        self, runs: Sequence[Run], parameters: Sequence[torch.Tensor], cotangents: Sequence[dict[int, torch.Tensor]]
+        self,
+        runs: Sequence[Run],
+        parameters: Sequence[torch.Tensor],
+        cotangents: Sequence[dict[int, torch.Tensor]],
     ) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of the parameters, summed over runs, and of the inputs of each run."""
         gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
-            [run.outputs[number] for run, own in zip(runs, cotangents, strict=True) for number in own],
+            [
+                run.outputs[number]
+                for run, own in zip(runs, cotangents, strict=True)
+                for number in own
+            ],
             [*parameters, *(tensor for run in runs for tensor in run.wanted.values())],
             [cotangent for own in cotangents for cotangent in own.values()],
             allow_unused=True,
@@ -253,7 +279,8 @@ class Verdict:
         return self._tolerance * _largest(tensors)
 
 
-# ----- comparison of tensors, numbers taken out of tensors, and attributes -------------------------------------------
+# ----- comparison of tensors, numbers taken out of tensors, and attributes
+# -------------------------------------------
 
 
 def _largest(tensors: Iterable[torch.Tensor | None]) -> float:
@@ -279,15 +306,22 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 def _close(whole: torch.Tensor, divided: torch.Tensor, tolerance: float) -> bool:
     """Whether two tensors have the same shape, dtype, and values up to an absolute tolerance.
 
-    NaN is equal to NaN, and an infinity to the same infinity. Integers and booleans are equal exactly.
+    NaN is equal to NaN, and an infinity to the same infinity. Integers and booleans are equal
+    exactly.
     """
-    if whole.shape != divided.shape or whole.dtype != divided.dtype or whole.layout != divided.layout:
+    if (
+        whole.shape != divided.shape
+        or whole.dtype != divided.dtype
+        or whole.layout != divided.layout
+    ):
         return False
     whole = _dense(whole)
     divided = _dense(divided)
     if not _has_fractions(whole):
         return torch.equal(whole, divided)
-    if not whole.numel() or float((whole - divided).abs().max()) <= tolerance:  # not so if it is NaN
+    if (
+        not whole.numel() or float((whole - divided).abs().max()) <= tolerance
+    ):  # not so if it is NaN
         return True
     return torch.allclose(whole, divided, rtol=0.0, atol=tolerance, equal_nan=True)
 
@@ -303,7 +337,9 @@ def _same_value(whole: Any, divided: Any, tolerance: float) -> bool:
         return True
     leaves, spec = tree_flatten(whole)
     others, other_spec = tree_flatten(divided)
-    return spec == other_spec and all(_same_leaf(*pair, tolerance) for pair in zip(leaves, others, strict=True))
+    return spec == other_spec and all(
+        _same_leaf(*pair, tolerance) for pair in zip(leaves, others, strict=True)
+    )
 
 
 def _same_leaf(whole: Any, divided: Any, tolerance: float) -> bool:

@@ -109,10 +109,14 @@ class View:
         self.modules: list[ModuleSummary] = []
         self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()
         # How loaders read their batches, by data set.
-        self.batch_decisions: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+        self.batch_decisions: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
         self.keeps_rows = True  # large tensors of batches are not gathered
         self.before_word: Callable[[], None] | None = None
-        self.raises_interrupt = False  # a request to stop is a KeyboardInterrupt, at the same word on all ranks
+        self.raises_interrupt = (
+            False  # a request to stop is a KeyboardInterrupt, at the same word on all ranks
+        )
         self._is_suspended = False
         self._process = os.getpid()
         self._words = 0
@@ -135,7 +139,9 @@ class View:
         """Add a module with divided calls."""
         self.modules.append(owner.summary)
         self._owners.add(owner)
-        self.keeps_rows &= owner.strategy.ranks.size == self.ranks.size and not owner.strategy.has_stages
+        self.keeps_rows &= (
+            owner.strategy.ranks.size == self.ranks.size and not owner.strategy.has_stages
+        )
 
     def row_messages(self, ranks: Ranks | None = None) -> RowMessages:
         """Return the messages for `Rows` that some ranks share; those of all ranks without an argument."""
@@ -162,7 +168,9 @@ class View:
         elif forward_ad._current_level >= 0:  # private; inside of `dual_level`
             reason = "is called with forward-mode derivatives"
         elif torch.is_anomaly_enabled():
-            reason = "is called while anomalies are detected"  # the backward may fail on one rank only
+            reason = (
+                "is called while anomalies are detected"  # the backward may fail on one rank only
+            )
         elif _is_checkpointed():
             reason = "is called inside of a checkpoint"
         elif _has_modes():
@@ -174,7 +182,8 @@ class View:
         return (
             not self._is_suspended
             and current_region() is None
-            and os.getpid() == self._process  # otherwise a worker of a loader, without a group of its own
+            and os.getpid()
+            == self._process  # otherwise a worker of a loader, without a group of its own
             and torch._C._current_graph_task_id() == -1  # otherwise in a backward, which recomputes
             and not torch._C._is_tracing()
             and not torch.compiler.is_compiling()
@@ -193,7 +202,8 @@ class View:
     def draw_seed(self, draws: Sequence[Any], *, is_exact: bool) -> int:
         """Return a seed of the random draws of a divided call.
 
-        It comes from the script's generator, which checkpoints contain, and which advances alike on all ranks.
+        It comes from the script's generator, which checkpoints contain, and which advances alike on
+        all ranks.
 
         Args:
             draws: the draws of the call; the generator does not advance without any.
@@ -212,8 +222,8 @@ class View:
     def word(self, action: Action, *fields: int) -> list[list[int]]:
         """Send a word to all ranks and return the words of all: action, number of the word, and `fields`.
 
-        Words have one size, so that ranks which do different things read one another's words. Each carries a hash of
-        the facts that must be equal on all ranks.
+        Words have one size, so that ranks which do different things read one another's words. Each
+        carries a hash of the facts that must be equal on all ranks.
 
         Raises:
             RankMismatchError: something that must be equal differs between ranks.

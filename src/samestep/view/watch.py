@@ -15,7 +15,9 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_flatten  # private; the only one that opens classes registered with torch
+from torch.utils._pytree import (
+    tree_flatten,
+)  # private; the only one that opens classes registered with torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from samestep.distributed.devices import accelerator_module
@@ -31,13 +33,21 @@ _ARGUMENTS = (
     *(torch.layout, torch.memory_format, range, slice, type(Ellipsis)),
 )
 _HOOKS = frozenset(
-    {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook}
+    {
+        torch.Tensor.register_hook,
+        torch.Tensor.retain_grad,
+        torch.Tensor.register_post_accumulate_grad_hook,
+    }
 )
 _SUMS = frozenset({torch.sum, torch.Tensor.sum})
 _EQUALS = frozenset({torch.eq, torch.Tensor.eq, torch.Tensor.__eq__})
 # Private: nn.TransformerEncoder and torch.distributions check with the last.
-_ANY_OR_ALL = frozenset({torch.any, torch.all, torch.Tensor.any, torch.Tensor.all, torch._is_all_true})
-_ALIGNED = torch._nested_tensor_from_mask_left_aligned  # private; nn.TransformerEncoder asks it about its mask
+_ANY_OR_ALL = frozenset(
+    {torch.any, torch.all, torch.Tensor.any, torch.Tensor.all, torch._is_all_true}
+)
+_ALIGNED = (
+    torch._nested_tensor_from_mask_left_aligned
+)  # private; nn.TransformerEncoder asks it about its mask
 
 
 @dataclass(frozen=True)
@@ -46,13 +56,14 @@ class Watched:
 
     Attributes:
         result: result of the call.
-        reason: why calls of this kind must be computed whole, as a phrase after "the forward"; None if no reason was
-            found, and the next call can be tried.
+        reason: why calls of this kind must be computed whole, as a phrase after "the forward"; None
+            if no reason was found, and the next call can be tried.
         operations: operations in order, with their switches.
-        uses_checkpointing: tensors are packed when they are saved for the backward, or parts are computed again in it.
+        uses_checkpointing: tensors are packed when they are saved for the backward, or parts are
+            computed again in it.
         backward_code: code of the script that the backward runs.
-        is_first_again: `reason` holds for this call only, since it has created parameters, buffers or submodules. The
-            next call is to be watched again.
+        is_first_again: `reason` holds for this call only, since it has created parameters, buffers
+            or submodules. The next call is to be watched again.
     """
 
     result: Any
@@ -64,7 +75,10 @@ class Watched:
 
 
 def watch(
-    module: nn.Module, compute: Callable[[], Any], arguments: tuple[Any, ...], options: dict[str, Any]
+    module: nn.Module,
+    compute: Callable[[], Any],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
 ) -> Watched:
     """Compute a whole call and report its effects by other ways than arguments and outputs.
 
@@ -96,7 +110,9 @@ def watch(
         if _marks(tensors) != marks:
             yield "writes into an argument"
         leaves, new_spec = tree_flatten((arguments, options))
-        if new_spec != spec or any(new is not old for new, old in zip(leaves, received, strict=True)):
+        if new_spec != spec or any(
+            new is not old for new, old in zip(leaves, received, strict=True)
+        ):
             yield "changes a container among its arguments"
         yield changed(before, reachable.digest())
         yield recorder.reason
@@ -118,15 +134,25 @@ def watch(
         reason=reason,
         operations=tuple(recorder.functions),
         uses_checkpointing=uses_checkpointing,
-        backward_code=BackwardCode(module.modules(), collected.functions, recorder.saving, returned),
+        backward_code=BackwardCode(
+            module.modules(), collected.functions, recorder.saving, returned
+        ),
         is_first_again=is_first_again,
     )
 
 
 def _reachable(module: nn.Module, received: Sequence[Any]) -> Reachable:
-    tensors = (*module.parameters(), *module.buffers(), *(leaf for leaf in received if isinstance(leaf, torch.Tensor)))
-    classes = {type(tensor) for tensor in tensors}  # with a `__torch_function__` of the script that runs in the call
-    functions = [leaf for leaf in received if isinstance(leaf, (*FUNCTIONS, types.BuiltinFunctionType))]
+    tensors = (
+        *module.parameters(),
+        *module.buffers(),
+        *(leaf for leaf in received if isinstance(leaf, torch.Tensor)),
+    )
+    classes = {
+        type(tensor) for tensor in tensors
+    }  # with a `__torch_function__` of the script that runs in the call
+    functions = [
+        leaf for leaf in received if isinstance(leaf, (*FUNCTIONS, types.BuiltinFunctionType))
+    ]
     return Reachable(module, (functions, *classes, *_hooks_of_saved_tensors()))
 
 
@@ -145,7 +171,10 @@ def _gradients(module: nn.Module) -> list[Any]:
 
 def _marks(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
     """Return facts that a write changes; inference tensors count no versions."""
-    return [None if tensor is None else tensor_mark(tensor, content=tensor.is_inference()) for tensor in tensors]
+    return [
+        None if tensor is None else tensor_mark(tensor, content=tensor.is_inference())
+        for tensor in tensors
+    ]
 
 
 def _property_of_submodules(module: nn.Module) -> str | None:
@@ -168,7 +197,9 @@ def _foreign_leaf(leaves: Sequence[Any], known: tuple[type, ...], verb: str) -> 
 
 def _hooks_of_saved_tensors() -> Sequence[Callable[..., Any]]:
     """Return the present hooks of torch.utils.checkpoint and torch.autograd.graph.saved_tensors_hooks."""
-    hooks: Sequence[Callable[..., Any]] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)  # private
+    hooks: Sequence[Callable[..., Any]] | None = (
+        torch._C._autograd._top_saved_tensors_default_hooks(True)
+    )  # private
     return hooks or ()
 
 
@@ -196,14 +227,16 @@ def _has_memory(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel() > 0
 
 
-# ----- operations ----------------------------------------------------------------------------------------------------
+# ----- operations
+# ----------------------------------------------------------------------------------------------------
 
 
 class _Recorder(Operations):
     """Operations of a watched call, with their use of values of rows.
 
-    A tensor that is computed from tensors with rows is tainted: in a divided call its value differs between ranks.
-    The taint is true if its first dimension has followed the rows of the batch all the way.
+    A tensor that is computed from tensors with rows is tainted: in a divided call its value differs
+    between ranks. The taint is true if its first dimension has followed the rows of the batch all
+    the way.
 
     Args:
         received: tensors among the arguments.
@@ -230,14 +263,22 @@ class _Recorder(Operations):
     def note_attribute(self, tensor: torch.Tensor, value: Any) -> None:
         """Taint a part of a tainted tensor."""
         if isinstance(value, Node):
-            kind = getattr(type(value), "_forward_cls", None)  # private; the class of a function written in Python
-            if kind is None or kind.__module__ != checkpoint.__name__:  # torch 2.11 reads its own node
+            kind = getattr(
+                type(value), "_forward_cls", None
+            )  # private; the class of a function written in Python
+            if (
+                kind is None or kind.__module__ != checkpoint.__name__
+            ):  # torch 2.11 reads its own node
                 self._refuse("uses the graph of a tensor")  # to hook into it
         elif isinstance(value, torch.Tensor) and self._taint_of(tensor) is not None:
             self._taint(value, False)
 
     def observe(
-        self, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any], compute: Compute
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        options: Mapping[str, Any],
+        compute: Compute,
     ) -> Any:
         """Compute an operation and note its use of values of rows."""
         self._note_function(function, options)
@@ -245,12 +286,18 @@ class _Recorder(Operations):
         taints = {id(tensor): self._taint_of(tensor) for tensor in tensors}
         is_tainted = any(taint is not None for taint in taints.values())
         by_rows = is_tainted and False not in taints.values()
-        clean = [one for one in tensors if is_tainted and taints[id(one)] is None and not one.is_inference()]
+        clean = [
+            one
+            for one in tensors
+            if is_tainted and taints[id(one)] is None and not one.is_inference()
+        ]
         versions = [tensor._version for tensor in clean]
         generators = None if function in RULES else _generators()
         result = compute()
         for tensor in _tensors(result):
-            if id(tensor) not in taints:  # else an operation in place, or `to` where nothing is to do
+            if (
+                id(tensor) not in taints
+            ):  # else an operation in place, or `to` where nothing is to do
                 self.made[id(tensor)] = weakref.ref(tensor)
             if is_tainted:
                 self._taint(tensor, by_rows)
@@ -261,7 +308,11 @@ class _Recorder(Operations):
                     self._taint(tensor._base, False)
         if is_tainted and isinstance(result, torch.Tensor) and not result.dim():
             self._note_condition(function, arguments, result, by_rows)
-        if is_tainted and is_number(function, result) and not self._is_condition(function, arguments, by_rows):
+        if (
+            is_tainted
+            and is_number(function, result)
+            and not self._is_condition(function, arguments, by_rows)
+        ):
             self._refuse(f"turns values of rows into Python numbers ({_name(function)})")
         if generators is not None and generators != _generators():
             self._refuse(f"draws random numbers inside of {_name(function)}")
@@ -277,17 +328,27 @@ class _Recorder(Operations):
             self._refuse("has sparse gradients")
 
     def _note_condition(
-        self, function: Callable[..., Any], arguments: Sequence[Any], result: torch.Tensor, by_rows: bool
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        result: torch.Tensor,
+        by_rows: bool,
     ) -> None:
         """Note a scalar that is `any` or `all` of values of rows."""
         first, *others = arguments
         if function in _ANY_OR_ALL or (function in _SUMS and first.dtype is torch.bool):
             if by_rows or first in self._conditions:
                 self._conditions[result] = first.numel()
-        elif function in _EQUALS and isinstance(first, torch.Tensor) and self._conditions.get(first) == others[0]:
+        elif (
+            function in _EQUALS
+            and isinstance(first, torch.Tensor)
+            and self._conditions.get(first) == others[0]
+        ):
             self._conditions[result] = 1  # `mask.sum() == mask.numel()` is `mask.all()`
 
-    def _is_condition(self, function: Callable[..., Any], arguments: Sequence[Any], by_rows: bool) -> bool:
+    def _is_condition(
+        self, function: Callable[..., Any], arguments: Sequence[Any], by_rows: bool
+    ) -> bool:
         """Whether a number is `any` or `all` of values of rows, which ranks compare in each call."""
         if function is torch.Tensor.__bool__:
             return arguments[0] in self._conditions
@@ -295,7 +356,12 @@ class _Recorder(Operations):
 
     def _taint(self, tensor: torch.Tensor, by_rows: bool) -> None:
         # With one row every dimension is a multiple of it.
-        has_rows = self._rows > 1 and tensor.dim() > 0 and tensor.shape[0] > 0 and tensor.shape[0] % self._rows == 0
+        has_rows = (
+            self._rows > 1
+            and tensor.dim() > 0
+            and tensor.shape[0] > 0
+            and tensor.shape[0] % self._rows == 0
+        )
         self._taints[tensor] = by_rows and has_rows
 
     def _taint_of(self, tensor: torch.Tensor) -> bool | None:
@@ -334,10 +400,13 @@ def _generators() -> tuple[int, ...]:
     return torch_generator(), *(generator.get_offset() for generator in module.default_generators)
 
 
-# ----- survivors -----------------------------------------------------------------------------------------------------
+# ----- survivors
+# -----------------------------------------------------------------------------------------------------
 
 
-def _survivors(module: nn.Module, leaves: Sequence[Any], recorder: _Recorder, uses_checkpointing: bool) -> str | None:
+def _survivors(
+    module: nn.Module, leaves: Sequence[Any], recorder: _Recorder, uses_checkpointing: bool
+) -> str | None:
     """Return a reason if tensors that the call made are kept by other ways than its outputs."""
     known = {id(leaf) for leaf in leaves}
     known.update(id(tensor) for tensor in module.parameters())
@@ -345,7 +414,9 @@ def _survivors(module: nn.Module, leaves: Sequence[Any], recorder: _Recorder, us
     if not _held(made.values()):
         return None
     reason = _kept_by_module(module, made)
-    if reason is not None or not _held(made.values()) or uses_checkpointing:  # checkpoints keep inputs of their parts
+    if (
+        reason is not None or not _held(made.values()) or uses_checkpointing
+    ):  # checkpoints keep inputs of their parts
         return reason
     gc.collect()  # tensors in cycles of objects
     if all(_is_held_by_graph(reference) for reference in _held(made.values())):
@@ -371,14 +442,19 @@ def _held(references: Iterable[weakref.ref[torch.Tensor]]) -> list[weakref.ref[t
     """Return the references to tensors that Python objects hold; a graph holds tensors without their Python objects."""
     probe = [torch.empty(0)]
     once = _holders(weakref.ref(probe[0]))
-    return [reference for reference in references if reference() is not None and _holders(reference) >= once]
+    return [
+        reference
+        for reference in references
+        if reference() is not None and _holders(reference) >= once
+    ]
 
 
 def _holders(reference: weakref.ref[torch.Tensor]) -> int:
     tensor = reference()
     if tensor is None:
         return 0
-    # Private; more than one: C++ objects hold the tensor, which together count as one holder of the Python object.
+    # Private; more than one: C++ objects hold the tensor, which together count as one holder of the
+    # Python object.
     shared: bool = tensor._use_count() > 1  # type: ignore[attr-defined]
     return sys.getrefcount(tensor) - int(shared)
 

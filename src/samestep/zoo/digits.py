@@ -1,6 +1,7 @@
 """Handwritten digits: 1,797 images of 8x8 pixels, and a small residual network.
 
-Source: Alpaydin & Kaynak, "Optical Recognition of Handwritten Digits" (UCI, 1998), test set; see `digits.txt`.
+Source: Alpaydin & Kaynak, "Optical Recognition of Handwritten Digits" (UCI, 1998), test set; see
+`digits.txt`.
 """
 
 from __future__ import annotations
@@ -65,11 +66,15 @@ def digits_task(classes: Sequence[str]) -> Task:
 
     def read(path: Path) -> torch.Tensor:
         with file_errors(path, "an image"), open_image(path) as image:
-            pixels = torch.from_numpy(numpy.array(image.convert("L").resize((8, 8), Image.Resampling.BOX)))
+            pixels = torch.from_numpy(
+                numpy.array(image.convert("L").resize((8, 8), Image.Resampling.BOX))
+            )
         return pixels[None].float() / 255
 
     return Task(
-        reads="an image file of a digit", read=read, describe=lambda logits: top_classes(logits, classes, count=3)
+        reads="an image file of a digit",
+        read=read,
+        describe=lambda logits: top_classes(logits, classes, count=3),
     )
 
 
@@ -84,7 +89,9 @@ class DigitsNet(nn.Module):
 
     def __init__(self, num_classes: int = 10, width: int = 24, dropout: float = 0.2) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.stem = nn.Sequential(
+            nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        )
         self.blocks = nn.Sequential(
             _Block(width, width, stride=1),
             _Block(width, 2 * width, stride=2),
@@ -108,7 +115,9 @@ class _Block(nn.Module):
         self.second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.second_norm = nn.BatchNorm2d(outputs)
         is_plain = inputs == outputs and stride == 1
-        self.shortcut = nn.Identity() if is_plain else nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
+        self.shortcut = (
+            nn.Identity() if is_plain else nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
+        )
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         hidden = functional.relu(self.first_norm(self.first(features)))

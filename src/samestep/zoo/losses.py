@@ -30,27 +30,41 @@ def cross_entropy(
         label_smoothing: as in `torch.nn.CrossEntropyLoss`.
 
     Raises:
-        InputError: the shapes do not match, a target is not the number of an output, or an option is invalid.
+        InputError: the shapes do not match, a target is not the number of an output, or an option
+        is invalid.
     """
-    if not (isinstance(label_smoothing, int | float) and 0 <= label_smoothing <= 1):  # torch ignores negative values
+    if not (
+        isinstance(label_smoothing, int | float) and 0 <= label_smoothing <= 1
+    ):  # torch ignores negative values
         raise InputError(
-            f"label_smoothing is {label_smoothing!r}", "a number from 0 to 1", "such as 0.1; 0 for none", code="E_VALUE"
+            f"label_smoothing is {label_smoothing!r}",
+            "a number from 0 to 1",
+            "such as 0.1; 0 for none",
+            code="E_VALUE",
         )
-    dtype = torch.promote_types(outputs.dtype, torch.float32)  # 16 bits lose accuracy over thousands of terms
+    dtype = torch.promote_types(
+        outputs.dtype, torch.float32
+    )  # 16 bits lose accuracy over thousands of terms
     weights = _class_weights(weight, outputs, dtype)
     is_probability = targets.is_floating_point()
     _require_shapes(outputs, targets, is_probability=is_probability)
     classes = outputs.shape[1]
     logits = outputs.to(dtype)
     if is_probability:
-        return functional.cross_entropy(logits, targets.to(dtype), weight=weights, label_smoothing=label_smoothing)
+        return functional.cross_entropy(
+            logits, targets.to(dtype), weight=weights, label_smoothing=label_smoothing
+        )
     if outputs.dim() > 2 and torch.are_deterministic_algorithms_enabled():
         # As rows: torch has no deterministic CUDA kernel for more dimensions.
         logits = logits.movedim(1, -1).reshape(-1, classes)
         targets = targets.reshape(-1)
     try:
         return functional.cross_entropy(
-            logits, targets, weight=weights, ignore_index=ignore_index, label_smoothing=label_smoothing
+            logits,
+            targets,
+            weight=weights,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
         )
     except IndexError as error:
         raise InputError(
@@ -61,7 +75,9 @@ def cross_entropy(
         ) from error
 
 
-def bce_with_logits(outputs: torch.Tensor, targets: torch.Tensor, *, foreground_weight: float = 1.0) -> torch.Tensor:
+def bce_with_logits(
+    outputs: torch.Tensor, targets: torch.Tensor, *, foreground_weight: float = 1.0
+) -> torch.Tensor:
     """Return the mean binary cross entropy of pixels.
 
     Args:
@@ -75,18 +91,22 @@ def bce_with_logits(outputs: torch.Tensor, targets: torch.Tensor, *, foreground_
     logits, labels, is_counted = _binary(outputs, targets)
     _require_number("foreground_weight", foreground_weight)
     weight = torch.tensor(foreground_weight, dtype=logits.dtype, device=logits.device)
-    losses = functional.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight, reduction="none")
+    losses = functional.binary_cross_entropy_with_logits(
+        logits, labels, pos_weight=weight, reduction="none"
+    )
     return (losses * is_counted).sum() / is_counted.sum()
 
 
 def dice_loss(outputs: torch.Tensor, targets: torch.Tensor, *, smooth: float = 1.0) -> torch.Tensor:
     """Return one minus the mean Dice coefficient (Milletari et al., "V-Net", 2016, without squares) of the samples.
 
-    The coefficient is computed per sample and averaged over classes. Samples with only ignored targets do not count.
+    The coefficient is computed per sample and averaged over classes. Samples with only ignored
+    targets do not count.
 
     Args:
         outputs: logits `(N, 1, ...)` or `(N, C, ...)`.
-        targets: zeros and ones of the shape of `outputs`, or class numbers `(N, ...)`; -100 is ignored.
+        targets: zeros and ones of the shape of `outputs`, or class numbers `(N, ...)`; -100 is
+            ignored.
         smooth: addition to numerator and denominator, for samples without foreground.
 
     Raises:
@@ -105,7 +125,8 @@ def dice_loss(outputs: torch.Tensor, targets: torch.Tensor, *, smooth: float = 1
     overlap = (probabilities * labels).sum(dim=dims)
     sizes = probabilities.sum(dim=dims) + labels.sum(dim=dims) + smooth
     counts = is_counted.flatten(1).any(dim=1)
-    # Without `smooth`, the size of a sample that does not count is zero, and a product of NaN and zero is NaN.
+    # Without `smooth`, the size of a sample that does not count is zero, and a product of NaN and
+    # zero is NaN.
     dice = (2 * overlap + smooth) / sizes.where(counts[:, None], 1)
     return (1 - dice.mean(dim=1)).where(counts, 0).sum() / counts.sum()
 
@@ -191,26 +212,37 @@ def _class_weights(
 def _require_number(name: str, value: float) -> None:
     if isinstance(value, str) or not value >= 0:
         raise InputError(
-            f"{name} is {value!r}", expected="a number of at least 0", fix=f"set {name}: 1", code="E_VALUE"
+            f"{name} is {value!r}",
+            expected="a number of at least 0",
+            fix=f"set {name}: 1",
+            code="E_VALUE",
         )
 
 
-def _binary(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _binary(
+    outputs: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return logits of at least 32 bits, targets with 0 for ignored values, and the mask of counted values."""
     if outputs.shape != targets.shape or outputs.shape[1] != 1:
         raise _other_shapes(outputs, targets, "(N, 1, ...) for both, with binary masks")
-    dtype = torch.promote_types(outputs.dtype, torch.float32)  # sums of thousands of terms need 32 bits
+    dtype = torch.promote_types(
+        outputs.dtype, torch.float32
+    )  # sums of thousands of terms need 32 bits
     is_counted = targets != IGNORED
     return outputs.to(dtype), targets.to(dtype).where(is_counted, 0), is_counted
 
 
-def _one_hot(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _one_hot(
+    outputs: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the same for class numbers, as one channel of zeros and ones per class."""
     if targets.shape != outputs.shape[:1] + outputs.shape[2:]:
         raise _other_shapes(outputs, targets, "logits (N, C, ...) and class numbers (N, ...)")
     dtype = torch.promote_types(outputs.dtype, torch.float32)
     is_counted = (targets != IGNORED).unsqueeze(1)
-    numbers = torch.arange(outputs.shape[1], device=targets.device).view(-1, *([1] * (targets.ndim - 1)))
+    numbers = torch.arange(outputs.shape[1], device=targets.device).view(
+        -1, *([1] * (targets.ndim - 1))
+    )
     return outputs.to(dtype), (targets.unsqueeze(1) == numbers).to(dtype), is_counted
 
 

@@ -16,7 +16,8 @@ from samestep.zoo.transformers_models import transformers_model
 
 Builder = Callable[..., torch.nn.Module]
 
-# Options by which a library would download weights or settings, with the value that disables the download.
+# Options by which a library would download weights or settings, with the value that disables the
+# download.
 _DOWNLOADS: Mapping[str, object] = {
     "weights": None,
     "weights_backbone": None,
@@ -76,14 +77,22 @@ def _timm_model(name: str) -> Builder:
     timm = import_optional("timm", f"model timm:{name}")
     if not timm.is_model(name):  # a name can have a tag of weights
         _require_known("timm", name, timm.list_models())
-    return _offline(f"timm:{name}", partial(timm.create_model, name, pretrained=False), "num_classes")
+    return _offline(
+        f"timm:{name}", partial(timm.create_model, name, pretrained=False), "num_classes"
+    )
 
 
 def _segmentation_model(name: str) -> Builder:
-    library = import_optional("segmentation_models_pytorch", f"model segmentation_models_pytorch:{name}")
+    library = import_optional(
+        "segmentation_models_pytorch", f"model segmentation_models_pytorch:{name}"
+    )
     classes = {cls.__name__: cls for cls in library.MODEL_ARCHITECTURES_MAPPING.values()}
     _require_known("segmentation_models_pytorch", name, classes)
-    return _offline(f"segmentation_models_pytorch:{name}", partial(classes[name], encoder_weights=None), "classes")
+    return _offline(
+        f"segmentation_models_pytorch:{name}",
+        partial(classes[name], encoder_weights=None),
+        "classes",
+    )
 
 
 def _offline(name: str, builder: Builder, classes: str) -> Builder:
@@ -112,6 +121,8 @@ def _require_known(library: str, name: str, names: Iterable[str]) -> None:
     known = list(names)
     if name not in known:
         meant = suggest(name, known)
-        fix = "choose a model of the library" if meant is None else f"did you mean {library}:{meant}?"
+        fix = (
+            "choose a model of the library" if meant is None else f"did you mean {library}:{meant}?"
+        )
         expected = f"one of the {len(known)} models of {library}, such as {', '.join(known[:5])}"
         raise RecipeError(f"{library} has no model {name!r}", expected, fix, code="E_UNKNOWN_NAME")

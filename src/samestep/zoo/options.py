@@ -22,22 +22,30 @@ Kind = TypeVar("Kind")
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: Any, where: str) -> Any:
+def call(
+    function: Callable[..., Any], options: Mapping[str, Any], *arguments: Any, where: str
+) -> Any:
     """Return `function(*arguments, **options)`; `where` is the recipe key of the options, for errors.
 
     Raises:
-        RecipeError: an option is unknown or missing, or a function of Samestep, torch or torchvision refuses the
-            values. Errors of other functions are those of the user's code, and need their traceback.
+        RecipeError: an option is unknown or missing, or a function of Samestep, torch or
+            torchvision refuses the values. Errors of other functions are those of the user's code,
+            and need their traceback.
     """
     parameters = inspect.signature(function).parameters
     positional = list(parameters)[: len(arguments)]
     names = list(parameters)[len(arguments) :]
-    is_open = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    is_open = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
     for key in options:
         if key in positional or (key not in names and not is_open):
             raise unknown_option(where, key, names)
     for name in names:
-        is_required = parameters[name].default is inspect.Parameter.empty and parameters[name].kind in _BY_KEYWORD
+        is_required = (
+            parameters[name].default is inspect.Parameter.empty
+            and parameters[name].kind in _BY_KEYWORD
+        )
         if is_required and name not in options:
             raise RecipeError(
                 f"{where}.{name} is missing",
@@ -56,7 +64,11 @@ def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: A
 
 
 def validated(
-    kind: type[Kind], options: Mapping[str, Any], where: str, *, loader: Callable[..., Any] | None = None
+    kind: type[Kind],
+    options: Mapping[str, Any],
+    where: str,
+    *,
+    loader: Callable[..., Any] | None = None,
 ) -> Kind:
     """Return a dataclass of pydantic from options of a recipe.
 
@@ -70,7 +82,8 @@ def validated(
         RecipeError: an option is unknown or has an invalid value.
     """
     try:
-        # Strict validation of JSON accepts lists for tuples, but no other conversions, such as of `true` to a number.
+        # Strict validation of JSON accepts lists for tuples, but no other conversions, such as of
+        # `true` to a number.
         return TypeAdapter(kind).validate_json(json.dumps(options), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
@@ -79,14 +92,18 @@ def validated(
         if first["type"] == "unexpected_keyword_argument":
             known = _fields(kind, names[:-1])
             if loader is not None and len(names) == 1:
-                known += [name for name in inspect.signature(loader).parameters if name != "options"]
+                known += [
+                    name for name in inspect.signature(loader).parameters if name != "options"
+                ]
             raise unknown_option(".".join([where, *names[:-1]]), names[-1], known) from error
         problem = f"{key} is {first['input']!r}"
         expected = first["msg"].removeprefix("Input should be ")
         if first["type"] == "value_error":  # of several options
             problem = f"{key}: {first['ctx']['error']}"
             expected = "options that fit each other"
-        raise RecipeError(problem, expected=expected, fix=f"correct {key}", code="E_VALUE") from error
+        raise RecipeError(
+            problem, expected=expected, fix=f"correct {key}", code="E_VALUE"
+        ) from error
 
 
 def _fields(kind: Any, path: Sequence[str]) -> list[str]:
@@ -103,14 +120,22 @@ def _require_type(key: str, parameter: inspect.Parameter, value: object) -> None
     if value is not None and kind is not None and not isinstance(value, kind):
         raise RecipeError(
             f"{key} is {json.dumps(value)}",
-            expected="true or false" if kind is bool else "text; YAML reads some words as numbers or booleans",
-            fix=f"--set {key}=true" if kind is bool else f"""quote the value: --set '{key}="..."'""",
+            expected="true or false"
+            if kind is bool
+            else "text; YAML reads some words as numbers or booleans",
+            fix=f"--set {key}=true"
+            if kind is bool
+            else f"""quote the value: --set '{key}="..."'""",
             code="E_VALUE",
         )
 
 
 def _is_library(function: Callable[..., Any]) -> bool:
-    return str(getattr(function, "__module__", "")).partition(".")[0] in ("samestep", "torch", "torchvision")
+    return str(getattr(function, "__module__", "")).partition(".")[0] in (
+        "samestep",
+        "torch",
+        "torchvision",
+    )
 
 
 def _refused(where: str, options: Mapping[str, Any], error: Exception) -> RecipeError:
@@ -143,7 +168,9 @@ def unknown_option(where: str, key: str, names: list[str]) -> RecipeError:
     )
 
 
-def require_option(name: str, value: object, is_valid: bool, expected: str, example: object) -> None:
+def require_option(
+    name: str, value: object, is_valid: bool, expected: str, example: object
+) -> None:
     """Require a condition on `data.options.NAME`; `expected` is the condition in words, `example` a valid value.
 
     Raises:
@@ -151,7 +178,9 @@ def require_option(name: str, value: object, is_valid: bool, expected: str, exam
     """
     if not is_valid:
         key = f"data.options.{name}"
-        raise DataError(f"{key} is {value!r}", expected=expected, fix=f"--set {key}={example}", code="E_VALUE")
+        raise DataError(
+            f"{key} is {value!r}", expected=expected, fix=f"--set {key}={example}", code="E_VALUE"
+        )
 
 
 def is_count(value: object, least: int = 1) -> bool:
@@ -168,7 +197,9 @@ def require_count(name: str, value: object, least: int, example: int) -> None:
     require_option(name, value, is_count(value, least), f"an integer >= {least}", example)
 
 
-def require_path(path: Path, kind: Literal["file", "folder"], expected: str, fix: str = "correct the path") -> None:
+def require_path(
+    path: Path, kind: Literal["file", "folder"], expected: str, fix: str = "correct the path"
+) -> None:
     """Require that a file or a folder exists.
 
     Raises:
@@ -176,7 +207,9 @@ def require_path(path: Path, kind: Literal["file", "folder"], expected: str, fix
     """
     if not (path.is_file() if kind == "file" else path.is_dir()):
         place = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise DataError(f"there is no {kind} {path}{place}", expected=expected, fix=fix, code="E_FILE_MISSING")
+        raise DataError(
+            f"there is no {kind} {path}{place}", expected=expected, fix=fix, code="E_FILE_MISSING"
+        )
 
 
 def import_optional(module: str, needed_by: str, extra: str = "zoo") -> Any:

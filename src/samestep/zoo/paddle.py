@@ -1,8 +1,9 @@
 """Weights of PaddleViT's ViT under timm's names and in torch's layout.
 
-A `.pdparams` file is a pickle: a program that names functions and calls them. The unpickler here resolves only the few
-names that arrays consist of, and maps each of them to a recorder of this module. The recorded values are validated
-before they become arrays, so neither Paddle nor NumPy receives unchecked bytes.
+A `.pdparams` file is a pickle: a program that names functions and calls them. The unpickler here
+resolves only the few names that arrays consist of, and maps each of them to a recorder of this
+module. The recorded values are validated before they become arrays, so neither Paddle nor NumPy
+receives unchecked bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _OWN_NAMES = "StructuredToParameterName@@"  # Paddle's addition to a state dict
 # Not `u2`, in which Paddle saves bfloat16.
 _DTYPES = ("b1", "i1", "i2", "i4", "i8", "u1", "f2", "f4", "f8")
 
-# Paddle's names to timm's names, for both versions of PaddleViT: in `transformer.py` the class token and the position
-# embeddings belong to the patch embedding, in `vit.py` to the model. `{}` is the block number.
+# Paddle's names to timm's names, for both versions of PaddleViT: in `transformer.py` the class
+# token and the position embeddings belong to the patch embedding, in `vit.py` to the model. `{}` is
+# the block number.
 NAMES = {
     "patch_embedding.cls_token": "cls_token",
     "cls_token": "cls_token",
@@ -41,7 +43,10 @@ NAMES = {
     "encoder.encoder_norm": "norm",
     "classifier": "head",
 }
-_PARAMETERS = ("cls_token", "pos_embed")  # the other names are modules with a weight and possibly a bias
+_PARAMETERS = (
+    "cls_token",
+    "pos_embed",
+)  # the other names are modules with a weight and possibly a bias
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -57,8 +62,9 @@ class Converted:
 def read_pdparams(file: Path) -> Converted:
     """Return the weights of a ViT saved by PaddleViT.
 
-    Paddle stores the weight of a linear layer as (in, out), torch as (out, in), so matrices are transposed.
-    Convolution kernels (out, in, height, width) and all other arrays have the same layout.
+    Paddle stores the weight of a linear layer as (in, out), torch as (out, in), so matrices are
+    transposed. Convolution kernels (out, in, height, width) and all other arrays have the same
+    layout.
 
     Raises:
         DataError: the file contains anything but arrays, or an array that timm's ViT does not have.
@@ -69,8 +75,14 @@ def read_pdparams(file: Path) -> Converted:
     for name, array in arrays.items():
         target = timm_name(name)
         if target is None or target in tensors:
-            problem = "timm's ViT has no such array" if target is None else f"{sources[target]} also maps to {target}"
-            expected = "one array for each name of PaddleViT's ViT: " + ", ".join(NAMES).replace("{}", "N")
+            problem = (
+                "timm's ViT has no such array"
+                if target is None
+                else f"{sources[target]} also maps to {target}"
+            )
+            expected = "one array for each name of PaddleViT's ViT: " + ", ".join(NAMES).replace(
+                "{}", "N"
+            )
             fix = "convert weights of image_classification/ViT; other models and heads of two layers are not supported"
             raise DataError(f"{file}: {name}: {problem}", expected, fix, code="E_WEIGHTS")
         oriented = array.T if array.ndim == 2 and name.endswith(".weight") else array
@@ -104,7 +116,9 @@ def read_arrays(file: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
         if isinstance(content.get("model"), dict):
             left_out = tuple(str(name) for name in content if name != "model")
             content = content["model"]
-        return {name: _array(name, value) for name, value in content.items() if name != _OWN_NAMES}, left_out
+        return {
+            name: _array(name, value) for name, value in content.items() if name != _OWN_NAMES
+        }, left_out
     except DataError:
         raise
     except Exception as error:  # damaged pickles raise exceptions of every type
@@ -145,7 +159,9 @@ _ALLOWED: dict[str, Any] = {
     "numpy.ndarray": _Record,
     "numpy.dtype": _Record,
     "numpy.core.multiarray._reconstruct": lambda *arguments: _Record(),
-    "numpy.core.multiarray.scalar": lambda kind, content=b"": _array_of(1, (), kind, False, content),
+    "numpy.core.multiarray.scalar": lambda kind, content=b"": _array_of(
+        1, (), kind, False, content
+    ),
     "numpy.core.numeric._frombuffer": lambda content, kind, shape, order: _array_of(
         1, shape, kind, order == "F", content
     ),
@@ -173,7 +189,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _array(name: Any, value: Any) -> NDArray[Any]:
-    record = value[1] if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) else value
+    record = (
+        value[1]
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str)
+        else value
+    )
     if not isinstance(name, str) or not isinstance(record, _Record):
         raise ValueError(f"{name!r} is no array, but a {type(value).__name__}")
     _, shape, dtype, is_fortran, content = record.state
@@ -187,4 +207,6 @@ def _array(name: Any, value: Any) -> NDArray[Any]:
     if not isinstance(content, bytes | bytearray) or len(content) != size:
         raise ValueError(f"{name} has another amount of data than its shape")
     flat = numpy.frombuffer(content, numpy_dtype)
-    return flat.reshape(shape, order="F" if is_fortran else "C").astype(numpy_dtype.newbyteorder("="))
+    return flat.reshape(shape, order="F" if is_fortran else "C").astype(
+        numpy_dtype.newbyteorder("=")
+    )

@@ -1,8 +1,9 @@
 """Cache of samples of files on the local disk, which processes, ranks and runs share.
 
-A cache is a folder of parts. One process writes a part, a pair of files: `NAME.data` has the bytes of samples, and
-`NAME.index` a record of fixed size for each, written after its sample, so a killed process leaves no record without
-data. Processes share no lock: each reads the parts of the others, and a sample can be in several parts.
+A cache is a folder of parts. One process writes a part, a pair of files: `NAME.data` has the bytes
+of samples, and `NAME.index` a record of fixed size for each, written after its sample, so a killed
+process leaves no record without data. Processes share no lock: each reads the parts of the others,
+and a sample can be in several parts.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ class _Part:
 class SampleCache:
     """Samples of files in a folder.
 
-    The key of a sample is a hash of path, size and modification time of its file. A part with a damaged entry is
-    reported and removed, so its samples are built again. Errors of the disk end the growth of the cache, never the run.
+    The key of a sample is a hash of path, size and modification time of its file. A part with a
+    damaged entry is reported and removed, so its samples are built again. Errors of the disk end
+    the growth of the cache, never the run.
 
     Attributes:
         folder: folder of the cache.
@@ -96,12 +98,14 @@ class SampleCache:
     Args:
         folder: created if missing.
         description: facts about the contents for users, with `source`, the folder of the files.
-        limit: bytes up to which the cache grows, or None. Each process can exceed the limit by the entries that others
-            have written since its last `refresh`.
+        limit: bytes up to which the cache grows, or None. Each process can exceed the limit by the
+            entries that others have written since its last `refresh`.
         samples: number of samples, for the size of a table.
     """
 
-    def __init__(self, folder: Path, description: Mapping[str, object], *, limit: int | None, samples: int) -> None:
+    def __init__(
+        self, folder: Path, description: Mapping[str, object], *, limit: int | None, samples: int
+    ) -> None:
         self.folder = folder
         self._limit = limit
         self._growth_ends = False
@@ -169,7 +173,9 @@ class SampleCache:
             if data is not None and self._is_intact(entry, data):
                 return CachedSample(data, entry.height, entry.width)
             part = self._forget(entry.part)
-            self._report(f"the cached data of {name} are damaged; removed {part}, whose samples are built again")
+            self._report(
+                f"the cached data of {name} are damaged; removed {part}, whose samples are built again"
+            )
             entry = self._find(key)
         return None
 
@@ -182,8 +188,13 @@ class SampleCache:
             return
         try:
             disk = os.statvfs(self.folder)
-            if disk.f_bavail * disk.f_frsize - len(data) < _FREE_SHARE * disk.f_blocks * disk.f_frsize:
-                self._end_growth(f"less than {_FREE_SHARE:.0%} of the disk of {self.folder} is free")
+            if (
+                disk.f_bavail * disk.f_frsize - len(data)
+                < _FREE_SHARE * disk.f_blocks * disk.f_frsize
+            ):
+                self._end_growth(
+                    f"less than {_FREE_SHARE:.0%} of the disk of {self.folder} is free"
+                )
                 return
             if self._writer is None or not self._writer.is_current():
                 self._writer = _Writer(self.folder)
@@ -222,7 +233,8 @@ class SampleCache:
                     return None
                 # A private mapping is writable, as torch requires, and never changes the file.
                 part.mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        # A page beyond the end of a file that was truncated later would end this process with SIGBUS.
+        # A page beyond the end of a file that was truncated later would end this process with
+        # SIGBUS.
         if part.mapped.size() >= end:
             return memoryview(part.mapped)[entry.offset : end]
         return None
@@ -282,7 +294,9 @@ class SampleCache:
 
     def _report(self, text: str) -> None:
         line = text.replace("\n", " ").encode(errors="replace")[: _MAX_REPORT_BYTES - 1] + b"\n"
-        with suppress(BlockingIOError):  # the pipe is full: hundreds of reports since the last evaluation
+        with suppress(
+            BlockingIOError
+        ):  # the pipe is full: hundreds of reports since the last evaluation
             os.write(self._report_writer, line)
 
 
@@ -320,7 +334,9 @@ class _Writer:
         self.bytes = offset + len(data)
 
     def _create(self, suffix: str) -> int:
-        descriptor = os.open(self._path.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(
+            self._path.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600
+        )
         weakref.finalize(self, os.close, descriptor)
         return descriptor
 
@@ -339,7 +355,9 @@ def _checksum(entry: Entry, data: memoryview) -> int:
 
 def file_key(path: str | Path, status: os.stat_result, variant: int = 1) -> Key:
     """Return the key of a file: a hash of path, size, modification time, and the number of one of several entries."""
-    text = f"{variant}\0{status.st_size}\0{status.st_mtime_ns}\0".encode() + os.fsencode(os.path.abspath(path))
+    text = f"{variant}\0{status.st_size}\0{status.st_mtime_ns}\0".encode() + os.fsencode(
+        os.path.abspath(path)
+    )
     digest = blake2b(text, digest_size=16).digest()
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
 
@@ -386,11 +404,14 @@ def remove_cache(name: str) -> None:
         RunError: the files cannot be removed.
     """
     folder = cache_folder() / name
-    # A run that builds the cache finds no folder for new files, so that the removal meets no new names.
+    # A run that builds the cache finds no folder for new files, so that the removal meets no new
+    # names.
     removed = folder.with_name(f"removed-{secrets.token_hex(4)}")
     try:
         folder.rename(removed)
         shutil.rmtree(removed)
     except OSError as error:
         problem = f"{folder} cannot be removed: {error.strerror}"
-        raise RunError(problem, "a writable folder", "make the folder writable, and repeat", code="E_OUTPUT") from error
+        raise RunError(
+            problem, "a writable folder", "make the folder writable, and repeat", code="E_OUTPUT"
+        ) from error

@@ -38,21 +38,24 @@ class Splits:
         classes: class names; class number `i` is `classes[i]`.
         reads_files: samples are read and decoded on access, so data workers save time.
         collate: function from a list of samples to batched inputs and targets.
-        train_collate: collate function for training, such as mixup. May use the same generators as augmentation; their
-            state is a function of the first sample of the microbatch.
-        prepare: function from a collated microbatch on its device to the data of the driver, such as the normalization
-            of bytes; without random numbers.
-        train_lengths: length of each training sample, to group samples of similar length in a global batch.
-        evaluation_lengths: length of each validation sample; evaluation then runs from short to long.
-        model_options: model options that follow from the data, such as the vocabulary size. Options of the recipe take
-            precedence; options that the model does not have are ignored.
-        count_tokens: function from a collated microbatch to the number of tokens without and with padding.
-        count_foreground: function from the index of a training sample to the numbers of background and foreground
-            pixels of its mask, for losses that weight foreground.
-        open_cache: function of `samestep.zoo.images.source` with source and files already set, or None for data
-            without a cache.
-        fingerprint: hash of the names or contents of the training samples, which a resumption compares; empty for data
-            that cannot change.
+        train_collate: collate function for training, such as mixup. May use the same generators as
+            augmentation; their state is a function of the first sample of the microbatch.
+        prepare: function from a collated microbatch on its device to the data of the driver, such
+            as the normalization of bytes; without random numbers.
+        train_lengths: length of each training sample, to group samples of similar length in a
+            global batch.
+        evaluation_lengths: length of each validation sample; evaluation then runs from short to
+            long.
+        model_options: model options that follow from the data, such as the vocabulary size. Options
+            of the recipe take precedence; options that the model does not have are ignored.
+        count_tokens: function from a collated microbatch to the number of tokens without and with
+            padding.
+        count_foreground: function from the index of a training sample to the numbers of background
+            and foreground pixels of its mask, for losses that weight foreground.
+        open_cache: function of `samestep.zoo.images.source` with source and files already set, or
+            None for data without a cache.
+        fingerprint: hash of the names or contents of the training samples, which a resumption
+            compares; empty for data that cannot change.
     """
 
     train: SizedDataset
@@ -74,24 +77,31 @@ class Splits:
     def facts(self) -> dict[str, str]:
         """Facts of the training data that a resumption compares, as short text."""
         names = [str(name) for name in self.classes]
-        listed = ", ".join(names[:_MAX_LISTED_CLASSES]) + (", ..." if len(names) > _MAX_LISTED_CLASSES else "")
+        listed = ", ".join(names[:_MAX_LISTED_CLASSES]) + (
+            ", ..." if len(names) > _MAX_LISTED_CLASSES else ""
+        )
         classes = f"{listed} ({len(names)} in all, hash {fingerprint_of(names, [])[:8]})"
-        return {"classes": printable(classes), **({"fingerprint": self.fingerprint} if self.fingerprint else {})}
+        return {
+            "classes": printable(classes),
+            **({"fingerprint": self.fingerprint} if self.fingerprint else {}),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """Conversion of files to model inputs and of model outputs to answers, without the training data.
 
-    Each dataset of `samestep.recipes.builder.TASKS` has a function that returns its task from the class names and the
-    options of the data.
+    Each dataset of `samestep.recipes.builder.TASKS` has a function that returns its task from the
+    class names and the options of the data.
 
     Attributes:
         reads: description of the input, such as `an image file`.
-        read: function from a file to one input as in evaluation, without batch dimension and target.
+        read: function from a file to one input as in evaluation, without batch dimension and
+            target.
         describe: function from the outputs for one input to plain data for JSON.
         picture: function from the file and its outputs to an image.
-        complete: function from a model, a prompt and a number of tokens to a continuation (language models).
+        complete: function from a model, a prompt and a number of tokens to a continuation (language
+            models).
     """
 
     reads: str
@@ -104,7 +114,9 @@ class Task:
 def top_classes(logits: torch.Tensor, classes: Sequence[str], count: int) -> Answer:
     """Return the `count` most probable classes of one sample, with their probabilities."""
     pairs = most_probable(logits, min(count, len(classes)))
-    return {"classes": [{"class": classes[number], "probability": value} for number, value in pairs]}
+    return {
+        "classes": [{"class": classes[number], "probability": value} for number, value in pairs]
+    }
 
 
 def most_probable(logits: torch.Tensor, count: int) -> list[tuple[int, float]]:
@@ -124,15 +136,16 @@ def train_validation_split(
 ) -> tuple[list[int], list[int]]:
     """Return the ascending indices of training and validation samples.
 
-    Samples with a hash of the key below `fraction` are validation samples, so later samples do not move others.
-    Samples with equal keys stay on the same side. Both sides receive at least one key of every class.
+    Samples with a hash of the key below `fraction` are validation samples, so later samples do not
+    move others. Samples with equal keys stay on the same side. Both sides receive at least one key
+    of every class.
 
     Args:
         keys: key of each sample, such as its file name.
         fraction: fraction of validation samples, between 0 and 1.
         unit: noun for one key, for errors.
-        labels: class number of each sample, for a split within each class. Samples of class None are split by their
-            keys alone.
+        labels: class number of each sample, for a split within each class. Samples of class None
+            are split by their keys alone.
         classes: class names, for errors.
 
     Raises:
@@ -208,13 +221,16 @@ def class_names(classes: object) -> tuple[str, ...]:
 class ClassLabels:
     """Class numbers of labels: integers are class numbers, texts are class names.
 
-    A text can also be a class number, unless some names are other numbers: with names 1 to 3, a label 2 is ambiguous.
+    A text can also be a class number, unless some names are other numbers: with names 1 to 3, a
+    label 2 is ambiguous.
     """
 
     def __init__(self, classes: Sequence[str]) -> None:
         self._numbers = {label_text(name): number for number, name in enumerate(classes)}
         are_numbers = all(name == str(number) for name, number in self._numbers.items())
-        self._reads_numbers = are_numbers or not any(_NUMBER.fullmatch(name) for name in self._numbers)
+        self._reads_numbers = are_numbers or not any(
+            _NUMBER.fullmatch(name) for name in self._numbers
+        )
 
     def number(self, label: str | int, place: str) -> int:
         """Return the class number of a label at `place`.

@@ -7,7 +7,9 @@ from typing import Any
 
 from samestep.data.streams.source import SampleFiles
 
-Convert = Callable[[Any, str], Any]  # from a sample and its place, for errors, to a sample of the dataset
+Convert = Callable[
+    [Any, str], Any
+]  # from a sample and its place, for errors, to a sample of the dataset
 
 
 class ConvertedSource:

@@ -29,7 +29,8 @@ class Row:
 def read_table(path: str, text_column: str, label_column: str, option: str) -> list[Row]:
     """Return the rows of a `.csv` with a header, a `.parquet`, or a `.txt`.
 
-    Lines of a `.txt` are those of PaddleViT's lists: a path and a class number, separated by white space.
+    Lines of a `.txt` are those of PaddleViT's lists: a path and a class number, separated by white
+    space.
 
     Args:
         path: path of the table.
@@ -67,7 +68,10 @@ def read_table(path: str, text_column: str, label_column: str, option: str) -> l
             fix=f"set {', '.join(f'data.options.{key}' for key in missing)}",
             code="E_UNKNOWN_NAME",
         )
-    return [_row(where, values.get(text_column), values.get(label_column), values) for where, values in rows]
+    return [
+        _row(where, values.get(text_column), values.get(label_column), values)
+        for where, values in rows
+    ]
 
 
 def _row(where: str, text: object, label: object, values: Mapping[Any, Any]) -> Row:

@@ -18,7 +18,10 @@ from samestep.zoo.options import import_optional, require_path, unknown_option
 # Automatic class and table of class names of each kind of model.
 _KINDS = {
     "image": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
-    "text": ("AutoModelForSequenceClassification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"),
+    "text": (
+        "AutoModelForSequenceClassification",
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    ),
     "language": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
 }
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
@@ -27,24 +30,32 @@ _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 def transformers_model(name: str) -> Callable[..., torch.nn.Module]:
     """Return the builder of a class of transformers, or of a folder with a `config.json`.
 
-    The builder takes the number of classes, the sizes of a text dataset, and keys of the configuration. With
-    `load_weights`, the weights are those of the folder.
+    The builder takes the number of classes, the sizes of a text dataset, and keys of the
+    configuration. With `load_weights`, the weights are those of the folder.
 
     Raises:
-        RecipeError: the library is not installed, or has no such class; or the folder has no configuration.
+        RecipeError: the library is not installed, or has no such class; or the folder has no
+        configuration.
     """
     transformers = import_optional("transformers", f"model transformers:{name}")
     transformers.utils.logging.disable_progress_bar()  # of loading weights
     is_folder = "/" in name
     if is_folder:
         fix = "download the model first (hf download NAME --local-dir FOLDER), or name a class"
-        require_path(Path(name) / "config.json", "file", "a folder of save_pretrained; models are not downloaded", fix)
+        require_path(
+            Path(name) / "config.json",
+            "file",
+            "a folder of save_pretrained; models are not downloaded",
+            fix,
+        )
     elif name not in (kinds := _kinds()):
         meant = suggest(name, kinds)
         raise RecipeError(
             f"transformers has no model {name!r}",
             expected="a class for image or sequence classification or a causal language model; or a folder (./FOLDER)",
-            fix="choose a class of transformers" if meant is None else f"did you mean transformers:{meant}?",
+            fix="choose a class of transformers"
+            if meant is None
+            else f"did you mean transformers:{meant}?",
             code="E_UNKNOWN_NAME",
         )
 
@@ -64,7 +75,9 @@ def transformers_model(name: str) -> Callable[..., torch.nn.Module]:
             kind, config = configure(transformers, name, num_classes, text_sizes, options)
             if attn_implementation is None and kind != "image":
                 attn_implementation = "eager"  # fused kernels depend on type, shape and device
-            arguments = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+            arguments = (
+                {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+            )
             auto = getattr(transformers, _KINDS[kind][0])
             if load_weights:
                 create = partial(auto.from_pretrained, name, local_files_only=True, config=config)
@@ -78,7 +91,8 @@ def transformers_model(name: str) -> Callable[..., torch.nn.Module]:
                 fix="correct model.options, data.options.tokenizer or the folder; models are not downloaded",
                 code="E_VALUE",
             ) from error
-        # A wrapper module would add a prefix to the parameter names; a hook keeps the names of the library.
+        # A wrapper module would add a prefix to the parameter names; a hook keeps the names of the
+        # library.
         model.register_forward_hook(_next_token_logits if kind == "language" else _logits)
         return model
 
@@ -96,7 +110,11 @@ def _kinds() -> dict[str, str]:
 
 
 def _configure_class(
-    transformers: Any, name: str, num_classes: int, text_sizes: tuple[int, int, int] | None, options: Mapping[str, Any]
+    transformers: Any,
+    name: str,
+    num_classes: int,
+    text_sizes: tuple[int, int, int] | None,
+    options: Mapping[str, Any],
 ) -> tuple[str, Any]:
     """Return the kind of a class and a configuration for the data, with default sizes for the other keys."""
     config_class = getattr(transformers, name).config_class
@@ -107,7 +125,12 @@ def _configure_class(
         sizes = {"vocab_size": num_classes, "use_cache": False, **_NO_TOKENS}
     elif text_sizes is not None:
         vocabulary, padding, longest = text_sizes
-        sizes |= {"vocab_size": vocabulary, "pad_token_id": padding, "max_position_embeddings": longest, **_NO_TOKENS}
+        sizes |= {
+            "vocab_size": vocabulary,
+            "pad_token_id": padding,
+            "max_position_embeddings": longest,
+            **_NO_TOKENS,
+        }
         if "roberta" in config_class.model_type:
             # Its position numbers start after the number of the padding token.
             sizes |= {"max_position_embeddings": longest + padding + 1, "type_vocab_size": 1}
@@ -115,13 +138,25 @@ def _configure_class(
 
 
 def _configure_folder(
-    transformers: Any, name: str, num_classes: int, text_sizes: tuple[int, int, int] | None, options: Mapping[str, Any]
+    transformers: Any,
+    name: str,
+    num_classes: int,
+    text_sizes: tuple[int, int, int] | None,
+    options: Mapping[str, Any],
 ) -> tuple[str, Any]:
     """Return the kind of a model and the configuration of a folder; text must fit its sizes."""
-    config = transformers.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    config = transformers.AutoConfig.from_pretrained(
+        name, local_files_only=True, trust_remote_code=False
+    )
     _check_options(type(config), options)
-    kind = "text" if text_sizes is not None else _kinds().get((config.architectures or [""])[0], "image")
-    changes: dict[str, Any] = {"use_cache": False} if kind == "language" else {"num_labels": num_classes}
+    kind = (
+        "text"
+        if text_sizes is not None
+        else _kinds().get((config.architectures or [""])[0], "image")
+    )
+    changes: dict[str, Any] = (
+        {"use_cache": False} if kind == "language" else {"num_labels": num_classes}
+    )
     least = {"vocab_size": num_classes if kind == "language" else 0}
     if text_sizes is not None:
         offset = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
@@ -136,7 +171,11 @@ def _configure_folder(
 
 def _check_options(config_class: Any, options: Mapping[str, Any]) -> None:
     """Refuse unknown options; the configuration classes of transformers accept any name."""
-    known = [*inspect.signature(config_class.__init__).parameters, *config_class.attribute_map, "num_labels"]
+    known = [
+        *inspect.signature(config_class.__init__).parameters,
+        *config_class.attribute_map,
+        "num_labels",
+    ]
     for key in options:
         if key not in known:
             raise unknown_option("model.options", key, known)

@@ -34,13 +34,13 @@ class BatchSizes(NamedTuple):
 class SlotOrder:
     """Order in which slot s, which is microbatch s of every global batch, draws from range s of the permuted files.
 
-    1. A random permutation of (seed, epoch) orders the files. The samples in this order are divided into one range per
-       slot, as long as the samples of the slot in an epoch.
-    2. The samples of a slot in an epoch are divided into windows of `window` positions. A random permutation of (seed,
-       epoch, slot, window) orders the positions.
+    1. A random permutation of (seed, epoch) orders the files. The samples in this order are divided
+       into one range per slot, as long as the samples of the slot in an epoch.
+    2. The samples of a slot in an epoch are divided into windows of `window` positions. A random
+       permutation of (seed, epoch, slot, window) orders the positions.
 
-    Each sample occurs once. The memory is proportional to the files and to the windows of all slots. The time of a
-    slice does not depend on its position.
+    Each sample occurs once. The memory is proportional to the files and to the windows of all
+    slots. The time of a slice does not depend on its position.
 
     Args:
         file_sizes: number of samples in each file.
@@ -50,7 +50,9 @@ class SlotOrder:
         epoch: number of the epoch.
     """
 
-    def __init__(self, file_sizes: Indices, sizes: BatchSizes, *, window: int, seed: int, epoch: int) -> None:
+    def __init__(
+        self, file_sizes: Indices, sizes: BatchSizes, *, window: int, seed: int, epoch: int
+    ) -> None:
         self._samples = int(file_sizes.sum())
         self._batch_size = sizes.batch_size
         self._window = window
@@ -63,7 +65,9 @@ class SlotOrder:
         self._last_bounds = numpy.array(last)
         self._share = self._bounds[:, 1] - self._bounds[:, 0]
         self._complete = self._samples // sizes.batch_size
-        slot_sizes = self._complete * self._share + self._last_bounds[:, 1] - self._last_bounds[:, 0]
+        slot_sizes = (
+            self._complete * self._share + self._last_bounds[:, 1] - self._last_bounds[:, 0]
+        )
         self._slot_ends = [0, *numpy.cumsum(slot_sizes).tolist()]
         self._permutation = lru_cache(2 * sizes.microbatches)(self._new_permutation)
 
@@ -81,7 +85,10 @@ class SlotOrder:
         at = numpy.arange(*positions.indices(self._samples), dtype=numpy.int64)
         batch, offset = numpy.divmod(at, self._batch_size)
         places = numpy.empty_like(at)  # among the permuted files
-        for bounds, chosen in ((self._bounds, batch < self._complete), (self._last_bounds, batch >= self._complete)):
+        for bounds, chosen in (
+            (self._bounds, batch < self._complete),
+            (self._last_bounds, batch >= self._complete),
+        ):
             slots = numpy.searchsorted(bounds[:, 1], offset[chosen], side="right")
             within = batch[chosen] * self._share[slots] + offset[chosen] - bounds[slots, 0]
             places[chosen] = self._places(slots, within)
@@ -112,9 +119,9 @@ class SlotOrder:
 class StreamDataset:
     """Map-style dataset of the samples in the files of a source, for data that do not fit on a disk or into memory.
 
-    With `samestep.loader(dataset, shuffle=True, ...)`, the order is a `SlotOrder`: a rank reads only files of its own
-    microbatches. Without `shuffle`, it is that of the files. With an explicit `order`, or a dataset that wraps this
-    one, it is that of other datasets.
+    With `samestep.loader(dataset, shuffle=True, ...)`, the order is a `SlotOrder`: a rank reads
+    only files of its own microbatches. Without `shuffle`, it is that of the files. With an explicit
+    `order`, or a dataset that wraps this one, it is that of other datasets.
 
     Attributes:
         source: the source.
@@ -123,10 +130,11 @@ class StreamDataset:
 
     Args:
         source: the files.
-        window: number of samples of a slot that are in random order together; a larger window is closer to a uniform
-            random order, and has more open files.
-        transform: function from a sample of the source to a sample of the dataset. It may draw random numbers from the
-            generators of Python, NumPy and torch, which are seeded for each sample.
+        window: number of samples of a slot that are in random order together; a larger window is
+            closer to a uniform random order, and has more open files.
+        transform: function from a sample of the source to a sample of the dataset. It may draw
+            random numbers from the generators of Python, NumPy and torch, which are seeded for each
+            sample.
 
     Raises:
         InputError: the window is not positive.
@@ -134,11 +142,18 @@ class StreamDataset:
     """
 
     def __init__(
-        self, source: FileSource, *, window: int = DEFAULT_WINDOW, transform: Callable[[Any], Any] | None = None
+        self,
+        source: FileSource,
+        *,
+        window: int = DEFAULT_WINDOW,
+        transform: Callable[[Any], Any] | None = None,
     ) -> None:
         if window < 1:
             raise InputError(
-                f"the window of a stream is {window}", "window >= 1", f"window={DEFAULT_WINDOW}", code="E_VALUE"
+                f"the window of a stream is {window}",
+                "window >= 1",
+                f"window={DEFAULT_WINDOW}",
+                code="E_VALUE",
             )
         self.source = source
         self.window = window

@@ -20,7 +20,15 @@ from samestep.errors import DataError, RunError, SamestepError
 _OPEN_FILES = 64
 _OPEN_BYTES = 1 << 28
 # Exceptions of readers for contents that they cannot decode.
-_CONTENT_ERRORS = (OSError, ValueError, LookupError, TypeError, EOFError, struct.error, tarfile.TarError)
+_CONTENT_ERRORS = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    EOFError,
+    struct.error,
+    tarfile.TarError,
+)
 
 
 class FileSource(Protocol):
@@ -40,7 +48,9 @@ class FileSource(Protocol):
         """Return sample `index` of a file of `names`."""
 
 
-def fingerprint_of(names: Sequence[str], sizes: Sequence[int], checksums: Sequence[str] = ()) -> str:
+def fingerprint_of(
+    names: Sequence[str], sizes: Sequence[int], checksums: Sequence[str] = ()
+) -> str:
     """Return a hash of the names and sizes of files, and of their checksums, if known, as 32 hexadecimal digits."""
     content = json.dumps([list(names), [int(size) for size in sizes], list(checksums)])
     return hashlib.sha256(content.encode()).hexdigest()[:32]
@@ -75,7 +85,9 @@ class Reader(ABC):
         self.file.seek(offset)
         data = self.file.read(size)
         if len(data) < size:
-            raise EOFError(f"it ends at byte {offset + len(data):,}, a sample at byte {offset + size:,}")
+            raise EOFError(
+                f"it ends at byte {offset + len(data):,}, a sample at byte {offset + size:,}"
+            )
         return data
 
     def close(self) -> None:
@@ -86,8 +98,9 @@ class Reader(ABC):
 class SampleFiles(ABC):
     """Samples in the files of one format in a folder, with its subfolders.
 
-    Each file is opened once at the start, for its number of samples. Each process opens files itself, since a handle of
-    its parent has a common position, and keeps at most 64 open, or fewer if they keep more than 256 MiB in memory.
+    Each file is opened once at the start, for its number of samples. Each process opens files
+    itself, since a handle of its parent has a common position, and keeps at most 64 open, or fewer
+    if they keep more than 256 MiB in memory.
 
     Attributes:
         address: the folder.
@@ -96,11 +109,13 @@ class SampleFiles(ABC):
         fingerprint: hash of names and sizes.
 
     Args:
-        address: path of a folder, or any address of fsspec: `s3://bucket/web`, `filecache::s3://bucket/web`.
+        address: path of a folder, or any address of fsspec: `s3://bucket/web`,
+            `filecache::s3://bucket/web`.
         suffix: end of the names of the files.
 
     Raises:
-        DataError: there are no such files, or one is damaged, or fsspec lacks the package of the protocol.
+        DataError: there are no such files, or one is damaged, or fsspec lacks the package of the
+        protocol.
         RunError: the disk or the network failed (`E_IO`).
     """
 
@@ -133,7 +148,8 @@ class SampleFiles(ABC):
         """Return one sample.
 
         Raises:
-            DataError: the file does not exist, is damaged, or has another number of samples than at the start.
+            DataError: the file does not exist, is damaged, or has another number of samples than at
+            the start.
             RunError: the disk or the network failed (`E_IO`).
         """
         if not 0 <= index < self.sizes[file]:
@@ -163,7 +179,8 @@ class SampleFiles(ABC):
             self._readers[number] = reader
         self._readers.move_to_end(number)
         while len(self._readers) > 1 and (
-            len(self._readers) > _OPEN_FILES or sum(reader.memory for reader in self._readers.values()) > _OPEN_BYTES
+            len(self._readers) > _OPEN_FILES
+            or sum(reader.memory for reader in self._readers.values()) > _OPEN_BYTES
         ):
             self._readers.popitem(last=False)[1].close()
         return self._readers[number]
@@ -193,16 +210,23 @@ class SampleFiles(ABC):
 
         system, root = self._system()
         if isinstance(system, LocalFileSystem):
-            paths = [str(path) for path in files_below(Path(root))]  # follows links to folders, unlike fsspec
+            paths = [
+                str(path) for path in files_below(Path(root))
+            ]  # follows links to folders, unlike fsspec
         else:
             paths = system.find(root)
         prefix = f"{root.rstrip('/')}/"
         visible = [path.removeprefix(prefix) for path in paths if path.startswith(prefix)]
         names = sorted(name for name in visible if "/." not in f"/{name}")
-        # `map` and `shuffle` of Hugging Face datasets write caches beside the files that `save_to_disk` has written.
-        saved = {PurePosixPath(name).parent for name in names if PurePosixPath(name).name == "state.json"}
+        # `map` and `shuffle` of Hugging Face datasets write caches beside the files that
+        # `save_to_disk` has written.
+        saved = {
+            PurePosixPath(name).parent for name in names if PurePosixPath(name).name == "state.json"
+        }
         caches = {
-            name for name in names if PurePosixPath(name).match("cache-*") and PurePosixPath(name).parent in saved
+            name
+            for name in names
+            if PurePosixPath(name).match("cache-*") and PurePosixPath(name).parent in saved
         }
         selected = [name for name in names if name.endswith(suffix) and name not in caches]
         if not selected:
@@ -229,7 +253,9 @@ class SampleFiles(ABC):
                 code="E_FILE_MISSING",
             ) from error
         except _CONTENT_ERRORS as error:
-            if getattr(error, "errno", None) is not None or isinstance(error, TimeoutError | ConnectionError):
+            if getattr(error, "errno", None) is not None or isinstance(
+                error, TimeoutError | ConnectionError
+            ):
                 raise RunError(
                     f"{place} cannot be read now: {getattr(error, 'strerror', None) or error}",
                     expected="a working disk and network, and access to the file",

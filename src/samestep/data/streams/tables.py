@@ -13,7 +13,9 @@ from samestep.config.validation import require_package
 from samestep.data.streams.source import Reader, SampleFiles
 from samestep.errors import DataError
 
-_GROUP_BYTES = 1 << 27  # of the decoded row groups of a file: a window of a stream reads several in random order
+_GROUP_BYTES = (
+    1 << 27
+)  # of the decoded row groups of a file: a window of a stream reads several in random order
 _ARROW_MAGIC = b"ARROW1"
 
 
@@ -40,8 +42,8 @@ class _TableFiles(SampleFiles):
 class ParquetFiles(_TableFiles):
     """Rows of Parquet files, `*.parquet`.
 
-    A read decodes its whole row group. The last ones of each file stay in memory, up to 128 MiB: small row groups
-    are faster for reads in random order.
+    A read decodes its whole row group. The last ones of each file stay in memory, up to 128 MiB:
+    small row groups are faster for reads in random order.
     """
 
     suffix = ".parquet"
@@ -75,7 +77,9 @@ class _ParquetReader(Reader):
         _require_columns(columns, self._parquet.schema_arrow.names, place)
         self._columns = columns
         metadata = self._parquet.metadata
-        self._ends = numpy.cumsum([metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)])
+        self._ends = numpy.cumsum(
+            [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        )
         self._rows = metadata.num_rows
         self._groups: OrderedDict[int, Any] = OrderedDict()
 
@@ -85,7 +89,9 @@ class _ParquetReader(Reader):
     def __getitem__(self, index: int, /) -> dict[str, Any]:
         group = int(numpy.searchsorted(self._ends, index, side="right"))
         if group not in self._groups:
-            self._groups[group] = self._parquet.read_row_group(group, columns=self._columns, use_threads=False)
+            self._groups[group] = self._parquet.read_row_group(
+                group, columns=self._columns, use_threads=False
+            )
             self.memory += self._groups[group].nbytes
         self._groups.move_to_end(group)
         while len(self._groups) > 1 and self.memory > _GROUP_BYTES:
@@ -114,7 +120,9 @@ class _ArrowReader(Reader):
             opened = pyarrow.ipc.open_stream(buffer)
             batches = list(opened)
         _require_columns(columns, opened.schema.names, place)
-        self._batches = batches if columns is None else [batch.select(list(columns)) for batch in batches]
+        self._batches = (
+            batches if columns is None else [batch.select(list(columns)) for batch in batches]
+        )
         self._ends = numpy.cumsum([batch.num_rows for batch in batches])
 
     def __len__(self) -> int:
@@ -132,7 +140,9 @@ def _require_columns(columns: Sequence[str] | None, known: Collection[str], plac
     Raises:
         DataError: it has not.
     """
-    if unknown := [name for name in columns or () if name not in known and name.partition(".")[0] not in known]:
+    if unknown := [
+        name for name in columns or () if name not in known and name.partition(".")[0] not in known
+    ]:
         raise DataError(
             f"{place} has no column {', '.join(unknown)}",
             expected=f"columns of the file: {', '.join(known)}",

@@ -100,7 +100,11 @@ def _require_end(file: IO[bytes], offset: int, last: str) -> None:
     """Require that only zeros follow the last member: `tarfile` ends at any invalid header without an error."""
     file.seek(offset)
     if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-        raise ValueError(f"byte {offset:,}, after {last}, begins neither a file nor the end of the archive")
+        raise ValueError(
+            f"byte {offset:,}, after {last}, begins neither a file nor the end of the archive"
+        )
     while chunk := file.read(_CHUNK_BYTES):
         if chunk.strip(b"\0"):
-            raise ValueError(f"data follow the end of the archive at byte {offset:,}, such as a second archive")
+            raise ValueError(
+                f"data follow the end of the archive at byte {offset:,}, such as a second archive"
+            )

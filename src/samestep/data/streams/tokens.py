@@ -19,7 +19,8 @@ _HEADERS = {20240520: "uint16", 20240801: "uint32"}  # of llm.c: GPT-2 and Llama
 class TokenFiles(SampleFiles):
     """Windows of tokens: sample `i` of a file has the tokens `[i * length, i * length + length]`, both included.
 
-    So a sample has `length` inputs and the target of each. The rest of a file that fills no window is not used.
+    So a sample has `length` inputs and the target of each. The rest of a file that fills no window
+    is not used.
 
     Args:
         address: folder with files `*.bin`; see `SampleFiles`.

@@ -24,20 +24,30 @@ from samestep.view.snapshot import Snapshot
 _RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal")
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "setitem")
 # Functions and methods of tensors with results without a gradient.
-_PROPERTIES = ("getattr", "size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point")
+_PROPERTIES = (
+    "getattr",
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "stride",
+    "is_floating_point",
+)
 stage_error = partial(InputError, code="E_PIPELINE")
 
 
 def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -> fx.Graph:
     """Return the graph of a forward, down to children of `model` and elements of sequential modules.
 
-    The inside of modules is not traced: modules read their own training mode at run time. The model's own forward is
-    traced with `self.training` set to `training`. `opened` names further modules to trace into. Buffers and attributes
-    that the forward writes keep their values.
+    The inside of modules is not traced: modules read their own training mode at run time. The
+    model's own forward is traced with `self.training` set to `training`. `opened` names further
+    modules to trace into. Buffers and attributes that the forward writes keep their values.
 
     Raises:
-        InputError: the control flow of the forward depends on tensor values, the forward itself draws numbers that do
-            not depend on tensors, which would be constants of the graph, or it changes values outside of the model.
+        InputError: the control flow of the forward depends on tensor values, the forward itself
+            draws numbers that do not depend on tensors, which would be constants of the graph, or
+            it changes values outside of the model.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     before = Snapshot(submodules(model), None, device)
@@ -48,7 +58,15 @@ def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -
     try:
         graph = _Tracer(model, opened).trace(model)
         draws = generator_state() != generators
-    except (fx.proxy.TraceError, TypeError, ValueError, AttributeError, RuntimeError, KeyError, IndexError) as error:
+    except (
+        fx.proxy.TraceError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        KeyError,
+        IndexError,
+    ) as error:
         raise stage_error(
             f"the forward of {type(model).__name__} cannot be partitioned: {type(error).__name__}: {error}",
             expected="the code between module calls takes the same path for all tensor values",
@@ -56,7 +74,11 @@ def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -
         ) from error
     finally:
         # The tracer adds these to the model for the graph.
-        constants = {name: value for name, value in vars(model).items() if name.startswith("_tensor_constant")}
+        constants = {
+            name: value
+            for name, value in vars(model).items()
+            if name.startswith("_tensor_constant")
+        }
         before.restore()
         vars(model).update(constants)
     if (change := changed(values, reachable.digest())) is not None:
@@ -116,16 +138,23 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         # A module with a replaced forward (activation checkpointing) is a leaf.
-        is_opened = module_qualified_name in self._opened or type(m).forward is nn.Sequential.forward
+        is_opened = (
+            module_qualified_name in self._opened or type(m).forward is nn.Sequential.forward
+        )
         return not is_opened or "forward" in vars(m)
 
     def create_args_for_root(
-        self, root_fn: Any, is_module: bool, concrete_args: dict[str, Any] | tuple[Any, ...] | None = None
+        self,
+        root_fn: Any,
+        is_module: bool,
+        concrete_args: dict[str, Any] | tuple[Any, ...] | None = None,
     ) -> tuple[Any, list[Any]]:
         # torch creates inputs for parameters with defaults too; then `x is None` is always false.
         proxies = {name: self.create_proxy("placeholder", name, (), {}) for name in self._inputs}
         parameters = _signature(self.root).parameters
-        keywords = [name for name in proxies if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY]
+        keywords = [
+            name for name in proxies if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        ]
         kwargs = {name: proxies.pop(name) for name in keywords}
         return partial(type(self.root).forward, **kwargs), [self.root, *proxies.values()]
 
@@ -135,8 +164,8 @@ class Partition:
     """Partition of a model into stages.
 
     Attributes:
-        graphs: of each stage, by training mode. The first placeholders are the outputs of the previous stage, the
-            others, with the prefix `input_`, are inputs of the model.
+        graphs: of each stage, by training mode. The first placeholders are the outputs of the
+            previous stage, the others, with the prefix `input_`, are inputs of the model.
         parameter_stages: stages that use a parameter, in order, by parameter name.
         module_stages: stage of each called module, by module name.
     """
@@ -154,17 +183,22 @@ class Partition:
 def partition_model(model: nn.Module, names: Sequence[str], count: int) -> Partition:
     """Partition `model` into stages.
 
-    Stages after the first begin at the modules `names`; without names, there are `count` stages of balanced size.
+    Stages after the first begin at the modules `names`; without names, there are `count` stages of
+    balanced size.
 
     Raises:
         InputError: the model cannot be partitioned.
     """
-    ancestors = {name[:end] for name in names for end, character in enumerate(name) if character == "."}
+    ancestors = {
+        name[:end] for name in names for end, character in enumerate(name) if character == "."
+    }
     opened = ancestors if names else _opened(model, count)
     traces = {training: trace(model, opened, training=training) for training in (True, False)}
     starts = list(names) or balanced_starts(model, traces[True], count)
     graphs = {
-        training: _stage_graphs(graph, _replicated_nodes(model, graph), _stage_of_nodes(graph, starts), len(starts) + 1)
+        training: _stage_graphs(
+            graph, _replicated_nodes(model, graph), _stage_of_nodes(graph, starts), len(starts) + 1
+        )
         for training, graph in traces.items()
     }
     module_stages: dict[str, int] = {}
@@ -176,15 +210,17 @@ def partition_model(model: nn.Module, names: Sequence[str], count: int) -> Parti
             if node.op == "call_module":
                 first = module_stages.setdefault(str(node.target), stage)
                 _require_one_stage(model, str(node.target), first, stage)
-    parameter_stages = {name: tuple(sorted(users[p])) or (0,) for name, p in model.named_parameters()}
+    parameter_stages = {
+        name: tuple(sorted(users[p])) or (0,) for name, p in model.named_parameters()
+    }
     return Partition(graphs, parameter_stages, module_stages)
 
 
 def require_single_uses(model: nn.Module, partition: Partition) -> None:
     """Require that the gradients of weights that stages share are summed in the order of one process.
 
-    Each stage sums those of its own uses first, and autocast rounds a weight in each stage. So a stage uses a shared
-    weight once, and at most one of them not as an embedding.
+    Each stage sums those of its own uses first, and autocast rounds a weight in each stage. So a
+    stage uses a shared weight once, and at most one of them not as an embedding.
 
     Raises:
         InputError: there is another shared weight.
@@ -206,7 +242,11 @@ def require_single_uses(model: nn.Module, partition: Partition) -> None:
 
 def _single_use(model: nn.Module, graph: fx.Graph, parameter: nn.Parameter) -> str:
     """Return `table` or `product` for a parameter that a graph uses once; an empty text if that is not certain."""
-    nodes = [node for node in graph.nodes if any(used is parameter for used in _parameters_of(model, node))]
+    nodes = [
+        node
+        for node in graph.nodes
+        if any(used is parameter for used in _parameters_of(model, node))
+    ]
     if len(nodes) != 1:
         return ""
     if nodes[0].op == "get_attr":
@@ -242,10 +282,13 @@ def balance(weights: Sequence[int], count: int) -> list[int]:
 def assign_parts(sizes: Sequence[int], parts: int) -> list[int]:
     """Return the part of each element of a sequence, parts balanced by size.
 
-    Elements of size 0 belong to the part of their predecessor; at least `parts` elements have a size.
+    Elements of size 0 belong to the part of their predecessor; at least `parts` elements have a
+    size.
     """
     positions = [position for position, size in enumerate(sizes) if size > 0]
-    starts = [positions[start] for start in balance([sizes[position] for position in positions], parts)]
+    starts = [
+        positions[start] for start in balance([sizes[position] for position in positions], parts)
+    ]
     return [sum(position >= start for start in starts) for position in range(len(sizes))]
 
 
@@ -294,7 +337,12 @@ def _can_open(model: nn.Module, opened: set[str]) -> bool:
         graphs = [trace(model, opened, training=training) for training in (True, False)]
     except InputError:  # control flow depends on tensor values: the module remains a leaf
         return False
-    return all(node.target not in opened for graph in graphs for node in graph.nodes if node.op == "call_module")
+    return all(
+        node.target not in opened
+        for graph in graphs
+        for node in graph.nodes
+        if node.op == "call_module"
+    )
 
 
 def _parameters_of(model: nn.Module, node: fx.Node) -> list[nn.Parameter]:
@@ -317,7 +365,9 @@ def _stage_of_nodes(graph: fx.Graph, starts: Sequence[str]) -> dict[fx.Node, int
             expected="first modules of the second and further stages, in the order in which the forward calls them",
             fix=f"sort strategy.stages by this order, without {order[first].target}, the start of the first stage",
         )
-    return {node: sum(position >= start for start in positions) for position, node in enumerate(order)}
+    return {
+        node: sum(position >= start for start in positions) for position, node in enumerate(order)
+    }
 
 
 def _first_call(order: Sequence[fx.Node], name: str) -> int:
@@ -343,15 +393,26 @@ def _require_one_stage(model: nn.Module, name: str, first: int, stage: int) -> N
         )
 
 
-def _stage_graphs(graph: fx.Graph, replicated: set[fx.Node], stages: dict[fx.Node, int], count: int) -> list[fx.Graph]:
+def _stage_graphs(
+    graph: fx.Graph, replicated: set[fx.Node], stages: dict[fx.Node, int], count: int
+) -> list[fx.Graph]:
     nodes = [node for node in graph.nodes if node not in replicated]
     last_use = {
-        node: max((stages[user] for user in node.users if user not in replicated), default=stages[node])
+        node: max(
+            (stages[user] for user in node.users if user not in replicated), default=stages[node]
+        )
         for node in nodes
     }
-    crossing = [[n for n in nodes if stages[n] < stage <= last_use[n]] for stage in range(count + 1)]
+    crossing = [
+        [n for n in nodes if stages[n] < stage <= last_use[n]] for stage in range(count + 1)
+    ]
     return [
-        _stage_graph([n for n in nodes if stages[n] == stage], crossing[stage], crossing[stage + 1], replicated)
+        _stage_graph(
+            [n for n in nodes if stages[n] == stage],
+            crossing[stage],
+            crossing[stage + 1],
+            replicated,
+        )
         for stage in range(count)
     ]
 
@@ -359,7 +420,8 @@ def _stage_graphs(graph: fx.Graph, replicated: set[fx.Node], stages: dict[fx.Nod
 def _replicated_nodes(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that every stage computes itself: functions of the model's inputs and own tensors.
 
-    For example masks and positions. Random functions and in-place changes are excluded. Functions of trained parameters
+    For example masks and positions. Random functions and in-place changes are excluded. Functions
+    of trained parameters
     too: one process applies their backward once, to the sum of the gradients of all stages.
     """
     replicated: set[fx.Node] = set()
@@ -367,10 +429,16 @@ def _replicated_nodes(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
     for node in graph.nodes:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         is_function = node.op in ("call_function", "call_method")
-        if is_function and name not in _PROPERTIES and any(used in trained for used in node.all_input_nodes):
+        if (
+            is_function
+            and name not in _PROPERTIES
+            and any(used in trained for used in node.all_input_nodes)
+        ):
             trained.add(node)
             continue
-        if node.op == "get_attr" and any(parameter.requires_grad for parameter in _parameters_of(model, node)):
+        if node.op == "get_attr" and any(
+            parameter.requires_grad for parameter in _parameters_of(model, node)
+        ):
             trained.add(node)
         is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         runs_once = is_in_place or any(word in name for word in _RANDOM)
@@ -381,7 +449,10 @@ def _replicated_nodes(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
 
 
 def _stage_graph(
-    nodes: Sequence[fx.Node], received: Sequence[fx.Node], sent: Sequence[fx.Node], replicated: set[fx.Node]
+    nodes: Sequence[fx.Node],
+    received: Sequence[fx.Node],
+    sent: Sequence[fx.Node],
+    replicated: set[fx.Node],
 ) -> fx.Graph:
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"received_{i}") for i, node in enumerate(received)}

@@ -1,7 +1,8 @@
 """Messages between the stages of a pipeline, as nodes of autograd: a value goes forward, its gradient comes back.
 
-A message has a header for the host (failure, shapes, values that are no tensors, states of the generators) and then its
-tensors. Each slice has one message from a stage to the next, whatever happens, so that ranks never lose step.
+A message has a header for the host (failure, shapes, values that are no tensors, states of the
+generators) and then its tensors. Each slice has one message from a stage to the next, whatever
+happens, so that ranks never lose step.
 """
 
 from __future__ import annotations
@@ -59,7 +60,12 @@ class Links:
         """Send a message to some ranks; in a forward, with the states of the generators."""
         tensors = [tensor.detach().resolve_conj().resolve_neg() for tensor in message.tensors]
         rows = [
-            (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), *layout_of(tensor), needs)
+            (
+                str(tensor.dtype).removeprefix("torch."),
+                tuple(tensor.shape),
+                *layout_of(tensor),
+                needs,
+            )
             for tensor, needs in zip(tensors, message.have_gradients, strict=True)
         ]
         try:
@@ -73,9 +79,13 @@ class Links:
             ) from error
         header = self._header(backward)
         header[:_LENGTH_BYTES] = _as_bytes(len(text).to_bytes(_LENGTH_BYTES, "little"))
-        header[_LENGTH_BYTES : _LENGTH_BYTES + min(len(text), _TEXT_BYTES)] = _as_bytes(text[:_TEXT_BYTES])
+        header[_LENGTH_BYTES : _LENGTH_BYTES + min(len(text), _TEXT_BYTES)] = _as_bytes(
+            text[:_TEXT_BYTES]
+        )
         if not backward:
-            header[_LENGTH_BYTES + _TEXT_BYTES :] = torch.cat([one.state() for one in self._generators])
+            header[_LENGTH_BYTES + _TEXT_BYTES :] = torch.cat(
+                [one.state() for one in self._generators]
+            )
         self._communicate([(header, peer) for peer in peers])
         if len(text) > _TEXT_BYTES:
             self._communicate([(_as_bytes(text[_TEXT_BYTES:]), peer) for peer in peers])
@@ -84,7 +94,8 @@ class Links:
     def receive(self, peer: int, *, backward: bool = False) -> Message:
         """Receive a message; in a forward, set the generators to the states of its sender.
 
-        Tensors have the layout that they have in one process: kernels round differently for another one.
+        Tensors have the layout that they have in one process: kernels round differently for another
+        one.
         """
         header = self._header(backward)
         self._communicate([], [(header, peer)])
@@ -100,7 +111,8 @@ class Links:
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state.clone())
         tensors = [
-            torch.empty(shape, dtype=getattr(torch, dtype), device=self.world.device) for dtype, shape, *_ in rows
+            torch.empty(shape, dtype=getattr(torch, dtype), device=self.world.device)
+            for dtype, shape, *_ in rows
         ]
         self._communicate([], [(tensor, peer) for tensor in tensors])
         placed = [with_layout(one, row[2], row[3]) for one, row in zip(tensors, rows, strict=True)]
@@ -112,7 +124,9 @@ class Links:
         others = [rank for rank in ranks if rank != self.world.rank]
         received = {rank: torch.empty_like(own) for rank in others}
         messages = [(own, rank) for rank in others], [(received[rank], rank) for rank in others]
-        self.world.run_collective(lambda: communicate(self.world, *messages), "gradients of a shared weight")
+        self.world.run_collective(
+            lambda: communicate(self.world, *messages), "gradients of a shared weight"
+        )
         return [own if rank == self.world.rank else received[rank] for rank in ranks]
 
     def _header(self, backward: bool) -> torch.Tensor:
@@ -141,10 +155,15 @@ def with_layout(tensor: torch.Tensor, strides: Sequence[int], offset: int) -> to
     if tuple(tensor.stride()) == tuple(strides) and not offset:
         return tensor
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-    memory = torch.empty(offset + max(0, last) + 1, dtype=tensor.dtype, device=tensor.device).untyped_storage()
+    memory = torch.empty(
+        offset + max(0, last) + 1, dtype=tensor.dtype, device=tensor.device
+    ).untyped_storage()
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     # Elements of a dimension with stride 0 share memory: one of them is written.
-    distinct = [min(size, 1) if stride == 0 else size for size, stride in zip(tensor.shape, strides, strict=True)]
+    distinct = [
+        min(size, 1) if stride == 0 else size
+        for size, stride in zip(tensor.shape, strides, strict=True)
+    ]
     copy.set_(memory, offset, distinct, strides)
     copy.copy_(tensor[tuple(slice(size) for size in distinct)])
     return copy.set_(memory, offset, tensor.shape, strides)
@@ -154,7 +173,9 @@ class Received(torch.autograd.Function):
     """Tensors of a message; their gradients go back to the sender."""
 
     @staticmethod
-    def forward(ctx: Any, links: Links, peer: int, message: Message, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, links: Links, peer: int, message: Message, anchor: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         """Return the tensors; `anchor` requires a gradient, so that they do."""
         ctx.links = links
         ctx.peer = peer
@@ -190,14 +211,18 @@ class Sent(torch.autograd.Function):
         """Receive the gradients."""
         message = ctx.links.receive(ctx.peer, backward=True)
         gradients = iter(message.tensors)
-        return None, None, *[next(gradients) if is_present else None for is_present in message.values]
+        return (
+            None,
+            None,
+            *[next(gradients) if is_present else None for is_present in message.values],
+        )
 
 
 class Outputs(torch.autograd.Function):
     """Outputs of the last stage on some rank; the first node of a stage's backward.
 
-    Their gradients are equal on all ranks of a pipeline. That of the last stage uses them; the others give zeros to
-    their tokens, so that their parts of the backward run.
+    Their gradients are equal on all ranks of a pipeline. That of the last stage uses them; the
+    others give zeros to their tokens, so that their parts of the backward run.
     """
 
     @staticmethod
@@ -212,7 +237,9 @@ class Outputs(torch.autograd.Function):
         ctx.tokens = [tensor.device for tensor in tensors[count:]]
         ctx.set_materialize_grads(False)
         outputs = tuple(tensor.view_as(tensor) for tensor in tensors[:count])
-        ctx.mark_non_differentiable(*[one for one, need in zip(outputs, needs, strict=True) if not need])
+        ctx.mark_non_differentiable(
+            *[one for one, need in zip(outputs, needs, strict=True) if not need]
+        )
         return outputs
 
     @staticmethod

@@ -1,7 +1,9 @@
 """One stage of a pipeline on this rank: its parameters, and its part of the forward of a slice.
 
-Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (2019), without a
-scheduler: all ranks run the slices of a batch in one order, and autograd runs the backwards of a rank last slice first,
+Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism"
+(2019), without a
+scheduler: all ranks run the slices of a batch in one order, and autograd runs the backwards of a
+    rank last slice first,
 so that messages pair up and stages overlap.
 
 Decisions: docs/decisions/layouts.md
@@ -24,7 +26,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, tr
 from samestep.config import StrategyConfig
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.world import World
-from samestep.strategies.pipeline.partition import Partition, bind_inputs, partition_model, stage_error
+from samestep.strategies.pipeline.partition import (
+    Partition,
+    bind_inputs,
+    partition_model,
+    stage_error,
+)
 from samestep.strategies.pipeline.passing import Links, Message, Outputs, Received, Sent, Shared
 from samestep.strategies.tensor_slices import checked_forward
 from samestep.view.operations import Operation, Operations
@@ -50,7 +57,8 @@ class GraphExecutor(fx.Interpreter):
         run = copy.copy(self)  # slices of a call take turns in threads
         run.env = {}
         run.args_iter = iter(args)
-        # Not `run`, which starts a thread of tqdm, changes the messages of errors and keeps inputs and outputs alive.
+        # Not `run`, which starts a thread of tqdm, changes the messages of errors and keeps inputs
+        # and outputs alive.
         for node in self.graph.nodes:
             output = run.env[node] = run.run_node(node)
             for used in self.user_to_last_uses.get(node, ()):
@@ -127,7 +135,9 @@ class Stage:
         InputError: the model cannot be partitioned.
     """
 
-    def __init__(self, module: nn.Module, config: StrategyConfig, world: World, begin: Callable[[], None]) -> None:
+    def __init__(
+        self, module: nn.Module, config: StrategyConfig, world: World, begin: Callable[[], None]
+    ) -> None:
         self.number = world.rank
         self.count = world.size
         self.partition: Partition = partition_model(module, config.stages, world.size)
@@ -147,11 +157,17 @@ class Stage:
         }
         self._anchor = torch.zeros((), device=world.device, requires_grad=True)
         self._task = -1
-        self._shared_nodes = 0  # also their sequence numbers, so low that they run after the backwards of all slices
+        self._shared_nodes = (
+            0  # also their sequence numbers, so low that they run after the backwards of all slices
+        )
         named = dict(module.named_parameters())
-        self.users = {parameter: self.partition.parameter_stages[name] for name, parameter in named.items()}
+        self.users = {
+            parameter: self.partition.parameter_stages[name] for name, parameter in named.items()
+        }
         self.own = [parameter for parameter, users in self.users.items() if self.number in users]
-        self._shared = [(one, users) for one, users in self.users.items() if self._is_shared(one, users)]
+        self._shared = [
+            (one, users) for one, users in self.users.items() if self._is_shared(one, users)
+        ]
         self._slots = ParameterSlots(module)
         for parameter, users in self.users.items():
             if self.number not in users:
@@ -172,11 +188,15 @@ class Stage:
         """Give buffers that a call has written to the ranks of the other stages. A collective of the pipeline."""
         names = {module: name for name, module in self._module.named_modules()}
         world = self.links.world
-        written = [(module._buffers[name], self._stage_of(names[module])) for module, name in buffers]
+        written = [
+            (module._buffers[name], self._stage_of(names[module])) for module, name in buffers
+        ]
         tensors = [(buffer, source) for buffer, source in written if buffer is not None]
         if not tensors:
             return
-        versions = torch.tensor([buffer._version if source == self.number else 0 for buffer, source in tensors])
+        versions = torch.tensor(
+            [buffer._version if source == self.number else 0 for buffer, source in tensors]
+        )
         versions = versions.to(world.device)
         world.combine(versions)
         for (buffer, source), version in zip(tensors, device_reads.values(versions), strict=True):
@@ -219,7 +239,9 @@ class Stage:
         if not later.has_failed:
             try:
                 later.values = self._compute(expected, received, args, kwargs)
-            except Exception as error:  # boundary: raised in `outputs`; other stages wait for a message
+            except (
+                Exception
+            ) as error:  # boundary: raised in `outputs`; other stages wait for a message
                 later.has_failed = True
                 later.error = error
         if later.operations is not None:
@@ -229,7 +251,9 @@ class Stage:
                 self._send(later)
         return later
 
-    def _compute(self, expected: StageOperations, received: Message | None, args: Any, kwargs: Any) -> Any:
+    def _compute(
+        self, expected: StageOperations, received: Message | None, args: Any, kwargs: Any
+    ) -> Any:
         by_name = bind_inputs(self._module, args, kwargs)
         executor = self._executors[self._module.training, self.number]
         tensors: Sequence[torch.Tensor] = () if received is None else received.tensors
@@ -239,8 +263,12 @@ class Stage:
                     self.links, self.number - 1, received, self._anchor
                 )
         with self._among_operations(expected):
-            values = checked_forward(executor, *tensors, *[by_name[name] for name in executor.inputs])
-        if self.number < self.count - 1 and not all(isinstance(value, torch.Tensor) for value in values):
+            values = checked_forward(
+                executor, *tensors, *[by_name[name] for name in executor.inputs]
+            )
+        if self.number < self.count - 1 and not all(
+            isinstance(value, torch.Tensor) for value in values
+        ):
             raise stage_error(
                 f"stage {self.number + 1} of the pipeline sends other values than tensors to the next stage",
                 expected="stages send tensors",
@@ -266,8 +294,8 @@ class Stage:
     def shared_weights(self) -> tuple[list[Entry], list[torch.Tensor]]:
         """Return places for weights that several stages use, whose gradients are summed over these, and their tokens.
 
-        Each token needs a gradient in every backward. The sums run after the backwards of all slices: they wait for
-        another stage, which waits for gradients of this one.
+        Each token needs a gradient in every backward. The sums run after the backwards of all
+        slices: they wait for another stage, which waits for gradients of this one.
         """
         entries: list[Entry] = []
         tokens: list[torch.Tensor] = []
@@ -278,7 +306,9 @@ class Stage:
                 if isinstance(value, torch.Tensor):
                     if id(value) not in nodes:
                         alias, token = Shared.apply(self.links, ranks, value)  # type: ignore[no-untyped-call]
-                        self._shared_nodes += 1  # those of later slices run first, in one order on all ranks
+                        self._shared_nodes += (
+                            1  # those of later slices run first, in one order on all ranks
+                        )
                         token.grad_fn._set_sequence_nr(self._shared_nodes)
                         nodes[id(value)] = alias
                         tokens.append(token)
@@ -354,7 +384,11 @@ def _of_result(later: Later) -> Message:
     leaves, spec = tree_flatten(later.values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     others = [None if isinstance(leaf, torch.Tensor) else [leaf] for leaf in leaves]
-    return Message(tensors, [tensor.requires_grad for tensor in tensors], [others, treespec_dumps(spec), later.numbers])
+    return Message(
+        tensors,
+        [tensor.requires_grad for tensor in tensors],
+        [others, treespec_dumps(spec), later.numbers],
+    )
 
 
 def _placeholder(parameter: torch.Tensor) -> torch.Tensor:

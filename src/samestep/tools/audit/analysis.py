@@ -44,13 +44,24 @@ class Analysis:
 def analyse(folder: Path) -> Analysis:
     """Return the findings in the events of a folder, for each world that trained or loaded data."""
     processes = list(read_events(folder))
-    worlds = [world for world in group_worlds(processes) if world.events("update")[0] or world.events("pass")[0]]
-    failures = [f"{e['observer']}: {e['error']}" for events in processes for e in events if e["kind"] == "failure"]
+    worlds = [
+        world
+        for world in group_worlds(processes)
+        if world.events("update")[0] or world.events("pass")[0]
+    ]
+    failures = [
+        f"{e['observer']}: {e['error']}"
+        for events in processes
+        for e in events
+        if e["kind"] == "failure"
+    ]
     return Analysis([_analysis(world, worlds) for world in worlds], list(dict.fromkeys(failures)))
 
 
 def _analysis(world: World, worlds: list[World]) -> WorldAnalysis:
-    steps = max((event.get("step", 0) + (event["kind"] == "update") for event in world.ranks[0]), default=0)
+    steps = max(
+        (event.get("step", 0) + (event["kind"] == "update") for event in world.ranks[0]), default=0
+    )
     others = [other for other in worlds if other is not world]
     findings = (
         *step_findings(world),
@@ -74,7 +85,9 @@ def file_findings(world: World) -> Iterator[Finding]:
     for line in dict.fromkeys(next(iter(lines.values())) for lines in shared.values()):
         paths = [path for path, lines in shared.items() if next(iter(lines.values())) == line]
         ranks = sorted({rank for path in paths for rank in shared[path]})
-        names = ", ".join(paths[:_PATHS]) + (f" and {len(paths) - _PATHS} more" if len(paths) > _PATHS else "")
+        names = ", ".join(paths[:_PATHS]) + (
+            f" and {len(paths) - _PATHS} more" if len(paths) > _PATHS else ""
+        )
         text = f"ranks {', '.join(map(str, ranks))} open {names} for writing"
         yield Finding("files-written-by-several-ranks", text, line)
 
@@ -88,11 +101,23 @@ def checkpoint_findings(world: World, others: Iterable[World]) -> Iterator[Findi
     first = trained[0]
     for other in others:
         for name, done, before in _saved_within_epoch(other, keys):
-            is_same_epoch = all(before.info[key] == first.info[key] for key in ("dataset", "samples", "length"))
+            is_same_epoch = all(
+                before.info[key] == first.info[key] for key in ("dataset", "samples", "length")
+            )
             # Steps follow the first batches: a loop can skip them.
-            if is_same_epoch and len(first.batches) > done and first.batches[done]["step"] > first.info["step"]:
-                text = f"{name} is saved after {done} of {before.info['length']} batches of an epoch"
-                yield Finding("lost-position", f"{text}; the run that loads it begins with the first batch", line)
+            if (
+                is_same_epoch
+                and len(first.batches) > done
+                and first.batches[done]["step"] > first.info["step"]
+            ):
+                text = (
+                    f"{name} is saved after {done} of {before.info['length']} batches of an epoch"
+                )
+                yield Finding(
+                    "lost-position",
+                    f"{text}; the run that loads it begins with the first batch",
+                    line,
+                )
                 return
 
 
@@ -128,6 +153,8 @@ def print_report(analysis: Analysis) -> None:
             console.print(f"{finding.name}  {finding.line or world.program}", soft_wrap=True)
             console.print(Padding(finding.evidence, (0, 0, 0, 4)))
         count = plural(len(world.findings), "finding")
-        print(f"{world.program}: {count}; {plural(world.ranks, 'rank')}, {plural(world.steps, 'optimizer step')}")
+        print(
+            f"{world.program}: {count}; {plural(world.ranks, 'rank')}, {plural(world.steps, 'optimizer step')}"
+        )
     for failure in analysis.failures:
         print(f"not observed: {failure}")

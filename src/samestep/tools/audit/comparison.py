@@ -20,7 +20,16 @@ from samestep.units import plural
 TOLERANCE = 1e-3  # relative, of norms and losses; ranks add in another order
 _DRIFT = TOLERANCE / 20  # a distance of the step before that shows growing rounding
 _SAME_RATIO = 1e-3
-_STAGES = ("parameters", "samples", "inputs", "loss", "gradients", "learning rates", "evaluation", "number of steps")
+_STAGES = (
+    "parameters",
+    "samples",
+    "inputs",
+    "loss",
+    "gradients",
+    "learning rates",
+    "evaluation",
+    "number of steps",
+)
 GLOBAL_BATCH = "global batch size"
 # Options of torchrun and of accelerate launch.
 _OPTIONS = ("--nproc-per-node", "--nproc_per_node", "--num-processes", "--num_processes")
@@ -51,7 +60,9 @@ class Trace:
     """Observations of one training, over all ranks."""
 
     world: World
-    batches: list[list[Event]] = field(default_factory=list)  # for each optimizer step, of all ranks
+    batches: list[list[Event]] = field(
+        default_factory=list
+    )  # for each optimizer step, of all ranks
     losses: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
     updates: dict[tuple[int, int], list[Event]] = field(default_factory=lambda: defaultdict(list))
 
@@ -64,7 +75,11 @@ class Trace:
             if all(one.trains for one in group.values()):
                 length = max(len(one.batches) for one in group.values())
                 for start in range(0, length, size):
-                    batches = [batch for one in group.values() for batch in one.batches[start : start + size]]
+                    batches = [
+                        batch
+                        for one in group.values()
+                        for batch in one.batches[start : start + size]
+                    ]
                     trace.batches.append(batches)
         for rank in range(world.size):
             for event in world.ranks[rank]:
@@ -76,7 +91,9 @@ class Trace:
 
     def has(self, kind: str) -> bool:
         """Whether a kind of event was observed."""
-        return any(event["kind"] == kind for events in self.world.ranks.values() for event in events)
+        return any(
+            event["kind"] == kind for events in self.world.ranks.values() for event in events
+        )
 
     @property
     def steps(self) -> int:
@@ -86,21 +103,32 @@ class Trace:
 
 def first_difference(reference: Trace, other: Trace) -> Difference | None:
     """Return the first quantity that differs between two trainings."""
-    differences = [*_samples(reference, other), *_values(reference, other), *_ends(reference, other)]
+    differences = [
+        *_samples(reference, other),
+        *_values(reference, other),
+        *_ends(reference, other),
+    ]
     return min(differences, key=lambda difference: difference.order_key, default=None)
 
 
 def _samples(reference: Trace, other: Trace) -> Iterator[Difference]:
     size = sum(len(batch["samples"]) for batch in reference.batches[0]) if reference.batches else 0
     for one, many in zip(reference.batches, other.batches, strict=False):
-        ours, theirs = (Counter(sample for batch in batches for sample in batch["samples"]) for batches in (one, many))
+        ours, theirs = (
+            Counter(sample for batch in batches for sample in batch["samples"])
+            for batches in (one, many)
+        )
         step = one[-1]["step"]
         if ours != theirs:
             yield Difference("samples", step, *_sample_cause(reference, other, ours, theirs, size))
             return
         ours_hashes = _hashes(one)
         theirs_hashes = _hashes(many)
-        different = [key for key in ours_hashes.keys() & theirs_hashes.keys() if ours_hashes[key] != theirs_hashes[key]]
+        different = [
+            key
+            for key in ours_hashes.keys() & theirs_hashes.keys()
+            if ours_hashes[key] != theirs_hashes[key]
+        ]
         if different:
             count = len({sample for _, sample in different})
             leaf, sample = min(different)
@@ -122,7 +150,11 @@ def _sample_cause(
         return Cause.LAST_BATCH.value, [sizes, *rule]
     if ours.total() != theirs.total():
         is_product = theirs.total() * reference.world.size == ours.total() * other.world.size
-        rule = ["the batch size is one of a process, so the number of processes changes it"] if is_product else []
+        rule = (
+            ["the batch size is one of a process, so the number of processes changes it"]
+            if is_product
+            else []
+        )
         return GLOBAL_BATCH, [sizes, *rule]
     return Cause.DATA_ORDER.value, [f"{sizes}, of which {(ours & theirs).total()} are equal"]
 
@@ -146,14 +178,20 @@ def _values(reference: Trace, other: Trace) -> Iterator[Difference]:
         step = key[0]
         distances = [0.0]
         for quantity, (ours, theirs) in _quantities(reference, other, one[0], many[0]).items():
-            distances += [abs(a[0] - b[0]) / max(a[0], b[0]) for a, b in zip(ours, theirs, strict=False) if _both(a, b)]
+            distances += [
+                abs(a[0] - b[0]) / max(a[0], b[0])
+                for a, b in zip(ours, theirs, strict=False)
+                if _both(a, b)
+            ]
             if any(differs(a, b, TOLERANCE) for a, b in zip(ours, theirs, strict=False)):
                 evidence = [f"the largest relative distance is {max(distances):.1e}"]
                 cause = Cause.UNKNOWN.value
                 if step == 0 and quantity == "parameters":
                     cause = Cause.INITIAL_WEIGHTS.value
                 elif before > _DRIFT:
-                    evidence.append(f"it was {before:.1e} in the step before: rounding, which grows")
+                    evidence.append(
+                        f"it was {before:.1e} in the step before: rounding, which grows"
+                    )
                     cause = Cause.REDUCTION.value
                 elif quantity == "gradients":
                     cause, texts = _gradient_cause(reference, other, step, many)
@@ -167,7 +205,9 @@ def _values(reference: Trace, other: Trace) -> Iterator[Difference]:
         before = max(distances)
 
 
-def _quantities(reference: Trace, other: Trace, one: Event, many: Event) -> dict[str, tuple[list[Any], list[Any]]]:
+def _quantities(
+    reference: Trace, other: Trace, one: Event, many: Event
+) -> dict[str, tuple[list[Any], list[Any]]]:
     """Return summaries in both runs. Names of parameters depend on wrappers, their order does not."""
     losses = [_mean_loss(trace.losses.get(one["step"], [])) for trace in (reference, other)]
     is_same = losses[0] is not None and losses[1] is not None and losses[0][1] == losses[1][1]
@@ -191,15 +231,25 @@ def _both(first: list[float] | None, second: list[float] | None) -> bool:
     return first is not None and second is not None and max(first[0], second[0]) > 0
 
 
-def _gradient_cause(reference: Trace, other: Trace, step: int, many: list[Event]) -> tuple[str, list[str]]:
+def _gradient_cause(
+    reference: Trace, other: Trace, step: int, many: list[Event]
+) -> tuple[str, list[str]]:
     first = many[0]["gradients"]
     if any(differs(first[name], event["gradients"].get(name)) for event in many for name in first):
         return Cause.UNSYNCHRONISED.value, ["the gradients differ between ranks"]
-    pairs = zip(reference.updates[step, many[0]["optimizer"]][0]["gradients"].values(), first.values(), strict=False)
+    pairs = zip(
+        reference.updates[step, many[0]["optimizer"]][0]["gradients"].values(),
+        first.values(),
+        strict=False,
+    )
     ratios = [theirs[0] / ours[0] for ours, theirs in pairs if _both(ours, theirs) and ours[0] > 0]
     factor = other.world.size / reference.world.size
     for expected in (factor, 1 / factor, factor**2, 1 / factor**2):
-        if factor != 1 and ratios and all(abs(ratio / expected - 1) < _SAME_RATIO for ratio in ratios):
+        if (
+            factor != 1
+            and ratios
+            and all(abs(ratio / expected - 1) < _SAME_RATIO for ratio in ratios)
+        ):
             text = f"the gradients are {expected:g} times as long: one sum over processes, or one division, too many"
             return Cause.LOSS.value, [text]
     counts = {event["count"] for event in other.losses.get(step, [])}
@@ -218,13 +268,18 @@ def _ends(reference: Trace, other: Trace) -> Iterator[Difference]:
             break
     if reference.steps != other.steps:
         text = f"{reference.steps} on {_processes(reference)}, {other.steps} on {_processes(other)}"
-        yield Difference("number of steps", min(reference.steps, other.steps), Cause.LAST_BATCH.value, [text])
+        yield Difference(
+            "number of steps", min(reference.steps, other.steps), Cause.LAST_BATCH.value, [text]
+        )
 
 
 def _evaluation_counts(world: World) -> list[tuple[int, int]]:
     """Return step and total of each reduction of the samples of an evaluation."""
     events = world.events("count")
-    return [(each[0]["step"], sum(event["samples"] for event in each)) for each in zip(*events.values(), strict=False)]
+    return [
+        (each[0]["step"], sum(event["samples"] for event in each))
+        for each in zip(*events.values(), strict=False)
+    ]
 
 
 def _processes(trace: Trace) -> str:
@@ -288,13 +343,19 @@ def compare_commands(
         return code, []
     pairs = _pairs(_traces(events), _traces(observed))
     results = [_compare(*pair) for pair in pairs]
-    parts = [part for part, kind in _PARTS.items() if any(trace.has(kind) for pair in pairs for trace in pair)]
+    parts = [
+        part
+        for part, kind in _PARTS.items()
+        if any(trace.has(kind) for pair in pairs for trace in pair)
+    ]
     subsets = [subset for size in range(1, len(parts) + 1) for subset in combinations(parts, size)]
     for number, subset in enumerate(subsets):
         if not any(map(_needs_experiment, results)):
             break
         folders = [_new(folder / f"{name}-{number}") for name in ("reference", "command")]
-        codes = [run(one, path, subset) for one, path in zip((reference, command), folders, strict=True)]
+        codes = [
+            run(one, path, subset) for one, path in zip((reference, command), folders, strict=True)
+        ]
         if not any(codes):
             changed = [_compare(*pair) for pair in _pairs(*map(_traces, folders))]
             results = [_attributed(*pair, subset) for pair in zip(results, changed, strict=True)]
@@ -308,7 +369,9 @@ def print_comparisons(comparisons: Sequence[ProgramComparison]) -> None:
         if one.difference is None:
             print(f"{runs}: equal to rounding in {one.steps} observed steps")
             continue
-        print(f"{runs}: the first difference is in the {one.difference.quantity} of step {one.difference.step}")
+        print(
+            f"{runs}: the first difference is in the {one.difference.quantity} of step {one.difference.step}"
+        )
         print(f"    cause: {one.difference.cause}")
         for text in one.difference.evidence:
             print(f"    {text}")
@@ -348,7 +411,9 @@ def _needs_experiment(comparison: ProgramComparison) -> bool:
     return difference is not None and difference.cause == Cause.UNKNOWN.value
 
 
-def _attributed(before: ProgramComparison, after: ProgramComparison, parts: Sequence[str]) -> ProgramComparison:
+def _attributed(
+    before: ProgramComparison, after: ProgramComparison, parts: Sequence[str]
+) -> ProgramComparison:
     """Return the comparison with its cause, if the difference disappears without parts of the model."""
     if before.difference is None or not _needs_experiment(before):
         return before
@@ -363,5 +428,8 @@ def _attributed(before: ProgramComparison, after: ProgramComparison, parts: Sequ
     text = f"both run again without {' and '.join(parts)}: {end}"
     cause = ", ".join(_PART_CAUSES[part] for part in parts)
     return replace(
-        before, difference=replace(before.difference, cause=cause, evidence=[*before.difference.evidence, text])
+        before,
+        difference=replace(
+            before.difference, cause=cause, evidence=[*before.difference.evidence, text]
+        ),
     )

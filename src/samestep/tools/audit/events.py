@@ -1,7 +1,7 @@
 """Events of audited processes: one file of JSON lines per process, in a private folder.
 
-Audited processes import this module when Python starts, therefore it imports only modules that Python has imported
-by then, or small ones.
+Audited processes import this module when Python starts, therefore it imports only modules that
+Python has imported by then, or small ones.
 """
 
 from __future__ import annotations

@@ -71,7 +71,11 @@ def _updates(world: World, kind: str = "update") -> list[Update]:
         for event in events:
             steps[event["step"], event["optimizer"]][rank] = event
     complete = [update for _, update in sorted(steps.items()) if len(update) == world.size]
-    return [update for update in complete if all(e["shapes"] == update[0]["shapes"] for e in update.values())]
+    return [
+        update
+        for update in complete
+        if all(e["shapes"] == update[0]["shapes"] for e in update.values())
+    ]
 
 
 def differs(first: Summary, second: Summary, tolerance: float = _TOLERANCE) -> bool:
@@ -100,13 +104,19 @@ def _has_equal_gradients(update: Update) -> bool:
     """Whether all observed gradients are equal on all ranks, and not zero."""
     summaries = [summary for event in update.values() for summary in event["gradients"].values()]
     present = [summary for summary in summaries if summary is not None]
-    return len(present) == len(summaries) > 0 and any(s[0] > 0 for s in present) and not _different(update, "gradients")
+    return (
+        len(present) == len(summaries) > 0
+        and any(s[0] > 0 for s in present)
+        and not _different(update, "gradients")
+    )
 
 
 def reduces_gradients(world: World) -> bool:
     """Whether the ranks train replicas of one model."""
     updates = _updates(world)
-    return bool(updates) and all(_is_replicated(update) or _has_equal_gradients(update) for update in updates)
+    return bool(updates) and all(
+        _is_replicated(update) or _has_equal_gradients(update) for update in updates
+    )
 
 
 def _learning_rates(world: World) -> Iterator[Finding]:
@@ -136,7 +146,8 @@ def _replicas(world: World) -> Iterator[Finding]:
             len(gradients) == len(updates) >= _MIN_UPDATES
             and not _different(updates[0], "values")
             and all(
-                any(one.info["replicas"] == world.size for one in passes(events)) for events in world.ranks.values()
+                any(one.info["replicas"] == world.size for one in passes(events))
+                for events in world.ranks.values()
             )
             and bool(values)
         )
@@ -151,9 +162,14 @@ def _replicas(world: World) -> Iterator[Finding]:
 
 def _become_equal(updates: list[Update], values: list[Update]) -> bool:
     """Whether a parameter that differed is equal later: ranks that average parameters differ in between."""
-    different = {name: update[0]["step"] for update in reversed(values) for name in _different(update, "values")}
+    different = {
+        name: update[0]["step"]
+        for update in reversed(values)
+        for name in _different(update, "values")
+    }
     return any(
-        update[0]["step"] > different.get(name, math.inf) and name not in _different(update, "values")
+        update[0]["step"] > different.get(name, math.inf)
+        and name not in _different(update, "values")
         for update in updates
         for name in update[0]["values"]
     )
@@ -173,7 +189,10 @@ def _buffers(world: World) -> Iterator[Finding]:
         for event in events:
             evaluations[event["number"], event["step"]][rank] = event
     for update in evaluations.values():
-        if len(update) == world.size and len({tuple(event["buffers"]) for event in update.values()}) == 1:
+        if (
+            len(update) == world.size
+            and len({tuple(event["buffers"]) for event in update.values()}) == 1
+        ):
             different = _different(update, "buffers")
             if different:
                 name = next(iter(different))
@@ -221,7 +240,9 @@ def _losses(world: World) -> Iterator[Finding]:
         return
     if any(event["hooked"] for event in updates[0].values()):
         return
-    calls: dict[int, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))  # by step and rank
+    calls: dict[int, dict[int, list[Event]]] = defaultdict(
+        lambda: defaultdict(list)
+    )  # by step and rank
     for rank, events in world.events("loss").items():
         for event in events:
             calls[event["step"]][rank].append(event)
@@ -236,9 +257,7 @@ def _losses(world: World) -> Iterator[Finding]:
     unequal = [events for events in steps if _are_means_of_means(events)]
     if len(unequal) >= _MIN_UPDATES and 2 * len(unequal) >= len(steps):
         counts = [event["count"] for event in unequal[0]]
-        text = (
-            f"at step {unequal[0][0]['step']}, means over {min(counts):,} and over {max(counts):,} targets have equal"
-        )
+        text = f"at step {unequal[0][0]['step']}, means over {min(counts):,} and over {max(counts):,} targets have equal"
         text = f"{text} weights; so in {len(unequal)} of {plural(len(steps), 'observed step')}"
         yield Finding("loss-normalisation", text, unequal[0][0]["line"])
 
@@ -277,14 +296,19 @@ def data_findings(world: World) -> Iterator[Finding]:
 
 def _repeated_samples(group: dict[int, Pass]) -> Iterator[Finding]:
     # Ranks that draw independently with replacement share samples by chance, but not their order.
-    if any(one.info["replacement"] for one in group.values()) and len({tuple(p.samples) for p in group.values()}) > 1:
+    if (
+        any(one.info["replacement"] for one in group.values())
+        and len({tuple(p.samples) for p in group.values()}) > 1
+    ):
         return
     samples = {rank: set(one.samples) for rank, one in group.items()}
     counts = Counter(sample for owned in samples.values() for sample in owned)
     repeated = sum(count > 1 for count in counts.values())
     info = group[0].info
     # Samplers pad the end of an epoch: by one sample per rank, or by one batch per rank.
-    padding = len(group) * (1 if info["sampler"].startswith("DistributedSampler") else info["batch"] or 1)
+    padding = len(group) * (
+        1 if info["sampler"].startswith("DistributedSampler") else info["batch"] or 1
+    )
     if repeated >= padding and _is_same_data(group):
         text = f"{repeated:,} of {plural(len(counts), 'sample')} of {info['dataset']} are trained on several ranks"
         text = f"{text} in the epoch that begins at step {info['step']}"
@@ -304,7 +328,9 @@ def _missing_samples(group: dict[int, Pass]) -> Iterator[Finding]:
 
 def _covers_dataset(group: dict[int, Pass]) -> bool:
     """Whether the complete passes of all ranks together should contain each sample of one dataset."""
-    keys = {(one.info["samples"], one.info["subset"], one.info["fingerprint"]) for one in group.values()}
+    keys = {
+        (one.info["samples"], one.info["subset"], one.info["fingerprint"]) for one in group.values()
+    }
     return len(keys) == 1 and all(one.info["complete"] and one.has_ended for one in group.values())
 
 
@@ -313,7 +339,9 @@ def _is_same_data(group: dict[int, Pass]) -> bool:
     fingerprints = {one.info["fingerprint"] for one in group.values()}
     if len(fingerprints) == 1 and None not in fingerprints:
         return True
-    contents: dict[int, dict[int, set[tuple[int, int]]]] = defaultdict(lambda: defaultdict(set))  # by tensor and sample
+    contents: dict[int, dict[int, set[tuple[int, int]]]] = defaultdict(
+        lambda: defaultdict(set)
+    )  # by tensor and sample
     for rank, one in group.items():
         for batch in one.batches:
             for leaf, hashes in enumerate(batch["hashes"]):
@@ -336,7 +364,9 @@ def _evaluation(world: World, group: dict[int, Pass]) -> Iterator[Finding]:
     counts = []
     for rank, one in group.items():
         number = one.info["number"]
-        counts += [e for e in world.ranks[rank] if e["kind"] == "count" and e["number"] == number][:1]
+        counts += [e for e in world.ranks[rank] if e["kind"] == "count" and e["number"] == number][
+            :1
+        ]
     total = sum(event["samples"] for event in counts)
     info = group[0].info
     # If each rank evaluates all samples, all ratios are right.
@@ -348,7 +378,8 @@ def _evaluation(world: World, group: dict[int, Pass]) -> Iterator[Finding]:
 
 
 def _repeated_order(world: World) -> Iterator[Finding]:
-    # A new loader continues the training of its optimizer; another optimizer belongs to another training.
+    # A new loader continues the training of its optimizer; another optimizer belongs to another
+    # training.
     orders: dict[tuple[Any, ...], dict[tuple[int, ...], Pass]] = defaultdict(dict)
     for one in passes(world.ranks[0]):
         info = one.info
@@ -369,10 +400,18 @@ def _equal_augmentation(world: World) -> Iterator[Finding]:
     """Compare the states of generators before and after each batch: a sample that seeds a generator ends in another."""
     draws: list[dict[Any, list[int]]] = []
     for rank in range(world.size):
-        events = [e for e in (*world.ranks[rank], *world.children[rank]) if e["kind"] == "fetch_draws"]
-        draws.append({(name, *states): e["samples"] for e in events for name, states in e["states"].items()})
+        events = [
+            e for e in (*world.ranks[rank], *world.children[rank]) if e["kind"] == "fetch_draws"
+        ]
+        draws.append(
+            {(name, *states): e["samples"] for e in events for name, states in e["states"].items()}
+        )
     for rank in range(1, world.size):
-        equal = [key for key in draws[0].keys() & draws[rank].keys() if _are_disjoint(draws[0][key], draws[rank][key])]
+        equal = [
+            key
+            for key in draws[0].keys() & draws[rank].keys()
+            if _are_disjoint(draws[0][key], draws[rank][key])
+        ]
         if len(equal) >= _MIN_DRAWS:
             names = ", ".join(sorted({name for name, *_ in equal}))
             text = f"ranks 0 and {rank} load {len(equal)} batches of different samples with the same state of {names}"

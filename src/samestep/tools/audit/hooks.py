@@ -1,6 +1,7 @@
 """Entry point inside audited processes: install the observers after the import of torch.
 
-The `.pth` file of `injection.py` calls `install` at the start of Python, so this module imports nothing large.
+The `.pth` file of `injection.py` calls `install` at the start of Python, so this module imports
+nothing large.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def install(folder: str) -> None:
             settings = json.load(file)
     except FileNotFoundError:
         return
-    sys.meta_path.insert(0, _TorchFinder(EventWriter(folder), settings["steps"], settings["without"]))
+    sys.meta_path.insert(
+        0, _TorchFinder(EventWriter(folder), settings["steps"], settings["without"])
+    )
 
 
 class _TorchFinder:

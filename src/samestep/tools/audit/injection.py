@@ -1,7 +1,8 @@
 """Run of a command with observed Python processes.
 
-Launchers replace `PYTHONPATH`, so a `.pth` file in the folder of installed packages calls the hooks. The file has no
-effect unless the variable SAMESTEP_AUDIT is set. It stays after the audit, since audits can run at the same time.
+Launchers replace `PYTHONPATH`, so a `.pth` file in the folder of installed packages calls the
+hooks. The file has no effect unless the variable SAMESTEP_AUDIT is set. It stays after the audit,
+since audits can run at the same time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _LINE = (
 )
 
 
-def run_observed(command: Sequence[str], folder: Path, steps: int, *, quiet: bool, without: Sequence[str] = ()) -> int:
+def run_observed(
+    command: Sequence[str], folder: Path, steps: int, *, quiet: bool, without: Sequence[str] = ()
+) -> int:
     """Run a command to its end, and write the events of its Python processes to a folder.
 
     Args:
@@ -45,13 +48,19 @@ def run_observed(command: Sequence[str], folder: Path, steps: int, *, quiet: boo
         The exit code; 128 + N after signal N.
 
     Raises:
-        InputError: the command cannot be started, or the folder of installed packages is not writable.
+        InputError: the command cannot be started, or the folder of installed packages is not
+        writable.
     """
     install_hooks(Path(sysconfig.get_path("purelib")))
-    (folder / "settings.json").write_text(json.dumps({"steps": steps, "without": list(without)}), encoding="utf-8")
+    (folder / "settings.json").write_text(
+        json.dumps({"steps": steps, "without": list(without)}), encoding="utf-8"
+    )
     variables = environment_copy()
-    # As in an activated environment: `python` and `torchrun` are those with the hooks in their packages.
-    variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables.get('PATH', os.defpath)}"
+    # As in an activated environment: `python` and `torchrun` are those with the hooks in their
+    # packages.
+    variables["PATH"] = (
+        f"{Path(sys.executable).parent}{os.pathsep}{variables.get('PATH', os.defpath)}"
+    )
     variables[_VARIABLE] = str(folder)
     try:
         code = _run(command, variables, stdout=sys.stderr if quiet else None)
@@ -70,8 +79,8 @@ def run_observed(command: Sequence[str], folder: Path, steps: int, *, quiet: boo
 def _run(command: Sequence[str], variables: dict[str, str], stdout: TextIO | None) -> int:
     """Run a command in its own process group, to which signals are forwarded, and return its code.
 
-    The report follows the end of the command. The terminal belongs to the group of this process, so the command
-    receives no input from a terminal.
+    The report follows the end of the command. The terminal belongs to the group of this process, so
+    the command receives no input from a terminal.
     """
     stdin = subprocess.DEVNULL if sys.stdin is not None and sys.stdin.isatty() else None
     received: list[int] = []
@@ -85,7 +94,9 @@ def _run(command: Sequence[str], variables: dict[str, str], stdout: TextIO | Non
 
     before = {number: signal.signal(number, forward) for number in GROUP_SIGNALS}
     try:
-        with subprocess.Popen(command, env=variables, stdin=stdin, stdout=stdout, process_group=0) as process:
+        with subprocess.Popen(
+            command, env=variables, stdin=stdin, stdout=stdout, process_group=0
+        ) as process:
             groups.append(process.pid)
             for number in tuple(received):  # before the start
                 forward(number)

@@ -16,8 +16,12 @@ class World:
 
     size: int
     program: str  # script of the first process
-    ranks: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))  # events of each rank
-    children: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))  # of their loader workers
+    ranks: dict[int, list[Event]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # events of each rank
+    children: dict[int, list[Event]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # of their loader workers
 
     @property
     def is_complete(self) -> bool:
@@ -26,7 +30,9 @@ class World:
 
     def events(self, kind: str) -> dict[int, list[Event]]:
         """Return the events of one kind, for each rank in order."""
-        return {rank: [e for e in self.ranks[rank] if e["kind"] == kind] for rank in sorted(self.ranks)}
+        return {
+            rank: [e for e in self.ranks[rank] if e["kind"] == kind] for rank in sorted(self.ranks)
+        }
 
 
 def group_worlds(processes: Iterable[list[Event]]) -> list[World]:
@@ -52,7 +58,12 @@ def group_worlds(processes: Iterable[list[Event]]) -> list[World]:
 
 
 def _add(
-    worlds: dict[str, World], header: Event, identity: list[Any], events: list[Event], *, is_child: bool = False
+    worlds: dict[str, World],
+    header: Event,
+    identity: list[Any],
+    events: list[Event],
+    *,
+    is_child: bool = False,
 ) -> None:
     identifier, rank, size = identity
     world = worlds.setdefault(identifier, World(size, header["program"]))

@@ -23,7 +23,9 @@ _HANG_AFTER_SECONDS = 40.0
 _MAX_RANKS = 8
 
 
-def check_machine(plan: Plan, nvidia: Nvidia, runs: Path, *, quick: bool, preload: Sequence[str]) -> Iterator[Finding]:
+def check_machine(
+    plan: Plan, nvidia: Nvidia, runs: Path, *, quick: bool, preload: Sequence[str]
+) -> Iterator[Finding]:
     """Run all checks.
 
     Args:
@@ -65,7 +67,12 @@ def run_self_test(preload: Sequence[str]) -> tuple[TorchDevices, Finding]:
         return devices, Finding("self-test", "pass", summary)
     except StoppedError:
         raise
-    except (SamestepError, OSError, EOFError, RuntimeError) as error:  # RuntimeError: the user's limit of threads
+    except (
+        SamestepError,
+        OSError,
+        EOFError,
+        RuntimeError,
+    ) as error:  # RuntimeError: the user's limit of threads
         value = (str(error) or type(error).__name__).splitlines()[0]
         fix = "fix the other failures; if there are none, do not train on this machine"
         return devices, Finding("self-test", "fail", value, "ranks start, connect and sum", fix)
@@ -84,10 +91,14 @@ def read_devices() -> TorchDevices:
         indices = range(module.device_count())
         for index in indices:
             torch.ones(1, device=torch.device(ACCELERATOR, index)).item()
-    except RuntimeError as error:  # no driver, an old driver, a lost GPU, no kernels for this GPU generation
+    except (
+        RuntimeError
+    ) as error:  # no driver, an old driver, a lost GPU, no kernels for this GPU generation
         return TorchDevices(error=str(error).splitlines()[0])
     names = tuple(module.get_device_name(index) for index in indices)
-    unlinked = tuple(pair for pair in combinations(indices, 2) if not module.can_device_access_peer(*pair))
+    unlinked = tuple(
+        pair for pair in combinations(indices, 2) if not module.can_device_access_peer(*pair)
+    )
     return TorchDevices(names, unlinked)
 
 
@@ -110,5 +121,7 @@ def run_rank(device: DeviceKind) -> str:
         world.all_reduce(values)
         expected = world.size * (world.size + 1) / 2
         if bool((values != expected).any()):
-            raise RunError(f"the sum over {world.size} ranks is {values.unique().tolist()}, not {expected:g}")
+            raise RunError(
+                f"the sum over {world.size} ranks is {values.unique().tolist()}, not {expected:g}"
+            )
         return f"{world.size} ranks on {world.device.type} connected and summed"

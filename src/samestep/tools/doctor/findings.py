@@ -15,8 +15,8 @@ class Finding:
     """One line of the report."""
 
     name: str  # subject of the check
-    # `info`: no judgement. `warn`: a run works, but slowly or differently than expected. `fail`: a run fails, hangs or
-    # loses data.
+    # `info`: no judgement. `warn`: a run works, but slowly or differently than expected. `fail`: a
+    # run fails, hangs or loses data.
     verdict: Verdict
     value: str
     expected: str | None = None  # rule for a warning or a failure

@@ -40,7 +40,9 @@ class TorchDevices:
     """GPUs as torch sees them."""
 
     gpus: tuple[str, ...] = ()  # names in torch's order
-    unlinked: tuple[tuple[int, int], ...] = ()  # pairs of GPUs without direct access to each other's memory
+    unlinked: tuple[
+        tuple[int, int], ...
+    ] = ()  # pairs of GPUs without direct access to each other's memory
     error: str | None = None  # reason why torch cannot compute on a GPU
 
 
@@ -50,7 +52,9 @@ def read_nvidia() -> Nvidia:
         return Nvidia()
     command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return Nvidia(error=str(error))
     if done.returncode != 0:
@@ -99,7 +103,9 @@ def check_gpus(nvidia: Nvidia, devices: TorchDevices | None) -> Iterator[Finding
         yield judged(
             "GPU links",
             "warn" if pairs else "pass",
-            f"no direct access between GPUs {pairs}" if pairs else "each GPU accesses the memory of every other one",
+            f"no direct access between GPUs {pairs}"
+            if pairs
+            else "each GPU accesses the memory of every other one",
             "GPUs copy directly to each other; otherwise NCCL copies through host memory, which is slower",
             "nvidia-smi topo -m shows the links; select linked GPUs with --devices",
         )

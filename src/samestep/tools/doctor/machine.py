@@ -83,7 +83,11 @@ def check_folder(path: Path) -> Iterator[Finding]:
         fix = "--runs DIR with a writable folder"
         yield Finding("runs folder", "fail", value, "files can be written, synced and renamed", fix)
         return
-    yield Finding("runs folder", "pass", f"{path} is writable{'; without ' if missing else ''}{', '.join(missing)}")
+    yield Finding(
+        "runs folder",
+        "pass",
+        f"{path} is writable{'; without ' if missing else ''}{', '.join(missing)}",
+    )
     yield judged(
         "free space for runs",
         "pass" if free >= _MIN_FREE_BYTES else "warn",
@@ -99,7 +103,11 @@ def check_launcher(variables: Mapping[str, str]) -> Finding:
         launcher = find_rendezvous(variables)
     except InputError as error:
         expected = error.expected or "complete launcher variables"
-        return Finding("launcher", "fail", error.value, expected, error.fix or "unset these variables")
+        return Finding(
+            "launcher", "fail", error.value, expected, error.fix or "unset these variables"
+        )
     if launcher is None:
         return Finding("launcher", "pass", "none; samestep starts the ranks")
-    return Finding("launcher", "pass", f"{launcher.launcher}, rank {launcher.rank} of {launcher.world_size}")
+    return Finding(
+        "launcher", "pass", f"{launcher.launcher}, rank {launcher.rank} of {launcher.world_size}"
+    )

@@ -29,8 +29,14 @@ _EFFECTS = {
     "NVIDIA_TF32_OVERRIDE": (".+", "results change, whatever the recipe says"),
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": (_ON, "results change, whatever the recipe says"),
     "CUBLAS_WORKSPACE_CONFIG": ("(?!:4096:8$|:16:8$).*", "cuBLAS is not deterministic"),
-    SHARE_GPU: ("nccl", "ranks that share a GPU send messages through sockets of NCCL: times of messages mean nothing"),
-    "OMP_PROC_BIND": ("(?i)true|close|master|primary|spread", "ranks may share the processors of their threads"),
+    SHARE_GPU: (
+        "nccl",
+        "ranks that share a GPU send messages through sockets of NCCL: times of messages mean nothing",
+    ),
+    "OMP_PROC_BIND": (
+        "(?i)true|close|master|primary|spread",
+        "ranks may share the processors of their threads",
+    ),
     "GOMP_CPU_AFFINITY": (".+", "ranks may share the processors of their threads"),
 }
 
@@ -38,8 +44,12 @@ _EFFECTS = {
 def check_packages() -> Iterator[Finding]:
     """Check the requirements of the installed packages that runs use."""
     yield Finding("Python", "pass", platform.python_version())
-    versions = {name: installed for name in _PACKAGES if (installed := installed_version(name)) is not None}
-    yield Finding("packages", "pass", ", ".join(f"{name} {installed}" for name, installed in versions.items()))
+    versions = {
+        name: installed for name in _PACKAGES if (installed := installed_version(name)) is not None
+    }
+    yield Finding(
+        "packages", "pass", ", ".join(f"{name} {installed}" for name, installed in versions.items())
+    )
     conflicts = [conflict for name in versions for conflict in _conflicts(name)]
     yield from conflicts
     if not conflicts:
@@ -62,8 +72,8 @@ def _conflicts(package: str) -> Iterator[Finding]:
         if installed is not None and requirement.specifier.contains(installed, prereleases=True):
             continue
         needed = f"{requirement.name}{requirement.specifier}"
-        # Samestep uses all of its own requirements, and compiled operators load only with the torch of their build;
-        # other requirements may never be used.
+        # Samestep uses all of its own requirements, and compiled operators load only with the torch
+        # of their build; other requirements may never be used.
         is_needed = package == "samestep" or needed.startswith("torch==")
         yield Finding(
             f"requirements of {package}",
@@ -101,10 +111,18 @@ def check_variables(variables: Mapping[str, str], processors: int) -> Iterator[F
     for name, (pattern, effect) in _EFFECTS.items():
         value = variables.get(name)
         if value is not None and re.fullmatch(pattern, value.strip()):
-            findings.append(Finding(name, "warn", f"{value}: {effect}", "unset, unless intended", f"unset {name}"))
+            findings.append(
+                Finding(
+                    name, "warn", f"{value}: {effect}", "unset, unless intended", f"unset {name}"
+                )
+            )
     name = "OMP_NUM_THREADS"
     number = variables.get(name, "1").split(",")[0].strip()  # one number per nesting level
     if not number.isdecimal() or not 1 <= int(number) <= processors:
         expected = f"a number between 1 and {processors}, since every rank starts as many; torch uses step.threads"
-        findings.append(Finding(name, "warn", variables[name], expected, f"export {name}=1, or unset {name}"))
-    yield from findings or [Finding("environment variables", "pass", "none changes results or speed")]
+        findings.append(
+            Finding(name, "warn", variables[name], expected, f"export {name}=1, or unset {name}")
+        )
+    yield from findings or [
+        Finding("environment variables", "pass", "none changes results or speed")
+    ]

@@ -25,11 +25,14 @@ class Collective(NamedTuple):
     end: float
 
 
-def phase_seconds(marks: Sequence[tuple[Phase, float]], collectives: Sequence[Collective]) -> PhaseSeconds:
+def phase_seconds(
+    marks: Sequence[tuple[Phase, float]], collectives: Sequence[Collective]
+) -> PhaseSeconds:
     """Return the seconds of each phase of a step. Exposed communication counts only as communication.
 
     Args:
-        marks: phases of the training thread with their begins; the last mark is the end of the step.
+        marks: phases of the training thread with their begins; the last mark is the end of the
+            step.
         collectives: collective operations of the step.
     """
     segments = [(phase, (begin, end)) for (phase, begin), (_, end) in pairwise(marks)]
@@ -38,7 +41,9 @@ def phase_seconds(marks: Sequence[tuple[Phase, float]], collectives: Sequence[Co
     waits += [(begin, end) for is_background, begin, end in collectives if not is_background]
     # Microbatches that are computed concurrently all wait for one collective.
     computing = [interval for phase, interval in segments if phase == "computing"]
-    exposed = union(waits + overlap(computing, [(begin, end) for is_background, begin, end in collectives]))
+    exposed = union(
+        waits + overlap(computing, [(begin, end) for is_background, begin, end in collectives])
+    )
     result: PhaseSeconds = dict.fromkeys(PHASES, 0.0)
     for phase, interval in segments:
         if phase != "communication":
@@ -60,7 +65,9 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def overlap(some: Iterable[Interval], others: Sequence[Interval]) -> list[Interval]:
     """Return the intersection of two unions of intervals as disjoint intervals, in order."""
-    return union((max(begin, start), min(end, stop)) for begin, end in some for start, stop in others)
+    return union(
+        (max(begin, start), min(end, stop)) for begin, end in some for start, stop in others
+    )
 
 
 def length(intervals: Iterable[Interval]) -> float:
@@ -98,8 +105,9 @@ class Measurements:
     def slowest(self) -> SlowestRank | None:
         """The rank that the others wait for; None if no rank stands out.
 
-        All ranks end a step at the same time, so the slowest rank is the one that is busy for longest between the waits
-        of communication. Ranks that are slow in turn are equally busy on average.
+        All ranks end a step at the same time, so the slowest rank is the one that is busy for
+        longest between the waits of communication. Ranks that are slow in turn are equally busy on
+        average.
         """
         if self.size == 1 or not self.is_known_inside:
             return None

@@ -54,7 +54,11 @@ class Script:
 
 
 def profile(
-    subject: Recipe | Script, plan: Plan, processes: int, preload: tuple[str, ...], environment: Mapping[str, str]
+    subject: Recipe | Script,
+    plan: Plan,
+    processes: int,
+    preload: tuple[str, ...],
+    environment: Mapping[str, str],
 ) -> Measurements:
     """Train the steps of a plan on `processes` ranks, which write the traces of the traced steps.
 
@@ -104,7 +108,9 @@ def show(plan: Plan, measured: Measurements) -> None:
         print(f"{'slowest':<12}{_describe_slowest(measured)}")
     print(f"{'written':<12}{plan.folder / 'profile.json'}")
     if plan.traced:
-        print(f"{'traces':<12}{plan.folder / TRACES}: open a file in https://ui.perfetto.dev, or start")
+        print(
+            f"{'traces':<12}{plan.folder / TRACES}: open a file in https://ui.perfetto.dev, or start"
+        )
         print(f"{'':<12}{tensorboard_command(plan.folder / TRACES)}")
 
 

@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.profiler import record_function
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
@@ -48,9 +51,11 @@ class Clock:
 class StepRecorder:
     """Records the steps of the first optimizer that steps in this process, without changes of the loop.
 
-    A step ends with that of the optimizer. Its phases are the wait for data, up to the first forward with gradients;
-    forward with the loss; backward; and the rest, up to the end of the step. A record costs one clock reading, without
-    a wait for the device: some per step, and two per collective. torch's profiler would slow small operators down.
+    A step ends with that of the optimizer. Its phases are the wait for data, up to the first
+    forward with gradients; forward with the loss; backward; and the rest, up to the end of the
+    step. A record costs one clock reading, without
+    a wait for the device: some per step, and two per collective. torch's profiler would slow small
+        operators down.
     """
 
     def __init__(self) -> None:
@@ -120,7 +125,9 @@ class StepRecorder:
         steps = []
         for marks, recorded in self._finished:
             collectives = [c._replace(begin=seconds(c.begin), end=seconds(c.end)) for c in recorded]
-            steps.append(phase_seconds([(phase, seconds(moment)) for phase, moment in marks], collectives))
+            steps.append(
+                phase_seconds([(phase, seconds(moment)) for phase, moment in marks], collectives)
+            )
         return {phase: mean(step[phase] for step in steps) for phase in PHASES}
 
     def _begin_forward(self, module: Any, arguments: Any) -> None:
@@ -163,6 +170,8 @@ class StepRecorder:
 
         def end() -> None:
             if self.is_on:
-                self._collectives.append(Collective(thread != self._thread, begin, self._clock.now()))
+                self._collectives.append(
+                    Collective(thread != self._thread, begin, self._clock.now())
+                )
 
         return end

@@ -75,14 +75,18 @@ class ProfiledSteps(StepRecorder):
             self._profiler.stop()
         if not self.is_stopped:
             phases = all_gather(self.phases(), world)
-            self.measurements = Measurements(phases, is_known_inside=not world.mesh_shape.splits_model)
+            self.measurements = Measurements(
+                phases, is_known_inside=not world.mesh_shape.splits_model
+            )
         world.barrier()  # no rank ends while another needs it
         raise EndOfScript
 
 
 def _torch_profiler(world: World, plan: Plan) -> profile:
     """Return torch's profiler for one warm-up step and the traced steps; its trace is for TensorBoard's plugin."""
-    write = tensorboard_trace_handler(str(plan.folder / TRACES), worker_name=f"rank-{world.rank}", use_gzip=True)
+    write = tensorboard_trace_handler(
+        str(plan.folder / TRACES), worker_name=f"rank-{world.rank}", use_gzip=True
+    )
     return profile(
         activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_accelerator(world.device),
         schedule=schedule(wait=0, warmup=1, active=plan.traced, repeat=1),
@@ -113,7 +117,10 @@ def profile_script(script: Script, plan: Plan) -> Measurements | None:
     process_state.is_experiment = True
     process_state.checkpoint_root = plan.scratch
     process_state.on_world.append(steps.begin_world)
-    with (plan.folder / f"output-{rank}.log").open("w", encoding="utf-8") as output, redirect_stdout(output):
+    with (
+        (plan.folder / f"output-{rank}.log").open("w", encoding="utf-8") as output,
+        redirect_stdout(output),
+    ):
         run_script(script.path, script.arguments)
     if steps.measurements is None and not steps.is_stopped:
         raise InputError(

@@ -16,7 +16,16 @@ from samestep.units import plural
 # Keys of a recipe on which no step depends; nor does one depend on exact strategies.
 _FREE = ("metrics", "best_by", "best_mode")
 # Entries of `environment.json` that belong to one start.
-_OF_START = ("started", "from_step", "sources", "remark", "script", "directory", "started_as", "keep")
+_OF_START = (
+    "started",
+    "from_step",
+    "sources",
+    "remark",
+    "script",
+    "directory",
+    "started_as",
+    "keep",
+)
 
 
 @dataclass(frozen=True)
@@ -35,10 +44,13 @@ def compare_logs(one: Run, other: Run) -> Comparison:
     """Compare recipes, environments and checksums of two runs.
 
     Raises:
-        InputError: the runs have no checksums of the same steps, although their recipes have the same mathematics.
+        InputError: the runs have no checksums of the same steps, although their recipes have the
+        same mathematics.
     """
     lines = differences(one.recipe, other.recipe)
-    keys = (*_FREE, "strategy") if _has_exact_strategy(one) and _has_exact_strategy(other) else _FREE
+    keys = (
+        (*_FREE, "strategy") if _has_exact_strategy(one) and _has_exact_strategy(other) else _FREE
+    )
     free = [line for line in lines if line.partition(":")[0].partition(".")[0] in keys]
     recipe = [line for line in lines if line not in free]
     checksums = one.events.checksums
@@ -63,7 +75,9 @@ def _has_exact_strategy(run: Run) -> bool:
 def no_checksum(problem: str) -> InputError:
     """Return the error of a run without the checksums that a comparison needs."""
     fix = "train with --checksum-every 1"
-    return InputError(problem, "runs of this version, with --checksum-every above 0", fix, code="E_NO_CHECKSUM")
+    return InputError(
+        problem, "runs of this version, with --checksum-every above 0", fix, code="E_NO_CHECKSUM"
+    )
 
 
 def _environment(run: Run) -> dict[str, Any]:
@@ -100,7 +114,9 @@ def replay_and_compare(
     if len(replays) == 2:
         names = replays[0].by_name
         others = replays[1].by_name
-        tensor = next((name for name in {**names, **others} if names.get(name) != others.get(name)), None)
+        tensor = next(
+            (name for name in {**names, **others} if names.get(name) != others.get(name)), None
+        )
         if tensor is not None:
             return replays, Finding(f"step {last}, state after the step: {tensor}", tensor, last)
     return replays, _compare_with_logs(replays)

@@ -26,7 +26,9 @@ class ReplayOptions:
     """Options of replays."""
 
     device: DeviceKind = "auto"
-    accept_changes: bool = False  # whether the user's code may differ from that of the last start of the run
+    accept_changes: bool = (
+        False  # whether the user's code may differ from that of the last start of the run
+    )
     preload: tuple[str, ...] = ()
     environment: Mapping[str, str] | None = None
 
@@ -38,7 +40,9 @@ class Replayed:
     run: str
     processes: int
     first: int = 0  # step of the checkpoint, 0 for the beginning
-    checksums: dict[int, str] = field(default_factory=dict)  # of the logged steps and of the last one
+    checksums: dict[int, str] = field(
+        default_factory=dict
+    )  # of the logged steps and of the last one
     by_name: dict[str, str] = field(default_factory=dict)  # checksum of each part of the last state
     compared: int = 0  # number of steps with a logged checksum
     first_different: int | None = None  # first step whose logged checksum is another one

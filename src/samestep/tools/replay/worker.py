@@ -31,7 +31,9 @@ def replay_recipe(subject: Subject, last: int, options: ReplayOptions) -> Replay
     with start_world(recipe, run_options) as world:
         if world.is_main:
             require_same_code(subject.folder, checkpoint, accept_changes=options.accept_changes)
-        built = build(recipe if checkpoint is None else without_pretrained(recipe), run_options, world)
+        built = build(
+            recipe if checkpoint is None else without_pretrained(recipe), run_options, world
+        )
         if checkpoint is not None:
             _resume(built, subject)
         driver = built.driver
@@ -70,7 +72,9 @@ def _resume(built: Built, subject: Subject) -> None:
         apply_schedule(driver.scheduler)  # as a resumption does
 
 
-def _compare(driver: Driver, end: Cursor, subject: Subject, result: Replayed, *, is_last: bool) -> None:
+def _compare(
+    driver: Driver, end: Cursor, subject: Subject, result: Replayed, *, is_last: bool
+) -> None:
     """Compare the checksum of the state with the logged one; collective as `state_checksum`."""
     step = driver.steps
     logged = subject.checksums.get(step)

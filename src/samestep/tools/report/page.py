@@ -86,9 +86,15 @@ def summary(run: Run) -> dict[str, Any]:
         "train_loss": losses[-1] if losses else None,
         "samples_per_second": float(numpy.median(speed)) if len(steps) else None,
         "best": {"step": best[-1]["step"], **run.evaluation_values(best[-1])} if best else None,
-        "last": {"step": evaluations[-1]["step"], **run.evaluation_values(evaluations[-1])} if evaluations else None,
+        "last": {"step": evaluations[-1]["step"], **run.evaluation_values(evaluations[-1])}
+        if evaluations
+        else None,
         "ranks": [
-            {"rank": log.rank, "data_share": log.mean("data_share"), "wait_share": log.mean("wait_share")}
+            {
+                "rank": log.rank,
+                "data_share": log.mean("data_share"),
+                "wait_share": log.mean("wait_share"),
+            }
             for log in run.ranks
         ],
         "notes": run.remarks,
@@ -102,13 +108,28 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     for number, run in enumerate(runs):
         for name, curve in run.events.curves.items():
             by_curve.setdefault(name, []).append(Series(number, run.name, *curve.points()))
-        points = [(step, run.evaluation_values(event)) for step, event in sorted(run.events.evaluations.items())]
+        points = [
+            (step, run.evaluation_values(event))
+            for step, event in sorted(run.events.evaluations.items())
+        ]
         for name in dict.fromkeys(name for _, values in points for name in values):
-            present = numpy.array([(step, values[name]) for step, values in points if name in values])
+            present = numpy.array(
+                [(step, values[name]) for step, values in points if name in values]
+            )
             by_metric.setdefault(name, []).append(Series(number, run.name, *present.T))
-    results = [Chart(_TITLES.get(name, f"Logged: {name}"), name, curves) for name, curves in by_curve.items()]
-    evaluated = [Chart(f"Evaluation: {name}", name, curves, is_evaluation=True) for name, curves in by_metric.items()]
-    return [chart for chart in (results[0], *evaluated, *results[1:]) if any(len(c.steps) for c in chart.curves)]
+    results = [
+        Chart(_TITLES.get(name, f"Logged: {name}"), name, curves)
+        for name, curves in by_curve.items()
+    ]
+    evaluated = [
+        Chart(f"Evaluation: {name}", name, curves, is_evaluation=True)
+        for name, curves in by_metric.items()
+    ]
+    return [
+        chart
+        for chart in (results[0], *evaluated, *results[1:])
+        if any(len(c.steps) for c in chart.curves)
+    ]
 
 
 def format_number(name: str, value: float, *, is_metric: bool = True) -> str:
@@ -122,7 +143,9 @@ def draw(chart: Chart) -> dict[str, Any]:
     """Return the lines, ticks and numbers of a chart for the template."""
     finite = [numpy.isfinite(curve.values) for curve in chart.curves]
     xs = numpy.concatenate([curve.steps for curve in chart.curves])
-    ys = numpy.concatenate([curve.values[mask] for curve, mask in zip(chart.curves, finite, strict=True)])
+    ys = numpy.concatenate(
+        [curve.values[mask] for curve, mask in zip(chart.curves, finite, strict=True)]
+    )
     left = xs.min()
     right = max(xs.max(), xs.min() + 1)
     low, high = (ys.min(), ys.max()) if len(ys) else (0.0, 1.0)
@@ -142,11 +165,26 @@ def draw(chart: Chart) -> dict[str, Any]:
         values = curve.values[mask]
         lines += [(curve.run, kind, pixels(*points)) for kind, points in reduced(steps, values)]
         statistics = (values[-1], values.min(), values.max()) if len(values) else ()
-        texts = [format_number(chart.name, float(value), is_metric=chart.is_evaluation) for value in statistics]
+        texts = [
+            format_number(chart.name, float(value), is_metric=chart.is_evaluation)
+            for value in statistics
+        ]
         rows.append((curve.run, curve.name, texts, int((~mask).sum())))
-    x_ticks = [(pixels(numpy.array([x]), numpy.array([low])).split(",")[0], f"{x:,.0f}") for x in ticks(left, right)]
-    y_ticks = [(pixels(numpy.array([left]), numpy.array([y])).split(",")[1], f"{y:.6g}") for y in ticks(low, high)]
-    return {"title": chart.title, "lines": lines, "rows": rows, "x_ticks": x_ticks, "y_ticks": y_ticks}
+    x_ticks = [
+        (pixels(numpy.array([x]), numpy.array([low])).split(",")[0], f"{x:,.0f}")
+        for x in ticks(left, right)
+    ]
+    y_ticks = [
+        (pixels(numpy.array([left]), numpy.array([y])).split(",")[1], f"{y:.6g}")
+        for y in ticks(low, high)
+    ]
+    return {
+        "title": chart.title,
+        "lines": lines,
+        "rows": rows,
+        "x_ticks": x_ticks,
+        "y_ticks": y_ticks,
+    }
 
 
 def reduced(steps: Floats, values: Floats) -> list[tuple[str, tuple[Floats, Floats]]]:
@@ -155,7 +193,11 @@ def reduced(steps: Floats, values: Floats) -> list[tuple[str, tuple[Floats, Floa
         return [("line", (steps, values))]
     bounds = numpy.linspace(0, len(steps), _BUCKETS + 1).astype(int)
     buckets = [slice(begin, end) for begin, end in pairwise(bounds.tolist())]
-    extremes = {bucket.start + int(find(values[bucket])) for bucket in buckets for find in (numpy.argmin, numpy.argmax)}
+    extremes = {
+        bucket.start + int(find(values[bucket]))
+        for bucket in buckets
+        for find in (numpy.argmin, numpy.argmax)
+    }
     chosen = sorted(extremes)
     middles = numpy.array([steps[bucket].mean() for bucket in buckets])
     means = numpy.array([values[bucket].mean() for bucket in buckets])
@@ -167,4 +209,7 @@ def ticks(least: float, most: float) -> list[float]:
     rough = (most - least) / 5
     power = 10.0 ** numpy.floor(numpy.log10(rough))
     step = power * next(factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-    return [float(number * step) for number in range(int(numpy.ceil(least / step)), int(most / step + 1e-9) + 1)]
+    return [
+        float(number * step)
+        for number in range(int(numpy.ceil(least / step)), int(most / step + 1e-9) + 1)
+    ]

@@ -96,7 +96,9 @@ class EventLog:
         step = parse_count(event.get("step"))
         if not isinstance(kind, str) or (kind in ("step", "evaluation", "resume") and step is None):
             return False
-        if kind == "step" and any(name in event and parse_count(event[name]) is None for name in _COUNTS):
+        if kind == "step" and any(
+            name in event and parse_count(event[name]) is None for name in _COUNTS
+        ):
             return False
         self.end = event if kind in ("end", "failure") else None
         if step is not None:
@@ -170,7 +172,10 @@ def _read_rank(rank: int, path: Path) -> RankLog:
     log = RankLog(rank, unreadable=unreadable)
     previous: dict[str, Any] = {}
     for line in lines:
-        is_same_process = (line.get("pid"), line.get("host")) == (previous.get("pid"), previous.get("host"))
+        is_same_process = (line.get("pid"), line.get("host")) == (
+            previous.get("pid"),
+            previous.get("host"),
+        )
         seconds = max(0.0, line["time"] - previous["time"]) if is_same_process and previous else 0.0
         log.seconds += seconds
         for name in ("data_share", "wait_share", "cpu_percent", "samples_per_second"):
@@ -211,7 +216,11 @@ class Run:
 
     def evaluation_values(self, event: Mapping[str, Any] | None) -> dict[str, float]:
         """Return the loss and the metrics of an evaluation, without values that are no numbers."""
-        values = {name: parse_number(value) for name, value in (event or {}).items() if name not in _NOT_METRICS}
+        values = {
+            name: parse_number(value)
+            for name, value in (event or {}).items()
+            if name not in _NOT_METRICS
+        }
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -224,10 +233,17 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     resolved = [folder.resolve() for folder in folders]
     for number, folder in enumerate(resolved):
         if folder in resolved[:number]:
-            raise InputError(f"{folders[number]} is listed twice", expected="each run once", fix="remove one of them")
+            raise InputError(
+                f"{folders[number]} is listed twice",
+                expected="each run once",
+                fix="remove one of them",
+            )
     names = [folder.name for folder in resolved]
     is_unique = len(set(names)) == len(names)
-    return [read_run(folder, name if is_unique else str(folder)) for folder, name in zip(folders, names, strict=True)]
+    return [
+        read_run(folder, name if is_unique else str(folder))
+        for folder, name in zip(folders, names, strict=True)
+    ]
 
 
 def read_run(folder: Path, name: str) -> Run:
@@ -252,8 +268,15 @@ def read_run(folder: Path, name: str) -> Run:
         starts: list[dict[str, Any]] = []
         with suppress(FileNotFoundError, ValueError):  # missing, or damaged
             starts = read_objects(folder / "environment.json")
-        logs = {"events.jsonl": events.unreadable, **{f"ranks/rank-{log.rank}.jsonl": log.unreadable for log in ranks}}
-        remarks = [f"{file}: {plural(count, 'unreadable line')} skipped" for file, count in logs.items() if count]
+        logs = {
+            "events.jsonl": events.unreadable,
+            **{f"ranks/rank-{log.rank}.jsonl": log.unreadable for log in ranks},
+        }
+        remarks = [
+            f"{file}: {plural(count, 'unreadable line')} skipped"
+            for file, count in logs.items()
+            if count
+        ]
         recipe = events.config if is_loop else recipe
         text = to_json(recipe) if is_loop else path.read_text(encoding="utf-8")
     return Run(folder, name, recipe, text, starts, events, ranks, remarks)

@@ -1,7 +1,7 @@
 """Attribution of a difference to a cause, by experiments.
 
-Each experiment repeats both runs with one quantity held constant. The quantity is the cause if the difference
-disappears, and is not if the difference remains.
+Each experiment repeats both runs with one quantity held constant. The quantity is the cause if the
+difference disappears, and is not if the difference remains.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ from typing import Any
 
 from samestep.launcher.failure import Failure
 from samestep.tools.verify.causes import Cause, Finding
-from samestep.tools.verify.compare import TEXTS, Comparison, Difference, Tolerance, compare, first_of
+from samestep.tools.verify.compare import (
+    TEXTS,
+    Comparison,
+    Difference,
+    Tolerance,
+    compare,
+    first_of,
+)
 from samestep.tools.verify.trials import PLAIN, Note, Record, TrialRunner, described
 
 # Errors of a rank that performs other operations than the others.
@@ -32,7 +39,8 @@ _GENERATORS = "random generators"
 _ROUNDING = 1e-9
 # Rounding of a norm in float32 is far below, and any two of the compared factors are far apart.
 _SAME_RATIO = 1e-4
-# Causes of a difference between two equal runs, in quantities that are computed from the seed without arithmetic.
+# Causes of a difference between two equal runs, in quantities that are computed from the seed
+# without arithmetic.
 _UNSEEDED_CAUSES = {
     "order": Cause.DATA_ORDER,
     "arguments": Cause.DATA_ORDER,
@@ -57,7 +65,9 @@ class Attribution:
         tolerance: of rounding; None for equal bits.
     """
 
-    def __init__(self, runner: TrialRunner, reference: Record, other: Record, tolerance: Tolerance | None) -> None:
+    def __init__(
+        self, runner: TrialRunner, reference: Record, other: Record, tolerance: Tolerance | None
+    ) -> None:
         self._runner = runner
         self._reference = reference
         self._other = other
@@ -78,7 +88,11 @@ class Attribution:
             self._other = alone if first is not None else self._other
         if first is None or first.stage in ("steps", "calls"):
             return self._end_of_run(first)
-        finding = self._check_repetition(first) or self._check_options(first) or self._check_rounding(first)
+        finding = (
+            self._check_repetition(first)
+            or self._check_options(first)
+            or self._check_rounding(first)
+        )
         return finding or self._by_stage(first)
 
     def _by_stage(self, first: Difference) -> Finding:
@@ -144,18 +158,26 @@ class Attribution:
             return self._repeat_in_double(first, evidence)
         if first.stage == "before":
             cause = Cause.INITIAL_WEIGHTS if first.step <= 1 else Cause.UNSYNCHRONISED
-            return Finding(cause, first, (evidence, "the state is not seeded, or changes between steps"))
+            return Finding(
+                cause, first, (evidence, "the state is not seeded, or changes between steps")
+            )
         cause = _UNSEEDED_CAUSES.get(first.stage, Cause.UNKNOWN)
         return Finding(cause, first, (evidence, "this does not depend on the seed alone"))
 
     def _repeat_in_double(self, first: Difference, evidence: str) -> Finding:
         """Return the cause of different arithmetic in two equal runs: the order of sums, or random numbers."""
         exact = self._runner.run(self._one, double=True)
-        size = _largest_distance(compare(exact, self._runner.repeat(exact, double=True), None), first.step)
+        size = _largest_distance(
+            compare(exact, self._runner.repeat(exact, double=True), None), first.step
+        )
         if size < _ROUNDING:
             rounding = f"in float64 the distance is at most {size:.1e}: rounding, in another order each time"
             return Finding(Cause.KERNEL, first, (evidence, rounding))
-        return Finding(Cause.MODEL_RANDOM, first, (evidence, f"in float64 the distance is {size:.1e}: not rounding"))
+        return Finding(
+            Cause.MODEL_RANDOM,
+            first,
+            (evidence, f"in float64 the distance is {size:.1e}: not rounding"),
+        )
 
     def _check_rounding(self, first: Difference) -> Finding | None:
         """Return a finding if equal bits are required of a fast reduction."""
@@ -176,7 +198,12 @@ class Attribution:
         for ours, theirs in zip(self._reference.modules, self._other.modules, strict=False):
             for key, cause in _OPTION_CAUSES.items():
                 values = ours["options"].get(key), theirs["options"].get(key)
-                if values[0] != values[1] and first.stage in ("outputs", "loss", "gradients", "after"):
+                if values[0] != values[1] and first.stage in (
+                    "outputs",
+                    "loss",
+                    "gradients",
+                    "after",
+                ):
                     evidence = f"samestep.parallel has {key}={values[0]!r} and {key}={values[1]!r}"
                     return Finding(cause, first, (evidence,))
         return None
@@ -188,8 +215,13 @@ class Attribution:
         is_stuck = any(note["kind"] == "stuck" for notes in self._other.events for note in notes)
         is_other_path = first is not None and first.stage == "calls" and first.ranks is not None
         if is_stuck or is_other_path or (failure is not None and failure.kind in _DESYNC_ERRORS):
-            steps = [len([note for note in notes if note["kind"] == "step"]) for notes in self._other.events]
-            counts = ", ".join(f"rank {rank} made {number} steps" for rank, number in enumerate(steps))
+            steps = [
+                len([note for note in notes if note["kind"] == "step"])
+                for notes in self._other.events
+            ]
+            counts = ", ".join(
+                f"rank {rank} made {number} steps" for rank, number in enumerate(steps)
+            )
             return Finding(Cause.DIVERGED, first, (counts, *error))
         if failure is not None and _GENERATORS in failure.title:
             return Finding(Cause.MODEL_RANDOM, first, error)
@@ -206,15 +238,24 @@ class Attribution:
                 return Finding(Cause.LAST_BATCH, first, (evidence,))
         if failure is not None:
             return Finding(Cause.FAILED, first, error)
-        return Finding(Cause.DATA_ORDER, first, (f"{len(self._reference.steps)} and {len(self._other.steps)} steps",))
+        return Finding(
+            Cause.DATA_ORDER,
+            first,
+            (f"{len(self._reference.steps)} and {len(self._other.steps)} steps",),
+        )
 
     def _order(self, first: Difference) -> Finding:
         """Return the cause of different indices: another last batch of the epoch, or another order."""
         assert first.number is not None
         notes = self._notes(first)
-        batches = [note["batches"][first.number] for note in notes if first.number < len(note["batches"])]
+        batches = [
+            note["batches"][first.number] for note in notes if first.number < len(note["batches"])
+        ]
         evidence = (first.detail, *_failure_text(self._other.failure))
-        is_last = any(batch["is_last"] for batch in batches) and (first.step, first.number) != (1, 0)
+        is_last = any(batch["is_last"] for batch in batches) and (first.step, first.number) != (
+            1,
+            0,
+        )
         if is_last and first.ranks is None and len(batches) == 2:
             earlier = "all earlier steps have equal samples; this step has"
             return Finding(Cause.LAST_BATCH, first, (f"{earlier} {first.detail}",))
@@ -225,7 +266,10 @@ class Attribution:
         assert first.number is not None
         ours, theirs = (note["batches"][first.number] for note in self._notes(first))
         repeated = self._runner.run(1, repeat_samples=True).folder
-        for file, action, kind in (("differing", "read", "samples"), ("collated", "collated", "batches")):
+        for file, action, kind in (
+            ("differing", "read", "samples"),
+            ("collated", "collated", "batches"),
+        ):
             differing = repeated / f"{file}.txt"
             if differing.exists():
                 number = len(set(differing.read_text(encoding="utf-8").split()))
@@ -243,7 +287,11 @@ class Attribution:
         if ours["targets"] != theirs["targets"]:
             evidence = "targets differ together with inputs: equal indices stand for other samples of the dataset"
             return Finding(Cause.DATA_ORDER, first, (equal, evidence))
-        return Finding(Cause.AUGMENTATION, first, (equal, "samples depend on the process or on the time of its start"))
+        return Finding(
+            Cause.AUGMENTATION,
+            first,
+            (equal, "samples depend on the process or on the time of its start"),
+        )
 
     def _arguments(self, first: Difference) -> Finding:
         """Return the cause of other arguments of a call although batches and earlier calls are equal."""
@@ -260,22 +308,26 @@ class Attribution:
         return Finding(Cause.SETTINGS, first, (f"settings of the step differ: {first.detail}",))
 
     def _forward(self, first: Difference) -> Finding:
-        seen = (
-            f"arguments and weights are equal; the outputs of call {(first.number or 0) + 1} of {first.module} differ"
+        seen = f"arguments and weights are equal; the outputs of call {(first.number or 0) + 1} of {first.module} differ"
+        is_local = any(
+            note["options"].get("batch_norm") == "local" for note in self._reference.modules
         )
-        is_local = any(note["options"].get("batch_norm") == "local" for note in self._reference.modules)
         finding = self._threads(first, seen)
         if finding is None and is_local:
             evidence = (seen, "samestep.parallel has batch_norm='local'")
             finding = self._experiment(first, Cause.BATCH_NORM, evidence, without_norms=True)
-        finding = finding or self._experiment(first, Cause.MODEL_RANDOM, (seen,), seed_generators=True)
+        finding = finding or self._experiment(
+            first, Cause.MODEL_RANDOM, (seen,), seed_generators=True
+        )
         finding = finding or self._experiment(first, Cause.MODEL_RANDOM, (seen,), eval_mode=True)
         return finding or Finding(Cause.UNKNOWN, first, (seen, *self._float64_text(first)))
 
     def _loss(self, first: Difference) -> Finding:
         seen = "arguments, weights and outputs of all calls are equal, the loss differs"
         finding = self._threads(first, seen)
-        return finding or Finding(Cause.LOSS, first, (seen, first.detail, *self._float64_text(first)))
+        return finding or Finding(
+            Cause.LOSS, first, (seen, first.detail, *self._float64_text(first))
+        )
 
     def _backward(self, first: Difference) -> Finding:
         seen = "outputs of all calls and losses are equal, the gradient differs"
@@ -283,9 +335,15 @@ class Attribution:
         if finding is not None:
             return finding
         if first.ranks is not None:
-            return Finding(Cause.UNSYNCHRONISED, first, (seen, "ranks changed it after the backward"))
+            return Finding(
+                Cause.UNSYNCHRONISED, first, (seen, "ranks changed it after the backward")
+            )
         size = self._float64_distance(first)
-        return Finding(Cause.REDUCTION if size < _ROUNDING else Cause.UNKNOWN, first, (seen, _rounding_text(size)))
+        return Finding(
+            Cause.REDUCTION if size < _ROUNDING else Cause.UNKNOWN,
+            first,
+            (seen, _rounding_text(size)),
+        )
 
     def _scale(self, first: Difference, seen: str) -> Finding | None:
         """Return a finding if the gradient is that of the reference times a power of the number of processes."""
@@ -304,19 +362,25 @@ class Attribution:
     def _state(self, first: Difference) -> Finding:
         """Return the cause of a state that differs before or after a step with equal gradients."""
         if first.stage == "before" and first.step <= 1:
-            return Finding(Cause.INITIAL_WEIGHTS, first, ("weights or buffers differ before the first step",))
+            return Finding(
+                Cause.INITIAL_WEIGHTS, first, ("weights or buffers differ before the first step",)
+            )
         if first.stage == "before":
             seen = f"equal after step {first.step - 1}; changed between two steps"
         else:
             seen = "gradients and losses are equal, the state after the step differs"
         kind = "tensor of the optimizer state"
         if first.stage != "optimizer":
-            weights = {name for notes in self._reference.steps.values() for name in notes[0]["weights"]}
+            weights = {
+                name for notes in self._reference.steps.values() for name in notes[0]["weights"]
+            }
             kind = "parameter" if first.tensor in weights else "buffer"
         return Finding(Cause.UNSYNCHRONISED, first, (seen, f"{first.tensor} is a {kind}"))
 
     def _printed(self, first: Difference) -> Finding:
-        evidence = ("weights, losses and outputs of all calls are equal, but not what rank 0 prints or writes",)
+        evidence = (
+            "weights, losses and outputs of all calls are equal, but not what rank 0 prints or writes",
+        )
         return Finding(Cause.EVALUATION, first, (*evidence, first.detail))
 
     def _threads_differ(self, first: Difference) -> str | None:
@@ -338,14 +402,20 @@ class Attribution:
             return None  # ranks and threads both change the order of sums
         return self._experiment(first, Cause.THREADS, (seen, counts), single_thread=True)
 
-    def _experiment(self, first: Difference, cause: Cause, evidence: tuple[str, ...], **changes: Any) -> Finding | None:
+    def _experiment(
+        self, first: Difference, cause: Cause, evidence: tuple[str, ...], **changes: Any
+    ) -> Finding | None:
         """Return the cause if, under the intervention, the difference disappears or only a later one remains."""
         remaining = self._compare_under(**changes).first
         if remaining is not None and remaining.order_key <= first.order_key:
             return None
         one = described(PLAIN) if self._one == PLAIN else self._one
         runs = f"{one} and {described(self._many)}"
-        result = f"{runs} are equal" if remaining is None else f"{runs} differ later only: {remaining.location}"
+        result = (
+            f"{runs} are equal"
+            if remaining is None
+            else f"{runs} differ later only: {remaining.location}"
+        )
         return Finding(cause, first, (*evidence, f"{_EXPERIMENTS[cause]}, {result}"))
 
     def _compare_under(self, **changes: Any) -> Comparison:

@@ -1,7 +1,8 @@
 """Comparison of two trials: equal quantities, distances and the first difference.
 
-Differences are ordered by cause and effect: state before the step, batches, rates, calls in order, losses, gradients,
-state after the step. So the first difference is never a consequence of another one in the list.
+Differences are ordered by cause and effect: state before the step, batches, rates, calls in order,
+losses, gradients, state after the step. So the first difference is never a consequence of another
+one in the list.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 from samestep.tools.verify.printed import Printed, differing_lines
 from samestep.tools.verify.trials import Note, Record, described
 
-# Stages in the order of cause and effect, as named in a location. Those of calls are ordered by call first.
+# Stages in the order of cause and effect, as named in a location. Those of calls are ordered by
+# call first.
 STAGES = {
     "before": "before the step",
     "order": "order of samples",
@@ -56,8 +58,9 @@ QUANTITIES = {
 }
 # Quantities of the stages that are not named like one.
 _QUANTITY_OF_STAGE = {"settings": "rates", "steps": "order", "calls": "arguments"}
-# A difference within rounding is at most this factor above that of a run with perturbed weights: another sum of n terms
-# has an error of about the square root of n units in the last place, the perturbation one.
+# A difference within rounding is at most this factor above that of a run with perturbed weights:
+# another sum of n terms has an error of about the square root of n units in the last place, the
+# perturbation one.
 _FACTOR = 16.0
 
 
@@ -66,9 +69,11 @@ class Tolerance:
     """Largest difference that is rounding, by quantity and step.
 
     Attributes:
-        distances: distances of a run with weights moved by a unit in the last place before each step.
-        eps: unit in the last place of the weights. At most half of the digits can differ: a decision of the model, such
-            as that of a ReLU, can turn any rounding into a large difference, which float64 tells from a mistake.
+        distances: distances of a run with weights moved by a unit in the last place before each
+            step.
+        eps: unit in the last place of the weights. At most half of the digits can differ: a
+            decision of the model, such as that of a ReLU, can turn any rounding into a large
+            difference, which float64 tells from a mistake.
     """
 
     distances: Mapping[str, Mapping[int, float]]
@@ -80,9 +85,15 @@ class Tolerance:
         result = compare(reference, perturbed, None)
         distances: dict[str, dict[int, float]] = {}
         for difference in result.differences:
-            if difference.distance is not None and math.isfinite(difference.distance) and difference.ranks is None:
+            if (
+                difference.distance is not None
+                and math.isfinite(difference.distance)
+                and difference.ranks is None
+            ):
                 by_step = distances.setdefault(difference.quantity, {})
-                by_step[difference.step] = max(by_step.get(difference.step, 0.0), difference.distance)
+                by_step[difference.step] = max(
+                    by_step.get(difference.step, 0.0), difference.distance
+                )
         return cls(distances, float(reference.end.get("eps", 0.0)))
 
     def at(self, quantity: str, step: int) -> float:
@@ -94,7 +105,9 @@ class Tolerance:
 
     def data(self) -> dict[str, str]:
         """Return the largest tolerance of each quantity as text."""
-        return {QUANTITIES[quantity]: f"{self.at(quantity, 2**62):.1e}" for quantity in self.distances}
+        return {
+            QUANTITIES[quantity]: f"{self.at(quantity, 2**62):.1e}" for quantity in self.distances
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +121,9 @@ class Difference:
     module: str | None = None
     tensor: str | None = None  # name of the tensor in the model or the optimizer
     ranks: tuple[int, int] | None = None  # of the second trial, for a difference between its ranks
-    distance: float | None = None  # largest difference relative to the largest element; None if only bits were compared
+    distance: float | None = (
+        None  # largest difference relative to the largest element; None if only bits were compared
+    )
     detail: str = ""  # both values, if they are short
     fails: bool = True  # whether the distance is beyond the tolerance, or not measured
 
@@ -123,7 +138,11 @@ class Difference:
     @property
     def location(self) -> str:
         """Location as text: `step 2, call 1 of Net, outputs`."""
-        words = [] if self.stage in TEXTS else [f"step {self.step}" if self.step else "samestep.parallel"]
+        words = (
+            []
+            if self.stage in TEXTS
+            else [f"step {self.step}" if self.step else "samestep.parallel"]
+        )
         if self.module is not None and self.number is not None:
             words.append(f"call {self.number + 1} of {self.module}")
         elif self.number is not None and self.stage in ("order", "inputs", "targets"):
@@ -148,7 +167,9 @@ class Comparison:
 
     label: str  # description of the second trial
     differences: list[Difference] = field(default_factory=list)  # differences of any size
-    compared: Counter[str] = field(default_factory=Counter)  # number of compared values, by quantity
+    compared: Counter[str] = field(
+        default_factory=Counter
+    )  # number of compared values, by quantity
 
     @property
     def failing(self) -> list[Difference]:
@@ -173,7 +194,11 @@ class Comparison:
 
     def distance(self, quantity: str) -> float | None:
         """Return the largest measured distance, within the tolerance or not."""
-        sizes = [difference.distance for difference in self.differences if difference.quantity == quantity]
+        sizes = [
+            difference.distance
+            for difference in self.differences
+            if difference.quantity == quantity
+        ]
         return max((size for size in sizes if size is not None), default=None)
 
 
@@ -181,7 +206,9 @@ def accepted(comparison: Comparison, exact: Comparison) -> Comparison:
     """Return a comparison with rounding as measured differences, since those in float64 (`exact`) are within it."""
     if exact.failing or any(difference.distance is None for difference in comparison.failing):
         return comparison
-    return replace(comparison, differences=[replace(one, fails=False) for one in comparison.differences])
+    return replace(
+        comparison, differences=[replace(one, fails=False) for one in comparison.differences]
+    )
 
 
 def first_of(differences: list[Difference]) -> Difference | None:
@@ -190,7 +217,10 @@ def first_of(differences: list[Difference]) -> Difference | None:
 
 
 def compare(
-    reference: Record, other: Record, tolerance: Tolerance | None, texts: Mapping[str, Printed] | None = None
+    reference: Record,
+    other: Record,
+    tolerance: Tolerance | None,
+    texts: Mapping[str, Printed] | None = None,
 ) -> Comparison:
     """Compare `other` with `reference`, bit for bit or within a tolerance; also the ranks of `other`, bit for bit.
 
@@ -214,21 +244,33 @@ def compare(
                 actual = _without_evaluation(actual)
             comparer.compare_steps(one, actual)
         elif other.failure is None or number not in reference.steps:
-            comparer.add("steps", detail="missing" if number in reference.steps else "absent from the reference")
+            comparer.add(
+                "steps",
+                detail="missing" if number in reference.steps else "absent from the reference",
+            )
         if number in other.steps:
             comparer.compare_ranks(other.steps[number])
     _compare_modules(result, reference, other)
     _compare_ends(result, reference, other, tolerance, weights)
-    for stage, printed in (texts or {}).items() if not other.label and other.failure is None else ():
+    for stage, printed in (
+        (texts or {}).items() if not other.label and other.failure is None else ()
+    ):
         comparer = _Comparer(result, weights, tolerance, max(reference.steps, default=0) + 2)
         result.compared[stage] += printed.count if stage == "printed" else len(printed.lines)
-        for detail, size in differing_lines(printed, other.texts[stage], is_exact=tolerance is None):
+        for detail, size in differing_lines(
+            printed, other.texts[stage], is_exact=tolerance is None
+        ):
             comparer.add(stage, size, detail=detail)
     return result
 
 
 def _without_evaluation(note: Note) -> Note:
-    return {**note, **{key: [one for one in note[key] if not one["evaluation"]] for key in ("batches", "calls")}}
+    return {
+        **note,
+        **{
+            key: [one for one in note[key] if not one["evaluation"]] for key in ("batches", "calls")
+        },
+    }
 
 
 def _weights(record: Record) -> Collection[str]:
@@ -240,7 +282,9 @@ def _compare_modules(result: Comparison, reference: Record, other: Record) -> No
     comparer = _Comparer(result, (), None, 0)
     ranks = [other.notes("module", rank) for rank in range(len(other.events))]
     for number, note in enumerate(reference.modules):
-        present = [notes[number] for notes in ranks if number < len(notes)] if not other.label else []
+        present = (
+            [notes[number] for notes in ranks if number < len(notes)] if not other.label else []
+        )
         for rank, one in enumerate(present):
             expected = note if rank == 0 else present[0]
             pair = (0, rank) if rank else None
@@ -248,7 +292,11 @@ def _compare_modules(result: Comparison, reference: Record, other: Record) -> No
 
 
 def _compare_ends(
-    result: Comparison, reference: Record, other: Record, tolerance: Tolerance | None, weights: Collection[str]
+    result: Comparison,
+    reference: Record,
+    other: Record,
+    tolerance: Tolerance | None,
+    weights: Collection[str],
 ) -> None:
     """Compare the events after the last step, or before a failure."""
     ends = [
@@ -271,7 +319,9 @@ def _compare_ends(
 class _Comparer:
     """Adds the differences of one step to a comparison."""
 
-    def __init__(self, result: Comparison, weights: Collection[str], tolerance: Tolerance | None, step: int) -> None:
+    def __init__(
+        self, result: Comparison, weights: Collection[str], tolerance: Tolerance | None, step: int
+    ) -> None:
         self._result = result
         self._compared = result.compared
         self._weights = weights
@@ -281,14 +331,20 @@ class _Comparer:
     def add(self, stage: str, distance: float | None = None, **fields: Any) -> None:
         """Add a difference, which fails unless its distance is measured and within the tolerance."""
         fields.setdefault("quantity", _QUANTITY_OF_STAGE.get(stage, stage))
-        allowed = -1.0 if self._tolerance is None else self._tolerance.at(fields["quantity"], self._step)
+        allowed = (
+            -1.0 if self._tolerance is None else self._tolerance.at(fields["quantity"], self._step)
+        )
         fails = distance is None or not distance <= allowed
-        difference = Difference(stage=stage, step=self._step, distance=distance, fails=fails, **fields)
+        difference = Difference(
+            stage=stage, step=self._step, distance=distance, fails=fails, **fields
+        )
         self._result.differences.append(difference)
 
     def compare_steps(self, one: Note, other: Note, *, is_partial: bool = False) -> None:
         """Compare a step of two trials; `is_partial` if the second trial failed in it."""
-        if self._tolerance is None or self._step == 1:  # otherwise weights differ within the tolerance
+        if (
+            self._tolerance is None or self._step == 1
+        ):  # otherwise weights differ within the tolerance
             self.compare_tensors("before", one, other, {})
         for batch in other["batches"]:
             self._compared["order"] += batch["size"]
@@ -300,12 +356,16 @@ class _Comparer:
         for rank, note in enumerate(notes[1:], start=1):
             self.compare_pair(notes[0], note, (0, rank))
 
-    def compare_pair(self, one: Note, other: Note, ranks: tuple[int, int], *, is_partial: bool = False) -> None:
+    def compare_pair(
+        self, one: Note, other: Note, ranks: tuple[int, int], *, is_partial: bool = False
+    ) -> None:
         """Compare a step of two ranks."""
         self.compare_tensors("before", one, other, {}, ranks=ranks)
         self._compare(one, other, ranks, is_partial)
 
-    def _compare(self, one: Note, other: Note, ranks: tuple[int, int] | None, is_partial: bool) -> None:
+    def _compare(
+        self, one: Note, other: Note, ranks: tuple[int, int] | None, is_partial: bool
+    ) -> None:
         """Compare the entries of both notes, in the order of cause and effect."""
         self._batches(one["batches"], other["batches"], ranks, is_partial)
         for stage in ("settings", "rates"):
@@ -314,11 +374,17 @@ class _Comparer:
         distances = other["distances"] if ranks is None else {}
         self._calls(one["calls"], other["calls"], distances, ranks, is_partial)
         self._losses(one["losses"], other["losses"], ranks)
-        for stage, kind in (("gradients", "gradients"), ("after", "state"), ("optimizer", "optimizer")):
+        for stage, kind in (
+            ("gradients", "gradients"),
+            ("after", "state"),
+            ("optimizer", "optimizer"),
+        ):
             if stage in one and stage in other:
                 self.compare_tensors(stage, one, other, distances.get(kind, {}), ranks)
 
-    def _batches(self, one: list[Note], other: list[Note], ranks: tuple[int, int] | None, is_partial: bool) -> None:
+    def _batches(
+        self, one: list[Note], other: list[Note], ranks: tuple[int, int] | None, is_partial: bool
+    ) -> None:
         for number, (batch, actual) in enumerate(zip_longest(one, other)):
             if batch is None or actual is None:
                 if not is_partial:
@@ -349,10 +415,16 @@ class _Comparer:
         for number, (call, actual) in enumerate(zip_longest(one, other)):
             if call is None or actual is None:
                 if not is_partial:
-                    self.add("calls", number=number, detail=f"{len(one)} calls and {len(other)}", ranks=ranks)
+                    self.add(
+                        "calls",
+                        number=number,
+                        detail=f"{len(one)} calls and {len(other)}",
+                        ranks=ranks,
+                    )
                 return
             names = [
-                f"{note['module']} in {'evaluation' if note['evaluation'] else 'training'}" for note in (call, actual)
+                f"{note['module']} in {'evaluation' if note['evaluation'] else 'training'}"
+                for note in (call, actual)
             ]
             if names[0] != names[1]:
                 self.add("calls", number=number, detail=f"{names[0]} and {names[1]}", ranks=ranks)
@@ -364,10 +436,19 @@ class _Comparer:
                 self._compared[quantity] += ranks is None
                 if call[stage] != actual[stage]:
                     sizes = [
-                        size for name, size in distances.get(stage, {}).items() if name.partition("/")[0] == call["key"]
+                        size
+                        for name, size in distances.get(stage, {}).items()
+                        if name.partition("/")[0] == call["key"]
                     ]
                     size = max(sizes, default=None)
-                    self.add(stage, size, quantity=quantity, number=number, module=call["module"], ranks=ranks)
+                    self.add(
+                        stage,
+                        size,
+                        quantity=quantity,
+                        number=number,
+                        module=call["module"],
+                        ranks=ranks,
+                    )
 
     def _losses(self, one: list[float], other: list[float], ranks: tuple[int, int] | None) -> None:
         for value, other_value in zip(one, other, strict=False):
@@ -378,7 +459,12 @@ class _Comparer:
                 self.add("loss", distance, detail=detail, ranks=ranks)
 
     def compare_tensors(
-        self, stage: str, one: Note, other: Note, distances: Mapping[str, float], ranks: tuple[int, int] | None = None
+        self,
+        stage: str,
+        one: Note,
+        other: Note,
+        distances: Mapping[str, float],
+        ranks: tuple[int, int] | None = None,
     ) -> None:
         """Compare tensors by hashes; `distances` has the distances of those that differ, if they were measured."""
         digests = one[stage] or {}
@@ -386,7 +472,11 @@ class _Comparer:
         if stage == "before" and not (digests and other_digests):
             return
         for name in sorted({*digests, *other_digests}):
-            quantity = stage if stage in QUANTITIES else ("weights" if name in self._weights else "buffers")
+            quantity = (
+                stage
+                if stage in QUANTITIES
+                else ("weights" if name in self._weights else "buffers")
+            )
             if stage != "before":
                 self._compared[quantity] += ranks is None
             if digests.get(name) != other_digests.get(name):

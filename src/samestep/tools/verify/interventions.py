@@ -53,8 +53,12 @@ class ModelInterventions:
     def __init__(self, interventions: Interventions, accuracy: float) -> None:
         self._interventions = interventions
         self._accuracy = accuracy
-        self._generator = torch.Generator().manual_seed(_PERTURBATION_SEED)  # the script's streams stay as they are
-        self._unperturbed: dict[torch.Tensor, torch.Tensor] = {}  # values of parameters until the step
+        self._generator = torch.Generator().manual_seed(
+            _PERTURBATION_SEED
+        )  # the script's streams stay as they are
+        self._unperturbed: dict[
+            torch.Tensor, torch.Tensor
+        ] = {}  # values of parameters until the step
 
     def prepare(self, module: nn.Module) -> None:
         """Change a module before its first call."""
@@ -64,7 +68,9 @@ class ModelInterventions:
             self._perturb([*module.parameters()])
 
     @contextmanager
-    def call(self, module: nn.Module, inputs: tuple[Any, Any], step: int, number: int) -> Iterator[tuple[Any, Any]]:
+    def call(
+        self, module: nn.Module, inputs: tuple[Any, Any], step: int, number: int
+    ) -> Iterator[tuple[Any, Any]]:
         """Yield the arguments of a call; modes of the module are restored after the block."""
         modes = [(part, part.training) for part in module.modules()]
         self._perturb_until_step(module)
@@ -105,7 +111,9 @@ class ModelInterventions:
         if torch.is_autocast_enabled(kind):
             accuracy = max(accuracy, torch.finfo(torch.get_autocast_dtype(kind)).eps)
         if self._interventions.perturbed and accuracy:
-            new = [parameter for parameter in module.parameters() if parameter not in self._unperturbed]
+            new = [
+                parameter for parameter in module.parameters() if parameter not in self._unperturbed
+            ]
             self._unperturbed |= {parameter: parameter.detach().clone() for parameter in new}
             self._perturb(new, accuracy)
 
@@ -142,8 +150,8 @@ def _seed(generator: _Generator, seed: int) -> None:
 def _repeat_samples(folder: Path) -> None:
     """Patch the loaders of torch to read samples and to collate twice with equal states of the seeded generators.
 
-    The indices of samples that differ are written to `differing.txt`, that of the first one of a batch whose collation
-    differs to `collated.txt`.
+    The indices of samples that differ are written to `differing.txt`, that of the first one of a
+    batch whose collation differs to `collated.txt`.
     """
     fetch: Callable[..., Any] = _MapDatasetFetcher.fetch
 

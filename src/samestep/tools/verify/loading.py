@@ -14,8 +14,8 @@ from samestep.data.own_rows import _OwnRowsIterator
 def observe_loaders(add_batch: Callable[..., None]) -> None:
     """Call `add_batch(indices, data, is_last=...)` for each batch of a loader of torch or Samestep; permanent.
 
-    Iterators of torch ask for indices in the order of their batches, also ahead for workers. Those of Samestep read
-    own rows and complete them to batches.
+    Iterators of torch ask for indices in the order of their batches, also ahead for workers. Those
+    of Samestep read own rows and complete them to batches.
     """
     next_index: Callable[..., Any] = _BaseDataLoaderIter._next_index
     next_batch: Callable[..., Any] = _BaseDataLoaderIter.__next__
@@ -23,7 +23,11 @@ def observe_loaders(add_batch: Callable[..., None]) -> None:
     reset: Callable[..., Any] = _BaseDataLoaderIter._reset
 
     def add(iterator: Any, data: Any) -> None:
-        add_batch(_numbers(iterator._read_indices), data, is_last=iterator._num_yielded >= _length(iterator))
+        add_batch(
+            _numbers(iterator._read_indices),
+            data,
+            is_last=iterator._num_yielded >= _length(iterator),
+        )
 
     def observed_reset(self: Any, *arguments: Any, **options: Any) -> None:
         self._asked_indices = deque()
@@ -43,7 +47,9 @@ def observe_loaders(add_batch: Callable[..., None]) -> None:
         return data
 
     def observed_whole(self: Any) -> Any:
-        is_nested = self.__dict__.get("_is_observed", False)  # after a batch without a usable sample
+        is_nested = self.__dict__.get(
+            "_is_observed", False
+        )  # after a batch without a usable sample
         self._is_observed = True
         try:
             data = next_whole(self)

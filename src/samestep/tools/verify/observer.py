@@ -17,7 +17,10 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.launcher.job import process_state
@@ -25,19 +28,26 @@ from samestep.launcher.worker import EndOfScript
 from samestep.script.calls import is_divisible
 from samestep.strategies.divided_parameters import split_of
 from samestep.tools.verify.interventions import ModelInterventions
-from samestep.tools.verify.tensor_comparison import StepTensors, digest_any, digest_rows, full, leaves
+from samestep.tools.verify.tensor_comparison import (
+    StepTensors,
+    digest_any,
+    digest_rows,
+    full,
+    leaves,
+)
 from samestep.tools.verify.trials import Trial, steps_before
 
-# Functions that change gradients between the backward and the step; their numbers are settings of the step.
+# Functions that change gradients between the backward and the step; their numbers are settings of
+# the step.
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 
 
 class Observer:
     """Writes one line of JSON for each step of an optimizer, and applies interventions.
 
-    A note of a step has the events since the step before: batches of loaders, outermost calls of the modules that
-    the script gives to `samestep.parallel`, or of all modules, losses of backwards, then the gradients and the state of
-    the optimizer.
+    A note of a step has the events since the step before: batches of loaders, outermost calls of
+    the modules that the script gives to `samestep.parallel`, or of all modules, losses of
+    backwards, then the gradients and the state of the optimizer.
 
     Args:
         trial: the trial.
@@ -51,7 +61,9 @@ class Observer:
         last_event: time of the last note, in seconds of the monotonic clock.
     """
 
-    def __init__(self, trial: Trial, rank: int, size: int, file: TextIO, *, ends_script: bool) -> None:
+    def __init__(
+        self, trial: Trial, rank: int, size: int, file: TextIO, *, ends_script: bool
+    ) -> None:
         self._trial = trial
         self.rank = rank
         self._size = size
@@ -60,13 +72,17 @@ class Observer:
         self._interventions = ModelInterventions(trial.interventions, trial.accuracy)
         self._tensors = StepTensors(trial.folder, trial.reference, keeps=rank == 0)
         self._labels: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._outermost: Mapping[str, Any] | None = None  # options of the modules of an unchanged script
+        self._outermost: Mapping[str, Any] | None = (
+            None  # options of the modules of an unchanged script
+        )
         self._modules = 0  # that were observed
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._process = os.getpid()
         self._eps = 0.0  # accuracy of the least accurate weights
         self._is_inside = False  # of a call of a module
-        self._steps: int | None = None  # None before the first call: a resumption continues after some step
+        self._steps: int | None = (
+            None  # None before the first call: a resumption continues after some step
+        )
         self._begin_step()
         self.last_event = time.monotonic()
 
@@ -94,8 +110,8 @@ class Observer:
         """Observe calls of modules; permanent.
 
         Args:
-            outermost: options of division, to observe the outermost calls of all modules with parameters; None for the
-                modules that the script gives to `samestep.parallel`.
+            outermost: options of division, to observe the outermost calls of all modules with
+                parameters; None for the modules that the script gives to `samestep.parallel`.
         """
         self._outermost = outermost
         call = nn.Module.__call__
@@ -119,7 +135,10 @@ class Observer:
         if os.getpid() != self._process:
             return
         self.last_event = time.monotonic()
-        _, first = next(((path, leaf) for path, leaf in leaves(data) if isinstance(leaf, torch.Tensor)), ("", None))
+        _, first = next(
+            ((path, leaf) for path, leaf in leaves(data) if isinstance(leaf, torch.Tensor)),
+            ("", None),
+        )
         rows = len(first) if first is not None and first.dim() else 0
         batch = {
             "order": indices,
@@ -145,20 +164,26 @@ class Observer:
             eps=self._eps,
             device=accelerator_module().get_device_name(device) if is_gpu else "cpu",
             summaries=[
-                {name: getattr(summary, name) for name in ("module", "divided", "watched", "whole", "reasons")}
+                {
+                    name: getattr(summary, name)
+                    for name in ("module", "divided", "watched", "whole", "reasons")
+                }
                 for summary in summaries
             ],
             **facts,
         )
 
-    # --- modules and calls -------------------------------------------------------------------------
+    # --- modules and calls
+    # -------------------------------------------------------------------------
 
     def _add_module(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         """Note an argument of `samestep.parallel`."""
         if module in self._labels:
             return
         self._interventions.prepare(module)
-        floating = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
+        floating = [
+            parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()
+        ]
         self._eps = max([self._eps, *(torch.finfo(dtype).eps for dtype in floating)])
         is_unchanged = self._outermost is not None
         if is_unchanged and self._modules:
@@ -179,7 +204,11 @@ class Observer:
         return module in self._labels
 
     def _observe_call(
-        self, call: Callable[..., Any], module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
     ) -> Any:
         self._begin()
         is_evaluation = not (module.training and torch.is_grad_enabled())
@@ -188,7 +217,9 @@ class Observer:
         self._unused.clear()
         number = sum(call["evaluation"] == is_evaluation for call in self._calls)
         key = f"{'evaluation' if is_evaluation else 'call'} {number}"
-        with self._interventions.call(module, (arguments, options), self._steps or 0, number) as inputs:
+        with self._interventions.call(
+            module, (arguments, options), self._steps or 0, number
+        ) as inputs:
             note = {"module": self._labels[module], "key": key, "evaluation": is_evaluation}
             note["arguments"] = digest_any(inputs)
             self._calls.append(note)
@@ -202,7 +233,8 @@ class Observer:
         self._tensors.add("outputs", {key: outputs})
         return outputs
 
-    # --- steps -------------------------------------------------------------------------------------
+    # --- steps
+    # -------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
         self._before: dict[str, str] | None = None  # hashes of the state before the first call
@@ -232,12 +264,15 @@ class Observer:
             os.kill(os.getpid(), signal.SIGKILL)
         self._interventions.before_step(optimizer, self._steps)
         named = self._parameters(optimizer)
-        gradients = self._complete({name: one.grad for name, one in named.items() if one.grad is not None})
+        gradients = self._complete(
+            {name: one.grad for name, one in named.items() if one.grad is not None}
+        )
         self._of_optimizer = {
             "rates": [float(group["lr"]) for group in optimizer.param_groups],
             "settings": [*self._clippings, *map(_settings, optimizer.param_groups)],
             "gradients": _digests(gradients),
-            "norm": sum(float(full(value).double().square().sum()) for value in gradients.values()) ** 0.5,
+            "norm": sum(float(full(value).double().square().sum()) for value in gradients.values())
+            ** 0.5,
         }
         self._tensors.add("gradients", gradients)
 
@@ -287,17 +322,25 @@ class Observer:
         if not any(other is optimizer for other in references):
             self._optimizers.append(weakref.ref(optimizer))
             references.append(optimizer)
-        number = next(index for index, other in enumerate(references, start=1) if other is optimizer)
+        number = next(
+            index for index, other in enumerate(references, start=1) if other is optimizer
+        )
         names = {id(parameter): name for name, parameter in self._named(nn.Module.named_parameters)}
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         return {
             names.get(id(parameter), f"parameter {index} of optimizer {number}"): parameter
             for index, parameter in enumerate(parameters)
         }
 
-    def _named(self, entries: Callable[[nn.Module], Iterable[tuple[str, torch.Tensor]]]) -> list[tuple[str, Any]]:
+    def _named(
+        self, entries: Callable[[nn.Module], Iterable[tuple[str, torch.Tensor]]]
+    ) -> list[tuple[str, Any]]:
         """Return named tensors of all observed modules; those after the first have the class in the name."""
-        result: dict[int, tuple[str, Any]] = {}  # by identity: calls of a module and of its parts may be observed
+        result: dict[
+            int, tuple[str, Any]
+        ] = {}  # by identity: calls of a module and of its parts may be observed
         for module, label in list(self._labels.items()):
             prefix = f"{label}: " if " " in label else ""
             for name, value in entries(module):
@@ -307,7 +350,9 @@ class Observer:
 
     def _state(self) -> dict[str, torch.Tensor]:
         """Return the parameters and the persistent buffers of all observed modules, by name; a collective."""
-        state = dict(self._named(nn.Module.named_parameters)) | dict(self._named(_persistent_buffers))
+        state = dict(self._named(nn.Module.named_parameters)) | dict(
+            self._named(_persistent_buffers)
+        )
         return self._complete(state)
 
     def _complete(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -320,7 +365,9 @@ class Observer:
             split = split_of(module)
             if split is not None:
                 prefix = f"{label}: " if " " in label else ""
-                parameters = {prefix + name: parameter for name, parameter in module.named_parameters()}
+                parameters = {
+                    prefix + name: parameter for name, parameter in module.named_parameters()
+                }
                 own: dict[str, dict[str, torch.Tensor]] = {}
                 for key, value in values.items():
                     name, _, slot = key.partition("/")
@@ -333,7 +380,11 @@ class Observer:
     def _observed_clipping(self, name: str, clip: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(clip)
         def observed(parameters: Any, *arguments: Any, **options: Any) -> Any:
-            numbers = [float(value) for value in (*arguments, *options.values()) if isinstance(value, int | float)]
+            numbers = [
+                float(value)
+                for value in (*arguments, *options.values())
+                if isinstance(value, int | float)
+            ]
             self._clippings.append({name: numbers})
             return clip(parameters, *arguments, **options)
 
@@ -353,5 +404,9 @@ def _digests(state: Mapping[str, Any]) -> dict[str, str]:
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of a parameter group, except for its learning rate; a checkpoint turns tuples into lists."""
-    numbers = {key: value for key, value in group.items() if isinstance(value, float | int | tuple | list)}
-    return {key: value for key, value in numbers.items() if key not in ("params", "lr", "initial_lr")}
+    numbers = {
+        key: value for key, value in group.items() if isinstance(value, float | int | tuple | list)
+    }
+    return {
+        key: value for key, value in numbers.items() if key not in ("params", "lr", "initial_lr")
+    }

@@ -24,7 +24,8 @@ class Printed:
 
     Attributes:
         lines: lines that rank 0 printed.
-        repeated: lines of another run on the same number of processes, whose other numbers are no results.
+        repeated: lines of another run on the same number of processes, whose other numbers are no
+            results.
     """
 
     lines: Sequence[str]
@@ -36,7 +37,9 @@ class Printed:
         return sum(len(_split(line)[1]) for line in self.lines)
 
 
-def differing_lines(printed: Printed, other: Sequence[str], *, is_exact: bool) -> Iterator[tuple[str, float | None]]:
+def differing_lines(
+    printed: Printed, other: Sequence[str], *, is_exact: bool
+) -> Iterator[tuple[str, float | None]]:
     """Yield both texts of each line that differs, and the largest distance of its numbers if it was measured.
 
     Args:
@@ -60,7 +63,8 @@ def differing_lines(printed: Printed, other: Sequence[str], *, is_exact: bool) -
             yield detail, None
             continue
         distances = [
-            _distance(*texts, is_exact=is_exact) for texts in zip(numbers, repeated_numbers, others, strict=True)
+            _distance(*texts, is_exact=is_exact)
+            for texts in zip(numbers, repeated_numbers, others, strict=True)
         ]
         if max(distances, default=0.0) > 0:
             yield detail, max(distances)

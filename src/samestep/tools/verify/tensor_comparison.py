@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from samestep.strategies.tensor_division import Division
 from samestep.view.rows import gathered
 
-# Smallest scale of a distance, relative to the largest tensor of the same kind. The gradient of a bias before batch
-# norm, for example, is zero except for rounding.
+# Smallest scale of a distance, relative to the largest tensor of the same kind. The gradient of a
+# bias before batch norm, for example, is zero except for rounding.
 _MIN_SCALE = 1e-2
 # Objects that enter a digest by their text.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -32,7 +32,8 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 def digest(tensor: torch.Tensor) -> str:
     """Return a hash of the dtype, the shape and every bit of a tensor; a collective if it is divided."""
-    # A contiguous copy, so that strides do not matter; viewed as bytes, since NumPy has no bfloat16.
+    # A contiguous copy, so that strides do not matter; viewed as bytes, since NumPy has no
+    # bfloat16.
     flat = full(tensor).to("cpu").contiguous().reshape(-1)
     raw = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
     result = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
@@ -76,7 +77,8 @@ def digest_rows(data: Any, rows: int) -> list[str]:
 def distance(value: torch.Tensor, reference: torch.Tensor, min_scale: float = 0.0) -> float:
     """Return the largest difference of two elements, relative to the largest element of `reference`.
 
-    The scale is per tensor and not per element: elements that cancel to almost zero have no accuracy.
+    The scale is per tensor and not per element: elements that cancel to almost zero have no
+    accuracy.
 
     Args:
         value: tensor to compare.
@@ -115,7 +117,8 @@ class StepTensors:
 
     Args:
         folder: folder of the trial.
-        reference: folder of the trial with the tensors to measure distances from; None to write tensors.
+        reference: folder of the trial with the tensors to measure distances from; None to write
+            tensors.
         keeps: whether this is rank 0; the other ranks only take part in collectives.
     """
 
@@ -135,15 +138,18 @@ class StepTensors:
                     whole = full(leaf).resolve_conj()
                     if self._keeps:
                         key = f"{kind}/{name}/{path}" if path else f"{kind}/{name}"
-                        stored = torch.view_as_real(whole) if whole.is_complex() else whole  # as safetensors has it
+                        stored = (
+                            torch.view_as_real(whole) if whole.is_complex() else whole
+                        )  # as safetensors has it
                         self._tensors[key] = stored.cpu().contiguous().clone()
 
     def end_step(self, step: int) -> dict[str, dict[str, float]]:
         """Write the tensors, or return their distances from the reference by kind and name, if not zero.
 
-        A gradient that is zero in exact arithmetic, such as that of the bias of an attention key, is rounding, which
-        optimizers such as Adam scale to a full step. Elements with small gradients that have less than half of their
-        digits in common do not count in the state; the kind `rounding` has the distances with them.
+        A gradient that is zero in exact arithmetic, such as that of the bias of an attention key,
+        is rounding, which optimizers such as Adam scale to a full step. Elements with small
+        gradients that have less than half of their digits in common do not count in the state; the
+        kind `rounding` has the distances with them.
         """
         tensors = self._tensors
         self._tensors = {}
@@ -158,8 +164,12 @@ class StepTensors:
         self._find_rounded(tensors, reference)
         return self._distances(tensors, reference)
 
-    def _find_rounded(self, tensors: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> None:
-        gradients = {name: value for name, value in reference.items() if name.startswith("gradients/")}
+    def _find_rounded(
+        self, tensors: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
+    ) -> None:
+        gradients = {
+            name: value for name, value in reference.items() if name.startswith("gradients/")
+        }
         small = _MIN_SCALE * max(map(max_abs, gradients.values()), default=0.0)
         for key, expected in gradients.items():
             gradient = tensors.get(key)
@@ -193,5 +203,7 @@ class StepTensors:
                     continue
                 if kind in ("state", "optimizer") and bool(rounded.any()):
                     result.setdefault("rounding", {})[name] = size
-                    distances[name] = distance(torch.where(rounded, expected, tensor), expected, min_scale)
+                    distances[name] = distance(
+                        torch.where(rounded, expected, tensor), expected, min_scale
+                    )
         return result

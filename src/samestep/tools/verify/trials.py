@@ -22,7 +22,9 @@ from samestep.tools.verify.written import restore_files
 from samestep.units import plural
 
 _WORKER = "samestep.tools.verify.worker"
-PLAIN = 0  # number of processes that stands for plain Python: one process, in which nothing is divided
+PLAIN = (
+    0  # number of processes that stands for plain Python: one process, in which nothing is divided
+)
 
 Note = Mapping[str, Any]
 
@@ -41,7 +43,10 @@ class Record:
     @cached_property
     def steps(self) -> dict[int, tuple[Note, ...]]:
         """Notes of all ranks on the steps that every rank finished, by number."""
-        by_rank = [{note["step"]: note for note in notes if note["kind"] == "step"} for notes in self.events]
+        by_rank = [
+            {note["step"]: note for note in notes if note["kind"] == "step"}
+            for notes in self.events
+        ]
         shared = set(by_rank[0]).intersection(*by_rank[1:]) if by_rank else set()
         return {number: tuple(steps[number] for steps in by_rank) for number in sorted(shared)}
 
@@ -53,7 +58,9 @@ class Record:
     @property
     def is_exact(self) -> bool:
         """Whether the script promises equal bits."""
-        return bool(self.modules) and all(note["options"].get("reduction") == "exact" for note in self.modules)
+        return bool(self.modules) and all(
+            note["options"].get("reduction") == "exact" for note in self.modules
+        )
 
     def notes(self, kind: str, rank: int = 0) -> list[Note]:
         """Return the notes of one rank of one kind."""
@@ -134,16 +141,24 @@ class Interventions:
     double: bool = False
     perturbed: bool = False  # the weights move by a unit in the last place before each step
     single_thread: bool = False
-    learning_rates: tuple[tuple[float, ...], ...] | None = None  # of the parameter groups, by step from 1
+    learning_rates: tuple[tuple[float, ...], ...] | None = (
+        None  # of the parameter groups, by step from 1
+    )
     seed_generators: bool = False  # generators of the model are seeded before each of its calls
     without_norms: bool = False  # layers with statistics of a batch are in evaluation mode
     eval_mode: bool = False  # the model is in evaluation mode
-    repeat_samples: bool = False  # read every sample and collate every batch twice; record those that differ
+    repeat_samples: bool = (
+        False  # read every sample and collate every batch twice; record those that differ
+    )
     reads_alone: bool = False  # each rank reads whole batches, without the others
     other_orders: bool = False  # each rank has its own order of sets and of directory entries
 
     def __str__(self) -> str:
-        return ", ".join(name.replace("_", " ") for name, value in vars(self).items() if value not in (None, False))
+        return ", ".join(
+            name.replace("_", " ")
+            for name, value in vars(self).items()
+            if value not in (None, False)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +169,9 @@ class Conditions:
     interventions: Interventions = field(default_factory=Interventions)
     device: DeviceKind = "auto"  # of a recipe
     requires_bits: bool | None = None  # None: as the subject promises
-    accuracy: float = 0.0  # of gradients that ranks exchange in fewer bits than those of the weights
+    accuracy: float = (
+        0.0  # of gradients that ranks exchange in fewer bits than those of the weights
+    )
     patience: float = 120.0  # seconds without progress after which a rank ends
 
 
@@ -164,7 +181,9 @@ class Trial(Conditions):
 
     folder: Path  # output folder; each rank writes `rank-R.jsonl`
     processes: int
-    reference: Path | None = None  # folder of a trial with tensors, to measure distances; None writes them
+    reference: Path | None = (
+        None  # folder of a trial with tensors, to measure distances; None writes them
+    )
     kill_at: int | None = None  # the last rank kills itself in this step
     killed: Path | None = None  # folder of the killed trial that this one resumes
 
@@ -212,7 +231,9 @@ class TrialRunner:
         self._report(f"{described(record.processes)} again", interventions)
         return self._launch(record.processes, interventions, record)
 
-    def run_killed(self, processes: int, kill_at: int, resume_on: int, reference: Record, **changes: Any) -> Record:
+    def run_killed(
+        self, processes: int, kill_at: int, resume_on: int, reference: Record, **changes: Any
+    ) -> Record:
         """Run until the last rank is killed in a step, then resume from the subject's files on other processes.
 
         Raises:
@@ -235,7 +256,9 @@ class TrialRunner:
     def _report(self, run: str, interventions: Interventions) -> None:
         self._progress(", ".join(filter(None, (run, str(interventions)))))
 
-    def _launch(self, processes: int, interventions: Interventions, reference: Record | None, **options: Any) -> Record:
+    def _launch(
+        self, processes: int, interventions: Interventions, reference: Record | None, **options: Any
+    ) -> Record:
         """Run a trial with further `options` of `Trial`."""
         folder = self._folder / f"trial-{next(self._numbers)}"
         folder.mkdir()
@@ -245,11 +268,18 @@ class TrialRunner:
         run = ByName(_WORKER, "run")
         failure = None
         own_seeds = interventions.other_orders
-        config = LaunchConfig(HANG_AFTER, grace=None, log_dir=folder / "logs", has_own_hash_seeds=own_seeds)
+        config = LaunchConfig(
+            HANG_AFTER, grace=None, log_dir=folder / "logs", has_own_hash_seeds=own_seeds
+        )
         with stop_errors("the verification was stopped before the certificate"):
             try:
                 result = run_workers(
-                    run, self.subject, trial, processes=processes or 1, launch_config=config, preload=self._preload
+                    run,
+                    self.subject,
+                    trial,
+                    processes=processes or 1,
+                    launch_config=config,
+                    preload=self._preload,
                 )
             except RankError as error:
                 result = None
@@ -261,5 +291,7 @@ class TrialRunner:
             if result is not None and result.stop_signal is not None:
                 raise StoppedError("stopped")
         if trial.kill_at is None:
-            shutil.rmtree(trial.scratch, ignore_errors=True)  # otherwise checkpoints of all trials occupy the disk
+            shutil.rmtree(
+                trial.scratch, ignore_errors=True
+            )  # otherwise checkpoints of all trials occupy the disk
         return read_record(folder, processes, failure)

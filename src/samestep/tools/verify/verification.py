@@ -22,9 +22,25 @@ from samestep.recipes.recipe_files import recipe_data
 from samestep.tools.templates import render
 from samestep.tools.verify.attribution import Attribution
 from samestep.tools.verify.causes import Cause, Finding
-from samestep.tools.verify.compare import QUANTITIES, TEXTS, Comparison, Tolerance, accepted, compare, first_of
+from samestep.tools.verify.compare import (
+    QUANTITIES,
+    TEXTS,
+    Comparison,
+    Tolerance,
+    accepted,
+    compare,
+    first_of,
+)
 from samestep.tools.verify.printed import Printed
-from samestep.tools.verify.trials import PLAIN, Conditions, Note, Record, Subject, TrialRunner, described
+from samestep.tools.verify.trials import (
+    PLAIN,
+    Conditions,
+    Note,
+    Record,
+    Subject,
+    TrialRunner,
+    described,
+)
 
 FORMAT = 4
 
@@ -67,7 +83,9 @@ def verify(
         plans: list[Plan] = [partial(runner.run, number) for number in remaining] or [runner.repeat]
         if kill_at is not None:
             assert resume_on is not None
-            plans += [partial(runner.run_killed, number, kill_at, resume_on) for number in processes]
+            plans += [
+                partial(runner.run_killed, number, kill_at, resume_on) for number in processes
+            ]
         others = [plan(reference) for plan in plans]
         comparisons = _compare(runner, reference, others, tolerance)
         notes = list(others[-1].end.get("readings", []))
@@ -75,7 +93,12 @@ def verify(
             notes += _accept_rounding(runner, specification, plans, comparisons)
         findings = _attribute_first(runner, reference, others, comparisons, tolerance)
         notes += [] if findings else _rounding_note(others, tolerance)
-        if not findings and subject.script is not None and not subject.is_unchanged and max(processes) > 1:
+        if (
+            not findings
+            and subject.script is not None
+            and not subject.is_unchanged
+            and max(processes) > 1
+        ):
             findings = _check_orders(runner, max(processes), reference, tolerance)
         runs = [run for run in (reference, *others) if not run.label and run.processes != PLAIN]
         return {
@@ -92,7 +115,8 @@ def verify(
 def _specification(runner: TrialRunner, first: int) -> int:
     """Return the number of processes of the reference.
 
-    The reference of an unchanged script is plain Python, unless equal bits are required, or its data sets draw random
+    The reference of an unchanged script is plain Python, unless equal bits are required, or its
+    data sets draw random
     numbers: those are a function of the index of a sample on any number of processes, one included.
     """
     if not runner.subject.is_unchanged or runner.conditions.requires_bits:
@@ -113,7 +137,9 @@ def _run_reference(runner: TrialRunner, processes: int) -> Record:
     problem = "does not use samestep.parallel"
     expected = "a script that gives its model to samestep.parallel"
     if runner.subject.is_unchanged:
-        problem = "distributes its work itself" if has_own_group else "calls no module with parameters"
+        problem = (
+            "distributes its work itself" if has_own_group else "calls no module with parameters"
+        )
         expected = "a script for one process that trains a torch.nn.Module"
     if has_own_group or not reference.modules:
         raise InputError(
@@ -147,14 +173,20 @@ def _compare(
     perturbed = reference.texts
     if tolerance is not None:
         perturbed = runner.run(reference.processes, reference, perturbed=True).texts
-    comparisons = [compare(reference, other, tolerance, _printed(reference, perturbed)) for other in others]
-    if not any(comparison.verdict(text) == "differs" for comparison in comparisons for text in TEXTS):
+    comparisons = [
+        compare(reference, other, tolerance, _printed(reference, perturbed)) for other in others
+    ]
+    if not any(
+        comparison.verdict(text) == "differs" for comparison in comparisons for text in TEXTS
+    ):
         return comparisons
     repeated = runner.repeat(reference).texts
-    # Numbers that vary between equal runs by more than rounding, such as times, count as varying in both.
+    # Numbers that vary between equal runs by more than rounding, such as times, count as varying in
+    # both.
     varying = {
         text: [
-            one if one != line else two for line, one, two in zip(lines, repeated[text], perturbed[text], strict=False)
+            one if one != line else two
+            for line, one, two in zip(lines, repeated[text], perturbed[text], strict=False)
         ]
         for text, lines in reference.texts.items()
     }
@@ -172,12 +204,16 @@ def _accept_rounding(
     notes = []
     for number, (plan, comparison) in enumerate(zip(plans, comparisons, strict=True)):
         first = comparison.first
-        if first is None or any(one.distance is None or one.ranks is not None for one in comparison.failing):
+        if first is None or any(
+            one.distance is None or one.ranks is not None for one in comparison.failing
+        ):
             continue
         reference = runner.run(processes, double=True)
         perturbed = runner.run(processes, reference, double=True, perturbed=True)
         printed = _printed(reference, perturbed.texts)
-        exact = compare(reference, plan(reference, double=True), Tolerance.of(reference, perturbed), printed)
+        exact = compare(
+            reference, plan(reference, double=True), Tolerance.of(reference, perturbed), printed
+        )
         comparisons[number] = accepted(comparison, exact)
         if comparisons[number] is not comparison:
             size = max((one.distance or 0.0 for one in exact.differences), default=0.0)
@@ -202,7 +238,9 @@ def _attribute_first(
     return []
 
 
-def _check_orders(runner: TrialRunner, processes: int, reference: Record, tolerance: Tolerance | None) -> list[Finding]:
+def _check_orders(
+    runner: TrialRunner, processes: int, reference: Record, tolerance: Tolerance | None
+) -> list[Finding]:
     """Return a finding if a script depends on the order of a set, or of the entries of a directory."""
     other = runner.run(processes, reference, other_orders=True)
     first = compare(reference, other, tolerance).first
@@ -212,7 +250,11 @@ def _check_orders(runner: TrialRunner, processes: int, reference: Record, tolera
     if first is None and other.failure is None:
         return []
     seen = "results differ with another hash seed (PYTHONHASHSEED) and order of directory listings on each rank"
-    text = [] if other.failure is None else [other.failure.text.removeprefix("error: ").splitlines()[0]]
+    text = (
+        []
+        if other.failure is None
+        else [other.failure.text.removeprefix("error: ").splitlines()[0]]
+    )
     return [Finding(Cause.ARBITRARY_ORDER, first, (seen, *text))]
 
 
@@ -233,7 +275,12 @@ def _rounding_note(others: Sequence[Record], tolerance: Tolerance | None) -> lis
 
 
 def _conditions_data(
-    subject: Subject, conditions: Conditions, reference: Record, tolerance: Tolerance | None, *, holds: bool
+    subject: Subject,
+    conditions: Conditions,
+    reference: Record,
+    tolerance: Tolerance | None,
+    *,
+    holds: bool,
 ) -> dict[str, Any]:
     steps = [notes[0] for notes in reference.steps.values()]
     return {
@@ -249,7 +296,9 @@ def _conditions_data(
         "double": conditions.interventions.double,
         "modules": [{"name": note["name"], **note["options"]} for note in reference.modules],
         "steps": list(reference.steps),
-        "samples": sum(batch["size"] for step in steps for batch in step["batches"] if not batch["evaluation"]),
+        "samples": sum(
+            batch["size"] for step in steps for batch in step["batches"] if not batch["evaluation"]
+        ),
     }
 
 
@@ -261,7 +310,9 @@ def _environment(reference: Record) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": version("torch"),
         "samestep": version("samestep"),
-        "threads": sorted({note["threads"] for notes in reference.steps.values() for note in notes}),
+        "threads": sorted(
+            {note["threads"] for notes in reference.steps.values() for note in notes}
+        ),
     }
 
 
@@ -304,7 +355,10 @@ def table(data: dict[str, Any]) -> str:
     columns = [max(len(label), 9) + 2 for label in labels]
     width = max(len(name) for name in rows) + 2
     return "\n".join(
-        (name.ljust(width) + "".join(cell.rjust(size) for cell, size in zip(cells, columns, strict=True))).rstrip()
+        (
+            name.ljust(width)
+            + "".join(cell.rjust(size) for cell, size in zip(cells, columns, strict=True))
+        ).rstrip()
         for name, cells in rows.items()
     )
 
@@ -322,7 +376,9 @@ def calls_text(data: dict[str, Any]) -> str:
         for module in modules:
             whole = module["watched"] + module["whole"]
             reasons = f": {'; '.join(module['reasons'])}" if module["reasons"] else ""
-            first = f" ({module['watched']} of them the first of a kind)" if module["watched"] else ""
+            first = (
+                f" ({module['watched']} of them the first of a kind)" if module["watched"] else ""
+            )
             counts = f"{module['divided']} divided, {whole} whole{first}{reasons}"
             lines.append(f"calls of {module['module']} on {processes}: {counts}")
     return "\n".join(lines)
@@ -336,7 +392,9 @@ def explanation(data: dict[str, Any]) -> str:
         if finding["where"]:
             lines.append(f"  first:    {finding['where']}")
         for number, evidence in enumerate(finding["evidence"]):
-            lines.append(f"  {'evidence:' if number == 0 else '         '} {indent(evidence, ' ' * 12).strip()}")
+            lines.append(
+                f"  {'evidence:' if number == 0 else '         '} {indent(evidence, ' ' * 12).strip()}"
+            )
         lines.append(f"  fix:      {finding['fix']}")
     lines += [f"note: {note}" for note in data["notes"]]
     return "\n".join(lines)
@@ -350,7 +408,9 @@ def _comparison_data(comparison: Comparison) -> dict[str, Any]:
         "holds": comparison.first is None,
         "first_difference": first_bit.location if first_bit else None,
         "quantities": {name: comparison.verdict(key) for key, name in QUANTITIES.items()},
-        "distances": {name: None if size is None else f"{size:.1e}" for name, size in distances.items()},
+        "distances": {
+            name: None if size is None else f"{size:.1e}" for name, size in distances.items()
+        },
         "compared": {QUANTITIES[key]: number for key, number in comparison.compared.items()},
     }
 

@@ -70,11 +70,15 @@ def run(subject: Subject, trial: Trial) -> None:
 
 def _run_recipe(recipe: Recipe, trial: Trial) -> None:
     """Run the first steps, the last batch of the epoch and one evaluation; end early after a stop request."""
-    from samestep.recipes.builder import build, start_world  # need packages that scripts do not need
+    from samestep.recipes.builder import (
+        build,
+        start_world,
+    )  # need packages that scripts do not need
     from samestep.recipes.run import evaluated
 
     assert trial.steps is not None
-    # A reference on one process has nothing to divide; other runs on one process may use several devices.
+    # A reference on one process has nothing to divide; other runs on one process may use several
+    # devices.
     uses_devices = recipe.strategy.name == "device_map" and trial.reference is not None
     if trial.processes == 1 and not uses_devices:
         recipe = replace(recipe, strategy=StrategyConfig())
@@ -96,7 +100,9 @@ def _run_recipe(recipe: Recipe, trial: Trial) -> None:
                 return
             if step >= trial.steps:
                 break
-        if train.cursor.samples:  # the last batch of the epoch, unless the earlier steps included it
+        if (
+            train.cursor.samples
+        ):  # the last batch of the epoch, unless the earlier steps included it
             train.cursor = Cursor(train.cursor.epoch, (len(train) - 1) * train.batch_size)
             for batch in train:
                 driver.step(batch)
@@ -126,7 +132,9 @@ def _run_script(subject: Subject, trial: Trial, log: Path, observer: Observer) -
         surroundings = partial(_unchanged, trial, observer, facts)
         run_script(subject.script, arguments, own_group=False, surroundings=surroundings)
     if observer.rank == 0:
-        facts["files"] = describe_files(trial.folder, scratch, start, bits=bool(trial.requires_bits))
+        facts["files"] = describe_files(
+            trial.folder, scratch, start, bits=bool(trial.requires_bits)
+        )
     return facts
 
 

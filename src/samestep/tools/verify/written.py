@@ -1,6 +1,7 @@
 """Files that an unchanged script writes in a trial: their contents are compared.
 
-The end of a trial restores the previous state: new files are removed, and changed or removed ones are copied back.
+The end of a trial restores the previous state: new files are removed, and changed or removed ones
+are copied back.
 """
 
 from __future__ import annotations
@@ -54,7 +55,11 @@ def recorded_files(folder: Path, scratch: Path) -> Iterator[None]:
 
     def recording(self: FirstWriter, path: Any, *, follow: bool = True, **options: bool) -> str:
         name = self._name(path, follow=follow) if isinstance(path, PATHS) else ""
-        is_own = not name or self._exempt.covers(name) or (name.startswith(own) and not name.startswith(inside))
+        is_own = (
+            not name
+            or self._exempt.covers(name)
+            or (name.startswith(own) and not name.startswith(inside))
+        )
         if not is_own and name not in recorded:
             recorded.add(name)
             journal.append(name, *_copied(name, folder / f"before-{len(recorded)}"))
@@ -134,7 +139,9 @@ def _content(file: Path, *, bits: bool) -> list[str]:
     if zipfile.is_zipfile(file):
         try:
             saved = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # boundary: of another program, or objects of the script, which are not loaded
+        except (
+            Exception
+        ) as error:  # boundary: of another program, or objects of the script, which are not loaded
             return [f"not compared: {type(error).__name__}"]
         return [f"{path} {_value(leaf, bits=bits)}" for path, leaf in leaves(saved)]
     with suppress(UnicodeDecodeError):

@@ -20,7 +20,15 @@ from samestep.zoo.images.files import IMAGE_SUFFIXES
 from samestep.zoo.images.source import open_cache
 from samestep.zoo.images.transforms import ImageTransforms, Transform, image_transforms
 from samestep.zoo.options import import_optional, require_path
-from samestep.zoo.splits import ClassLabels, Splits, Task, class_names, label_text, top_classes, train_validation_split
+from samestep.zoo.splits import (
+    ClassLabels,
+    Splits,
+    Task,
+    class_names,
+    label_text,
+    top_classes,
+    train_validation_split,
+)
 from samestep.zoo.tables import Row, read_table
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
@@ -54,12 +62,17 @@ class LabeledImages:
 
 
 def load_images(
-    path: str, *, evaluation_path: str | None = None, evaluation_fraction: float = 0.2, **options: Any
+    path: str,
+    *,
+    evaluation_path: str | None = None,
+    evaluation_fraction: float = 0.2,
+    **options: Any,
 ) -> Splits:
     """Return the images of a folder of class folders.
 
-    `evaluation_path` is the folder of the validation images. Without it, the fraction `evaluation_fraction` of the
-    images is split off by file names. The other options are fields of `ImageTransforms`.
+    `evaluation_path` is the folder of the validation images. Without it, the fraction
+    `evaluation_fraction` of the images is split off by file names. The other options are fields of
+    `ImageTransforms`.
 
     Raises:
         InputError: a folder, its classes or their images are missing, or an option is invalid.
@@ -74,14 +87,18 @@ def load_images(
         if validation_classes != classes:
             names = sorted({*validation_classes} ^ {*classes})
             problem = f"the class folders {', '.join(names)} are only in one of {path} and {evaluation_path}"
-            raise _invalid_classes(problem, "rename the class folders, or correct data.options.evaluation_path")
+            raise _invalid_classes(
+                problem, "rename the class folders, or correct data.options.evaluation_path"
+            )
     return _splits(train, validation, classes, transforms)
 
 
 def image_task(classes: Sequence[str], **options: Any) -> Task:
     """Return the task that classifies an image file, with the fields of `ImageTransforms` among `options`."""
     names = {field.name for field in fields(ImageTransforms)} - {"augment"}
-    transforms = image_transforms({name: options[name] for name in names & options.keys()}, image_task)
+    transforms = image_transforms(
+        {name: options[name] for name in names & options.keys()}, image_task
+    )
     read = transforms.reader()
     transform = transforms.validation()
     return Task(
@@ -104,15 +121,17 @@ def load_image_list(
 ) -> Splits:
     """Return the images of a list; see `samestep.zoo.tables` for its formats, and `load_images` for other options.
 
-    Relative paths begin in `image_root`, by default the folder of the list. Labels of a `.txt` are class numbers from
-    0, those of other lists are names. `classes` has the class names; by default the sorted labels, or 0 to the largest
-    number.
+    Relative paths begin in `image_root`, by default the folder of the list. Labels of a `.txt` are
+    class numbers from 0, those of other lists are names. `classes` has the class names; by default
+    the sorted labels, or 0 to the largest number.
 
     Raises:
         InputError: a table is missing or damaged, or an option is invalid.
     """
     transforms = image_transforms(options, load_image_list)
-    read = partial(read_table, text_column=path_column, label_column=label_column, option="path_column")
+    read = partial(
+        read_table, text_column=path_column, label_column=label_column, option="path_column"
+    )
     rows = read(path)
     texts = sorted({row.label for row in rows} - {""})
     if Path(path).suffix.lower() == ".txt":
@@ -151,7 +170,10 @@ def _keys(samples: list[Sample], rows: list[Row]) -> list[str]:
     for sample, row in zip(samples, rows, strict=True):
         if row.text:
             first.setdefault(os.path.abspath(str(sample.source)), row.text)
-    return [first.get(os.path.abspath(str(sample.source)), row.text) for sample, row in zip(samples, rows, strict=True)]
+    return [
+        first.get(os.path.abspath(str(sample.source)), row.text)
+        for sample, row in zip(samples, rows, strict=True)
+    ]
 
 
 def _split(
@@ -164,7 +186,10 @@ def _split(
 
 
 def _splits(
-    train: list[Sample], validation: list[Sample], classes: Sequence[str], transforms: ImageTransforms
+    train: list[Sample],
+    validation: list[Sample],
+    classes: Sequence[str],
+    transforms: ImageTransforms,
 ) -> Splits:
     read = transforms.reader()
     usable = [sample.source for sample in (*train, *validation) if sample.label is not None]
@@ -181,9 +206,13 @@ def _splits(
 def _scan(root: Path) -> tuple[list[str], list[Sample]]:
     """Return the class names and the images of a folder of class folders."""
     require_path(root, "folder", "data.options.path is a folder of class folders")
-    classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    classes = sorted(
+        entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")
+    )
     if len(classes) < 2:
-        raise _invalid_classes(f"{root} has {len(classes)} class folders", f"move images to {root}/CLASS/IMAGE.jpg")
+        raise _invalid_classes(
+            f"{root} has {len(classes)} class folders", f"move images to {root}/CLASS/IMAGE.jpg"
+        )
     if set(classes) <= _SPLIT_NAMES:
         first, *others = sorted(classes, key=lambda name: name != "train")
         raise _invalid_classes(
@@ -201,7 +230,9 @@ def _scan(root: Path) -> tuple[list[str], list[Sample]]:
 
 
 def _invalid_classes(problem: str, fix: str) -> DataError:
-    return DataError(problem, expected="at least two classes with images", fix=fix, code="E_CLASSES")
+    return DataError(
+        problem, expected="at least two classes with images", fix=fix, code="E_CLASSES"
+    )
 
 
 def _unusable(problem: str) -> DataError:
@@ -221,7 +252,9 @@ class HubSamples(Sequence[Sample]):
     """Rows of a table with an encoded image and a label, read on access."""
 
     table: Any  # table of `datasets`, without decoding of the image column
-    labels: Sequence[int | None]  # class number of each row of the table, or None for an invalid label
+    labels: Sequence[
+        int | None
+    ]  # class number of each row of the table, or None for an invalid label
     rows: Sequence[int]  # numbers of the rows to use
     name: str  # name of the table, for errors
     column: str  # name of the image column
@@ -253,9 +286,10 @@ def load_hub_images(
 ) -> Splits:
     """Return the images of a dataset written by `save_to_disk`.
 
-    For a dataset without splits, or if `evaluation_split` is None, the fraction `evaluation_fraction` of the rows is
-    split off by their numbers. The image column has the type `datasets.Image`, the label column
-    `datasets.ClassLabel` or text. The other options are fields of `ImageTransforms`.
+    For a dataset without splits, or if `evaluation_split` is None, the fraction
+    `evaluation_fraction` of the rows is split off by their numbers. The image column has the type
+    `datasets.Image`, the label column `datasets.ClassLabel` or text. The other options are fields
+    of `ImageTransforms`.
 
     Raises:
         InputError: the dataset, a split or a column is missing, or an option is invalid.
@@ -265,16 +299,22 @@ def load_hub_images(
     classes = class_names(names)
     numbers = {name: number for number, name in enumerate(classes)}
     class_numbers = [numbers.get(label) for label in labels]
-    samples = partial(HubSamples, table, class_numbers, name=f"{path}/{train_split}", column=image_column)
+    samples = partial(
+        HubSamples, table, class_numbers, name=f"{path}/{train_split}", column=image_column
+    )
     if evaluation_split is None or not (Path(path) / "dataset_dict.json").exists():
         keys = [str(number) for number in range(len(labels))]
-        parts = train_validation_split(keys, evaluation_fraction, unit="image", labels=class_numbers, classes=classes)
+        parts = train_validation_split(
+            keys, evaluation_fraction, unit="image", labels=class_numbers, classes=classes
+        )
         train, validation = map(samples, parts)
     else:
         train = samples(range(len(labels)))
         table, _, labels = _hub_table(path, evaluation_split, image_column, label_column)
         name = f"{path}/{evaluation_split}"
-        validation = HubSamples(table, [numbers.get(label) for label in labels], range(len(labels)), name, image_column)
+        validation = HubSamples(
+            table, [numbers.get(label) for label in labels], range(len(labels)), name, image_column
+        )
     return transforms.splits(
         LabeledImages(train, transforms.reader(), transforms.train()),
         LabeledImages(validation, transforms.reader(), transforms.validation()),
@@ -283,7 +323,9 @@ def load_hub_images(
     )
 
 
-def _hub_table(path: str, split: str, image_column: str, label_column: str) -> tuple[Any, list[str], list[str]]:
+def _hub_table(
+    path: str, split: str, image_column: str, label_column: str
+) -> tuple[Any, list[str], list[str]]:
     """Return a split, its class names and the label of each row. Images are decoded on access, for better errors."""
     datasets = import_optional("datasets", "data.name hub_images")
     require_path(Path(path), "folder", "data.options.path is a folder written by save_to_disk")
@@ -305,6 +347,10 @@ def _hub_table(path: str, split: str, image_column: str, label_column: str) -> t
         ) from error
     names = list(getattr(feature, "names", ()))
     if names:
-        return table, names, [names[value] if value in range(len(names)) else "" for value in values]
+        return (
+            table,
+            names,
+            [names[value] if value in range(len(names)) else "" for value in values],
+        )
     labels = [label_text(value) for value in values]
     return table, sorted({*labels} - {""}), labels

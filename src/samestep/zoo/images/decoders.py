@@ -19,9 +19,15 @@ from samestep.zoo.images.files import file_errors, open_header, read_image
 from samestep.zoo.options import import_optional
 
 Decoder = Literal["pillow", "simplejpeg"]
-ReadImage = Callable[[Path | BytesIO, str], Any]  # from a file and its name in errors to an image for a transform
+ReadImage = Callable[
+    [Path | BytesIO, str], Any
+]  # from a file and its name in errors to an image for a transform
 Box = tuple[int, int, int, int]  # top, left, height, width
-SCALES = (8, 4, 2)  # divisors of height and width for which libjpeg-turbo has a fast reduced transform
+SCALES = (
+    8,
+    4,
+    2,
+)  # divisors of height and width for which libjpeg-turbo has a fast reduced transform
 
 
 class LazyImage(Protocol):
@@ -109,8 +115,8 @@ def image_reader(decoder: Decoder) -> ReadImage:
 class EncodedImage:
     """An image file in memory of which only the header is decoded, so that a crop can select the scale of its pixels.
 
-    RGB files of JPEG are decoded by simplejpeg. All other files, and damaged ones, are decoded by Pillow, with its
-    tolerance and its errors.
+    RGB files of JPEG are decoded by simplejpeg. All other files, and damaged ones, are decoded by
+    Pillow, with its tolerance and its errors.
 
     Attributes:
         height: pixels of the upright image.
@@ -151,13 +157,15 @@ class EncodedImage:
         """Return the upright RGB image `(3, height, width)` as unsigned bytes, with the channels last in memory.
 
         Args:
-            scale: 1 or one of `SCALES`; height and width of a JPEG file are divided by it and rounded up. Other files
-                have their full size.
+            scale: 1 or one of `SCALES`; height and width of a JPEG file are divided by it and
+                rounded up. Other files have their full size.
         """
         if self._image is None:
             width, height = (-(-length // scale) for length in self._size)
             try:
-                array = self._decode_jpeg(self._data, "RGB", min_height=height, min_width=width, min_factor=scale)
+                array = self._decode_jpeg(
+                    self._data, "RGB", min_height=height, min_width=width, min_factor=scale
+                )
                 return _upright(torch.from_numpy(array).permute(2, 0, 1), self._orientation)
             except ValueError:  # Pillow reads some damaged files, and has the errors of the others
                 self._image = read_image(self._source, self._name)

@@ -14,13 +14,34 @@ from PIL import Image, ImageOps
 
 from samestep.errors import DataError, RunError, SamestepError
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".jfif", ".ppm", ".pgm")
+IMAGE_SUFFIXES = (
+    ".jpg",
+    ".jpeg",
+    ".png",
+    ".bmp",
+    ".webp",
+    ".gif",
+    ".tif",
+    ".tiff",
+    ".jfif",
+    ".ppm",
+    ".pgm",
+)
 _BITS_PER_SAMPLE = 258  # TIFF tag
 # Formats by content: Pillow starts another program for some others, whatever the name of the file.
 _FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "GIF", "TIFF", "PPM")
 
-# Errors of the operating system with these numbers concern the file; all others concern the machine.
-_FILE_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG)
+# Errors of the operating system with these numbers concern the file; all others concern the
+# machine.
+_FILE_ERRNOS = (
+    None,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+)
 
 
 def read_image(source: Path | BytesIO, name: str = "") -> Image.Image:
@@ -37,14 +58,17 @@ def read_image(source: Path | BytesIO, name: str = "") -> Image.Image:
 def _to_rgb(image: Image.Image) -> Image.Image:
     # Pillow scales a 16-bit PGM to the full range, but other images with this mode have 32 bits.
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
-        bits = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, (16,))[0]  # Pillow opens 12 bits as 16 bits
+        bits = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, (16,))[
+            0
+        ]  # Pillow opens 12 bits as 16 bits
         values = numpy.asarray(image).astype(numpy.float64)
         gray = numpy.rint(values * (255 / (2**bits - 1))).clip(0, 255).astype(numpy.uint8)
         return Image.fromarray(gray).convert("RGB")
     if image.mode in ("I", "F"):
         raise ValueError("32-bit values have no defined white")
     if image.has_transparency_data:
-        # The colour of transparent pixels, mostly black, is not visible; viewers show the background.
+        # The colour of transparent pixels, mostly black, is not visible; viewers show the
+        # background.
         rgba = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
     return image.convert("RGB")

@@ -53,7 +53,10 @@ class ImageSource:
     """
 
     def __init__(
-        self, decoder: Decoder = "pillow", shorter_side: int | None = None, interpolation: str = "bilinear"
+        self,
+        decoder: Decoder = "pillow",
+        shorter_side: int | None = None,
+        interpolation: str = "bilinear",
     ) -> None:
         self._decoder = decoder
         self._shorter_side = shorter_side
@@ -65,7 +68,8 @@ class ImageSource:
         """Return the image of a file, which has `name` in errors.
 
         Raises:
-            DataError: the file is missing, damaged or no image; a `LazyImage` can raise this error later.
+            DataError: the file is missing, damaged or no image; a `LazyImage` can raise this error
+            later.
             RunError: the disk or the network failed.
         """
         if self._cache is None or not isinstance(source, Path):
@@ -94,8 +98,15 @@ class ImageSource:
         if self._decoder != "pillow":
             libraries[self._decoder] = version(self._decoder)
             if size is not None:  # torch resizes, with instructions of the processor
-                libraries["torch"] = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
-        return {"kind": "decoded", "decoder": self._decoder, "libraries": libraries, "shorter_side": size}
+                libraries["torch"] = (
+                    f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+                )
+        return {
+            "kind": "decoded",
+            "decoder": self._decoder,
+            "libraries": libraries,
+            "shorter_side": size,
+        }
 
     def prepared(self, image: DecodedImage) -> DecodedImage:
         """Return a decoded image after the fixed resize."""
@@ -104,14 +115,18 @@ class ImageSource:
         mode = v2.InterpolationMode(self._interpolation)
         if not isinstance(image, Image.Image):
             return StoredImage(resize_shorter_side(image, self._shorter_side, mode))
-        resized: Image.Image = functional.resize(crop_long_image(image), [self._shorter_side], interpolation=mode)
+        resized: Image.Image = functional.resize(
+            crop_long_image(image), [self._shorter_side], interpolation=mode
+        )
         return resized
 
 
 class _CachedScales:
     """Image of a decoder with several scales: its size, and the pixels of each scale that was used, are entries."""
 
-    def __init__(self, cache: SampleCache, decode: ReadImage, path: Path, status: os.stat_result, name: str) -> None:
+    def __init__(
+        self, cache: SampleCache, decode: ReadImage, path: Path, status: os.stat_result, name: str
+    ) -> None:
         self._cache = cache
         self._decode = decode
         self._file = (path, status)
@@ -154,7 +169,12 @@ def _add_pixels(cache: SampleCache, key: Key, pixels: torch.Tensor) -> None:
 def limit_aspect_ratio(height: int, width: int) -> Box:
     """Return the center of a very long image; resizing an image of one pixel in width would need gigabytes."""
     longest = _MAX_ASPECT_RATIO * min(height, width)
-    return max(0, height - longest) // 2, max(0, width - longest) // 2, min(height, longest), min(width, longest)
+    return (
+        max(0, height - longest) // 2,
+        max(0, width - longest) // 2,
+        min(height, longest),
+        min(width, longest),
+    )
 
 
 def crop_long_image(image: Image.Image) -> Image.Image:
@@ -166,7 +186,9 @@ def crop_long_image(image: Image.Image) -> Image.Image:
     return image.crop((left, top, left + width, top + height))
 
 
-def resize_shorter_side(image: LazyImage, length: int, interpolation: v2.InterpolationMode) -> torch.Tensor:
+def resize_shorter_side(
+    image: LazyImage, length: int, interpolation: v2.InterpolationMode
+) -> torch.Tensor:
     """Return the bytes `(3, H, W)` of an image with a shorter side of `length` pixels; very long ones are cropped."""
     box = limit_aspect_ratio(image.height, image.width)
     pixels = cropped_pixels(image, box, length, length)
@@ -174,12 +196,17 @@ def resize_shorter_side(image: LazyImage, length: int, interpolation: v2.Interpo
     return resize_pixels(pixels, height, width, interpolation)
 
 
-def resize_pixels(pixels: torch.Tensor, height: int, width: int, interpolation: v2.InterpolationMode) -> torch.Tensor:
+def resize_pixels(
+    pixels: torch.Tensor, height: int, width: int, interpolation: v2.InterpolationMode
+) -> torch.Tensor:
     """Return the pixels `(3, height, width)`; torch resizes bytes fastest with the channels last in memory."""
     channels, rows, columns = pixels.shape
     bytes_of_image = pixels.permute(1, 2, 0).contiguous()
-    # An explicit stride of the batch dimension marks one image as channels-last, so that the result is too.
-    image = bytes_of_image.as_strided((1, channels, rows, columns), (pixels.numel(), 1, channels * columns, channels))
+    # An explicit stride of the batch dimension marks one image as channels-last, so that the result
+    # is too.
+    image = bytes_of_image.as_strided(
+        (1, channels, rows, columns), (pixels.numel(), 1, channels * columns, channels)
+    )
     if (rows, columns) == (height, width):
         return image[0]
     return interpolate(image, (height, width), mode=interpolation.value, antialias=True)[0]
@@ -193,10 +220,14 @@ def open_cache(source: ImageSource, files: Sequence[Path], config: DataConfig) -
         files: files of the training and validation images.
         config: the key `cache_gb`.
     """
-    root = Path(os.path.commonpath([os.path.abspath(file.parent) for file in files]) if files else "")
+    root = Path(
+        os.path.commonpath([os.path.abspath(file.parent) for file in files]) if files else ""
+    )
     description = source.description()
     limit = None if config.cache_gb is None else int(config.cache_gb * 1e9)
     folder = cache_folder() / cache_name(root, description)
-    cache = SampleCache(folder, {"source": str(root), **description}, limit=limit, samples=len(files))
+    cache = SampleCache(
+        folder, {"source": str(root), **description}, limit=limit, samples=len(files)
+    )
     source.use_cache(cache)
     return cache

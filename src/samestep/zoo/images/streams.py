@@ -36,23 +36,29 @@ def load_stream_images(
 ) -> Splits:
     """Return the images of sample files, with the options of `docs/guides/streams.md`.
 
-    The column of images has encoded images as bytes, or mappings with the key `bytes`; that of labels has class numbers
-    or names, also as bytes. The other options are fields of `ImageTransforms`.
+    The column of images has encoded images as bytes, or mappings with the key `bytes`; that of
+    labels has class numbers or names, also as bytes. The other options are fields of
+    `ImageTransforms`.
 
     Raises:
         InputError: the files cannot be read, or an option is invalid.
     """
     transforms = image_transforms(options, load_stream_images)
     require_count("window", window, 1, DEFAULT_WINDOW)
-    require_option("format", format, format in get_args(Format), "webdataset, parquet or arrow", "parquet")
+    require_option(
+        "format", format, format in get_args(Format), "webdataset, parquet or arrow", "parquet"
+    )
     reader = transforms.reader()
     names = class_names(range(classes) if isinstance(classes, int) else classes)
     labels = ClassLabels(names)
     columns = (image_column, label_column)
     convert = partial(_convert, columns=columns, reader=reader, labels=labels)
-    train = ConvertedSource(_open_files(path, format, columns), partial(convert, transform=transforms.train()))
+    train = ConvertedSource(
+        _open_files(path, format, columns), partial(convert, transform=transforms.train())
+    )
     evaluation = ConvertedSource(
-        _open_files(evaluation_path, format, columns), partial(convert, transform=transforms.validation())
+        _open_files(evaluation_path, format, columns),
+        partial(convert, transform=transforms.validation()),
     )
     return transforms.splits(StreamDataset(train, window=window), StreamDataset(evaluation), names)
 
@@ -84,5 +90,7 @@ def _convert(
             fix="set data.options.image_column and data.options.label_column, or write the files again",
             code="E_UNKNOWN_NAME",
         )
-    number = labels.number(label.decode(errors="replace") if isinstance(label, bytes) else label, place)
+    number = labels.number(
+        label.decode(errors="replace") if isinstance(label, bytes) else label, place
+    )
     return transform(reader(BytesIO(data), place)), number

@@ -13,8 +13,20 @@ from torch.utils.data import default_collate
 from samestep.data.batch import map_tensors
 from samestep.data.samples import Collate, SizedDataset
 from samestep.torchvision_import import make_torchvision_importable
-from samestep.zoo.images.decoders import DecodedImage, Decoder, LazyImage, as_image, as_pixels, cropped_pixels
-from samestep.zoo.images.source import ImageSource, crop_long_image, resize_pixels, resize_shorter_side
+from samestep.zoo.images.decoders import (
+    DecodedImage,
+    Decoder,
+    LazyImage,
+    as_image,
+    as_pixels,
+    cropped_pixels,
+)
+from samestep.zoo.images.source import (
+    ImageSource,
+    crop_long_image,
+    resize_pixels,
+    resize_shorter_side,
+)
 from samestep.zoo.options import validated
 from samestep.zoo.splits import Splits
 
@@ -45,16 +57,18 @@ class Augment:
     """Augmentation of training images. Random numbers are a function of (seed, epoch, sample).
 
     Attributes:
-        scale: minimum and maximum area of a random crop, as fractions of the image (Szegedy et al., "Going deeper with
-            convolutions", 2015), which is resized to `image_size`; None for a random crop of `image_size` pixels
-            without a resize, from images with a shorter side of a fixed length (Krizhevsky et al., "ImageNet
-            classification with deep convolutional neural networks", 2012).
+        scale: minimum and maximum area of a random crop, as fractions of the image (Szegedy et al.,
+            "Going deeper with convolutions", 2015), which is resized to `image_size`; None for a
+            random crop of `image_size` pixels without a resize, from images with a shorter side of
+            a fixed length (Krizhevsky et al., "ImageNet classification with deep convolutional
+            neural networks", 2012).
         flip: probability of a horizontal flip.
         randaugment: magnitude of the two operations of RandAugment (Cubuk et al., 2020), or None.
         random_erasing: probability of random erasing (Zhong et al., 2020).
-        mixup_alpha: parameter of the Beta distribution of mixup (Zhang et al., "mixup", 2018); 0 for none. Images and
-            targets are mixed within a microbatch.
-        cutmix_alpha: the same for CutMix (Yun et al., "CutMix", 2019). With both, one is drawn for each microbatch.
+        mixup_alpha: parameter of the Beta distribution of mixup (Zhang et al., "mixup", 2018); 0
+            for none. Images and targets are mixed within a microbatch.
+        cutmix_alpha: the same for CutMix (Yun et al., "CutMix", 2019). With both, one is drawn for
+            each microbatch.
     """
 
     scale: tuple[_Fraction, _Fraction] | None = (0.08, 1.0)
@@ -94,7 +108,8 @@ class Augment:
 def collate_images(samples: list[Any]) -> Any:
     """Return a batch as torch's default; images of bytes keep the order in memory that they have.
 
-    torch would move the channels of each image, in half of the time of a crop from a cache; the device does so faster.
+    torch would move the channels of each image, in half of the time of a crop from a cache; the
+    device does so faster.
     """
     images, labels = zip(*samples, strict=True)
     if images[0].dtype != torch.uint8:
@@ -119,7 +134,9 @@ class RandomCrop(v2.RandomResizedCrop):  # type: ignore[misc]
         """Return the resized crop."""
         box = self.make_params([torch.empty(3, image.height, image.width, device="meta")])
         height, width = self.size
-        pixels = cropped_pixels(image, (box["top"], box["left"], box["height"], box["width"]), height, width)
+        pixels = cropped_pixels(
+            image, (box["top"], box["left"], box["height"], box["width"]), height, width
+        )
         return resize_pixels(pixels, height, width, self.interpolation)
 
 
@@ -141,7 +158,10 @@ class PlainCrop:
         """Return the bytes `(3, size, size)`, with the channels last in memory."""
         pixels = as_pixels(image).permute(1, 2, 0)
         top, left, side = torch.rand(3, dtype=torch.float64).tolist()
-        top, left = (int(at * (length - self.size + 1)) for at, length in zip((top, left), pixels.shape, strict=False))
+        top, left = (
+            int(at * (length - self.size + 1))
+            for at, length in zip((top, left), pixels.shape, strict=False)
+        )
         crop = pixels[top : top + self.size, left : left + self.size]
         return (crop.flip(1) if side < self.flip else crop.clone()).permute(2, 0, 1)
 
@@ -165,19 +185,23 @@ class CenterCrop:
 class ImageTransforms:
     """Decoding, resizing, cropping and normalization of images: options of every dataset of images.
 
-    The decoder `pillow` gives images of Pillow, and normalized floats. The decoder `simplejpeg` decodes JPEG files at a
-    reduced scale if the crop is large, resizes bytes with torch, and gives bytes: `normalize` converts batches on the
-    device. Random erasing, mixup and CutMix change normalized floats; with them the training images are floats too.
+    The decoder `pillow` gives images of Pillow, and normalized floats. The decoder `simplejpeg`
+    decodes JPEG files at a
+    reduced scale if the crop is large, resizes bytes with torch, and gives bytes: `normalize`
+        converts batches on the
+    device. Random erasing, mixup and CutMix change normalized floats; with them the training images
+    are floats too.
 
     Attributes:
         image_size: height and width in pixels.
-        crop_fraction: validation images are resized to a shorter side of `image_size / crop_fraction` and
-            center-cropped.
+        crop_fraction: validation images are resized to a shorter side of `image_size /
+            crop_fraction` and center-cropped.
         interpolation: `bilinear` or `bicubic`.
         mean: mean of each channel, for values in 0..1.
         std: standard deviation of each channel.
         decoder: `pillow` or `simplejpeg`.
-        shorter_side: length to which the shorter side of an image is resized before all transforms, or None.
+        shorter_side: length to which the shorter side of an image is resized before all transforms,
+            or None.
         augment: augmentation of training images; None for the default.
     """
 
@@ -194,7 +218,9 @@ class ImageTransforms:
         if self.shorter_side is not None and self.shorter_side < self.image_size:
             raise ValueError("shorter_side is less than image_size")
         if self.shorter_side is None and self.augmentation.scale is None:
-            raise ValueError("augment.scale is null, for crops without a resize, and shorter_side is not set")
+            raise ValueError(
+                "augment.scale is null, for crops without a resize, and shorter_side is not set"
+            )
 
     @property
     def augmentation(self) -> Augment:
@@ -218,7 +244,9 @@ class ImageTransforms:
         if augment.scale is None:
             steps = [PlainCrop(self.image_size, augment.flip)]
         elif is_pillow:
-            crop = v2.RandomResizedCrop(self.image_size, scale=augment.scale, interpolation=interpolation)
+            crop = v2.RandomResizedCrop(
+                self.image_size, scale=augment.scale, interpolation=interpolation
+            )
             steps = [as_image, crop, v2.RandomHorizontalFlip(augment.flip)]
         else:
             crop = RandomCrop(self.image_size, scale=augment.scale, interpolation=interpolation)
@@ -240,9 +268,13 @@ class ImageTransforms:
         if self.decoder != "pillow":
             return CenterCrop(self.image_size, size, interpolation)
         resize = v2.Resize(size, interpolation=interpolation)
-        return _composed([as_image, crop_long_image, resize, v2.CenterCrop(self.image_size), *self._normalized()])
+        return _composed(
+            [as_image, crop_long_image, resize, v2.CenterCrop(self.image_size), *self._normalized()]
+        )
 
-    def splits(self, train: SizedDataset, evaluation: SizedDataset, classes: Sequence[str], **others: Any) -> Splits:
+    def splits(
+        self, train: SizedDataset, evaluation: SizedDataset, classes: Sequence[str], **others: Any
+    ) -> Splits:
         """Return the splits of transformed images, with other attributes of `Splits`."""
         return Splits(
             train=train,
@@ -263,14 +295,24 @@ class ImageTransforms:
         def normalized(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dtype != torch.uint8:
                 return tensor
-            factor, summand = (t.to(tensor.device, non_blocking=True) for t in (1 / (255 * std), -mean / std))
+            factor, summand = (
+                t.to(tensor.device, non_blocking=True) for t in (1 / (255 * std), -mean / std)
+            )
             # A product of bytes and floats would make a second copy on CPUs.
-            return tensor.to(torch.float32, memory_format=torch.contiguous_format).mul_(factor).add_(summand)
+            return (
+                tensor.to(torch.float32, memory_format=torch.contiguous_format)
+                .mul_(factor)
+                .add_(summand)
+            )
 
         return map_tensors(data, normalized)
 
     def _normalized(self) -> list[Callable[..., Any]]:
-        return [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(self.mean), list(self.std))]
+        return [
+            v2.ToImage(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(list(self.mean), list(self.std)),
+        ]
 
 
 def _composed(steps: list[Callable[..., Any]]) -> Transform:

@@ -22,7 +22,15 @@ from samestep.zoo.images.files import IMAGE_SUFFIXES, read_image
 from samestep.zoo.images.source import ImageSource, open_cache
 from samestep.zoo.images.transforms import MEAN, STD
 from samestep.zoo.options import validated
-from samestep.zoo.segmentation.masks import IGNORED, ClassNumbers, MaskCode, Pair, as_target, read_mask, split_pairs
+from samestep.zoo.segmentation.masks import (
+    IGNORED,
+    ClassNumbers,
+    MaskCode,
+    Pair,
+    as_target,
+    read_mask,
+    split_pairs,
+)
 from samestep.zoo.splits import Splits, Task
 
 make_torchvision_importable()
@@ -41,10 +49,12 @@ class MaskTransforms:
 
     Attributes:
         image_size: height and width, or both.
-        fit: `resize` changes the size without keeping proportions. `crop` takes a random part with augmentation, else
-            the center; smaller images are padded with zeros, and their masks with `IGNORED`.
+        fit: `resize` changes the size without keeping proportions. `crop` takes a random part with
+            augmentation, else the center; smaller images are padded with zeros, and their masks
+            with `IGNORED`.
         flips: axes that are flipped with probability 0.5.
-        scale: minimum and maximum area of a random crop with `fit: resize`, as fractions of the image.
+        scale: minimum and maximum area of a random crop with `fit: resize`, as fractions of the
+            image.
     """
 
     image_size: _Side | tuple[_Side, _Side] = 256
@@ -69,7 +79,9 @@ class MaskTransforms:
     def validation(self) -> JointTransform:
         """Return the transform of validation images."""
         if self.fit == "crop":
-            return JointTransform(v2.Compose([partial(_pad, size=self._sides), v2.CenterCrop(self._sides)]))
+            return JointTransform(
+                v2.Compose([partial(_pad, size=self._sides), v2.CenterCrop(self._sides)])
+            )
         return JointTransform(v2.Resize(self._sides))
 
     @property
@@ -105,7 +117,9 @@ class JointTransform:
 
 def _pad(image: torch.Tensor, mask: torch.Tensor, *, size: tuple[int, ...]) -> tuple[Any, Any]:
     """Return image and mask, padded equally on both sides if smaller than `size`."""
-    height, width = (max(0, side - length) for side, length in zip(size, image.shape[-2:], strict=True))
+    height, width = (
+        max(0, side - length) for side, length in zip(size, image.shape[-2:], strict=True)
+    )
     top = height // 2
     left = width // 2
     padding = [left, top, width - left, height - top]
@@ -119,11 +133,13 @@ def _no_mask(image: Image.Image) -> ClassNumbers:
 class MaskedImages:
     """Image files with their masks, decoded and transformed on access.
 
-    Targets are floating-point zeros and ones `(1, H, W)` for binary masks, else class numbers `(H, W)`; -100 is
-    ignored.
+    Targets are floating-point zeros and ones `(1, H, W)` for binary masks, else class numbers `(H,
+    W)`; -100 is ignored.
     """
 
-    def __init__(self, pairs: Sequence[Pair], source: ImageSource, code: MaskCode, transform: JointTransform) -> None:
+    def __init__(
+        self, pairs: Sequence[Pair], source: ImageSource, code: MaskCode, transform: JointTransform
+    ) -> None:
         self._pairs = pairs
         self._source = source
         self._code = code
@@ -172,7 +188,9 @@ def load_segmentation(
     values = {"classes": classes, "mask_values": mask_values, "ignore_values": ignore_values}
     code = validated(MaskCode, values, "data.options")
     transforms = validated(MaskTransforms, options, "data.options", loader=load_segmentation)
-    pairs, evaluation_pairs = split_pairs(IMAGE_SUFFIXES, path, evaluation_path, evaluation_fraction, mask_suffix)
+    pairs, evaluation_pairs = split_pairs(
+        IMAGE_SUFFIXES, path, evaluation_path, evaluation_fraction, mask_suffix
+    )
     source = ImageSource()
     train = MaskedImages(pairs, source, code, transforms.train())
     return Splits(
@@ -181,16 +199,23 @@ def load_segmentation(
         classes=code.names,
         reads_files=True,
         count_foreground=train.count_foreground if code.is_binary else None,
-        open_cache=partial(open_cache, source, [pair.image for pair in (*pairs, *evaluation_pairs)]),
+        open_cache=partial(
+            open_cache, source, [pair.image for pair in (*pairs, *evaluation_pairs)]
+        ),
         fingerprint=fingerprint_of([pair.name for pair in pairs], []),
     )
 
 
 def segmentation_task(
-    classes: Sequence[str], *, image_size: int | Sequence[int] = 256, fit: Literal["resize", "crop"] = "resize"
+    classes: Sequence[str],
+    *,
+    image_size: int | Sequence[int] = 256,
+    fit: Literal["resize", "crop"] = "resize",
 ) -> Task:
     """Return the task that segments an image: the share of each class, and the image with colored classes."""
-    transform = validated(MaskTransforms, {"image_size": image_size, "fit": fit}, "data.options").validation()
+    transform = validated(
+        MaskTransforms, {"image_size": image_size, "fit": fit}, "data.options"
+    ).validation()
 
     def read(path: Path) -> torch.Tensor:
         image = read_image(path)

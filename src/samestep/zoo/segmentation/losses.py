@@ -15,8 +15,9 @@ def resolve_foreground_weight(
 ) -> tuple[NamedConfig, tuple[str, ...]]:
     """Return the loss with a number as `foreground_weight`, and a note. A collective operation.
 
-    The weight is the number of background pixels divided by the number of foreground pixels. Each rank counts some of
-    the masks; counts are integers, so their sums do not depend on the number of ranks.
+    The weight is the number of background pixels divided by the number of foreground pixels. Each
+    rank counts some of the masks; counts are integers, so their sums do not depend on the number of
+    ranks.
 
     Raises:
         RecipeError: the dataset has no binary masks, or they have no foreground.
@@ -58,4 +59,8 @@ def _count_pixels(splits: Splits, bad_samples: BadSamples, world: World) -> tupl
     unusable = sorted(index for _, _, indices in gathered for index in indices)
     if unusable and bad_samples == "stop":
         splits.count_foreground(unusable[0])  # raises the same error on every rank
-    return sum(counts[0] for counts in gathered), sum(counts[1] for counts in gathered), len(unusable)
+    return (
+        sum(counts[0] for counts in gathered),
+        sum(counts[1] for counts in gathered),
+        len(unusable),
+    )

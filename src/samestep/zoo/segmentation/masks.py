@@ -40,15 +40,20 @@ class Pair(NamedTuple):
 
 
 def split_pairs(
-    suffixes: Sequence[str], path: str, evaluation_path: str | None, evaluation_fraction: float, mask_suffix: str
+    suffixes: Sequence[str],
+    path: str,
+    evaluation_path: str | None,
+    evaluation_fraction: float,
+    mask_suffix: str,
 ) -> tuple[list[Pair], list[Pair]]:
     """Return the training pairs and the validation pairs, both sorted by name.
 
-    The arguments are options of `docs/guides/segmentation.md`, after the suffixes of the files; a suffix that ends in
-    another one stands before that one.
+    The arguments are options of `docs/guides/segmentation.md`, after the suffixes of the files; a
+    suffix that ends in another one stands before that one.
 
     Raises:
-        DataError: a folder is missing, there are too few pairs for a split, or a file has no partner.
+        DataError: a folder is missing, there are too few pairs for a split, or a file has no
+        partner.
     """
     pairs = _find_pairs(Path(path), suffixes, mask_suffix)
     if evaluation_path is not None:
@@ -97,8 +102,9 @@ class MaskCode:
 
     Attributes:
         classes: names of all classes including the background; None for binary masks.
-        mask_values: value of each class, numbers or colors `[R, G, B]`; of background and foreground for binary masks.
-            By default class `i` has the value `i`, and binary masks contain 0 and either 1 or 255.
+        mask_values: value of each class, numbers or colors `[R, G, B]`; of background and
+            foreground for binary masks. By default class `i` has the value `i`, and binary masks
+            contain 0 and either 1 or 255.
         ignore_values: values that become `IGNORED`, such as an uncertain border.
     """
 
@@ -113,7 +119,9 @@ class MaskCode:
         values = tuple(range(len(names))) if self.mask_values is None else self.mask_values
         if len(values) != len(names):
             raise ValueError(f"mask_values are not one value for each of {len(names)} classes")
-        if self.mask_values is not None and len({*values, *self.ignore_values}) < len(values) + len(self.ignore_values):
+        if self.mask_values is not None and len({*values, *self.ignore_values}) < len(values) + len(
+            self.ignore_values
+        ):
             raise ValueError("a value is in mask_values or ignore_values twice")
         if len({isinstance(value, int) for value in (*values, *self.ignore_values)}) > 1:
             raise ValueError("mask_values and ignore_values are both numbers and colors")
@@ -137,7 +145,9 @@ class MaskCode:
     def _numbers(self) -> dict[int, int]:
         """Class number of each value, in ascending order of the values; a color is `0xRRGGBB`."""
         default = tuple(range(len(self.classes or (0, 1))))
-        values: Sequence[int | Sequence[int]] = default if self.mask_values is None else self.mask_values
+        values: Sequence[int | Sequence[int]] = (
+            default if self.mask_values is None else self.mask_values
+        )
         numbers = {_packed(value): number for number, value in enumerate(values)}
         if self.is_binary and self.mask_values is None:
             numbers[255] = 1
@@ -168,7 +178,9 @@ class MaskCode:
                 fix="correct the mask, or set data.options.mask_values or ignore_values",
                 code="E_MASK",
             )
-        numbers: ClassNumbers = numpy.array(list(self._numbers.values()), dtype=numpy.int16)[indices]
+        numbers: ClassNumbers = numpy.array(list(self._numbers.values()), dtype=numpy.int16)[
+            indices
+        ]
         return numbers
 
 
@@ -197,7 +209,9 @@ def _integers(image: Image.Image) -> NDArray[Any]:
     values = numpy.asarray(image)
     if values.ndim == 3:  # channels of equal values
         if (values[..., :3] != values[..., :1]).any():
-            raise ValueError("the mask has colors; set data.options.mask_values to colors: [[0, 0, 0], [255, 0, 0]]")
+            raise ValueError(
+                "the mask has colors; set data.options.mask_values to colors: [[0, 0, 0], [255, 0, 0]]"
+            )
         values = values[..., 0]
     if values.dtype.kind not in "bui":
         raise ValueError(f"the mode is {image.mode}; masks contain integers or RGB colors")

@@ -1,7 +1,7 @@
 """U-Nets (Ronneberger et al., 2015): segmentation_models_pytorch's, and a small one for two or three dimensions.
 
-All kernels are deterministic on GPUs. Upsampling takes the nearest pixel or is a transposed convolution, because
-linear interpolation has no deterministic backward on GPUs.
+All kernels are deterministic on GPUs. Upsampling takes the nearest pixel or is a transposed
+convolution, because linear interpolation has no deterministic backward on GPUs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ def unet(num_classes: int = 1, *, encoder: str = "resnet34", **options: Any) -> 
     """
     build = find_in_library("segmentation_models_pytorch:Unet")
     assert build is not None
-    return build(num_classes=num_classes, encoder_name=encoder, **{"decoder_interpolation": "nearest", **options})
+    return build(
+        num_classes=num_classes,
+        encoder_name=encoder,
+        **{"decoder_interpolation": "nearest", **options},
+    )
 
 
 unet_vgg16 = partial(unet, encoder="vgg16")
@@ -69,13 +73,16 @@ class UNet(nn.Module):
         widths = [width * 2**level for level in range(levels + 1)]
         self.stem = _double_convolution(dimensions, in_channels, widths[0])
         self.down = nn.ModuleList(
-            _double_convolution(dimensions, before, after, stride=2) for before, after in pairwise(widths)
+            _double_convolution(dimensions, before, after, stride=2)
+            for before, after in pairwise(widths)
         )
         self.dropout = _layer("Dropout", dimensions)(dropout)
         pairs = list(pairwise(widths[::-1]))
         up_convolution = _layer("ConvTranspose", dimensions)
         self.up = nn.ModuleList(up_convolution(below, above, 2, stride=2) for below, above in pairs)
-        self.joined = nn.ModuleList(_double_convolution(dimensions, 2 * above, above) for _, above in pairs)
+        self.joined = nn.ModuleList(
+            _double_convolution(dimensions, 2 * above, above) for _, above in pairs
+        )
         self.head = _layer("Conv", dimensions)(widths[0], num_classes, 1)
         self._step = 2**levels
 
@@ -84,7 +91,11 @@ class UNet(nn.Module):
         sides = images.shape[2:]
         # Batch norm of one sample needs at least two positions per channel at the lowest level.
         padded = [max(2, -(-side // self._step)) * self._step for side in sides]
-        padding = [part for side, size in zip(sides[::-1], padded[::-1], strict=True) for part in (0, size - side)]
+        padding = [
+            part
+            for side, size in zip(sides[::-1], padded[::-1], strict=True)
+            for part in (0, size - side)
+        ]
         features = [self.stem(functional.pad(images, padding))]
         for block in self.down:
             features.append(block(features[-1]))
@@ -104,7 +115,11 @@ def _double_convolution(dimensions: int, before: int, after: int, stride: int = 
     norm = _layer("BatchNorm", dimensions)
     layers: list[nn.Module] = []
     for inputs, step in ((before, stride), (after, 1)):
-        layers += [convolution(inputs, after, 3, stride=step, padding=1, bias=False), norm(after), nn.ReLU()]
+        layers += [
+            convolution(inputs, after, 3, stride=step, padding=1, bias=False),
+            norm(after),
+            nn.ReLU(),
+        ]
     return nn.Sequential(*layers)
 
 

@@ -20,7 +20,14 @@ from samestep.errors import DataError
 from samestep.metrics.overlays import areas, blended, class_map, scaled_image
 from samestep.zoo.images.files import file_errors
 from samestep.zoo.options import import_optional, validated
-from samestep.zoo.segmentation.masks import IGNORED, ClassNumbers, MaskCode, Pair, as_target, split_pairs
+from samestep.zoo.segmentation.masks import (
+    IGNORED,
+    ClassNumbers,
+    MaskCode,
+    Pair,
+    as_target,
+    split_pairs,
+)
 from samestep.zoo.splits import Splits, Task
 
 VOLUME_SUFFIXES = (".nii.gz", ".nii", ".npy")
@@ -91,7 +98,9 @@ class Volumes:
         window: minimum and maximum; values outside are clipped.
     """
 
-    def __init__(self, pairs: Sequence[Pair], code: MaskCode, window: Sequence[float] | None) -> None:
+    def __init__(
+        self, pairs: Sequence[Pair], code: MaskCode, window: Sequence[float] | None
+    ) -> None:
         self.pairs = pairs
         self.code = code
         self._window = window
@@ -119,7 +128,8 @@ class PatchOptions:
     Attributes:
         patch_size: side of a patch in voxels, or three sides.
         patches: random patches per training volume.
-        foreground_share: probability that a patch is centered on a foreground voxel, if the volume has any.
+        foreground_share: probability that a patch is centered on a foreground voxel, if the volume
+            has any.
         flips: flip each axis with probability 0.5.
         window: minimum and maximum; values outside are clipped.
     """
@@ -160,14 +170,18 @@ class RandomPatches:
         start = self._random_start(numbers)
         patch = crop(values, start, self._size, 0)
         target = crop(numbers[None], start, self._size, IGNORED)[0]
-        axes = [axis for axis, draw in enumerate(torch.rand(3).tolist()) if self._flips and draw < 0.5]
+        axes = [
+            axis for axis, draw in enumerate(torch.rand(3).tolist()) if self._flips and draw < 0.5
+        ]
         patch = patch.flip([axis + 1 for axis in axes])
         target = target.flip(axes)
         return patch, as_target(target, is_binary=self._volumes.code.is_binary)
 
     def _random_start(self, numbers: torch.Tensor) -> list[int]:
         centered, choice, *position = torch.rand(5, dtype=torch.float64).tolist()
-        limits = [max(0, length - side) for length, side in zip(numbers.shape, self._size, strict=True)]
+        limits = [
+            max(0, length - side) for length, side in zip(numbers.shape, self._size, strict=True)
+        ]
         foreground = (numbers > 0).nonzero() if centered < self._share else numbers.new_empty(0, 3)
         if not len(foreground):
             return [int(draw * (limit + 1)) for draw, limit in zip(position, limits, strict=True)]
@@ -179,13 +193,18 @@ class RandomPatches:
 class Tiles:
     """Grid of patches in which every voxel of every volume is a target once.
 
-    The last patch along an axis overlaps the previous one to have full size; the overlap is ignored.
+    The last patch along an axis overlaps the previous one to have full size; the overlap is
+    ignored.
     """
 
     def __init__(self, volumes: Volumes, size: tuple[int, ...]) -> None:
         self._volumes = volumes
         self._size = size
-        self._tiles = [(number, tile) for number, pair in enumerate(volumes.pairs) for tile in _tiles(pair, size)]
+        self._tiles = [
+            (number, tile)
+            for number, pair in enumerate(volumes.pairs)
+            for tile in _tiles(pair, size)
+        ]
 
     def __len__(self) -> int:
         return len(self._tiles)
@@ -214,9 +233,16 @@ def _tiles(pair: Pair, size: tuple[int, ...]) -> Iterator[tuple[Interval, ...]]:
     return product(*(tile_axis(length, side) for length, side in zip(shape, size, strict=True)))
 
 
-def crop(values: torch.Tensor, start: Sequence[int], size: tuple[int, ...], fill: float) -> torch.Tensor:
+def crop(
+    values: torch.Tensor, start: Sequence[int], size: tuple[int, ...], fill: float
+) -> torch.Tensor:
     """Return the part of `values` `(C, D, H, W)` at `start`, padded with `fill` at the end."""
-    part = values[(slice(None), *(slice(begin, begin + side) for begin, side in zip(start, size, strict=True)))]
+    part = values[
+        (
+            slice(None),
+            *(slice(begin, begin + side) for begin, side in zip(start, size, strict=True)),
+        )
+    ]
     if part.shape[1:] == size:
         return part
     padded = part.new_full((len(part), *size), fill)
@@ -243,7 +269,9 @@ def load_volumes(
     chosen = validated(PatchOptions, options, "data.options", loader=load_volumes)
     values = {"classes": classes, "mask_values": mask_values, "ignore_values": ignore_values}
     code = validated(MaskCode, values, "data.options")
-    pairs, evaluation_pairs = split_pairs(VOLUME_SUFFIXES, path, evaluation_path, evaluation_fraction, mask_suffix)
+    pairs, evaluation_pairs = split_pairs(
+        VOLUME_SUFFIXES, path, evaluation_path, evaluation_fraction, mask_suffix
+    )
     return Splits(
         train=RandomPatches(Volumes(pairs, code, chosen.window), chosen),
         evaluation=Tiles(Volumes(evaluation_pairs, code, chosen.window), chosen.sides),
@@ -262,7 +290,9 @@ def volumes_task(classes: Sequence[str], *, window: Sequence[float] | None = Non
     def picture(path: Path, outputs: torch.Tensor) -> Image.Image:
         numbers = class_map(outputs)
         middle = len(numbers) // 2
-        return blended(scaled_image(read(path)[:, middle]), numbers[middle], is_binary=len(classes) == 1)
+        return blended(
+            scaled_image(read(path)[:, middle]), numbers[middle], is_binary=len(classes) == 1
+        )
 
     return Task(
         reads="a volume (NIfTI or NumPy)",

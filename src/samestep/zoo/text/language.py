@@ -89,7 +89,9 @@ def load_language(
     """
     require_fraction(evaluation_fraction)
     require_count("block_size", block_size, 1, 64)
-    require_option("suffixes", suffixes, not isinstance(suffixes, str), "a list of suffixes", "[.md]")
+    require_option(
+        "suffixes", suffixes, not isinstance(suffixes, str), "a list of suffixes", "[.md]"
+    )
     encoder = read_tokenizer(tokenizer)
     documents = _documents(path, suffixes)
     validation_documents: list[Document] = []
@@ -98,7 +100,9 @@ def load_language(
     elif len(documents) > 1:
         names = [document.name for document in documents]
         parts = train_validation_split(names, evaluation_fraction, unit="file")
-        documents, validation_documents = ([documents[index] for index in indices] for indices in parts)
+        documents, validation_documents = (
+            [documents[index] for index in indices] for indices in parts
+        )
     train = cached_tokens(documents, encoder, Path(cache))
     if validation_documents:
         validation = cached_tokens(validation_documents, encoder, Path(cache))
@@ -113,11 +117,15 @@ def load_language(
         classes=tuple(encoder.name(token) for token in range(encoder.size)),
         collate=collate_padded,
         count_tokens=count_tokens,
-        fingerprint=fingerprint_of([file.name for file in documents], [], [file.digest for file in documents]),
+        fingerprint=fingerprint_of(
+            [file.name for file in documents], [], [file.digest for file in documents]
+        ),
     )
 
 
-def language_task(classes: tuple[str, ...], *, tokenizer: str | None = None, block_size: int = 64) -> Task:
+def language_task(
+    classes: tuple[str, ...], *, tokenizer: str | None = None, block_size: int = 64
+) -> Task:
     """Return the task that continues a prompt, and predicts the token after a file."""
     encoder = read_tokenizer(tokenizer)
 
@@ -144,7 +152,11 @@ def _documents(source: str | None, suffixes: Sequence[str]) -> list[Document]:
     if root.is_file():
         return [read_document(root, root.name)]
     if source is None:
-        files = [file for file in root.rglob("*.py") if not _NOT_LIBRARY.intersection(file.relative_to(root).parts)]
+        files = [
+            file
+            for file in root.rglob("*.py")
+            if not _NOT_LIBRARY.intersection(file.relative_to(root).parts)
+        ]
     else:
         require_path(root, "folder", "data.options.path is a file or folder of text")
         files = by_suffix(files_below(root), suffixes)
@@ -163,22 +175,37 @@ def _first(tokens: Tokens, limit: int | None, option: str) -> Tokens:
     """Return the first tokens with `limit` targets; the first token is not a target."""
     first = tokens if limit is None else tokens[: limit + 1]
     is_valid = (limit is None or is_count(limit)) and len(first) >= 2
-    require_option(option, limit, is_valid, f"null or at least 1, of {len(tokens)} tokens; at least two", "null")
+    require_option(
+        option,
+        limit,
+        is_valid,
+        f"null or at least 1, of {len(tokens)} tokens; at least two",
+        "null",
+    )
     return first
 
 
-def complete(model: torch.nn.Module, prompt: str, count: int, *, tokenizer: Tokenizer, block_size: int) -> str:
+def complete(
+    model: torch.nn.Module, prompt: str, count: int, *, tokenizer: Tokenizer, block_size: int
+) -> str:
     """Return at most `count` tokens after `prompt` as text, without the prompt."""
     # Bytes of the command line that are not UTF-8 are surrogates.
     start = _tokens_of(prompt.encode(errors="surrogateescape"), "the prompt", tokenizer)
     if not start:
-        start = [0 if tokenizer.end is None else tokenizer.end]  # the end token precedes every document
+        start = [
+            0 if tokenizer.end is None else tokenizer.end
+        ]  # the end token precedes every document
     return tokenizer.decode(generate(model, start, count, block_size=block_size, end=tokenizer.end))
 
 
 @torch.no_grad()
 def generate(
-    model: torch.nn.Module, tokens: list[int], count: int, *, block_size: int, end: int | None = None
+    model: torch.nn.Module,
+    tokens: list[int],
+    count: int,
+    *,
+    block_size: int,
+    end: int | None = None,
 ) -> list[int]:
     """Return at most `count` tokens that follow `tokens`, drawn from the most probable ones with a fixed seed.
 
@@ -189,7 +216,9 @@ def generate(
         block_size: maximum number of tokens of the model's input.
         end: token that ends the generation.
     """
-    generator = torch.Generator().manual_seed(0)  # of the CPU: the same numbers for every device of the model
+    generator = torch.Generator().manual_seed(
+        0
+    )  # of the CPU: the same numbers for every device of the model
     device = next(model.parameters()).device
     model.eval()
     result: list[int] = []
@@ -208,7 +237,9 @@ def generate(
 def next_tokens(tokenizer: Tokenizer, outputs: torch.Tensor) -> Answer:
     """Return the five most probable tokens after the last position of outputs `(1, C, T)` or `(C, T)`."""
     pairs = most_probable(outputs.reshape(outputs.shape[-2:])[:, -1], count=5)
-    return {"next": [{"token": tokenizer.name(token), "probability": value} for token, value in pairs]}
+    return {
+        "next": [{"token": tokenizer.name(token), "probability": value} for token, value in pairs]
+    }
 
 
 class Document(NamedTuple):
@@ -227,14 +258,21 @@ def read_document(path: Path, name: str) -> Document:
 def cached_tokens(documents: Sequence[Document], tokenizer: Tokenizer, folder: Path) -> Tokens:
     """Return the tokens of all documents in order, each followed by the end token, as a memory-mapped file.
 
-    The file name is a hash of the tokenizer and of the names and contents of the documents. The file is written under
-    another name and renamed, so processes can write it at the same time without waiting: their contents are equal.
+    The file name is a hash of the tokenizer and of the names and contents of the documents. The
+    file is written under
+    another name and renamed, so processes can write it at the same time without waiting: their
+        contents are equal.
 
     Raises:
         DataError: a document is not text, or the tokenizer has no end token.
     """
     dtype = numpy.dtype("<u2" if tokenizer.size <= _MAX_2_BYTES else "<u4")
-    key = [_CACHE_FORMAT, tokenizer.digest, tokenizer.end, [(document.name, document.digest) for document in documents]]
+    key = [
+        _CACHE_FORMAT,
+        tokenizer.digest,
+        tokenizer.end,
+        [(document.name, document.digest) for document in documents],
+    ]
     path = folder / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.{dtype.str[1:]}"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -253,7 +291,9 @@ def _encoded(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[li
     end = tokenizer.end
     if end is None:
         rule = "a tokenizer with an end token such as <|endoftext|>, which separates documents"
-        raise DataError("data.options.tokenizer has no end token", rule, "add a special token", code="E_VALUE")
+        raise DataError(
+            "data.options.tokenizer has no end token", rule, "add a special token", code="E_VALUE"
+        )
     for document in documents:
         tokens = _tokens_of(document.path.read_bytes(), document.path, tokenizer)
         if tokens:

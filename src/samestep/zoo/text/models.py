@@ -17,8 +17,9 @@ _STD = 0.02  # of initial weights
 class GPT(nn.Module):
     """GPT-2 (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019).
 
-    A decoder with causal attention and learned position embeddings. The output layer shares the weights of the token
-    embedding (Press & Wolf, "Using the Output Embedding to Improve Language Models", 2017).
+    A decoder with causal attention and learned position embeddings. The output layer shares the
+    weights of the token embedding (Press & Wolf, "Using the Output Embedding to Improve Language
+    Models", 2017).
 
     Args:
         num_classes: vocabulary size.
@@ -46,7 +47,9 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(num_classes, n_embd)
         self.wpe = nn.Embedding(block_size, n_embd)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(_Block(n_embd, n_head, dropout, fused) for _ in range(n_layer)))
+        self.blocks = nn.Sequential(
+            *(_Block(n_embd, n_head, dropout, fused) for _ in range(n_layer))
+        )
         self.ln_f = nn.LayerNorm(n_embd)
         self.apply(_initialize)
         for name, parameter in self.named_parameters():
@@ -67,7 +70,16 @@ class GPT(nn.Module):
 
 
 # The smallest GPT-2: 124 million parameters.
-gpt2 = partial(GPT, num_classes=50_257, n_embd=768, n_head=12, n_layer=12, block_size=1024, dropout=0.1, fused=True)
+gpt2 = partial(
+    GPT,
+    num_classes=50_257,
+    n_embd=768,
+    n_head=12,
+    n_layer=12,
+    block_size=1024,
+    dropout=0.1,
+    fused=True,
+)
 
 
 class _Block(nn.Module):
@@ -97,7 +109,9 @@ class _Attention(nn.Module):
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
-        projected: torch.Tensor = self.c_proj(causal_attention(self.c_attn(features), self.n_head, dropout, self.fused))
+        projected: torch.Tensor = self.c_proj(
+            causal_attention(self.c_attn(features), self.n_head, dropout, self.fused)
+        )
         return projected
 
 
@@ -108,20 +122,27 @@ class _MLP(nn.Module):
         self.c_proj = nn.Linear(4 * n_embd, n_embd)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        projected: torch.Tensor = self.c_proj(functional.gelu(self.c_fc(features), approximate="tanh"))
+        projected: torch.Tensor = self.c_proj(
+            functional.gelu(self.c_fc(features), approximate="tanh")
+        )
         return projected
 
 
-def causal_attention(projections: torch.Tensor, heads: int, dropout: float = 0.0, fused: bool = False) -> torch.Tensor:
+def causal_attention(
+    projections: torch.Tensor, heads: int, dropout: float = 0.0, fused: bool = False
+) -> torch.Tensor:
     """Return causal attention `(N, T, size)` of queries, keys and values `(N, T, 3 * size)`."""
     rows, length, width = projections.shape
     shape = (rows, length, heads, width // (3 * heads))
     query, key, value = (part.view(shape).transpose(1, 2) for part in projections.chunk(3, dim=2))
     if fused:
-        values = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        values = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True
+        )
     else:
-        # Under deterministic algorithms, torch's fused kernels on a GPU have a deterministic backward, but which kernel
-        # computes depends on type, shape and GPU. `benchmarks/gpu.py` compares bits and time of both ways.
+        # Under deterministic algorithms, torch's fused kernels on a GPU have a deterministic
+        # backward, but which kernel computes depends on type, shape and GPU. `benchmarks/gpu.py`
+        # compares bits and time of both ways.
         scores = query @ key.transpose(2, 3) / math.sqrt(query.shape[3])
         future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
         attention = functional.softmax(scores.masked_fill(future, float("-inf")), dim=3)

@@ -66,7 +66,9 @@ def make_lines(count: int) -> list[str]:
 def collate_padded(samples: list[Sample]) -> Sample:
     """Return inputs and targets padded to the longest sample; targets are padded with `PADDING`."""
     inputs, targets = (list(column) for column in zip(*samples, strict=True))
-    return pad_sequence(inputs, batch_first=True), pad_sequence(targets, batch_first=True, padding_value=PADDING)
+    return pad_sequence(inputs, batch_first=True), pad_sequence(
+        targets, batch_first=True, padding_value=PADDING
+    )
 
 
 class TokensNet(nn.Module):
@@ -106,7 +108,9 @@ class TokensNet(nn.Module):
         Padding at the end of a line needs no mask: attention is causal.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        logits: torch.Tensor = self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(positions))))
+        logits: torch.Tensor = self.head(
+            self.norm(self.blocks(self.tokens(tokens) + self.positions(positions)))
+        )
         return logits.transpose(1, 2)
 
 
@@ -118,11 +122,15 @@ class _Block(nn.Module):
         self.layers_norm = nn.LayerNorm(width)
         self.mixed = nn.Linear(width, 3 * width)
         self.joined = nn.Linear(width, width)
-        self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.layers = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        attended = self.joined(causal_attention(self.mixed(self.attention_norm(features)), self.heads))
+        attended = self.joined(
+            causal_attention(self.mixed(self.attention_norm(features)), self.heads)
+        )
         features = features + self.dropout(attended)
         residual: torch.Tensor = self.dropout(self.layers(self.layers_norm(features)))
         return features + residual

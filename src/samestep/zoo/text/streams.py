@@ -38,13 +38,21 @@ def load_stream_tokens(
     """
     require_count("window", window, 1, DEFAULT_WINDOW)
     is_size = vocabulary is None or is_count(vocabulary, 2)
-    require_option("vocabulary", vocabulary, is_size, "a number of tokens, at least 2, or null", 50257)
+    require_option(
+        "vocabulary", vocabulary, is_size, "a number of tokens, at least 2, or null", 50257
+    )
     if vocabulary is None:
         encoder = read_tokenizer(tokenizer)
         names = tuple(encoder.name(token) for token in range(encoder.size))
     else:
         is_alone = tokenizer is None
-        require_option("tokenizer", tokenizer, is_alone, "null with vocabulary, as it has a size of its own", "null")
+        require_option(
+            "tokenizer",
+            tokenizer,
+            is_alone,
+            "null with vocabulary, as it has a size of its own",
+            "null",
+        )
         names = tuple(map(str, range(vocabulary)))
     convert = partial(_convert, size=len(names))
     train = ConvertedSource(TokenFiles(path, block_size, dtype, header), convert)
@@ -59,14 +67,20 @@ def load_stream_tokens(
 
 
 def stream_tokens_task(
-    classes: tuple[str, ...], *, tokenizer: str | None = None, vocabulary: int | None = None, block_size: int = 64
+    classes: tuple[str, ...],
+    *,
+    tokenizer: str | None = None,
+    vocabulary: int | None = None,
+    block_size: int = 64,
 ) -> Task:
     """Return the task that continues a prompt, and predicts the token after a file.
 
     Raises:
         DataError: the recipe has a vocabulary and no tokenizer.
     """
-    require_option("vocabulary", vocabulary, vocabulary is None, "null: predictions need the tokenizer", "null")
+    require_option(
+        "vocabulary", vocabulary, vocabulary is None, "null: predictions need the tokenizer", "null"
+    )
     return language_task(classes, tokenizer=tokenizer, block_size=block_size)
 
 

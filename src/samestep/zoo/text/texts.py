@@ -79,11 +79,15 @@ def load_texts(
     require_fraction(evaluation_fraction)
     require_count("longest", longest, 3, 512)
     encoder = read_tokenizer(tokenizer, longest)
-    read = partial(read_table, text_column=text_column, label_column=label_column, option="text_column")
+    read = partial(
+        read_table, text_column=text_column, label_column=label_column, option="text_column"
+    )
     rows = read(path)
     labels = {row.label for row in rows if row.label}
     are_numbers = all(label.isdecimal() for label in labels)
-    names = class_names(classes if classes is not None else sorted(labels, key=int if are_numbers else None))
+    names = class_names(
+        classes if classes is not None else sorted(labels, key=int if are_numbers else None)
+    )
     if evaluation_path is None:
         keys = [row.text or row.where for row in rows]
         parts = train_validation_split(keys, evaluation_fraction, unit="text")
@@ -107,7 +111,9 @@ def load_texts(
     )
 
 
-def text_task(classes: tuple[str, ...], *, tokenizer: str | None = None, longest: int = 512) -> Task:
+def text_task(
+    classes: tuple[str, ...], *, tokenizer: str | None = None, longest: int = 512
+) -> Task:
     """Return the task that classifies the text of a file."""
     encoder = read_tokenizer(tokenizer, longest)
 
@@ -128,7 +134,9 @@ def collate_texts(samples: list[Sample], *, padding: int) -> tuple[Inputs, torch
     tokens = [sample[0] for sample in samples]
     inputs = pad_sequence(tokens, batch_first=True, padding_value=padding)
     mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
-    return {"input_ids": inputs, "attention_mask": mask}, torch.tensor([sample[1] for sample in samples])
+    return {"input_ids": inputs, "attention_mask": mask}, torch.tensor(
+        [sample[1] for sample in samples]
+    )
 
 
 def _count_tokens(microbatch: tuple[Inputs, torch.Tensor]) -> tuple[int, int]:

@@ -48,7 +48,9 @@ class ByteTokenizer:
     def encode_framed(self, text: str) -> list[int]:
         """Return the tokens of a text for a classifier, truncated and with special tokens."""
         # Classifiers read the first position, which must not be part of the text.
-        content = text.encode() if self._max_tokens is None else text.encode()[: self._max_tokens - 2]
+        content = (
+            text.encode() if self._max_tokens is None else text.encode()[: self._max_tokens - 2]
+        )
         return [_BYTES, *content, _BYTES]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -141,7 +143,8 @@ def as_tokens(tokens: list[int], place: str | Path) -> torch.Tensor:
     """Return the tokens of a text at `place` as a tensor.
 
     Raises:
-        DataError: there are none, because the text is empty or the tokenizer drops all of its characters.
+        DataError: there are none, because the text is empty or the tokenizer drops all of its
+        characters.
     """
     if not tokens:
         raise DataError(

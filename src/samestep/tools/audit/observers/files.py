@@ -44,7 +44,9 @@ class FileObserver:
         parts = Path(name).parts
         if name in self._paths or name.startswith(_FOLDERS) or name.endswith(_SUFFIXES):
             return
-        is_locked = os.path.exists(f"{name}.lock")  # one rank at a time, as the metrics of `evaluate`
+        is_locked = os.path.exists(
+            f"{name}.lock"
+        )  # one rank at a time, as the metrics of `evaluate`
         if is_locked or any(part.startswith(_CACHES) for part in parts):
             return
         line = user_line()

@@ -1,7 +1,7 @@
 """Observers of functions of `torch.nn.functional`: dropout, attention, batch norm and losses.
 
-An experiment turns dropout and batch norm off. The losses are means over a number of targets that varies between ranks
-and batches.
+An experiment turns dropout and batch norm off. The losses are means over a number of targets that
+varies between ranks and batches.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class ModuleObserver:
         self._calls += 1
         if self._calls <= _CALLS:
             state = state_hash(_generator_state(values.device))
-            session.emit("dropout", call=self._calls, shape=list(values.shape), state=state, line=user_line())
+            session.emit(
+                "dropout", call=self._calls, shape=list(values.shape), state=state, line=user_line()
+            )
 
     def batch_norm(self) -> None:
         """Write that batches are normalised with their own statistics, once."""
@@ -59,17 +61,27 @@ def observe_modules(session: Session) -> None:
     has_dropout = "dropout" not in session.without
     has_batch_norm = "batch norm" not in session.without
 
-    def observed_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    def observed_dropout(
+        input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Any:
         if training and p > 0 and not torch.compiler.is_compiling():
             dropped(input)
         return dropout(input, p, training and has_dropout, inplace)
 
     def observed_attention(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if dropout_p > 0 and not torch.compiler.is_compiling():
             dropped(query)
-        return attention(query, key, value, attn_mask, dropout_p if has_dropout else 0.0, *args, **kwargs)
+        return attention(
+            query, key, value, attn_mask, dropout_p if has_dropout else 0.0, *args, **kwargs
+        )
 
     def observed_batch_norm(
         input: Any,
@@ -84,7 +96,9 @@ def observe_modules(session: Session) -> None:
         if training and not torch.compiler.is_compiling():
             normalised()
         has_statistics = training and (has_batch_norm or running_mean is None)
-        return batch_norm(input, running_mean, running_var, weight, bias, has_statistics, momentum, eps)
+        return batch_norm(
+            input, running_mean, running_var, weight, bias, has_statistics, momentum, eps
+        )
 
     replace_function("dropout", observed_dropout)
     replace_function("scaled_dot_product_attention", observed_attention)
@@ -145,7 +159,9 @@ def observe_losses(session: Session) -> None:
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Any:
-        loss = cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        loss = cross_entropy(
+            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
         is_mean = reduction == "mean" and weight is None and size_average is None and reduce is None
         if is_mean and not torch.compiler.is_compiling():
             observed(loss, target, ignore_index)

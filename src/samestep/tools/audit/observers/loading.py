@@ -16,7 +16,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import fetch as torch_fetch
 
@@ -73,7 +79,9 @@ class LoadingObserver:
             self._loaders[loader] = self._loader_count
             self._loader_count += 1
         self._count += 1
-        length = len(iterator._index_sampler) if hasattr(iterator._index_sampler, "__len__") else None
+        length = (
+            len(iterator._index_sampler) if hasattr(iterator._index_sampler, "__len__") else None
+        )
         current = _Pass(self._count, self._session.steps, length)
         self._passes[iterator] = self._latest[self._loaders[loader]] = current
         sampler = _sampler(loader)
@@ -117,7 +125,9 @@ class LoadingObserver:
         _, samples = _root(iterator._dataset, positions)
         hashes = _row_hashes(data, len(samples)) if current.batches <= _HASHED_BATCHES else []
         self._session.emit("batch", number=current.number, samples=samples, hashes=hashes)
-        if current.batches == current.length:  # libraries that know the length do not ask for another batch
+        if (
+            current.batches == current.length
+        ):  # libraries that know the length do not ask for another batch
             self._end(current)
 
     def ended(self, iterator: Any) -> None:
@@ -132,7 +142,11 @@ class LoadingObserver:
 
     def positions(self) -> list[list[int]]:
         """Return the numbers of the passes of known length that have begun and not ended, with their batches."""
-        return [[one.number, one.batches] for one in self._latest.values() if 0 < one.batches < (one.length or 0)]
+        return [
+            [one.number, one.batches]
+            for one in self._latest.values()
+            if 0 < one.batches < (one.length or 0)
+        ]
 
     def counted(self, tensor: Any, operation: Any) -> None:
         """Write that an evaluation reduces the number of samples of its pass."""
@@ -140,12 +154,22 @@ class LoadingObserver:
         is_sum = operation == dist.ReduceOp.SUM
         if current is None or not is_sum or current.step != self._session.steps:
             return
-        if not isinstance(tensor, torch.Tensor) or tensor.numel() > _COUNT_SIZE or tensor.is_complex():
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tensor.numel() > _COUNT_SIZE
+            or tensor.is_complex()
+        ):
             return
         values = tensor.detach().flatten().tolist()
         if current.samples in values:
             position = values.index(current.samples)
-            self._session.emit("count", number=current.number, samples=current.samples, at=position, line=user_line())
+            self._session.emit(
+                "count",
+                number=current.number,
+                samples=current.samples,
+                at=position,
+                line=user_line(),
+            )
 
 
 def observe_loading(session: Session, before_pass: Callable[[], None]) -> None:
@@ -198,11 +222,15 @@ def _observe_counts(counted: Any) -> None:
     all_reduce = dist.all_reduce
     reduce = dist.reduce
 
-    def observed_all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+    def observed_all_reduce(
+        tensor: Any, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any
+    ) -> Any:
         counted(tensor, op)
         return all_reduce(tensor, op, *args, **kwargs)
 
-    def observed_reduce(tensor: Any, dst: Any = None, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+    def observed_reduce(
+        tensor: Any, dst: Any = None, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any
+    ) -> Any:
         counted(tensor, op)
         return reduce(tensor, dst, op, *args, **kwargs)
 
@@ -230,13 +258,22 @@ def _replicas(loader: DataLoader[Any], sampler: Any) -> int | None:
 
 def _draws_with_replacement(sampler: Any) -> bool:
     # Lightning divides the indices of a sampler among ranks, as those of a dataset.
-    return bool(getattr(getattr(getattr(sampler, "dataset", None), "_sampler", sampler), "replacement", False))
+    return bool(
+        getattr(
+            getattr(getattr(sampler, "dataset", None), "_sampler", sampler), "replacement", False
+        )
+    )
 
 
 def _is_complete(loader: DataLoader[Any], sampler: Any, samples: int) -> bool:
     """Whether a loader yields each sample of the dataset once, on one rank or on all ranks together."""
-    # Other batch samplers can leave batches out: accelerate's SkipBatchSampler resumes within an epoch.
-    is_plain = type(loader.batch_sampler).__name__ in ("NoneType", "BatchSampler", "BatchSamplerShard")
+    # Other batch samplers can leave batches out: accelerate's SkipBatchSampler resumes within an
+    # epoch.
+    is_plain = type(loader.batch_sampler).__name__ in (
+        "NoneType",
+        "BatchSampler",
+        "BatchSamplerShard",
+    )
     if not is_plain or not type(sampler).__module__.startswith(_LIBRARIES):
         return False
     if isinstance(sampler, RandomSampler):
@@ -266,19 +303,24 @@ def _subset_hash(dataset: Any) -> int:
 def _fingerprint(dataset: Any) -> int | None:
     """Return a hash of a dataset's attributes; ranks with equal fingerprints have equal data.
 
-    The result is None without an attribute that has a value for each sample, and with a container of unknown type.
+    The result is None without an attribute that has a value for each sample, and with a container
+    of unknown type.
     """
     count = len(dataset)
     has_data = False
     result = 0
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
-        is_tensors = isinstance(value, tuple) and all(isinstance(part, torch.Tensor) for part in value)
+        is_tensors = isinstance(value, tuple) and all(
+            isinstance(part, torch.Tensor) for part in value
+        )
         for item in value if is_tensors else [value]:
             description = _description(item)
             if description is None:
                 return None
             result = zlib.crc32(f"{name} {description}".encode(), result)
-            has_data |= hasattr(item, "__len__") and not isinstance(item, str) and len(item) == count
+            has_data |= (
+                hasattr(item, "__len__") and not isinstance(item, str) and len(item) == count
+            )
     if has_data and count > 1:
         return result
     return None
@@ -325,11 +367,20 @@ def _leaves(data: Any) -> Iterator[torch.Tensor]:
 
 def _row_hashes(data: Any, count: int) -> list[list[int]]:
     """Return hashes of the first values of each sample, for the first tensors of a batch."""
-    leaves = (leaf for leaf in _leaves(data) if leaf.dim() > 0 and len(leaf) == count and leaf.numel() > 0)
+    leaves = (
+        leaf for leaf in _leaves(data) if leaf.dim() > 0 and len(leaf) == count and leaf.numel() > 0
+    )
     hashes = []
     for leaf in islice(leaves, _HASHED_LEAVES):
         if leaf.layout == torch.strided:
-            rows = leaf.detach().reshape(count, -1)[:, :_HASHED_VALUES].contiguous().view(torch.uint8).cpu().numpy()
+            rows = (
+                leaf.detach()
+                .reshape(count, -1)[:, :_HASHED_VALUES]
+                .contiguous()
+                .view(torch.uint8)
+                .cpu()
+                .numpy()
+            )
             hashes.append([zlib.crc32(row) for row in rows])
     return hashes
 

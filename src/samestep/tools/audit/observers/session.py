@@ -31,7 +31,9 @@ class Session:
         self._limit = limit
         self._group: Any = None
         self._failures = 0
-        self.positions: Callable[[], list[list[int]]] = list  # numbers and batches of passes that have not ended
+        self.positions: Callable[[], list[list[int]]] = (
+            list  # numbers and batches of passes that have not ended
+        )
         self.steps = 0  # steps of all optimizers
         self.optimizer: int | None = None  # number of the optimizer of the last step
 

@@ -15,7 +15,11 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from samestep.tools.audit.events import user_line
 from samestep.tools.audit.observers.session import Session
@@ -60,9 +64,13 @@ class StepObserver:
         self._session = session
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._optimizer_count = 0
-        self._before: weakref.WeakKeyDictionary[Optimizer, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._before: weakref.WeakKeyDictionary[Optimizer, dict[str, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._named: weakref.WeakKeyDictionary[Optimizer, _Named] = weakref.WeakKeyDictionary()
-        self._schedules: weakref.WeakKeyDictionary[Optimizer, dict[int, _Schedule]] = weakref.WeakKeyDictionary()
+        self._schedules: weakref.WeakKeyDictionary[Optimizer, dict[int, _Schedule]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._all_schedules: list[_Schedule] = []
         self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._replicas: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -76,7 +84,9 @@ class StepObserver:
             self._optimizers[optimizer] = self._optimizer_count
             self._optimizer_count += 1
         if self._session.is_observed:
-            self._before[optimizer] = self._parameters(optimizer, step, _TENSORS if step else _FIRST_TENSORS)
+            self._before[optimizer] = self._parameters(
+                optimizer, step, _TENSORS if step else _FIRST_TENSORS
+            )
 
     def ends(self, optimizer: Optimizer) -> None:
         """Write the state of an optimizer step; a closure computes the gradients during the step."""
@@ -85,7 +95,9 @@ class StepObserver:
             named = self._named_parameters(optimizer).parameters
             gradients = first_values({name: named[name].grad for name in before["values"]})
             before["values"], before["gradients"] = summaries(before["values"], gradients)
-            self._session.emit("update", optimizer=self._optimizers[optimizer], **before, line=user_line())
+            self._session.emit(
+                "update", optimizer=self._optimizers[optimizer], **before, line=user_line()
+            )
         self._session.optimizer = self._optimizers[optimizer]
         self._count_schedules(optimizer)
         self._finalize_process()
@@ -134,7 +146,9 @@ class StepObserver:
         if module.training:
             return
         self._evaluations += 1
-        buffers = [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
+        buffers = [
+            (name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()
+        ]
         [values] = summaries(first_values(dict(buffers[:_FIRST_TENSORS])))
         self._session.emit("evaluation", number=self._evaluations, buffers=values, line=user_line())
 
@@ -160,14 +174,21 @@ class StepObserver:
         }
 
     def _named_parameters(self, optimizer: Optimizer) -> _Named:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        key = (len(self._names), *((id(parameter), parameter.requires_grad) for parameter in parameters))
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
+        key = (
+            len(self._names),
+            *((id(parameter), parameter.requires_grad) for parameter in parameters),
+        )
         named = self._named.get(optimizer)
         if named is None or named.key != key:
             names = {self._name(i, parameter): parameter for i, parameter in enumerate(parameters)}
             is_replicated = all(self._is_replicated(p) for p in parameters if p.requires_grad)
             shapes = repr([(name, list(parameter.shape)) for name, parameter in names.items()])
-            named = self._named[optimizer] = _Named(key, names, is_replicated, zlib.crc32(shapes.encode()))
+            named = self._named[optimizer] = _Named(
+                key, names, is_replicated, zlib.crc32(shapes.encode())
+            )
         return named
 
     def _is_replicated(self, parameter: torch.Tensor) -> bool:
@@ -246,12 +267,20 @@ def summaries(*parts: Mapping[str, torch.Tensor | None]) -> list[Summaries]:
         norms = np.sqrt(np.add.reduceat(flat * flat, starts))
         sums = np.add.reduceat(flat, starts)
     pairs = iter(zip(norms.tolist(), sums.tolist(), strict=True))
-    return [{name: None if value is None else [*next(pairs)] for name, value in part.items()} for part in parts]
+    return [
+        {name: None if value is None else [*next(pairs)] for name, value in part.items()}
+        for part in parts
+    ]
 
 
 def _first_values(tensor: torch.Tensor | None) -> torch.Tensor | None:
     is_plain = tensor is not None and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    if tensor is None or not is_plain or tensor.layout != torch.strided or not tensor.is_floating_point():
+    if (
+        tensor is None
+        or not is_plain
+        or tensor.layout != torch.strided
+        or not tensor.is_floating_point()
+    ):
         return None
     if tensor.numel() == 0:
         return None
