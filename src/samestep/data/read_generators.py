@@ -59,11 +59,11 @@ class WatchedGenerators:
 
     def have_drawn(self) -> bool:
         """Whether a generator has been used in the block; called at its end."""
+        torch_state = torch.get_rng_state()
         self._has_drawn = (
             _python_words() != self._python
             or ctypes.string_at(self._address, _STATE_BYTES) != self._numpy
-            or bytes(memoryview(torch.get_rng_state().numpy()))
-            != bytes(memoryview(self._torch.numpy()))  # type: ignore[arg-type]
+            or torch_state.numpy().tobytes() != self._torch.numpy().tobytes()
         )
         return self._has_drawn
 
