@@ -46,7 +46,11 @@ from samestep.distributed.launcher_detection import Rendezvous
 from samestep.distributed.logging import configure_logging
 from samestep.distributed.private_group import destroy, hide_default_group
 from samestep.distributed.rendezvous import wait_for_ranks
-from samestep.distributed.resources import keep_freed_memory, usable_processors
+from samestep.distributed.resources import (
+    keep_freed_memory,
+    usable_processors,
+    use_short_temporary_folder,
+)
 from samestep.distributed.rng import passed_generators
 from samestep.distributed.signals import STOP_SIGNALS, StoppedLoop, StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
@@ -55,7 +59,6 @@ from samestep.errors import EXIT_FAILED, InputError
 from samestep.launcher.adoption import adopt_process_group
 from samestep.launcher.job import TIMEOUT, Job, Membership, host_store, join_job, process_state
 from samestep.launcher.peer_watchdog import PeerWatchdog
-from samestep.launcher.preflight import use_short_temporary_folder
 from samestep.launcher.uncaught import UncaughtErrors, joined_job
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER
 from samestep.launcher.worker import end_loader_workers, exit_process

@@ -15,10 +15,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from samestep.distributed.device_clock import DeviceClock
 from samestep.distributed.env import prepare_shared_nccl
 from samestep.distributed.logging import logger
-from samestep.distributed.status import ranks_text
+from samestep.distributed.status import DeviceClock, ranks_text
 from samestep.errors import InputError
 from samestep.units import plural
 

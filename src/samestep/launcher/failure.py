@@ -11,9 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from samestep.distributed.backend_errors import is_backend_error, is_lost_connection, reason_of
+from samestep.distributed.torch_errors import (
+    fix_lines,
+    is_backend_error,
+    is_lost_connection,
+    operator_without_kernel,
+    reason_of,
+)
 from samestep.errors import EXIT_FAILED, EXIT_STOPPED, PeerLostError, SamestepError
-from samestep.launcher.fixes import fix_lines, operator_without_kernel
 from samestep.report_limits import bounded, class_name, indented, message_of, printable
 
 _SIGNAL_FIXES = {

@@ -18,7 +18,6 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
-from samestep.distributed.addresses import free_loopback_socket
 from samestep.distributed.env import (
     HASH_SEED,
     prepare_torch_environment,
@@ -26,6 +25,7 @@ from samestep.distributed.env import (
     silence_torch_warnings,
     variables_of_subprocess,
 )
+from samestep.distributed.resources import free_loopback_socket, require_machine
 from samestep.distributed.status import StatusBoard
 from samestep.distributed.streams import report_line
 from samestep.errors import InputError
@@ -33,7 +33,6 @@ from samestep.launcher.failure import RankError, StoppedError
 from samestep.launcher.fork_server import SETUP, ForkServer, start_server
 from samestep.launcher.orphans import end_orphans
 from samestep.launcher.pickling import ByName, portable, unpack
-from samestep.launcher.preflight import require_machine
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER, StackFile
 from samestep.launcher.worker_group import RANK_NAME, LaunchConfig, WorkerGroup
 from samestep.launcher.worker_spec import WorkerSpec

@@ -11,9 +11,9 @@ from typing import Any
 
 from samestep.distributed.status import RankStatus
 from samestep.distributed.streams import report_line
+from samestep.distributed.torch_errors import fix_lines
 from samestep.errors import SamestepError
 from samestep.launcher.failure import Failure
-from samestep.launcher.fixes import fix_lines
 from samestep.launcher.job import Job, process_state, report_failure
 
 _EXIT_SECONDS = 10.0

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import samestep
+from samestep.distributed.torch_errors import MEMORY_FIX
 from samestep.distributed.world import World
 from samestep.errors import EXIT_INPUT, InputError, PeerLostError
 from samestep.launcher.failure import Failure, RankError
-from samestep.launcher.fixes import MEMORY_FIX
 from samestep.launcher.launch import launch
 from workers import gather as ranks_gather
 from workers.gather import COUNTS, VALUES

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 import samestep
 from samestep import global_view
+from samestep.distributed import torch_errors
 from samestep.distributed.devices import GpuMemory
+from samestep.distributed.torch_errors import FRAGMENTS_FIX, GPU_MEMORY_FIXES, MEMORY_FIX
 from samestep.errors import InputError, NonFiniteError, PeerLostError
-from samestep.launcher import fixes
 from samestep.launcher.failure import Failure, RankError, first_cause
-from samestep.launcher.fixes import FRAGMENTS_FIX, GPU_MEMORY_FIXES, MEMORY_FIX
 from samestep.session import start
 
 
@@ -213,7 +213,7 @@ GIB = 2**30
 def test_lack_of_gpu_memory_has_numbers_and_an_ordered_list_of_fixes(
     memory: tuple[int, int, int, int, int] | None, numbers: str, has_fragments: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fixes, "gpu_memory", lambda: memory and GpuMemory(*memory))
+    monkeypatch.setattr(torch_errors, "gpu_memory", lambda: memory and GpuMemory(*memory))
     text = Failure.of_exception(0, raised(torch.OutOfMemoryError("CUDA out of memory."))).text
     _, _, report = text.partition("CUDA out of memory.\n")  # after the trace
     assert numbers in report

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from samestep.distributed.status import local_rank_status
+from samestep.distributed.torch_errors import MEMORY_FIX
 from samestep.errors import RankDesyncError
-from samestep.launcher.fixes import MEMORY_FIX
 from samestep.launcher.job import Job
 from samestep.launcher.uncaught import UncaughtErrors, joined_job
 

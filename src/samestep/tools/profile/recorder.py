@@ -17,8 +17,8 @@ from torch.optim.optimizer import (
 )
 from torch.profiler import record_function
 
+from samestep.distributed.collective_check import intercept_collectives
 from samestep.distributed.devices import accelerator_module, is_accelerator
-from samestep.distributed.interception import intercept_collectives
 from samestep.distributed.world import World
 from samestep.tools.profile.phases import PHASES, Collective, Phase, PhaseSeconds, phase_seconds
 
