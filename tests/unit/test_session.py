@@ -19,7 +19,8 @@ from samestep.distributed.launcher_detection import find_rendezvous
 from samestep.distributed.resources import usable_processors
 from samestep.errors import EXIT_INPUT, InputError
 from samestep.launcher.failure import RankError
-from samestep.session import SessionOptions, _select_devices, start
+from samestep.launcher.process_group import SessionOptions, select_devices
+from samestep.session import start
 from workers import sessions
 
 ALONE = """
@@ -143,17 +144,17 @@ def test_refusals_of_ranks_on_one_gpu(
     second = find_rendezvous(as_torchrun(29500)(1, 2))
     if refusal is not None:
         with pytest.raises(InputError) as raised:
-            _select_devices(options, None, second, sharing)
+            select_devices(options, second, sharing)
         assert raised.value.code == refusal
     else:
         # No GPU must belong to this rank alone.
-        assert _select_devices(options, None, second, sharing) == (torch.device(ACCELERATOR, 0), [])
+        assert select_devices(options, second, sharing) == (torch.device(ACCELERATOR, 0), [])
 
 
 def test_gpus_of_ranks_that_do_not_share_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda kind: OneGpu())
     first = find_rendezvous(as_torchrun(29500)(0, 2))
-    assert _select_devices(SessionOptions(device="cuda"), None, first, None)[1] == ["gpu-0"]
+    assert select_devices(SessionOptions(device="cuda"), first, None)[1] == ["gpu-0"]
 
 
 def test_other_value_of_the_switch_ends_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:

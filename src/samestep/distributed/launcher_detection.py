@@ -5,6 +5,7 @@ Supported are torchrun, Slurm's srun and Open MPI's mpirun; see docs/guides/laun
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,6 @@ from functools import partial
 from typing import Literal
 from zlib import crc32
 
-from samestep.distributed.addresses import is_loopback
 from samestep.errors import InputError
 
 Variables = Mapping[str, str]
@@ -80,6 +80,14 @@ class Rendezvous:
         if self.local_size is None:
             return is_loopback(self.address)
         return self.local_size == self.world_size
+
+
+def is_loopback(address: str) -> bool:
+    """Whether no other machine can reach `address`."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
 
 
 def find_rendezvous(variables: Variables) -> Rendezvous | None:

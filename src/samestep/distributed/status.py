@@ -314,26 +314,27 @@ class WaitClock:
 
 
 class StatusBoard:
-    """Slots of all ranks. A board can be passed to a process that is being started.
+    """Slots of `size` ranks. A board can be passed to a process that is being started.
 
-    Args:
-        descriptor: an unnamed file of `size` slots, released with the last descriptor.
+    The slots are in an unnamed file, which is released with its last descriptor.
     """
 
-    def __init__(self, descriptor: int, size: int) -> None:
+    def __init__(self, size: int) -> None:
+        descriptor = unnamed_file("samestep-board")
+        os.ftruncate(descriptor, size * _SLOT_BYTES)
+        self._map(descriptor, size)
+
+    def _map(self, descriptor: int, size: int) -> None:
         self._descriptor = descriptor
         self._size = size
         self._memory = mmap.mmap(descriptor, size * _SLOT_BYTES)
 
-    @classmethod
-    def create(cls, size: int) -> StatusBoard:
-        """Create an empty board for `size` ranks."""
-        descriptor = unnamed_file("samestep-board")
-        os.ftruncate(descriptor, size * _SLOT_BYTES)
-        return cls(descriptor, size)
+    def __getstate__(self) -> tuple[Any, int]:
+        return DupFd(self._descriptor), self._size
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (DupFd(self._descriptor), self._size)
+    def __setstate__(self, state: tuple[Any, int]) -> None:
+        handle, size = state
+        self._map(handle.detach(), size)
 
     def rank_status(self, rank: int) -> RankStatus:
         """Return the writer of a rank's slot."""
@@ -368,10 +369,6 @@ def unnamed_file(title: str) -> int:
         return os.memfd_create(title)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
-
-
-def _received(handle: Any, size: int) -> StatusBoard:
-    return StatusBoard(handle.detach(), size)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from samestep.distributed.addresses import listen
 from samestep.errors import InputError
+from samestep.launcher.rendezvous import listen
 
 
 def test_rank_0listens_on_its_address_only() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from samestep.distributed.env import Environment
-from samestep.distributed.rendezvous import wait_for_ranks
 from samestep.errors import RunError
+from samestep.launcher.rendezvous import wait_for_ranks
 
 LONG, SHORT = timedelta(seconds=20), timedelta(seconds=0.3)
 Joined = tuple[dist.Store, int]

@@ -15,7 +15,7 @@ from samestep.distributed.status import DeviceClock, StatusBoard, local_rank_sta
 
 @pytest.fixture
 def board() -> Iterator[StatusBoard]:
-    board = StatusBoard.create(3)
+    board = StatusBoard(3)
     yield board
     board.close()
 
@@ -89,7 +89,7 @@ def write(board: StatusBoard) -> None:
 
 def test_status_of_an_ended_process_is_visible_and_no_file_remains() -> None:
     before = abandoned()
-    board = StatusBoard.create(2)
+    board = StatusBoard(2)
     process = multiprocessing.get_context("spawn").Process(target=write, args=(board,))
     process.start()
     process.join()

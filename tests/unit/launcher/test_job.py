@@ -8,18 +8,17 @@ import pytest
 
 from helpers.started import free_port
 from helpers.system import IMPORT_PATH
-from samestep.distributed.addresses import listen
 from samestep.distributed.launcher_detection import Rendezvous
 from samestep.errors import InputError, RunError
-from samestep.launcher.job import _connect
+from samestep.launcher.rendezvous import _connect, listen
 
 # In one process per rank: a process joins a job once.
 JOIN = """
 import sys
 from datetime import timedelta
 from samestep.errors import SamestepError
-from samestep.launcher.job import join_job
-from samestep.distributed.addresses import listen
+from samestep.launcher.rendezvous import join_job
+from samestep.launcher.rendezvous import listen
 from samestep.distributed.launcher_detection import Rendezvous
 rank, size, port, seconds = map(int, sys.argv[1:])
 try:

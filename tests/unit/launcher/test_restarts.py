@@ -3,8 +3,7 @@
 import pytest
 
 from samestep.errors import InputError
-from samestep.launcher.failure import Failure, RankError
-from samestep.launcher.restarts import RestartPolicy
+from samestep.launcher.failure import Failure, RankError, RestartPolicy
 
 
 def failed(

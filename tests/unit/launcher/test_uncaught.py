@@ -10,8 +10,8 @@ import torch.distributed as dist
 from samestep.distributed.status import local_rank_status
 from samestep.distributed.torch_errors import MEMORY_FIX
 from samestep.errors import RankDesyncError
-from samestep.launcher.job import Job
-from samestep.launcher.uncaught import UncaughtErrors, joined_job
+from samestep.launcher.job import Job, process_state
+from samestep.session import UncaughtErrors
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_error_that_leaves_the_block_of_the_session_reaches_the_hook(shown: list
 
 
 def test_without_a_job_errors_are_shown_as_python_does(shown: list[Any]) -> None:
-    assert joined_job() is None
+    assert process_state.external_job is None
     uncaught, error = UncaughtErrors(None, local_rank_status()), OSError("no space")
     uncaught.report(error)
     assert shown == [error]
