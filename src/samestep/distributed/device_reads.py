@@ -33,7 +33,7 @@ class DeviceReads:
         return self.rank_status.waiting("a read of the device")
 
     def values(self, tensor: torch.Tensor) -> Any:
-        """Return a tensor as nested lists of Python numbers, or as one number if it has no dimensions."""
+        """Return a tensor as nested lists of Python numbers, or as one number."""
         with self.waiting(tensor.device):
             return tensor.tolist()
 
@@ -43,7 +43,7 @@ class DeviceReads:
             return tensor.cpu()
 
     def finish(self, device: torch.device) -> None:
-        """Wait for all work of a device that is queued, so that later reads wait for later work alone."""
+        """Wait for all queued work of a device: later reads wait for later work alone."""
         if is_accelerator(device):
             with self.waiting(device):
                 accelerator_module().synchronize(device)

@@ -144,7 +144,7 @@ def run_workers(
     preload: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> LaunchResult:
-    """Run a function as `launch` does, with a `LaunchConfig`; the result includes the stop signal."""
+    """Run a function as `launch` does; the result includes the stop signal."""
     _require_valid(processes, launch_config)
     require_machine(processes)
     _configure_server(preload)
@@ -209,24 +209,22 @@ def _configure_server(preload: Sequence[str]) -> None:
 
 
 def _require_valid(processes: int, config: LaunchConfig) -> None:
+    launch_error = partial(InputError, code="E_LAUNCH")
     if processes < 1:
         fix = "--processes 1, or --processes auto"
-        raise InputError(
-            f"processes is {processes}", expected="processes >= 1", fix=fix, code="E_LAUNCH"
-        )
+        raise launch_error(f"processes is {processes}", "processes >= 1", fix)
     for name, seconds, fix in (
         ("hang_after", config.hang_after, "--hang-after 600"),
         ("grace", config.grace, "--grace 30"),
     ):
         if seconds is not None and not seconds > 0:
-            problem = f"{name} is {seconds:g} s"
-            raise InputError(problem, expected="more than 0 seconds", fix=fix, code="E_LAUNCH")
+            raise launch_error(f"{name} is {seconds:g} s", "more than 0 seconds", fix)
     if multiprocessing.current_process().name.startswith(RANK_NAME):
-        raise InputError(
+        raise launch_error(
             "samestep.launch() was called in a rank that samestep has started",
             expected="a process that is not a rank",
-            fix='call the function directly in ranks; in a script, launch below `if __name__ == "__main__":`',
-            code="E_LAUNCH",
+            fix="call the function directly in ranks; in a script, launch below "
+            '`if __name__ == "__main__":`',
         )
 
 

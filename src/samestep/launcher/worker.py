@@ -205,8 +205,8 @@ def run_script(
             raise
         raise InputError(
             f"{script.name} reads the variables of a launcher: {message_of(error)}",
-            expected="a script for one process, or one that creates a process group of its own with "
-            "--own-group",
+            expected="a script for one process, or one that creates a process group of its own "
+            "with --own-group",
             fix="samestep run --own-group for a script with DistributedDataParallel or "
             "init_process_group",
             code="E_LAUNCH",
