@@ -358,7 +358,8 @@ def _end_script(world: World, uncaught: UncaughtErrors, *, is_adopted: bool) -> 
     try:
         # After an uncaught exception, other ranks may wait in a collective for this one, and the
         # teardown for them.
-        stack.__exit__(type(error) if error is not None else None, error, None)
+        kind = None if error is None else type(error)
+        stack.__exit__(kind, error, None)
     except Exception as failure:  # boundary: nothing is above, and an error is no exit code yet
         uncaught.report(failure)
         exit_process(EXIT_FAILED)

@@ -140,9 +140,9 @@ def set_tf32(device: torch.device, *, allowed: bool | None) -> None:
 def _set_tf32(*, allowed: bool) -> None:
     import torch
 
-    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    products, precision = ("high", "tf32") if allowed else ("highest", "ieee")
+    torch.set_float32_matmul_precision(products)
     torch.backends.cudnn.allow_tf32 = allowed
-    precision = "tf32" if allowed else "ieee"
     for operation in _GPU_PRODUCTS:  # `torch.backends.fp32_precision` would have precedence
         torch._C._set_fp32_precision_setter(*operation, precision)
 

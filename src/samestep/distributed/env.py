@@ -142,9 +142,11 @@ def read_slurm_job() -> SlurmJob | None:
     """Return the Slurm job of this process, in a job step or in the batch script."""
     job = os.environ.get("SLURM_JOB_ID")
     restarts = os.environ.get("SLURM_RESTART_COUNT", "")
-    if job:
-        return SlurmJob(job, int(restarts) if restarts.isdecimal() else 0)
-    return None
+    if not job:
+        return None
+    if not restarts.isdecimal():
+        restarts = "0"
+    return SlurmJob(job, int(restarts))
 
 
 def state_folder() -> Path:

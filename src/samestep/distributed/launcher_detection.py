@@ -110,21 +110,15 @@ def _torchrun(variables: Variables) -> Rendezvous | None:
             fix=f"set {_listed(missing)} (LOCAL_RANK is 0 with one rank per machine), or unset "
             f"{_listed(present)} if this process is not a rank",
         )
-    local_size_name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in variables else None
-    rank, size, local_rank, local_size = _ranks(
-        variables, "RANK", "WORLD_SIZE", "LOCAL_RANK", local_size_name
-    )
-    return Rendezvous(
-        "torchrun",
-        rank,
-        size,
-        local_rank,
-        local_size,
+    agent = _AGENT if _AGENT in variables else None
+    rendezvous = _rendezvous(variables, "torchrun", (*_TORCHRUN[:3], "LOCAL_WORLD_SIZE"))
+    return replace(
+        rendezvous,
         address=variables["MASTER_ADDR"],
         port=_port(variables),
         has_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restarts=_number(variables, "TORCHELASTIC_RESTART_COUNT", 0, default=0),
-        rank_variable=_AGENT if _AGENT in variables else None,
+        rank_variable=agent,
     )
 
 
@@ -135,29 +129,42 @@ def _slurm(variables: Variables) -> Rendezvous | None:
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
     names = (size_name, "SLURM_LOCALID", "SLURM_JOB_ID")
     _require(variables, names, "srun sets them for each task")
-    rank, size, local_rank, _ = _ranks(variables, "SLURM_PROCID", size_name, "SLURM_LOCALID", None)
+    rendezvous = _rendezvous(variables, "Slurm", ("SLURM_PROCID", size_name, "SLURM_LOCALID", ""))
+    size = rendezvous.world_size
     if size == 1:
         return None  # for example an interactive shell, in which users start ranks themselves
-    nodes = _number(variables, "SLURM_STEP_NUM_NODES", 1, default=0)
-    return Rendezvous(
-        "Slurm",
-        rank,
-        size,
-        local_rank,
-        local_size=size if nodes == 1 else None,
-        restarts=_number(variables, "SLURM_RESTART_COUNT", 0, default=0),
-        rank_variable="SLURM_PROCID",
-    )
+    if _number(variables, "SLURM_STEP_NUM_NODES", 1, default=0) == 1:
+        rendezvous = replace(rendezvous, local_size=size)
+    restarts = _number(variables, "SLURM_RESTART_COUNT", 0, default=0)
+    return replace(rendezvous, restarts=restarts, rank_variable="SLURM_PROCID")
 
 
 def _open_mpi(variables: Variables) -> Rendezvous | None:
     if "OMPI_COMM_WORLD_RANK" not in variables:
         return None
     _require(variables, _OPEN_MPI, "Open MPI's mpirun sets them for each rank")
-    rank, size, local_rank, local_size = _ranks(variables, *_OPEN_MPI)
-    if size == 1:
+    rendezvous = _rendezvous(variables, "Open MPI", _OPEN_MPI)
+    if rendezvous.world_size == 1:
         return None
-    return Rendezvous("Open MPI", rank, size, local_rank, local_size, rank_variable=_OPEN_MPI[0])
+    return replace(rendezvous, rank_variable=_OPEN_MPI[0])
+
+
+def _rendezvous(variables: Variables, launcher: Launcher, names: Sequence[str]) -> Rendezvous:
+    """Return the ranks of a launcher, without the address of their store.
+
+    Args:
+        variables: the environment.
+        launcher: name of the launcher.
+        names: variables of rank, size, local rank and local size; the last may be missing.
+    """
+    rank_name, size_name, local_rank_name, local_size_name = names
+    size = _number(variables, size_name, 1)
+    rank = _number(variables, rank_name, 0, size - 1)
+    local_size = None
+    if local_size_name in variables:
+        local_size = _number(variables, local_size_name, 1, size)
+    local_rank = _number(variables, local_rank_name, 0, (local_size or size) - 1)
+    return Rendezvous(launcher, rank, size, local_rank, local_size)
 
 
 def _with_address(rendezvous: Rendezvous, variables: Variables) -> Rendezvous:
@@ -217,19 +224,6 @@ def first_host(hosts: str) -> str:
 
 def _port(variables: Variables) -> int:
     return _number(variables, "MASTER_PORT", 1, 65535)
-
-
-def _ranks(
-    variables: Variables,
-    rank_name: str,
-    size_name: str,
-    local_rank_name: str,
-    local_size_name: str | None,
-) -> tuple[int, int, int, int | None]:
-    size = _number(variables, size_name, 1)
-    rank = _number(variables, rank_name, 0, size - 1)
-    local_size = _number(variables, local_size_name, 1, size) if local_size_name else None
-    return rank, size, _number(variables, local_rank_name, 0, (local_size or size) - 1), local_size
 
 
 def _number(
