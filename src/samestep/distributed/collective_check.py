@@ -24,11 +24,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,30 +62,13 @@ _COLLECTIVES = (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class PendingOperation:
-    """An operation that a rank has begun.
+class PendingOperation(NamedTuple):
+    """An operation that a rank has begun. Other ranks receive it as JSON."""
 
-    Attributes:
-        number: operations of the rank until this one; equal on every rank of a healthy run.
-        name: name of the operation.
-        line: source line of the call.
-        began: monotonic clock of the process.
-    """
-
-    number: int
+    number: int  # operations of the rank until this one; equal on every rank of a healthy run
     name: str
-    line: str = ""
-    began: float = 0.0
-
-    def to_text(self, line: str) -> str:
-        """Return the stored form."""
-        return json.dumps([self.number, self.name, line[-_LINE_BYTES:]])
-
-    @classmethod
-    def from_text(cls, data: bytes) -> PendingOperation:
-        """Parse the stored form."""
-        return cls(*json.loads(data))
+    line: str = ""  # source line of the call
+    began: float = 0.0  # monotonic clock of the process
 
 
 class OperationMonitor:
@@ -142,7 +124,8 @@ class OperationMonitor:
                     store = dist.PrefixStore("samestep/operations", clone)
                 if stored is not pending:
                     line = call_site(sys._current_frames().get(self._thread_id))
-                    store.set(str(self._rank), pending.to_text(line))
+                    text = json.dumps(pending._replace(line=line[-_LINE_BYTES:]))
+                    store.set(str(self._rank), text)
                     stored = pending
                 rows = self._read(store, pending.number)
                 if len({row.name for row in rows.values()}) > 1:
@@ -155,7 +138,7 @@ class OperationMonitor:
 
     def _read(self, store: dist.Store, number: int) -> dict[int, PendingOperation]:
         ranks = [rank for rank in range(self._size) if store.check([str(rank)])]
-        rows = {rank: PendingOperation.from_text(store.get(str(rank))) for rank in ranks}
+        rows = {rank: PendingOperation(*json.loads(store.get(str(rank)))) for rank in ranks}
         return {rank: row for rank, row in rows.items() if row.number == number}
 
 
@@ -222,11 +205,12 @@ class CollectiveCheck:
         hashes = self._rows(torch.tensor([int.from_bytes(digest, "little")]))
         if len(set(hashes.flatten().tolist())) == 1:
             return
-        data = PendingOperation(0, name).to_text(call_site()).encode()
+        data = json.dumps([0, name, call_site()[-_LINE_BYTES:]]).encode()
         own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         texts = [bytes(row.tolist()).rstrip(b"\0") for row in self._rows(own)]
-        raise self._difference(dict(enumerate(map(PendingOperation.from_text, texts))))
+        rows = [PendingOperation(*json.loads(text)) for text in texts]
+        raise self._difference(dict(enumerate(rows)))
 
     def _rows(self, own: torch.Tensor) -> torch.Tensor:
         """Gather integers, one row per rank, in a group apart from collectives of the script."""

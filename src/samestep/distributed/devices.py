@@ -86,19 +86,12 @@ def use_deterministic_kernels() -> bool:
 
 
 class KernelChoice(NamedTuple):
-    """Settings of torch that decide between kernels with equal bits each time and faster ones.
+    """Settings of torch that decide between kernels with equal bits each time and faster ones."""
 
-    Attributes:
-        determinism: of `torch.use_deterministic_algorithms`: whether it is on, and whether an
-            operation without such a kernel is only a warning.
-        fills: new memory is filled, for programs that read it before they write it; costs a pass
-            over each tensor.
-        measures: cuDNN selects kernels by their time.
-    """
-
+    # Of `torch.use_deterministic_algorithms`: whether it is on, and only warns of other operations.
     determinism: tuple[bool, bool]
-    fills: bool
-    measures: bool
+    fills: bool  # new memory, before a program writes it; costs a pass over each tensor
+    measures: bool  # cuDNN selects kernels by their time
 
     @classmethod
     def present(cls) -> KernelChoice:
@@ -234,13 +227,8 @@ def rank_devices(
 ) -> tuple[torch.device, ...]:
     """Return the devices of this rank in order; the first is `device`.
 
-    On a CPU all entries are the CPU: threads, or stand-ins for the devices of model parts.
-
-    Args:
-        strategy: name of the strategy.
-        requested: number of devices (`strategy.devices`); None for all, of the only rank.
-        device: device of this rank.
-        ranks: number of ranks.
+    `requested` is `strategy.devices`, or None for all devices of the only rank. On a CPU all
+    entries are the CPU: threads, or stand-ins for the devices of model parts.
 
     Raises:
         InputError: `strategy.devices` is needed and not set, or exceeds the available devices.
@@ -307,12 +295,7 @@ def own_devices(
 ) -> str:
     """Return the value of `CUDA_VISIBLE_DEVICES` under which a rank sees its own devices alone.
 
-    Args:
-        local_rank: rank among those of this machine.
-        gpus_per_rank: devices of each rank.
-        setting: the present value.
-        available: number of devices that torch counts.
-        share: several ranks may have one device.
+    `setting` is the present value, under which torch counts `available` devices.
 
     Raises:
         InputError: too few GPUs.
@@ -409,20 +392,12 @@ def device_clock(device: torch.device) -> DeviceClock | None:
 
 
 class GpuMemory(NamedTuple):
-    """Memory of a GPU in bytes.
+    """Memory of a GPU in bytes."""
 
-    Attributes:
-        allocated: tensors of this process.
-        peak: most memory that they had since the start of the process.
-        reserved: memory that torch holds for tensors of this process, allocated or not.
-        free: memory that no process uses.
-        total: memory of the device.
-    """
-
-    allocated: int
-    peak: int
-    reserved: int
-    free: int
+    allocated: int  # tensors of this process
+    peak: int  # most that they had since the start of the process
+    reserved: int  # held by torch for tensors of this process, allocated or not
+    free: int  # used by no process
     total: int
 
     @property

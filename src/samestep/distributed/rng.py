@@ -98,17 +98,11 @@ def saved_generators(device: torch.device | None = None) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class PassedGenerator:
-    """A generator with a state that one process passes to another, which continues the sequence.
+    """A generator with a state that one process passes to another, which continues the sequence."""
 
-    Attributes:
-        state: returns the state as a uint8 tensor on the CPU, of one length.
-        set_state: sets such a state.
-        fingerprint: returns a number that depends on the state; may draw.
-    """
-
-    state: Callable[[], torch.Tensor]
+    state: Callable[[], torch.Tensor]  # uint8 on the CPU, of one length
     set_state: Callable[[torch.Tensor], None]
-    fingerprint: Callable[[], float]
+    fingerprint: Callable[[], float]  # a number that depends on the state; may draw
 
 
 def passed_generators(device: torch.device) -> list[PassedGenerator]:

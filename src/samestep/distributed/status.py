@@ -36,33 +36,20 @@ assert _VERSION.size + _NUMBERS.size + _TEXT_BYTES <= _SLOT_BYTES
 
 @dataclass(frozen=True)
 class StatusSnapshot:
-    """Status of one rank at one moment.
+    """Status of one rank at one moment."""
 
-    Attributes:
-        operations: operations of all ranks that the rank has begun; equal on all ranks of a healthy
-            run.
-        last_change: monotonic clock of the machine, in seconds, at the last change of the status.
-        steps: steps of optimizers since the start of the process.
-        compute_seconds: time of these steps without waits for other ranks, of the device if it has
-            a clock; waiting for data counts.
-        checkpoints: checkpoints written by this rank.
-        is_waiting: the rank waits for other ranks.
-        is_finished: the rank has left `samestep.init()`.
-        is_script: the rank runs a script, not a function.
-        is_resting: the rank is in code of a plain loop between its calls, which takes any time.
-        activity: current activity, such as `in step 7`.
-    """
-
-    operations: int = 0
-    last_change: float = 0.0
-    steps: int = 0
+    operations: int = 0  # operations of all ranks that the rank has begun; equal on healthy ranks
+    last_change: float = 0.0  # monotonic clock of the machine in seconds, at the last change
+    steps: int = 0  # steps of optimizers since the start of the process
+    # Time of these steps without waits for other ranks, of the device if it has a clock; waiting
+    # for data counts.
     compute_seconds: float = 0.0
-    checkpoints: int = 0
-    is_waiting: bool = False
-    is_finished: bool = False
-    is_script: bool = False
-    is_resting: bool = False
-    activity: str = ""
+    checkpoints: int = 0  # written by this rank
+    is_waiting: bool = False  # for other ranks
+    is_finished: bool = False  # the rank has left `samestep.init()`
+    is_script: bool = False  # the rank runs a script, not a function
+    is_resting: bool = False  # in code of a plain loop between its calls, which takes any time
+    activity: str = ""  # such as `in step 7`
 
 
 class DeviceClock:
@@ -118,19 +105,12 @@ class DeviceClock:
 
 
 class RankStatus:
-    """Writer of one rank's slot.
+    """Writer of one rank's slot."""
 
-    Attributes:
-        on_wait: called with a name when a wait for other ranks begins, in the waiting thread. The
-            returned function is called at the end of the wait. None disables the call.
-        device_clock: clock of the device of this rank, which computes while the host continues;
-            None on a CPU.
-        is_free: the rank rests between operations and waits, as in a plain loop, which reports no
-            progress there.
-    """
-
-    is_free = False
-    device_clock: DeviceClock | None = None
+    is_free = False  # the rank rests between operations and waits, as a plain loop does
+    device_clock: DeviceClock | None = None  # None on a CPU
+    # Called with a name when a wait for other ranks begins, in the waiting thread. The returned
+    # function is called at the end of the wait.
     on_wait: Callable[[str], Callable[[], None]] | None = None
 
     def __init__(self, memory: Any, rank: int) -> None:

@@ -40,25 +40,17 @@ Value = TypeVar("Value", float, torch.Tensor)
 
 @dataclass(frozen=True)
 class Session:
-    """What one `samestep.init` has in this process beside its ranks; all its worlds share it.
+    """What one `samestep.init` has in this process beside its ranks; all its worlds share it."""
 
-    Attributes:
-        status: current activity of this rank, read by the launcher.
-        stop: request to end at the next step boundary.
-        collective_check: check that all ranks issue the same operations.
-        loggers: `samestep.loggers.logger.Logger`s of `World.log`; empty on ranks other than 0.
-        options: `samestep.session.SessionOptions`; None outside of `samestep.init`.
-        resources: loggers, run directory and settings; end before the ranks part.
-        exit_stack: ends a world of `samestep.init`.
-    """
-
-    status: RankStatus
-    stop: StopRequest
-    collective_check: CollectiveCheck
+    status: RankStatus  # current activity of this rank, read by the launcher
+    stop: StopRequest  # request to end at the next step boundary
+    collective_check: CollectiveCheck  # check that all ranks issue the same operations
+    # `samestep.loggers.logger.Logger`s of `World.log`; empty on ranks other than 0.
     loggers: tuple[Any, ...] = ()
-    options: Any = None
+    options: Any = None  # `samestep.launcher.process_group.SessionOptions`
+    # Loggers, run directory and settings, which end before the ranks part.
     resources: ExitStack = field(default_factory=ExitStack)
-    exit_stack: ExitStack = field(default_factory=ExitStack)
+    exit_stack: ExitStack = field(default_factory=ExitStack)  # ends a world of `samestep.init`
 
     @classmethod
     def local(cls) -> Session:

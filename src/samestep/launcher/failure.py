@@ -46,30 +46,19 @@ E_DISK_HANG = "E_DISK_HANG"
 
 @dataclass(frozen=True)
 class Failure:
-    """Failure of one rank.
-
-    Attributes:
-        rank: the rank.
-        when: monotonic clock of the machine in seconds, comparable between its processes.
-        text: complete report: the message, and the traceback of an error in code. Only its first
-            line is not indented.
-        exit_code: of the launcher, if this is the first cause.
-        is_consequence: the rank only noticed the end of another rank.
-        by_signal: signal that ended the process.
-        kind: class name of the exception, or `hang`.
-        activity: such as `in step 7`; empty if unknown.
-        code: stable code of the error.
-    """
+    """Failure of one rank."""
 
     rank: int
-    when: float
-    text: str
-    exit_code: int
-    is_consequence: bool = False
-    by_signal: int | None = None
-    kind: str | None = None
-    activity: str = ""
-    code: str = "E_RANK_FAILED"
+    when: float  # monotonic clock of the machine in seconds, comparable between its processes
+    text: (
+        str  # complete report, with the traceback of an error in code; only line 1 is not indented
+    )
+    exit_code: int  # of the launcher, if this is the first cause
+    is_consequence: bool = False  # the rank only noticed the end of another rank
+    by_signal: int | None = None  # signal that ended the process
+    kind: str | None = None  # class name of the exception, or `hang`
+    activity: str = ""  # such as `in step 7`; empty if unknown
+    code: str = "E_RANK_FAILED"  # stable code of the error
 
     @property
     def title(self) -> str:

@@ -50,13 +50,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """Options of a world; see `samestep.init`.
-
-    Attributes:
-        threads: None: as the script has it, or a share of the cores.
-        is_private: the script sees neither the group nor the launcher's variables.
-        sees_own_devices: the devices of other ranks are not visible.
-    """
+    """Options of a world; see `samestep.init`."""
 
     device: DeviceKind = "auto"
     reduction: Reduction = "fast"
@@ -67,8 +61,8 @@ class SessionOptions:
     share_gpu: bool = False
     adopt: bool = False
     threads: int | None = None
-    is_private: bool = False
-    sees_own_devices: bool = False
+    is_private: bool = False  # the script sees neither the group nor the launcher's variables
+    sees_own_devices: bool = False  # the devices of other ranks are not visible
 
     @property
     def sharing(self) -> Sharing | None:

@@ -52,21 +52,13 @@ _SERVER_POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Options of a launch.
+    """Options of a launch."""
 
-    Attributes:
-        hang_after: seconds without progress of any rank after which the run is ended.
-        grace: seconds that ranks have to end after a request; None without a limit.
-        stop_at_checkpoint: request the end of the run after the next checkpoint.
-        log_dir: folder for output of ranks other than 0, and for failures that are consequences.
-        has_own_hash_seeds: each rank is a new interpreter with its own order of sets.
-    """
-
-    hang_after: float
-    grace: float | None = None
-    stop_at_checkpoint: bool = False
-    log_dir: Path | None = None
-    has_own_hash_seeds: bool = False
+    hang_after: float  # seconds without progress of any rank after which the run is ended
+    grace: float | None = None  # seconds that ranks have to end after a request; None: no limit
+    stop_at_checkpoint: bool = False  # request the end of the run after the next checkpoint
+    log_dir: Path | None = None  # for output of ranks other than 0, and consequences of a failure
+    has_own_hash_seeds: bool = False  # each rank is a new interpreter with its own order of sets
 
 
 @dataclass
