@@ -26,7 +26,7 @@ from samestep.config import DeviceKind, Reduction, StrategyConfig
 from samestep.distributed import world as collectives
 from samestep.distributed.collective_check import CollectiveCheck
 from samestep.distributed.devices import deterministic_kernels, device_clock
-from samestep.distributed.env import hide_ranks, read_rendezvous
+from samestep.distributed.env import hide_ranks
 from samestep.distributed.rng import passed_generators
 from samestep.distributed.signals import STOP_SIGNALS, StoppedLoop, StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
@@ -48,6 +48,8 @@ from samestep.launcher.process_group import (
     SessionOptions,
     adopt_process_group,
     create_process_group,
+    other_launcher,
+    place_of,
     set_threads,
 )
 from samestep.launcher.rendezvous import report_failure
@@ -369,10 +371,8 @@ def is_main() -> bool:
     """Return whether this process is rank 0, which writes files; also before `samestep.init`."""
     if process_state.world is not None:
         return process_state.world.is_main
-    if process_state.worker is not None:
-        return process_state.worker.rank == 0
-    rendezvous = read_rendezvous() or process_state.rendezvous
-    return rendezvous is None or rendezvous.rank == 0
+    rank, _, _ = place_of(other_launcher())
+    return rank == 0
 
 
 def request_stop() -> None:

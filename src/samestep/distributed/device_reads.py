@@ -17,14 +17,10 @@ from samestep.distributed.status import RankStatus
 
 
 class DeviceReads:
-    """Reads of values by all threads of this process.
+    """Reads of values by all threads of this process."""
 
-    Attributes:
-        rank_status: status of this rank, which shows the wait; None outside of `samestep.init()`.
-    """
-
-    def __init__(self) -> None:
-        self.rank_status: RankStatus | None = None
+    # Status of this rank, which shows the wait; None outside of `samestep.init()`.
+    rank_status: RankStatus | None = None
 
     def waiting(self, device: torch.device) -> AbstractContextManager[None]:
         """Mark a block that waits for a device; no mark for a CPU."""

@@ -16,14 +16,10 @@ _SHOWN_CHARACTERS = 90
 
 
 class DiskOperations:
-    """Disk operations of all threads of this process.
-
-    Attributes:
-        rank_status: status of this rank, which shows the operation that began last; None outside of
-            `samestep.init()`.
-    """
+    """Disk operations of all threads of this process."""
 
     def __init__(self) -> None:
+        # Shows the operation that began last; None outside of `samestep.init()`.
         self.rank_status: RankStatus | None = None
         self._pending: dict[int, tuple[int, str]] = {}
         self._count = 0
@@ -65,11 +61,7 @@ disk_operations = DiskOperations()
 
 
 class HeldFolder:
-    """A folder that is recognized when it was moved, or when another one has its path.
-
-    Args:
-        path: an existing folder.
-    """
+    """An existing folder that notices when it was moved, or when another one has its path."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

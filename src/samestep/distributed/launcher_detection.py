@@ -152,10 +152,7 @@ def _open_mpi(variables: Variables) -> Rendezvous | None:
 def _rendezvous(variables: Variables, launcher: Launcher, names: Sequence[str]) -> Rendezvous:
     """Return the ranks of a launcher, without the address of their store.
 
-    Args:
-        variables: the environment.
-        launcher: name of the launcher.
-        names: variables of rank, size, local rank and local size; the last may be missing.
+    `names` are the variables of rank, size, local rank and, perhaps missing, local size.
     """
     rank_name, size_name, local_rank_name, local_size_name = names
     size = _number(variables, size_name, 1)

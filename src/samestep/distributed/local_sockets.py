@@ -33,11 +33,7 @@ class LocalSockets:
     """Connections of a rank to all others, over Unix sockets. One thread at a time may use them.
 
     After an error they are closed, so that no other rank waits for a message of this one.
-
-    Args:
-        rank: rank of this process.
-        timeout: time limit of a message.
-        peers: connected sockets by rank.
+    `timeout` limits the time of a message, `peers` are connected sockets by rank.
     """
 
     def __init__(self, rank: int, timeout: timedelta, peers: dict[int, socket.socket]) -> None:

@@ -22,10 +22,8 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent ends, for any reason (Linux, prctl(2)).
 
-    The signal also ends a process that is stopped, or in C code that holds the interpreter.
-
-    Args:
-        parent: process id of the parent. If it has ended already, this process is killed at once.
+    The signal also ends a process that is stopped, or in C code that holds the interpreter. If the
+    parent has ended already, this process is killed at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -45,15 +43,11 @@ class StopRequest:
 
     The handler only sets the flag. Ranks agree on the flag inside the communication of a step, so
     all of them end after the same step.
-
-    Attributes:
-        number: the first signal received, or None.
-        is_made: whether the code of this rank has requested the end.
     """
 
     def __init__(self) -> None:
-        self.number: int | None = None
-        self.is_made = False
+        self.number: int | None = None  # the first signal received
+        self.is_made = False  # by the code of this rank
         self._terminals: list[int] = []
 
     def __call__(self) -> bool:

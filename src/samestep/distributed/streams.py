@@ -91,7 +91,10 @@ class _Output(io.FileIO):
                 # process that shares the descriptor has made it non-blocking, and was faster.
                 view = view[super().write(view[: select.PIPE_BUF]) or 0 :]
         except OSError as error:
-            self._redirect_after(error)
+            if error.errno != errno.EPIPE:
+                self.error = self.error or error
+            if error.errno not in _DISK_ERRORS:
+                redirect_to_null([self.fileno()])
         else:
             self._dropped += len(view)
         return size
@@ -99,12 +102,6 @@ class _Output(io.FileIO):
     def _is_ready(self) -> bool:
         limit = 0.0 if self._dropped else self.stall_seconds
         return bool(select.select([], [self], [], limit)[1])
-
-    def _redirect_after(self, error: OSError) -> None:
-        if error.errno != errno.EPIPE:
-            self.error = self.error or error
-        if error.errno not in _DISK_ERRORS:
-            redirect_to_null([self.fileno()])
 
 
 def _buffer(stream: TextIO) -> object:

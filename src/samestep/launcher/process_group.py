@@ -128,12 +128,10 @@ def create_process_group(options: SessionOptions, rank_status: RankStatus) -> Me
             code="E_LAUNCH",
         )
     require_default_device()
-    rendezvous = None
-    if process_state.worker is None:
-        rendezvous = read_rendezvous() or process_state.rendezvous
+    rendezvous = other_launcher()
     is_local = rendezvous is None or rendezvous.is_on_one_machine
     prepare_torch_environment(loopback=is_local, deterministic=options.reduction == "exact")
-    rank, size, _ = _ranks(rendezvous)
+    rank, size, _ = place_of(rendezvous)
     configure_logging(rank)
     sharing = options.sharing
     device, own_gpus = select_devices(options, rendezvous, sharing)
@@ -189,8 +187,15 @@ def _find_ranks(
     return store, job, hang_after
 
 
-def _ranks(rendezvous: Rendezvous | None) -> tuple[int, int, int]:
-    """Return rank, number of ranks and local rank."""
+def other_launcher() -> Rendezvous | None:
+    """Return the rendezvous of a launcher other than Samestep's, if one started this process."""
+    if process_state.worker is not None:
+        return None
+    return read_rendezvous() or process_state.rendezvous
+
+
+def place_of(rendezvous: Rendezvous | None) -> tuple[int, int, int]:
+    """Return rank, number of ranks and local rank of this process."""
     if process_state.worker is not None:
         rank = process_state.worker.rank
         return rank, process_state.worker.size, rank
@@ -210,7 +215,7 @@ def select_devices(
         available = accelerator_module().device_count()
     if kind == "cpu" or (kind == "auto" and available == 0):
         return _CPU, []
-    _, size, local_rank = _ranks(rendezvous)
+    _, size, local_rank = place_of(rendezvous)
     per_rank = 1
     if strategy.name == "device_map":
         per_rank = strategy.devices or 1
