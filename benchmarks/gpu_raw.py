@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from gpu_training import Outcome, synchronize
 
-from samestep.distributed.addresses import free_loopback_socket
 from samestep.distributed.env import prepare_shared_nccl, prepare_torch_environment
+from samestep.distributed.resources import free_loopback_socket
 
 _SECONDS = 60
 _ELEMENTS = {"cuda": (1 << 10, 1 << 20, 4 << 20), "cpu": (1 << 10, 1 << 16)}

@@ -26,30 +26,30 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers
     from samestep.global_view import parallel as parallel
     from samestep.launcher.launch import launch as launch
     from samestep.loading import loader as loader
-    from samestep.ranks import all_gather as all_gather
-    from samestep.ranks import is_main as is_main
-    from samestep.ranks import main_first as main_first
-    from samestep.ranks import reduce_dict as reduce_dict
-    from samestep.ranks import request_stop as request_stop
+    from samestep.session import all_gather as all_gather
     from samestep.session import init as init
+    from samestep.session import is_main as is_main
+    from samestep.session import main_first as main_first
+    from samestep.session import reduce_dict as reduce_dict
+    from samestep.session import request_stop as request_stop
     from samestep.strategies.divided_parameters import full_state_dict as full_state_dict
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "CheckpointManager": "checkpoint_manager",
-    "all_gather": "ranks",
+    "all_gather": "session",
     "epochs": "data.whole_batches",
     "full_state_dict": "strategies.divided_parameters",
     "init": "session",
-    "is_main": "ranks",
+    "is_main": "session",
     "launch": "launcher.launch",
     "loader": "loading",
-    "main_first": "ranks",
+    "main_first": "session",
     "no_sync": "global_view",
     "parallel": "global_view",
-    "reduce_dict": "ranks",
-    "request_stop": "ranks",
+    "reduce_dict": "session",
+    "request_stop": "session",
     "train": "cli.train",
 }
 

@@ -15,12 +15,12 @@ def entry() -> int:
     def end(number: int, frame: object) -> None:
         os._exit(_EXIT_STOPPED)
 
-    is_first = (
-        os.getpid() == 1
-    )  # of a container: the kernel ignores signals with the default action
     # Ctrl-C during the imports ends the process without a traceback.
-    before = signal.signal(signal.SIGINT, end if is_first else signal.SIG_DFL)
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # For the first process of a container the kernel ignores signals with the default action.
+    is_first = os.getpid() == 1
     if is_first:
+        signal.signal(signal.SIGINT, end)
         signal.signal(signal.SIGTERM, end)
     from samestep.distributed.streams import open_standard_descriptors, protect_output
 
@@ -41,6 +41,7 @@ def entry() -> int:
 
 
 if __name__ == "__main__":
+    # The current folder: a file random.py there would replace Python's module.
     if not sys.flags.safe_path:
-        del sys.path[0]  # the current folder: a file random.py there would replace Python's module
+        del sys.path[0]
     sys.exit(entry())

@@ -36,7 +36,7 @@ from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import passed_generators
 from samestep.distributed.signals import StoppedLoop
-from samestep.distributed.world import RunContext, all_gather
+from samestep.distributed.world import Session, all_gather
 from samestep.errors import InputError, RankMismatchError
 from samestep.launcher.job import process_state
 from samestep.metrics.metrics import BestRule, Mode
@@ -212,7 +212,7 @@ class CheckpointManager:
         process_state.source_files.note_imports()
         # No reference to this object: its lock ends with it.
         self._writer = AsyncCheckpointWriter(
-            self._folder, partial(_report, world.context), world.context.status.heartbeat
+            self._folder, partial(_report, world.session), world.session.status.heartbeat
         )
 
     def epochs(self, number: int) -> Iterator[int]:
@@ -226,7 +226,7 @@ class CheckpointManager:
         """
         self.resume()
         self._last_step = self._step
-        with stopped_by_signals(self._world.context.stop, keeps_handlers=True):
+        with stopped_by_signals(self._world.session.stop, keeps_handlers=True):
             for epoch in stoppable_epochs(
                 next(iter(self._loaders.values())), number, self._end_on_request
             ):
@@ -458,8 +458,8 @@ def _place(folder: Path) -> Path:
     return root / f"checkpoints-{hashlib.blake2b(os.fsencode(path), digest_size=8).hexdigest()}"
 
 
-def _report(context: RunContext, saved: SavedCheckpoint) -> None:
-    context.status.checkpoint_saved()
+def _report(session: Session, saved: SavedCheckpoint) -> None:
+    session.status.checkpoint_saved()
 
 
 def _parts(models: Mapping[str, Any], *others: Any) -> dict[str, _PlainLoop]:

@@ -7,6 +7,7 @@ import copyreg
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
@@ -18,7 +19,8 @@ from samestep.config import Reduction, StrategyConfig
 from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.launcher.job import process_state
-from samestep.session import SessionOptions, init
+from samestep.launcher.process_group import SessionOptions
+from samestep.session import init
 from samestep.strategies.divided_parameters import is_divided
 from samestep.strategies.replicated import Replicated
 from samestep.view.compiled import ForwardOfCalls, with_compiler
@@ -160,8 +162,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def world_of_process(world: World, reduction: Reduction = "fast") -> Iterator[None]:
     """Make `samestep.parallel` divide calls between the ranks of a world of `samestep.init`, during the block."""
-    process_state.world = world
-    process_state.options = SessionOptions(reduction=reduction, strategy=world.strategy)
+    options = SessionOptions(reduction=reduction, strategy=world.strategy)
+    process_state.world = replace(world, session=replace(world.session, options=options))
     error: type[BaseException] | None = None
     try:
         yield
@@ -169,7 +171,7 @@ def world_of_process(world: World, reduction: Reduction = "fast") -> Iterator[No
         error = type(raised)
         raise
     finally:
-        process_state.world = process_state.options = None
+        process_state.world = None
         _forget_view(error)
 
 
@@ -270,10 +272,9 @@ def joined_view(strategy: StrategyConfig | None, reduction: Literal["fast", "exa
     view: View | None = process_state.view
     if view is None:
         view = View(world)
-        options = process_state.options
-        view.keeps_rows = options is None or options.reduction == "fast"
+        view.keeps_rows = world.session.options.reduction == "fast"
         process_state.view = view
-        process_state.session.push(_forget_view)  # before the world ends
+        process_state.exit_stack.push(_forget_view)  # before the world ends
     return view
 
 

@@ -17,7 +17,7 @@ from helpers.resizes import MOST, moves, rank_counts, recipe, require_undisturbe
 from helpers.started import free_port
 from helpers.surroundings import RecordFault
 from helpers.system import IMPORT_PATH, Running, environment, events, until
-from samestep.distributed.addresses import accepts_connections
+from samestep.launcher.rendezvous import accepts_connections
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray (samestep[ray])")
 

@@ -25,7 +25,7 @@ FLOORS = [
     ["strategies"],
     ["runs"],
     ["session"],
-    ["checkpoint_manager", "zoo", "integrations", "global_view", "ranks"],
+    ["checkpoint_manager", "zoo", "integrations", "global_view"],
     ["loading"],
     ["script"],
     ["recipes"],

@@ -54,7 +54,7 @@ class Rank:
 def on_ranks(body: Callable[[Rank], Any], folder: Path, *, ranks: int = 3, keep_bytes: int = KEEP_BYTES) -> list[Any]:
     """Run `body` in `folder` on forked ranks; return the result of each, or the text of its exception."""
     folder.mkdir(parents=True, exist_ok=True)
-    board = StatusBoard.create(ranks)
+    board = StatusBoard(ranks)
     barrier = multiprocessing.get_context("fork").Barrier(ranks)
     with tempfile.TemporaryDirectory() as shared:
         children = []

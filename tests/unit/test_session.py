@@ -1,14 +1,21 @@
-"""`samestep.init`: a private world of all ranks that leaves the script as it is."""
+"""`samestep.init`: a private world that leaves the script as it is; uncaught errors; `main_first`."""
 
 import json
+import os
+import random
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, Literal
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import samestep
 from helpers.started import as_srun, as_torchrun, free_port, ranks
@@ -17,10 +24,13 @@ from samestep.distributed.devices import ACCELERATOR, kernel_settings
 from samestep.distributed.env import Sharing
 from samestep.distributed.launcher_detection import find_rendezvous
 from samestep.distributed.resources import usable_processors
-from samestep.errors import EXIT_INPUT, InputError
+from samestep.distributed.status import local_rank_status
+from samestep.distributed.torch_errors import MEMORY_FIX
+from samestep.errors import EXIT_INPUT, InputError, RankDesyncError
 from samestep.launcher.failure import RankError
-from samestep.session import SessionOptions, _select_devices, start
-from workers import sessions
+from samestep.launcher.job import Job, process_state
+from samestep.launcher.process_group import SessionOptions, select_devices
+from samestep.session import UncaughtErrors, start
 
 ALONE = """
 import json, sys
@@ -62,6 +72,89 @@ else:
 """
 
 
+def facts() -> list[dict[str, Any]]:
+    """Return the surroundings of a script before and after `init`, by rank."""
+    before = samestep.is_main()
+    world = samestep.init()
+    seen = {
+        "rank": world.rank,
+        "is_main": [before, samestep.is_main()],
+        "same": samestep.init() is world,
+        "visible group": dist.is_initialized(),
+        "variables": [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ],
+        "numbers": [random.random(), numpy.random.rand(), torch.rand(()).item()],
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "mean": samestep.reduce_dict({"rank": float(world.rank)})["rank"],
+    }
+    tensor = torch.full((2,), float(world.rank + 1))
+    world.all_reduce(tensor)
+    world.broadcast(tensor)
+    return samestep.all_gather({**seen, "sum": tensor.tolist()})
+
+
+def settings_of_kernels(reduction: Literal["fast", "exact"]) -> list[tuple[Any, ...]]:
+    """Return torch's settings as the script has them, around a divided step, and after the world; of all ranks."""
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
+    seen = [kernel_settings()]
+    torch.manual_seed(0)
+    with samestep.init(device="cpu", reduction=reduction) as world:
+        model = samestep.parallel(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 1)), reduction=reduction)
+        torch.backends.cudnn.benchmark = True
+        for _ in range(3):  # watched, tried, divided
+            model(torch.randn(256, 64)).sum().backward()
+            seen.append(kernel_settings())
+        rows = samestep.all_gather(seen, world)
+    assert all(row == rows[0] for row in rows)
+    return [*seen, kernel_settings()]
+
+
+def other_kernels() -> None:
+    """Select kernels by their time on one rank."""
+    with samestep.init(device="cpu") as world:
+        torch.backends.cudnn.benchmark = not world.is_main
+        model = samestep.parallel(nn.Linear(4, 4))
+        model(torch.ones(8, 4)).sum().backward()
+
+
+def two_blocks() -> list[list[int]]:
+    """Return the ranks in two worlds, one after another."""
+    gathered = []
+    for _ in range(2):
+        with samestep.init() as world:
+            gathered.append(samestep.all_gather(world.rank))
+    return gathered
+
+
+def group_of_the_script() -> list[float]:
+    """Return sums of a default group that the script creates beside the private one, before and after its end."""
+    with samestep.init() as world:
+        store = dist.PrefixStore("script", world.session.collective_check._monitor._job_store)
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+        own = torch.ones(1)
+        dist.all_reduce(own)
+        world.all_reduce(own)
+    assert dist.is_initialized()
+    dist.all_reduce(own)
+    dist.destroy_process_group()
+    return own.tolist()
+
+
+def diverging() -> None:
+    """Issue different operations on the ranks."""
+    world = samestep.init(device="cpu")
+    samestep.all_gather(0) if world.is_main else world.barrier()
+
+
+def raising() -> None:
+    """Fail on one rank inside the block."""
+    with samestep.init(device="cpu") as world:
+        if world.rank == 1:
+            raise OSError("the switch was off")
+        world.barrier()
+
+
 def test_nothing_changes_on_one_process() -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], check=False, capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
@@ -70,7 +163,7 @@ def test_nothing_changes_on_one_process() -> None:
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_script_sees_one_process_and_all_ranks_agree(processes: int) -> None:
-    rows = samestep.launch(sessions.facts, processes=processes)
+    rows = samestep.launch(facts, processes=processes)
     assert [row["rank"] for row in rows] == list(range(processes))
     threads = max(1, usable_processors() // processes)
     for row in rows:
@@ -89,26 +182,26 @@ def test_script_sees_one_process_and_all_ranks_agree(processes: int) -> None:
 
 def test_ranks_with_other_settings_of_torch_are_refused() -> None:
     with pytest.raises(RankError, match=r"torch\.backends\.cudnn\.benchmark is False and True") as raised:
-        samestep.launch(sessions.other_kernels, processes=2)
+        samestep.launch(other_kernels, processes=2)
     assert raised.value.code == "E_RANK_SETTINGS"
 
 
 def test_world_ends_with_its_block() -> None:
-    assert samestep.launch(sessions.two_blocks, processes=2) == [[0, 1], [0, 1]]
+    assert samestep.launch(two_blocks, processes=2) == [[0, 1], [0, 1]]
 
 
 def test_default_group_of_the_script_is_independent() -> None:
-    assert samestep.launch(sessions.group_of_the_script, processes=2) == [8.0]
+    assert samestep.launch(group_of_the_script, processes=2) == [8.0]
 
 
 def test_ranks_that_diverge_are_named() -> None:
     with pytest.raises(RankError, match="diverged"):
-        samestep.launch(sessions.diverging, processes=2)
+        samestep.launch(diverging, processes=2)
 
 
 def test_failure_of_a_rank_ends_the_block() -> None:
     with pytest.raises(RankError, match="the switch was off"):
-        samestep.launch(sessions.raising, processes=2)
+        samestep.launch(raising, processes=2)
 
 
 class OneGpu:
@@ -143,23 +236,23 @@ def test_refusals_of_ranks_on_one_gpu(
     second = find_rendezvous(as_torchrun(29500)(1, 2))
     if refusal is not None:
         with pytest.raises(InputError) as raised:
-            _select_devices(options, None, second, sharing)
+            select_devices(options, second, sharing)
         assert raised.value.code == refusal
     else:
         # No GPU must belong to this rank alone.
-        assert _select_devices(options, None, second, sharing) == (torch.device(ACCELERATOR, 0), [])
+        assert select_devices(options, second, sharing) == (torch.device(ACCELERATOR, 0), [])
 
 
 def test_gpus_of_ranks_that_do_not_share_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda kind: OneGpu())
     first = find_rendezvous(as_torchrun(29500)(0, 2))
-    assert _select_devices(SessionOptions(device="cuda"), None, first, None)[1] == ["gpu-0"]
+    assert select_devices(SessionOptions(device="cuda"), first, None)[1] == ["gpu-0"]
 
 
 def test_other_value_of_the_switch_ends_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAMESTEP_SHARE_GPU", "often")
     with pytest.raises(InputError, match="'often'") as raised:
-        samestep.launch(sessions.facts, processes=2)
+        samestep.launch(facts, processes=2)
     assert raised.value.exit_code == EXIT_INPUT
 
 
@@ -208,7 +301,7 @@ def test_fast_leaves_the_kernels_of_the_script(is_recipe: bool) -> None:
 
 @pytest.mark.parametrize("reduction", ["fast", "exact"])
 def test_settings_of_kernels_are_those_of_the_script_after_divided_calls(reduction: str) -> None:
-    before, *during, after = samestep.launch(sessions.settings_of_kernels, reduction, processes=2)
+    before, *during, after = samestep.launch(settings_of_kernels, reduction, processes=2)
     assert after == before
     if reduction == "fast":
         assert during == [before] * 3
@@ -238,3 +331,104 @@ def test_rank_with_an_uncaught_error_ends_in_spite_of_a_collective_in_progress(t
     assert (main.code, other.code) == (1, 1)
     assert other.err.endswith("ValueError: the cause\n")
     assert "the cause" not in main.err
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Errors that a hook of the script has shown."""
+    errors: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: errors.append(error))
+    hook = sys.excepthook
+    yield errors
+    assert sys.excepthook is hook
+
+
+def job() -> Job:
+    """Return a job of one rank, which waits for no other."""
+    return Job(0, 1, dist.HashStore(), 0, ("127.0.0.1", 1), True, 60.0)
+
+
+def call_hook(error: BaseException) -> None:
+    """Call the hook as the interpreter does."""
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def test_first_error_of_the_job_is_shown_by_the_hook_of_the_script(shown: list[Any]) -> None:
+    same_job, error = job(), OSError("the switch was off")
+    for each in (error, OSError("a consequence")):
+        uncaught = UncaughtErrors(same_job, local_rank_status())
+        call_hook(each)
+        uncaught.close()
+    assert shown == [error]
+
+
+def test_fix_follows_the_traceback(shown: list[Any], capfd: pytest.CaptureFixture[str]) -> None:
+    uncaught, error = UncaughtErrors(job(), local_rank_status()), MemoryError()
+    call_hook(error)
+    uncaught.close()
+    assert shown == [error]
+    assert capfd.readouterr().err.splitlines() == [f"  fix:      {MEMORY_FIX}"]
+
+
+def test_error_of_samestep_has_no_traceback(shown: list[Any], capfd: pytest.CaptureFixture[str]) -> None:
+    uncaught = UncaughtErrors(job(), local_rank_status())
+    call_hook(RankDesyncError("rank 1 has left the loop", expected="all ranks in step", fix="leave together"))
+    uncaught.close()
+    assert shown == []
+    assert capfd.readouterr().err.splitlines() == [
+        "error: rank 1 has left the loop [E_RANK_DESYNC]",
+        "  expected: all ranks in step",
+        "  fix:      leave together",
+    ]
+
+
+def test_interrupt_is_the_matter_of_the_hook_before(shown: list[Any]) -> None:
+    uncaught = UncaughtErrors(job(), local_rank_status())
+    for _ in range(2):
+        call_hook(KeyboardInterrupt())
+    uncaught.close()
+    assert len(shown) == 2
+
+
+def test_later_hook_of_the_script_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    uncaught = UncaughtErrors(job(), local_rank_status())
+    later = sys.excepthook = lambda *_: None
+    uncaught.close()
+    assert sys.excepthook is later
+
+
+def test_error_that_leaves_the_block_of_the_session_reaches_the_hook(shown: list[Any]) -> None:
+    uncaught, error = UncaughtErrors(job(), local_rank_status()), OSError("the switch was off")
+    uncaught.close(OSError, error, None)
+    call_hook(error)
+    uncaught.close()
+    assert shown == [error]
+
+
+def test_without_a_job_errors_are_shown_as_python_does(shown: list[Any]) -> None:
+    assert process_state.external_job is None
+    uncaught, error = UncaughtErrors(None, local_rank_status()), OSError("no space")
+    uncaught.report(error)
+    assert shown == [error]
+
+
+def appended_lines(file: Path) -> list[str]:
+    world = samestep.init(device="cpu")
+    with samestep.main_first():
+        if world.is_main:
+            time.sleep(0.2)  # other ranks would write first
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(f"{world.rank}\n")
+    samestep.all_gather(None)
+    return file.read_text(encoding="utf-8").split()
+
+
+def test_main_first_runs_the_block_on_rank_0_before_others(tmp_path: Path) -> None:
+    lines = samestep.launch(appended_lines, tmp_path / "lines", processes=3)
+    assert lines[0] == "0"
+    assert sorted(lines) == ["0", "1", "2"]
+
+
+def test_main_first_runs_the_block_on_one_process(tmp_path: Path) -> None:
+    assert samestep.launch(appended_lines, tmp_path / "lines", processes=1) == ["0"]

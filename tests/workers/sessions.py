@@ -1,104 +1,16 @@
-"""Functions run in ranks by `unit/test_session.py` and `unit/test_plain_checkpoints.py`."""
+"""Functions run in ranks by `unit/test_plain_checkpoints.py` and `unit/data/test_whole_batches.py`."""
 
-import os
-import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import samestep
-from samestep.distributed.devices import kernel_settings
 
 SAMPLES, BATCH = 22, 4
-
-
-def facts() -> list[dict[str, Any]]:
-    """Return the surroundings of a script before and after `init`, by rank."""
-    before = samestep.is_main()
-    world = samestep.init()
-    seen = {
-        "rank": world.rank,
-        "is_main": [before, samestep.is_main()],
-        "same": samestep.init() is world,
-        "visible group": dist.is_initialized(),
-        "variables": [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ],
-        "numbers": [random.random(), numpy.random.rand(), torch.rand(()).item()],
-        "threads": torch.get_num_threads(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "mean": samestep.reduce_dict({"rank": float(world.rank)})["rank"],
-    }
-    tensor = torch.full((2,), float(world.rank + 1))
-    world.all_reduce(tensor)
-    world.broadcast(tensor)
-    return samestep.all_gather({**seen, "sum": tensor.tolist()})
-
-
-def settings_of_kernels(reduction: Literal["fast", "exact"]) -> list[tuple[Any, ...]]:
-    """Return torch's settings as the script has them, around a divided step, and after the world; of all ranks."""
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.benchmark = True
-    seen = [kernel_settings()]
-    torch.manual_seed(0)
-    with samestep.init(device="cpu", reduction=reduction) as world:
-        model = samestep.parallel(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 1)), reduction=reduction)
-        torch.backends.cudnn.benchmark = True
-        for _ in range(3):  # watched, tried, divided
-            model(torch.randn(256, 64)).sum().backward()
-            seen.append(kernel_settings())
-        rows = samestep.all_gather(seen, world)
-    assert all(row == rows[0] for row in rows)
-    return [*seen, kernel_settings()]
-
-
-def other_kernels() -> None:
-    """Select kernels by their time on one rank."""
-    with samestep.init(device="cpu") as world:
-        torch.backends.cudnn.benchmark = not world.is_main
-        model = samestep.parallel(nn.Linear(4, 4))
-        model(torch.ones(8, 4)).sum().backward()
-
-
-def two_blocks() -> list[list[int]]:
-    """Return the ranks in two worlds, one after another."""
-    gathered = []
-    for _ in range(2):
-        with samestep.init() as world:
-            gathered.append(samestep.all_gather(world.rank))
-    return gathered
-
-
-def group_of_the_script() -> list[float]:
-    """Return sums of a default group that the script creates beside the private one, before and after its end."""
-    with samestep.init() as world:
-        store = dist.PrefixStore("script", world.context.collective_check._monitor._job_store)
-        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-        own = torch.ones(1)
-        dist.all_reduce(own)
-        world.all_reduce(own)
-    assert dist.is_initialized()
-    dist.all_reduce(own)
-    dist.destroy_process_group()
-    return own.tolist()
-
-
-def diverging() -> None:
-    """Issue different operations on the ranks."""
-    world = samestep.init(device="cpu")
-    samestep.all_gather(0) if world.is_main else world.barrier()
-
-
-def raising() -> None:
-    """Fail on one rank inside the block."""
-    with samestep.init(device="cpu") as world:
-        if world.rank == 1:
-            raise OSError("the switch was off")
-        world.barrier()
 
 
 def orders(epochs: int, **options: Any) -> list[list[float]]:

@@ -68,7 +68,8 @@ def run_as_rank(
     _joined.append(rendezvous)
     silence_torch_warnings()
     from samestep.config import resolve_mesh
-    from samestep.launcher.job import join_job, process_state
+    from samestep.launcher.job import process_state
+    from samestep.launcher.rendezvous import join_job
 
     plan = None
     try:
@@ -135,7 +136,7 @@ def _require_compatible(options: LaunchOptions, rendezvous: Rendezvous) -> None:
 def _share(job: Job, make_plan: Callable[[int], RunPlan]) -> RunPlan:
     """Return the plan of rank 0 on every rank."""
     from samestep.cli.run_plans import RunPlan
-    from samestep.launcher.job import failure_reported
+    from samestep.launcher.rendezvous import failure_reported
 
     if job.rank == 0:
         plan = make_plan(job.restarts)
@@ -150,7 +151,7 @@ def _share(job: Job, make_plan: Callable[[int], RunPlan]) -> RunPlan:
 
 def _report(job: Job | None, failure: Failure, folder: Path | None) -> int:
     """Print the first failure of the job, write later ones to the run's logs; return the first one's exit code."""
-    from samestep.launcher.job import report_failure
+    from samestep.launcher.rendezvous import report_failure
 
     is_first, code = (True, failure.exit_code) if job is None else report_failure(job, failure)
     log_dir = folder / "logs" if folder is not None and folder.is_dir() else None

@@ -24,10 +24,9 @@ from samestep.distributed.launcher_detection import Rendezvous
 from samestep.distributed.logging import logger
 from samestep.distributed.resources import usable_processors
 from samestep.errors import InputError, RunError
-from samestep.launcher.failure import RankError
+from samestep.launcher.failure import RankError, RestartPolicy
 from samestep.launcher.launch import LaunchConfig, LaunchResult, launch, run_workers
 from samestep.launcher.pickling import ByName
-from samestep.launcher.restarts import RestartPolicy
 from samestep.launcher.watchdog import HANG_AFTER
 from samestep.units import parse_duration, plural
 

@@ -17,14 +17,10 @@ from samestep.distributed.status import RankStatus
 
 
 class DeviceReads:
-    """Reads of values by all threads of this process.
+    """Reads of values by all threads of this process."""
 
-    Attributes:
-        rank_status: status of this rank, which shows the wait; None outside of `samestep.init()`.
-    """
-
-    def __init__(self) -> None:
-        self.rank_status: RankStatus | None = None
+    # Status of this rank, which shows the wait; None outside of `samestep.init()`.
+    rank_status: RankStatus | None = None
 
     def waiting(self, device: torch.device) -> AbstractContextManager[None]:
         """Mark a block that waits for a device; no mark for a CPU."""
@@ -33,7 +29,7 @@ class DeviceReads:
         return self.rank_status.waiting("a read of the device")
 
     def values(self, tensor: torch.Tensor) -> Any:
-        """Return a tensor as nested lists of Python numbers, or as one number if it has no dimensions."""
+        """Return a tensor as nested lists of Python numbers, or as one number."""
         with self.waiting(tensor.device):
             return tensor.tolist()
 
@@ -43,7 +39,7 @@ class DeviceReads:
             return tensor.cpu()
 
     def finish(self, device: torch.device) -> None:
-        """Wait for all work of a device that is queued, so that later reads wait for later work alone."""
+        """Wait for all queued work of a device: later reads wait for later work alone."""
         if is_accelerator(device):
             with self.waiting(device):
                 accelerator_module().synchronize(device)

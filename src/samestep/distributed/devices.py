@@ -1,10 +1,11 @@
-"""Devices of a launch and of one rank: selection, division and measurements; torch's module for an accelerator.
+"""Devices of a launch and of one rank: selection, kernels, measurements.
 
-No other module calls `torch.cuda` or compares a device with `cuda`.
+No other module calls `torch.cuda` or compares a device with `cuda`. torch is imported late: the
+launcher works without.
 
 `CUDA_VISIBLE_DEVICES` lists the devices that CUDA may use: comma-separated numbers, or names of
-    devices or of their
-partitions (`GPU-...`, `MIG-...`; CUDA C++ Programming Guide, "CUDA Environment Variables").
+devices or of their partitions (`GPU-...`, `MIG-...`; CUDA C++ Programming Guide, "CUDA Environment
+Variables").
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from samestep.distributed.device_clock import DeviceClock
 from samestep.distributed.env import prepare_shared_nccl
 from samestep.distributed.logging import logger
-from samestep.distributed.status import ranks_text
+from samestep.distributed.status import DeviceClock, ranks_text
 from samestep.errors import InputError
 from samestep.units import plural
 
@@ -26,24 +26,9 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-
 ACCELERATOR = "cuda"  # the kind of device that a rank uses if there is one
 _POSITION = re.compile(r"[0-9]{1,4}")
 _device_error = partial(InputError, code="E_DEVICES")
-
-
-def is_accelerator(device: torch.device | None) -> bool:
-    """Whether a device computes asynchronously, with streams, memory and random generators of its own."""
-    return device is not None and device.type == ACCELERATOR
-
-
-def accelerator_module() -> Any:
-    """Return torch's module of functions for accelerators, such as `torch.cuda`; importing it uses no device."""
-    import torch
-
-    return torch.get_device_module(ACCELERATOR)
-
-
 # Operations that may round their inputs in float32, by torch's names. The functions below read and
 # write all of their settings; they are private, in torch 2.11 and 2.13. Older functions, such as
 # torch.get_float32_matmul_precision, raise an error after a script has used newer settings, such as
@@ -56,10 +41,27 @@ KERNEL_SETTINGS = (
     "torch.backends.cudnn.deterministic",
     "torch.use_deterministic_algorithms",
 )
+_UNAVAILABLE: tuple[type[Exception], ...] = (RuntimeError, ImportError)
+with suppress(ImportError):  # torch's functions that need pynvml raise on their own
+    from pynvml import NVMLError
+
+    _UNAVAILABLE += (NVMLError,)
+
+
+def is_accelerator(device: torch.device | None) -> bool:
+    """Whether a device computes asynchronously, with streams, memory and generators of its own."""
+    return device is not None and device.type == ACCELERATOR
+
+
+def accelerator_module() -> Any:
+    """Return torch's module for accelerators, such as `torch.cuda`; importing it uses no device."""
+    import torch
+
+    return torch.get_device_module(ACCELERATOR)
 
 
 def kernel_settings() -> tuple[str | bool, ...]:
-    """Return the values of `KERNEL_SETTINGS`, which decide on torch's kernels and on their rounding."""
+    """Return the values of `KERNEL_SETTINGS`, which decide on torch's kernels and rounding."""
     import torch
 
     precision_of = torch._C._get_fp32_precision_getter
@@ -72,12 +74,11 @@ def kernel_settings() -> tuple[str | bool, ...]:
 
 
 def use_deterministic_kernels() -> bool:
-    """Request kernels that compute the same bits each time; return whether settings of torch had to change."""
+    """Request kernels with the same bits each time; return whether settings had to change."""
     import torch
 
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    is_deterministic = torch.are_deterministic_algorithms_enabled() and not warns
-    if is_deterministic and not torch.backends.cudnn.benchmark:
+    (is_deterministic, warns), _, measures = KernelChoice.present()
+    if is_deterministic and not warns and not measures:
         return False
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False  # selects kernels by their time
@@ -85,12 +86,11 @@ def use_deterministic_kernels() -> bool:
 
 
 class KernelChoice(NamedTuple):
-    """Settings of torch that decide between kernels with the same bits each time and faster ones."""
+    """Settings of torch that decide between kernels with equal bits each time and faster ones."""
 
-    # Of `torch.use_deterministic_algorithms`: whether it is on, and whether an operation without
-    # one is only a warning.
+    # Of `torch.use_deterministic_algorithms`: whether it is on, and only warns of other operations.
     determinism: tuple[bool, bool]
-    fills: bool  # new memory is filled, for programs that read it before they write it; costs a pass over each tensor
+    fills: bool  # new memory, before a program writes it; costs a pass over each tensor
     measures: bool  # cuDNN selects kernels by their time
 
     @classmethod
@@ -98,14 +98,10 @@ class KernelChoice(NamedTuple):
         """Return the present settings."""
         import torch
 
-        return cls(
-            (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            ),
-            torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
-            torch.backends.cudnn.benchmark,
-        )
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        fills: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        return cls((is_deterministic, warns), fills, torch.backends.cudnn.benchmark)
 
     def install(self) -> None:
         """Make these the settings of torch."""
@@ -129,7 +125,7 @@ def deterministic_kernels() -> Iterator[None]:
 
 
 def set_tf32(device: torch.device, *, allowed: bool | None) -> None:
-    """Allow or forbid TF32 in products and convolutions on a GPU; None leaves the settings of torch."""
+    """Allow or forbid TF32 in products and convolutions on a GPU; None changes nothing."""
     if allowed is not None and is_accelerator(device):
         _set_tf32(allowed=allowed)
 
@@ -137,12 +133,11 @@ def set_tf32(device: torch.device, *, allowed: bool | None) -> None:
 def _set_tf32(*, allowed: bool) -> None:
     import torch
 
-    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    products, precision = ("high", "tf32") if allowed else ("highest", "ieee")
+    torch.set_float32_matmul_precision(products)
     torch.backends.cudnn.allow_tf32 = allowed
-    for (
-        operation
-    ) in _GPU_PRODUCTS:  # otherwise `torch.backends.fp32_precision` would have precedence
-        torch._C._set_fp32_precision_setter(*operation, "tf32" if allowed else "ieee")
+    for operation in _GPU_PRODUCTS:  # `torch.backends.fp32_precision` would have precedence
+        torch._C._set_fp32_precision_setter(*operation, precision)
 
 
 @contextmanager
@@ -150,15 +145,13 @@ def tf32_off() -> Iterator[None]:
     """Compute products and convolutions in float32 without rounded inputs during the block."""
     import torch
 
+    cudnn = torch.backends.cudnn
     restore: list[Callable[[], Any]] = []
     with suppress(RuntimeError):  # follows from newer settings
-        restore.append(
-            partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        )
+        precision = torch.get_float32_matmul_precision()
+        restore.append(partial(torch.set_float32_matmul_precision, precision))
     with suppress(RuntimeError):
-        restore.append(
-            partial(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
-        )
+        restore.append(partial(setattr, cudnn, "allow_tf32", cudnn.allow_tf32))
     for operation in _PRODUCTS:
         value = torch._C._get_fp32_precision_getter(*operation)
         restore.append(partial(torch._C._set_fp32_precision_setter, *operation, value))
@@ -170,8 +163,8 @@ def tf32_off() -> Iterator[None]:
             function()
 
 
-def visible_devices(setting: str | None, count: int) -> tuple[str, ...]:
-    """Return the names of the `count` devices that torch counts under a setting of `CUDA_VISIBLE_DEVICES`, in order."""
+def _visible_devices(setting: str | None, count: int) -> tuple[str, ...]:
+    """Return the names of the `count` devices that torch counts under `CUDA_VISIBLE_DEVICES`."""
     if setting is None:
         return tuple(map(str, range(count)))
     # CUDA ignores everything after the first unknown entry, such as -1; torch's count stops there
@@ -196,33 +189,36 @@ def select_devices(text: str, setting: str | None, count: int) -> tuple[str, ...
     if not all(_POSITION.fullmatch(part) for part in parts):
         raise _device_error(
             f"--devices {text}",
-            expected="comma-separated positions among the devices visible to this process, from 0",
-            fix="--devices 0,2; put names of devices into CUDA_VISIBLE_DEVICES",
+            "comma-separated positions among the devices visible to this process, from 0",
+            "--devices 0,2; put names of devices into CUDA_VISIBLE_DEVICES",
         )
     positions = [int(part) for part in parts]
     if max(positions) >= count or len(set(positions)) < len(positions):
         raise _device_error(
             f"--devices {text}, but torch sees {count}",
-            expected=f"different positions from 0 to {count - 1}, counted within CUDA_VISIBLE_DEVICES if it is set",
-            fix="samestep doctor lists the devices",
+            f"different positions from 0 to {count - 1}, counted within CUDA_VISIBLE_DEVICES if it "
+            "is set",
+            "samestep doctor lists the devices",
         )
-    names = visible_devices(setting, count)
+    names = _visible_devices(setting, count)
     return tuple(names[position] for position in positions)
 
 
 def require_default_device() -> None:
-    """Refuse another default device than the CPU, on which data and messages between ranks are prepared.
+    """Require that new tensors are on the CPU, where data and messages are prepared.
 
     Raises:
-        InputError: torch has another one.
+        InputError: torch has another default device.
     """
     import torch
 
     if (default := torch.get_default_device()).type != "cpu":
         raise _device_error(
             f"torch's default device is {default}",
-            expected="new tensors on the CPU by default; driver and loader move model and data to the device of a rank",
-            fix="leave out torch.set_default_device, and write torch.zeros(..., device=inputs.device) in a forward",
+            "new tensors on the CPU by default; driver and loader move model and data to the "
+            "device of a rank",
+            "leave out torch.set_default_device, and write torch.zeros(..., device=inputs.device) "
+            "in a forward",
         )
 
 
@@ -231,62 +227,65 @@ def rank_devices(
 ) -> tuple[torch.device, ...]:
     """Return the devices of this rank in order; the first is `device`.
 
-    On a CPU all entries are the CPU: threads, or stand-ins for the devices of model parts.
-
-    Args:
-        strategy: name of the strategy.
-        requested: number of devices (`strategy.devices`); None for all, of the only rank.
-        device: device of this rank.
-        ranks: number of ranks.
+    `requested` is `strategy.devices`, or None for all devices of the only rank. On a CPU all
+    entries are the CPU: threads, or stand-ins for the devices of model parts.
 
     Raises:
         InputError: `strategy.devices` is needed and not set, or exceeds the available devices.
     """
     import torch
 
-    no_number = partial(_device_error, fix="set strategy.devices: 2")
+    number_error = partial(_device_error, fix="set strategy.devices: 2")
     if not is_accelerator(device):
         if requested is None:
             problem = f"strategy {strategy} on a CPU without a number of devices"
-            raise no_number(problem, "a number of simulated devices on a machine without GPUs")
+            raise number_error(problem, "a number of simulated devices on a machine without GPUs")
         return (device,) * requested
     if requested is None and ranks > 1:
         problem = f"strategy {strategy} on {ranks} ranks without a number of devices"
-        raise no_number(problem, "a number of GPUs per rank, equal on all ranks of a machine")
+        raise number_error(problem, "a number of GPUs per rank, equal on all ranks of a machine")
     indices = gpu_range(device.index, requested, accelerator_module().device_count())
     return tuple(torch.device(ACCELERATOR, index) for index in indices)
 
 
 def gpu_range(first: int, requested: int | None, available: int) -> range:
-    """Return the indices of a rank's GPUs: `requested` ones from `first`, or all if None; too few: `InputError`."""
+    """Return the indices of a rank's GPUs from `first`: `requested` ones, or all if None.
+
+    Raises:
+        InputError: there are fewer.
+    """
     left = available - first
-    if requested is not None and requested > left:
+    if requested is None:
+        return range(first, available)
+    if requested > left:
         raise _device_error(
             f"strategy.devices is {requested}, but torch sees {plural(left, 'GPU')} here",
-            expected="one GPU per device, not shared with another rank",
-            fix=f"set strategy.devices: {left}",
+            "one GPU per device, not shared with another rank",
+            f"set strategy.devices: {left}",
         )
-    stop = available if requested is None else first + requested
-    return range(first, stop)
+    return range(first, first + requested)
 
 
 def first_gpu_index(
     local_rank: int, gpus_per_rank: int, available: int, *, share: bool = False
 ) -> int:
-    """Return the index of a rank's first GPU: in the order of local ranks, and with `share` from the first GPU again.
+    """Return the index of a rank's first GPU: in the order of local ranks.
+
+    With `share`, ranks without GPUs of their own begin with the first one again.
 
     Raises:
         InputError: too few GPUs.
     """
     places = available // gpus_per_rank
     if places == 0 or (local_rank >= places and not share):
-        sees = f"torch sees {plural(available, 'GPU')}"
+        fix = "use --device cpu"
+        if places:
+            fix = f"use --processes {places}, --share-gpu, or --device cpu"
         raise _device_error(
-            f"rank {local_rank} of this machine has no GPU of its own: {sees}",
-            expected=f"{plural(gpus_per_rank, 'GPU')} per rank",
-            fix=f"use --processes {places}, --share-gpu, or --device cpu"
-            if places
-            else "use --device cpu",
+            f"rank {local_rank} of this machine has no GPU of its own: torch sees "
+            f"{plural(available, 'GPU')}",
+            f"{plural(gpus_per_rank, 'GPU')} per rank",
+            fix,
         )
     return local_rank % places * gpus_per_rank
 
@@ -294,20 +293,15 @@ def first_gpu_index(
 def own_devices(
     local_rank: int, gpus_per_rank: int, setting: str | None, available: int, *, share: bool
 ) -> str:
-    """Return the value of `CUDA_VISIBLE_DEVICES` under which a rank sees its own devices alone, from device 0.
+    """Return the value of `CUDA_VISIBLE_DEVICES` under which a rank sees its own devices alone.
 
-    Args:
-        local_rank: rank among those of this machine.
-        gpus_per_rank: devices of each rank.
-        setting: the present value.
-        available: number of devices that torch counts.
-        share: several ranks may have one device.
+    `setting` is the present value, under which torch counts `available` devices.
 
     Raises:
         InputError: too few GPUs.
     """
     first = first_gpu_index(local_rank, gpus_per_rank, available, share=share)
-    return ",".join(visible_devices(setting, available)[first : first + gpus_per_rank])
+    return ",".join(_visible_devices(setting, available)[first : first + gpus_per_rank])
 
 
 def gpu_names() -> list[str]:
@@ -337,34 +331,27 @@ def require_own_gpus(store: dist.Store, rank: int, size: int, uuids: Sequence[st
         if len(ranks) > 1:
             raise _device_error(
                 f"{ranks_text(ranks)} use the same GPU, {uuid}",
-                expected="one GPU per rank",
-                fix="start one rank per GPU; --share-gpu, or samestep.init(share_gpu=True), lets ranks share GPUs",
+                "one GPU per rank",
+                "start one rank per GPU; --share-gpu, or samestep.init(share_gpu=True), lets ranks "
+                "share GPUs",
             )
 
 
 def share_gpus_by_nccl(rank: int, *, loopback: bool) -> None:
-    """Let NCCL connect ranks that share GPUs. Call before NCCL is used.
+    """Let NCCL connect ranks that share GPUs, all on this machine with `loopback`.
 
-    Args:
-        rank: rank of this process.
-        loopback: all ranks are on this machine.
+    Call before NCCL is used.
     """
     prepare_shared_nccl(rank, loopback=loopback)
     if rank == 0:
         logger.warning(
-            "ranks that share a GPU send messages through sockets of NCCL: times of messages mean nothing"
+            "ranks that share a GPU send messages through sockets of NCCL: times of messages mean "
+            "nothing"
         )
 
 
-_UNAVAILABLE: tuple[type[Exception], ...] = (RuntimeError, ImportError)
-with suppress(ImportError):  # torch's functions that need pynvml raise on their own
-    from pynvml import NVMLError
-
-    _UNAVAILABLE += (NVMLError,)
-
-
 def gpu_stats(device: torch.device) -> dict[str, Any] | None:
-    """Return measurements of a GPU; None for another device, and before this process has used the GPU.
+    """Return measurements of a GPU that this process has used; None for another device.
 
     These are `name`, `memory_bytes`, `memory_total_bytes`, `use_percent` and `temperature_c` of the
     whole device, and `peak_allocated_bytes` of the tensors of this process. Unavailable values are
@@ -373,60 +360,54 @@ def gpu_stats(device: torch.device) -> dict[str, Any] | None:
     module = accelerator_module()
     if not is_accelerator(device) or not module.is_initialized():
         return None
-    used, total = _value_or_none(_memory, device) or (None, None)
+
+    def value(read: Callable[[torch.device], Any]) -> Any:
+        try:
+            return read(device)
+        except _UNAVAILABLE:
+            return None
+
+    # NVML first: a CUDA call from this thread may interfere with a graph capture in another thread.
+    used = value(module.device_memory_used)
+    properties = value(module.get_device_properties)
+    total = properties and properties.total_memory
+    if used is None and (memory := value(module.mem_get_info)) is not None:
+        free, total = memory
+        used = total - free
     return {
-        "name": _value_or_none(module.get_device_name, device),
+        "name": value(module.get_device_name),
         "memory_bytes": used,
         "memory_total_bytes": total,
-        "use_percent": _value_or_none(module.utilization, device),
-        "temperature_c": _value_or_none(module.temperature, device),
-        "peak_allocated_bytes": _value_or_none(module.max_memory_allocated, device),
+        "use_percent": value(module.utilization),
+        "temperature_c": value(module.temperature),
+        "peak_allocated_bytes": value(module.max_memory_allocated),
     }
 
 
-def _memory(device: torch.device) -> tuple[int, int]:
-    """Return used bytes, by any process, and total bytes."""
-    module = accelerator_module()
-    # NVML first: a CUDA call from this thread may interfere with a graph capture in another thread.
-    used = _value_or_none(module.device_memory_used, device)
-    if used is not None:
-        return used, module.get_device_properties(device).total_memory
-    free, total = module.mem_get_info(device)
-    return total - free, total
-
-
 def device_clock(device: torch.device) -> DeviceClock | None:
-    """Return a clock of a device; None for a CPU, which computes nothing while the host continues."""
+    """Return a clock of a device; None for a CPU, which computes nothing in the background."""
     if not is_accelerator(device):
         return None
     return DeviceClock(partial(accelerator_module().Event, enable_timing=True))
 
 
 class GpuMemory(NamedTuple):
-    """Memory of a GPU in bytes.
+    """Memory of a GPU in bytes."""
 
-    Attributes:
-        allocated: tensors of this process.
-        peak: most memory that they had since the start of the process.
-        reserved: memory that torch holds for tensors of this process, allocated or not.
-        free: memory that no process uses.
-        total: memory of the device.
-    """
-
-    allocated: int
-    peak: int
-    reserved: int
-    free: int
+    allocated: int  # tensors of this process
+    peak: int  # most that they had since the start of the process
+    reserved: int  # held by torch for tensors of this process, allocated or not
+    free: int  # used by no process
     total: int
 
     @property
     def other(self) -> int:
-        """Memory outside of torch's allocator: of the context, of NCCL's connections, and of other processes."""
+        """Memory of the context, of NCCL's connections, and of other processes."""
         return self.total - self.free - self.reserved
 
 
 def gpu_memory() -> GpuMemory | None:
-    """Return the memory of the present GPU; None before this process has used one, or if it does not answer."""
+    """Return the memory of the present GPU; None if this process has used none, or on an error."""
     module = accelerator_module()
     if not module.is_initialized():
         return None
@@ -435,13 +416,5 @@ def gpu_memory() -> GpuMemory | None:
         free, total = module.mem_get_info()
     except _UNAVAILABLE:
         return None
-    return GpuMemory(
-        allocated, module.max_memory_allocated(), module.memory_reserved(), free, total
-    )
-
-
-def _value_or_none(read: Callable[[torch.device], Any], device: torch.device) -> Any:
-    try:
-        return read(device)
-    except _UNAVAILABLE:
-        return None
+    peak = module.max_memory_allocated()
+    return GpuMemory(allocated, peak, module.memory_reserved(), free, total)

@@ -1,4 +1,4 @@
-"""Disk operations in progress, for reports about a disk that does not answer, and folders that must keep their path."""
+"""Disk operations in progress, for reports on hangs, and folders that must keep their path."""
 
 from __future__ import annotations
 
@@ -16,14 +16,10 @@ _SHOWN_CHARACTERS = 90
 
 
 class DiskOperations:
-    """Disk operations of all threads of this process.
-
-    Attributes:
-        rank_status: status of this rank, which shows the operation that began last; None outside of
-            `samestep.init()`.
-    """
+    """Disk operations of all threads of this process."""
 
     def __init__(self) -> None:
+        # Shows the operation that began last; None outside of `samestep.init()`.
         self.rank_status: RankStatus | None = None
         self._pending: dict[int, tuple[int, str]] = {}
         self._count = 0
@@ -35,10 +31,9 @@ class DiskOperations:
         text = str(path)
         outer = self._pending.get(thread)
         self._count += 1
-        self._pending[thread] = (
-            self._count,
-            f"{name} of {text if len(text) < _SHOWN_CHARACTERS else _tail(text)}",
-        )
+        if len(text) >= _SHOWN_CHARACTERS:
+            text = f"...{text[3 - _SHOWN_CHARACTERS :]}"
+        self._pending[thread] = (self._count, f"{name} of {text}")
         self._show()
         try:
             yield
@@ -50,20 +45,15 @@ class DiskOperations:
             self._show()
 
     def pending(self, thread: int | None) -> int | None:
-        """Return the number of the operation of a thread, or None; the number differs between two operations."""
-        operation = self._pending.get(thread) if thread is not None else None
-        if operation is not None:
-            return operation[0]
+        """Return the number of the operation of a thread, which no other operation has."""
+        if thread in self._pending:
+            return self._pending[thread][0]
         return None
 
     def _show(self) -> None:
         if self.rank_status is not None:
-            texts = [text for _, text in sorted(self._pending.copy().values())]
-            self.rank_status.show_disk_operation(texts[-1] if texts else "")
-
-
-def _tail(text: str) -> str:
-    return f"...{text[3 - _SHOWN_CHARACTERS :]}"
+            _, last = max(self._pending.copy().values(), default=(0, ""))
+            self.rank_status.show_disk_operation(last)
 
 
 # The only instance: the threads of a process share its disks.
@@ -71,11 +61,7 @@ disk_operations = DiskOperations()
 
 
 class HeldFolder:
-    """A folder that is recognized when it was moved, or when another one has its path.
-
-    Args:
-        path: an existing folder.
-    """
+    """An existing folder that notices when it was moved, or when another one has its path."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -18,8 +18,6 @@ from samestep.errors import InputError
 
 _TOKEN = "SAMESTEP_TOKEN"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_ORDER = "CUDA_DEVICE_ORDER"
-_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 SHARE_GPU = "SAMESTEP_SHARE_GPU"
 Sharing = Literal["gloo", "nccl"]  # backend of ranks that may use one GPU
 _SHARING: dict[str, Sharing | None] = {"0": None, "1": "gloo", "nccl": "nccl"}
@@ -45,60 +43,24 @@ _OWN_SAFE_PATH = "samestep"
 _RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
-    *(
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_USE_AGENT_STORE",
-        "TORCHELASTIC_RESTART_COUNT",
-        "TORCHELASTIC_MAX_RESTARTS",
-    ),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
     *("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"),
-    *(
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     *("PMI_RANK", "PMI_SIZE", "PMIX_RANK"),
 )
 # Folders of caches of libraries.
 _CACHE_VARIABLES = (
-    *(
-        "HF_HOME",
-        "HF_HUB_CACHE",
-        "HF_DATASETS_CACHE",
-        "TORCH_HOME",
-        "TORCHINDUCTOR_CACHE_DIR",
-        "TRITON_CACHE_DIR",
-    ),
-    *("TRITON_HOME", "TORCH_EXTENSIONS_DIR", "MPLCONFIGDIR", "NUMBA_CACHE_DIR", "CUDA_CACHE_PATH"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME", "TORCHINDUCTOR_CACHE_DIR"),
+    *("TRITON_CACHE_DIR", "TRITON_HOME", "TORCH_EXTENSIONS_DIR", "MPLCONFIGDIR"),
+    *("NUMBA_CACHE_DIR", "CUDA_CACHE_PATH"),
 )
 # Prefixes of variables that change the behaviour of torch, its libraries or launchers.
 _PREFIXES = (
-    *(
-        "ATEN_",
-        "CUBLAS_",
-        "CUDA_",
-        "CUDNN_",
-        "DNNL_",
-        "GLOO_",
-        "GOMP_",
-        "KMP_",
-        "LD_",
-        "MASTER_",
-        "MKL_",
-        "NCCL_",
-    ),
-    *(
-        "NUMEXPR_",
-        "NVIDIA_",
-        "OMPI_COMM_",
-        "OMP_",
-        "ONEDNN_",
-        "OPENBLAS_",
-        "PYTHONDEVMODE",
-        HASH_SEED,
-    ),
-    *("PYTHONMALLOC", "PYTORCH_", SHARE_GPU, "SLURM_", "TORCH"),
+    *("ATEN_", "CUBLAS_", "CUDA_", "CUDNN_", "DNNL_", "GLOO_", "GOMP_", "KMP_", "LD_", "MASTER_"),
+    *("MKL_", "NCCL_", "NUMEXPR_", "NVIDIA_", "OMPI_COMM_", "OMP_", "ONEDNN_", "OPENBLAS_"),
+    *("PYTHONDEVMODE", HASH_SEED, "PYTHONMALLOC", "PYTORCH_", SHARE_GPU, "SLURM_", "TORCH"),
 )
 
 
@@ -107,50 +69,49 @@ class Environment:
     """Settings read from the environment."""
 
     token: str | None = None  # secret shared by the ranks of one job
-    visible_devices: str | None = (
-        None  # devices visible to CUDA, as comma-separated numbers or names; None for all
-    )
+    visible_devices: str | None = None  # `CUDA_VISIBLE_DEVICES`; None for all
     sharing: Sharing | None = None  # None: each rank needs a GPU of its own
 
     @property
     def job_prefix(self) -> str:
         """Prefix of all keys of the job in a store; the token cannot be read from the prefix."""
-        return f"samestep/{hashlib.sha256(self.token.encode()).hexdigest() if self.token is not None else 'no-token'}"
+        if self.token is None:
+            return "samestep/no-token"
+        return f"samestep/{hashlib.sha256(self.token.encode()).hexdigest()}"
 
 
 def read_environment() -> Environment:
     """Read all settings except those of a launcher.
 
     Raises:
-        InputError: SAMESTEP_TOKEN is set and empty, or SAMESTEP_SHARE_GPU has another value than 0,
-        1 and nccl.
+        InputError: SAMESTEP_TOKEN is set and empty, or SAMESTEP_SHARE_GPU is not 0, 1 or nccl.
     """
     share_gpu = os.environ.get(SHARE_GPU, "0")
     if share_gpu not in _SHARING:
         raise InputError(
             f"{SHARE_GPU} is {share_gpu!r}",
-            expected="0, 1 (ranks that share a GPU communicate by gloo) or nccl (by NCCL, to test it on one GPU)",
+            expected="0, 1 (ranks that share a GPU communicate by gloo) or nccl (by NCCL, to test "
+            "it on one GPU)",
             fix=f"export {SHARE_GPU}=1, or unset {SHARE_GPU}",
             code="E_VALUE",
         )
-    environment = Environment(os.environ.get(_TOKEN), os.environ.get(_VISIBLE), _SHARING[share_gpu])
-    if environment.token == "":
+    token = os.environ.get(_TOKEN)
+    if token == "":
         raise InputError(
             f"{_TOKEN} is empty",
             expected="a secret that all ranks share",
             fix=f"set {_TOKEN} to a secret, or unset it",
         )
-    return environment
+    return Environment(token, os.environ.get(_VISIBLE), _SHARING[share_gpu])
 
 
 def sharing_variables(*, is_requested: bool) -> dict[str, str]:
-    """Return the variable with which ranks may share GPUs; nothing if they may not, or do so already.
+    """Return the variable with which ranks may share GPUs, if it is needed.
 
     Raises:
         InputError: as `read_environment`.
     """
-    is_shared = read_environment().sharing is not None
-    if is_requested and not is_shared:
+    if read_environment().sharing is None and is_requested:
         return {SHARE_GPU: "1"}
     return {}
 
@@ -181,49 +142,44 @@ def read_slurm_job() -> SlurmJob | None:
     """Return the Slurm job of this process, in a job step or in the batch script."""
     job = os.environ.get("SLURM_JOB_ID")
     restarts = os.environ.get("SLURM_RESTART_COUNT", "")
-    if job:
-        return SlurmJob(job, int(restarts) if restarts.isdecimal() else 0)
-    return None
+    if not job:
+        return None
+    if not restarts.isdecimal():
+        restarts = "0"
+    return SlurmJob(job, int(restarts))
 
 
 def state_folder() -> Path:
-    """Return the folder for data of this account that belong to no run (XDG Base Directory Specification)."""
-    base = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".local/state") / "samestep"
+    """Return the folder for data of this account that belong to no run."""
+    return _base_folder("XDG_STATE_HOME", ".local/state") / "samestep"
 
 
 def cache_folder() -> Path:
-    """Return the folder of the caches of samples of this account (XDG Base Directory Specification)."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "samestep"
+    """Return the folder of the caches of samples of this account."""
+    return _base_folder("XDG_CACHE_HOME", ".cache") / "samestep"
+
+
+def _base_folder(variable: str, default: str) -> Path:
+    """Return a folder of this account (XDG Base Directory Specification)."""
+    base = os.environ.get(variable, "")
+    if os.path.isabs(base):
+        return Path(base)
+    return Path.home() / default
 
 
 def library_caches(temporary: str) -> list[str]:
-    """Return beginnings of paths of caches that several processes may fill: entries are named by content or locked.
+    """Return beginnings of paths of caches that several processes may fill.
 
-    Args:
-        temporary: folder of temporary files.
+    Their entries are named by content, or locked. `temporary` is the folder of temporary files.
     """
     home = str(Path.home())
     base = os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache"
     settings = os.environ.get("XDG_CONFIG_HOME") or f"{home}/.config"
-    names = (
-        "huggingface",
-        "matplotlib",
-        "torch",
-        "torch_extensions",
-        "triton",
-        "numba",
-        "fontconfig",
-    )
-    folders = [
-        f"{home}/.triton",
-        f"{home}/.nv",
-        f"{settings}/matplotlib",
-        *(f"{base}/{name}" for name in names),
-    ]
-    folders += [path for name in _CACHE_VARIABLES if (path := os.environ.get(name))]
-    return [f"{temporary}/torchinductor_", *folders]
+    folders = [f"{temporary}/torchinductor_", f"{home}/.triton", f"{home}/.nv"]
+    folders.append(f"{settings}/matplotlib")
+    folders += [f"{base}/{name}" for name in ("huggingface", "matplotlib", "fontconfig", "numba")]
+    folders += [f"{base}/{name}" for name in ("torch", "torch_extensions", "triton")]
+    return folders + [path for name in _CACHE_VARIABLES if (path := os.environ.get(name))]
 
 
 def relevant_variables() -> dict[str, str]:
@@ -241,15 +197,12 @@ def environment_of(process: int) -> dict[str, str]:
     """Return the environment with which a process was started; empty if it cannot be read."""
     try:
         return dict(psutil.Process(process).environ())
-    except (
-        psutil.Error,
-        OSError,
-    ):  # the process has ended or belongs to another user, or there is no /proc
+    except (psutil.Error, OSError):  # it has ended, is another user's, or there is no /proc
         return {}
 
 
 def prepare_torch_environment(*, loopback: bool, deterministic: bool = True) -> None:
-    """Set torch's variables that are not set yet. Call before torch uses a device or a process group.
+    """Set torch's variables that are not set yet; before torch uses a device or a group.
 
     Args:
         loopback: all ranks are on this machine, so gloo uses the loopback interface.
@@ -262,22 +215,21 @@ def prepare_torch_environment(*, loopback: bool, deterministic: bool = True) -> 
     # Counting GPUs through NVML leaves CUDA uninitialized, so the process can still be forked.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # Device numbers as in nvidia-smi.
-    os.environ.setdefault(_ORDER, "PCI_BUS_ID")
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     # Otherwise a thread of torch ends the process after an error of CUDA, before the main thread
     # reports the error.
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     # After an error of NCCL, the thread waits up to a minute for a file about the last collectives.
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250")
     if loopback:
-        os.environ.setdefault(_GLOO_INTERFACE, "lo0" if sys.platform == "darwin" else "lo")
+        interface = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def prepare_shared_nccl(rank: int, *, loopback: bool) -> None:
-    """Set NCCL's variables with which ranks can share a GPU, if they are not set yet. Call before NCCL is used.
+    """Set NCCL's variables with which ranks can share a GPU, before NCCL is used.
 
-    Args:
-        rank: rank of this process.
-        loopback: all ranks are on this machine.
+    With `loopback`, all ranks are on this machine.
     """
     # NCCL refuses two ranks with the same host and GPU (ncclInvalidUsage, "Duplicate GPU
     # detected").
@@ -289,13 +241,13 @@ def prepare_shared_nccl(rank: int, *, loopback: bool) -> None:
 
 
 def silence_torch_warnings() -> None:
-    """Suppress warnings of torch's C++ code, such as pages of stack frames. Call before torch is imported."""
+    """Suppress warnings of torch's C++ code, such as pages of frames, before torch is imported."""
     # A rank may find the store gone after another rank has reported a failure.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def hide_ranks() -> None:
-    """Remove the launcher's variables, so that libraries and scripts take this process for the only one."""
+    """Remove the launcher's variables: libraries and scripts take this process for the only one."""
     for name in _RANK_VARIABLES:
         os.environ.pop(name, None)
 
@@ -313,9 +265,9 @@ def variables_of_subprocess(variables: Mapping[str, str]) -> Iterator[None]:
     module.
     """
     safe_path = {} if os.environ.get(_SAFE_PATH) else {_SAFE_PATH: _OWN_SAFE_PATH}
-    before = {name: os.environ.get(name) for name in (*variables, *safe_path)}
+    variables = {**variables, **safe_path}
+    before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
-    os.environ.update(safe_path)
     try:
         yield
     finally:
@@ -333,7 +285,7 @@ def show_devices(names: str) -> None:
 
 @contextmanager
 def visible_devices_kept(report: Callable[[str | None], None]) -> Iterator[None]:
-    """Ignore changes of CUDA_VISIBLE_DEVICES inside the block, after `report(new value)`, None if it is removed."""
+    """Ignore changes of CUDA_VISIBLE_DEVICES in the block, after `report(value or None)`."""
     variables: Any = type(os.environ)
     set_before = variables.__setitem__
     delete_before = variables.__delitem__
@@ -360,9 +312,10 @@ def visible_devices_kept(report: Callable[[str | None], None]) -> Iterator[None]
 
 
 def enter_fork_server() -> int:
-    """In a new fork server, restore the import path of later subprocesses; return the number in FORK_SERVER.
+    """Restore the import path of later subprocesses of a new fork server.
 
-    In any other process the result is 0.
+    Returns:
+        The process with which the server must end; 0 in any other process.
     """
     if os.environ.get(_SAFE_PATH) == _OWN_SAFE_PATH:
         del os.environ[_SAFE_PATH]

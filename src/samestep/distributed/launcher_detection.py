@@ -5,6 +5,7 @@ Supported are torchrun, Slurm's srun and Open MPI's mpirun; see docs/guides/laun
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,6 @@ from functools import partial
 from typing import Literal
 from zlib import crc32
 
-from samestep.distributed.addresses import is_loopback
 from samestep.errors import InputError
 
 Variables = Mapping[str, str]
@@ -27,22 +27,10 @@ _OPEN_MPI = tuple(
 )
 # All variables that this module reads, in the order of precedence.
 LAUNCH_VARIABLES = (
-    *(
-        *_TORCHRUN,
-        "LOCAL_WORLD_SIZE",
-        _AGENT,
-        "TORCHELASTIC_USE_AGENT_STORE",
-        "TORCHELASTIC_RESTART_COUNT",
-    ),
-    *(
-        "SLURM_JOB_ID",
-        "SLURM_STEP_ID",
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_NTASKS",
-        "SLURM_LOCALID",
-    ),
-    *("SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT"),
+    *(*_TORCHRUN, "LOCAL_WORLD_SIZE", _AGENT, "TORCHELASTIC_USE_AGENT_STORE"),
+    *("TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"),
+    *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES"),
+    *("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT"),
     *(*_OPEN_MPI, "PMIX_NAMESPACE"),
 )
 
@@ -70,9 +58,8 @@ class Rendezvous:
     port: int = 0  # port of the store
     has_store: bool = False  # the launcher hosts the store; otherwise rank 0 does
     restarts: int = 0  # number of restarts according to the launcher
-    rank_variable: str | None = (
-        None  # variable of each rank that the launcher's process lacks; None if by hand
-    )
+    # Variable of each rank that the launcher's process lacks; None for ranks started by hand.
+    rank_variable: str | None = None
 
     @property
     def is_on_one_machine(self) -> bool:
@@ -80,6 +67,14 @@ class Rendezvous:
         if self.local_size is None:
             return is_loopback(self.address)
         return self.local_size == self.world_size
+
+
+def is_loopback(address: str) -> bool:
+    """Whether no other machine can reach `address`."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
 
 
 def find_rendezvous(variables: Variables) -> Rendezvous | None:
@@ -112,24 +107,18 @@ def _torchrun(variables: Variables) -> Rendezvous | None:
         raise _variables_error(
             f"{_listed(present)} {_are(present)} set but {_listed(missing)} {_are(missing)} not",
             expected=f"all of {_listed(_TORCHRUN)}, which torchrun sets for each rank",
-            fix=f"set {_listed(missing)} (LOCAL_RANK is 0 with one rank per machine), or unset {_listed(present)} if "
-            "this process is not a rank",
+            fix=f"set {_listed(missing)} (LOCAL_RANK is 0 with one rank per machine), or unset "
+            f"{_listed(present)} if this process is not a rank",
         )
-    local_size_name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in variables else None
-    rank, size, local_rank, local_size = _ranks(
-        variables, "RANK", "WORLD_SIZE", "LOCAL_RANK", local_size_name
-    )
-    return Rendezvous(
-        "torchrun",
-        rank,
-        size,
-        local_rank,
-        local_size,
+    agent = _AGENT if _AGENT in variables else None
+    rendezvous = _rendezvous(variables, "torchrun", (*_TORCHRUN[:3], "LOCAL_WORLD_SIZE"))
+    return replace(
+        rendezvous,
         address=variables["MASTER_ADDR"],
         port=_port(variables),
         has_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restarts=_number(variables, "TORCHELASTIC_RESTART_COUNT", 0, default=0),
-        rank_variable=_AGENT if _AGENT in variables else None,
+        rank_variable=agent,
     )
 
 
@@ -138,32 +127,41 @@ def _slurm(variables: Variables) -> Rendezvous | None:
     if "SLURM_STEP_ID" not in variables or "SLURM_PROCID" not in variables:
         return None
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
-    _require(
-        variables, (size_name, "SLURM_LOCALID", "SLURM_JOB_ID"), "srun sets them for each task"
-    )
-    rank, size, local_rank, _ = _ranks(variables, "SLURM_PROCID", size_name, "SLURM_LOCALID", None)
+    names = (size_name, "SLURM_LOCALID", "SLURM_JOB_ID")
+    _require(variables, names, "srun sets them for each task")
+    rendezvous = _rendezvous(variables, "Slurm", ("SLURM_PROCID", size_name, "SLURM_LOCALID", ""))
+    size = rendezvous.world_size
     if size == 1:
         return None  # for example an interactive shell, in which users start ranks themselves
-    nodes = _number(variables, "SLURM_STEP_NUM_NODES", 1, default=0)
-    return Rendezvous(
-        "Slurm",
-        rank,
-        size,
-        local_rank,
-        local_size=size if nodes == 1 else None,
-        restarts=_number(variables, "SLURM_RESTART_COUNT", 0, default=0),
-        rank_variable="SLURM_PROCID",
-    )
+    if _number(variables, "SLURM_STEP_NUM_NODES", 1, default=0) == 1:
+        rendezvous = replace(rendezvous, local_size=size)
+    restarts = _number(variables, "SLURM_RESTART_COUNT", 0, default=0)
+    return replace(rendezvous, restarts=restarts, rank_variable="SLURM_PROCID")
 
 
 def _open_mpi(variables: Variables) -> Rendezvous | None:
     if "OMPI_COMM_WORLD_RANK" not in variables:
         return None
     _require(variables, _OPEN_MPI, "Open MPI's mpirun sets them for each rank")
-    rank, size, local_rank, local_size = _ranks(variables, *_OPEN_MPI)
-    if size == 1:
+    rendezvous = _rendezvous(variables, "Open MPI", _OPEN_MPI)
+    if rendezvous.world_size == 1:
         return None
-    return Rendezvous("Open MPI", rank, size, local_rank, local_size, rank_variable=_OPEN_MPI[0])
+    return replace(rendezvous, rank_variable=_OPEN_MPI[0])
+
+
+def _rendezvous(variables: Variables, launcher: Launcher, names: Sequence[str]) -> Rendezvous:
+    """Return the ranks of a launcher, without the address of their store.
+
+    `names` are the variables of rank, size, local rank and, perhaps missing, local size.
+    """
+    rank_name, size_name, local_rank_name, local_size_name = names
+    size = _number(variables, size_name, 1)
+    rank = _number(variables, rank_name, 0, size - 1)
+    local_size = None
+    if local_size_name in variables:
+        local_size = _number(variables, local_size_name, 1, size)
+    local_rank = _number(variables, local_rank_name, 0, (local_size or size) - 1)
+    return Rendezvous(launcher, rank, size, local_rank, local_size)
 
 
 def _with_address(rendezvous: Rendezvous, variables: Variables) -> Rendezvous:
@@ -171,17 +169,14 @@ def _with_address(rendezvous: Rendezvous, variables: Variables) -> Rendezvous:
     if rendezvous.launcher == "torchrun":
         return rendezvous
     if rendezvous.launcher == "Open MPI" and not rendezvous.is_on_one_machine:
-        names = ("MASTER_ADDR", "MASTER_PORT")
-        _require(
-            variables,
-            names,
-            "the address of rank 0 for ranks on several machines; mpirun -x NAME passes them on",
+        reason = (
+            "the address of rank 0 for ranks on several machines; mpirun -x NAME passes them on"
         )
-    port = (
-        _port(variables)
-        if "MASTER_PORT" in variables
-        else _default_port(rendezvous.launcher, variables)
-    )
+        _require(variables, ("MASTER_ADDR", "MASTER_PORT"), reason)
+    if "MASTER_PORT" in variables:
+        port = _port(variables)
+    else:
+        port = _default_port(rendezvous.launcher, variables)
     if rendezvous.is_on_one_machine:
         return replace(rendezvous, address=variables.get("MASTER_ADDR", "127.0.0.1"), port=port)
     hosts = variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST"))
@@ -191,13 +186,12 @@ def _with_address(rendezvous: Rendezvous, variables: Variables) -> Rendezvous:
             expected="a list of hosts, the first of which runs rank 0",
             fix="set MASTER_ADDR to the host of rank 0",
         )
-    return replace(
-        rendezvous, address=variables.get("MASTER_ADDR") or first_host(hosts or ""), port=port
-    )
+    address = variables.get("MASTER_ADDR") or first_host(hosts or "")
+    return replace(rendezvous, address=address, port=port)
 
 
 def _default_port(launcher: Launcher, variables: Variables) -> int:
-    """Return a port that differs from those of neighboring steps of Slurm, whose job numbers are close."""
+    """Return a port that differs from those of steps of Slurm with close job numbers."""
     if launcher == "Slurm":
         job = _number(variables, "SLURM_JOB_ID", 0)
         step = _number(variables, "SLURM_STEP_ID", 0)
@@ -215,14 +209,11 @@ def first_host(hosts: str) -> str:
     """
     entry = _HOST.match(hosts)
     is_complete = entry is not None and hosts[entry.end() : entry.end() + 1] in ("", ",")
-    if (
-        entry is None
-        or not is_complete
-        or not all(map(_NUMBERS.fullmatch, _RANGES.findall(entry[0])))
-    ):
+    if not entry or not is_complete or not all(map(_NUMBERS.fullmatch, _RANGES.findall(entry[0]))):
         raise _variables_error(
             f"the list of hosts {hosts!r} is invalid",
-            expected="comma-separated names, with numbers and ranges in brackets, such as gpu[003-006,9],login1",
+            expected="comma-separated names, with numbers and ranges in brackets, such as "
+            "gpu[003-006,9],login1",
             fix="set MASTER_ADDR to the host of rank 0, and MASTER_PORT",
         )
     return _RANGES.sub(lambda ranges: re.split("[-,]", ranges[1])[0], entry[0])
@@ -230,19 +221,6 @@ def first_host(hosts: str) -> str:
 
 def _port(variables: Variables) -> int:
     return _number(variables, "MASTER_PORT", 1, 65535)
-
-
-def _ranks(
-    variables: Variables,
-    rank_name: str,
-    size_name: str,
-    local_rank_name: str,
-    local_size_name: str | None,
-) -> tuple[int, int, int, int | None]:
-    size = _number(variables, size_name, 1)
-    rank = _number(variables, rank_name, 0, size - 1)
-    local_size = _number(variables, local_size_name, 1, size) if local_size_name else None
-    return rank, size, _number(variables, local_rank_name, 0, (local_size or size) - 1), local_size
 
 
 def _number(
@@ -256,20 +234,15 @@ def _number(
     if name not in variables and default is not None:
         return default
     text = variables[name]
-    if (
-        text.isascii()
-        and text.isdigit()
-        and int(text) >= low
-        and (high is None or int(text) <= high)
-    ):
-        return int(text)
-    raise _variables_error(
-        f"{name} is {text!r}",
-        expected=f"a whole number from {low} to {high}"
-        if high is not None
-        else f"a whole number, at least {low}",
-        fix="let the launcher set its variables, or unset all of them",
-    )
+    if text.isascii() and text.isdigit() and low <= int(text):
+        number = int(text)
+        if high is None or number <= high:
+            return number
+    expected = f"a whole number, at least {low}"
+    if high is not None:
+        expected = f"a whole number from {low} to {high}"
+    fix = "let the launcher set its variables, or unset all of them"
+    raise _variables_error(f"{name} is {text!r}", expected, fix)
 
 
 def _require(variables: Variables, names: Sequence[str], reason: str) -> None:

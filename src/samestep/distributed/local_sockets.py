@@ -33,11 +33,7 @@ class LocalSockets:
     """Connections of a rank to all others, over Unix sockets. One thread at a time may use them.
 
     After an error they are closed, so that no other rank waits for a message of this one.
-
-    Args:
-        rank: rank of this process.
-        timeout: time limit of a message.
-        peers: connected sockets by rank.
+    `timeout` limits the time of a message, `peers` are connected sockets by rank.
     """
 
     def __init__(self, rank: int, timeout: timedelta, peers: dict[int, socket.socket]) -> None:
@@ -74,7 +70,7 @@ class LocalSockets:
                         transfer(peer, data)
 
     def all_gather(self, own: torch.Tensor, rows: torch.Tensor, ranks: Sequence[int]) -> None:
-        """Write the tensors of all `ranks`, this rank among them, to `rows`; each of `ranks` calls this.
+        """Write the tensors of all `ranks`, this one among them, to `rows`; each of them calls it.
 
         Args:
             own: contiguous tensor on the CPU, of the same size on each of `ranks`.
@@ -86,18 +82,15 @@ class LocalSockets:
         """
         others = [(number, rank) for number, rank in enumerate(ranks) if rank != self._rank]
         rows[ranks.index(self._rank)].copy_(own)
-        if (
-            0 < own.nbytes <= _PIECE_BYTES
-        ):  # in one piece; most messages are small, and their number decides
+        if 0 < own.nbytes <= _PIECE_BYTES:  # most messages are small, and their number decides
             data = _bytes(own)
             for _, rank in others:
                 self._send(rank, data)
             for number, rank in others:
                 self._receive(rank, _bytes(rows[number]))
             return
-        self.exchange(
-            [(own, rank) for _, rank in others], [(rows[number], rank) for number, rank in others]
-        )
+        received = [(rows[number], rank) for number, rank in others]
+        self.exchange([(own, rank) for _, rank in others], received)
 
     def _streams(self, messages: Messages) -> dict[int, Iterator[list[memoryview]]]:
         """Return the pieces of the messages of each peer."""
@@ -124,18 +117,15 @@ class LocalSockets:
             except OSError as error:
                 raise self._lost(rank, error) from error
             if length == 0:
-                raise self._lost(
-                    rank, ConnectionResetError(errno.ECONNRESET, "the connection was closed")
-                )
+                reset = ConnectionResetError(errno.ECONNRESET, "the connection was closed")
+                raise self._lost(rank, reset)
             target = target[length:]
 
     def _lost(self, rank: int, error: OSError) -> PeerLostError:
         self.close()
-        reason = (
-            f"no message within {self._timeout}"
-            if isinstance(error, BlockingIOError)
-            else str(error)
-        )
+        reason = str(error)
+        if isinstance(error, BlockingIOError):
+            reason = f"no message within {self._timeout}"
         return PeerLostError(f"rank {self._rank} lost its connection to rank {rank}: {reason}")
 
     def close(self) -> None:
@@ -169,7 +159,7 @@ def _pieces(messages: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 def connect_locally(
     rank: int, size: int, timeout: timedelta, all_gather: Callable[[Any], list[Any]]
 ) -> LocalSockets | None:
-    """Connect every rank with every other one; None on all ranks if some pair has no common file system.
+    """Connect every rank with every other one; None if some pair has no common file system.
 
     A collective. `all_gather` returns the JSON values of all ranks, by rank.
     """
@@ -183,13 +173,13 @@ def connect_locally(
             listener.bind(path)
             listener.listen(size)
             address = path
-        except (
-            OSError
-        ):  # no folder can be written, or it has no sockets, or the path is too long for an address
+        except OSError:  # no folder can be written, it has no sockets, or the path is too long
             pass
         addresses = all_gather(address)
         is_connected = None not in addresses
-        for peer, other in enumerate(addresses[:rank] if is_connected else []):
+        if not is_connected:
+            addresses = []
+        for peer, other in enumerate(addresses[:rank]):
             peers[peer] = socket.socket(socket.AF_UNIX)
             try:
                 peers[peer].connect(other)

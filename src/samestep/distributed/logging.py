@@ -30,11 +30,9 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def configure_logging(rank: int | None = None) -> None:
-    """Write messages of level INFO and above to stderr, unless the script has set another level or handlers.
+    """Write messages of level INFO and above to stderr, unless the script has decided otherwise.
 
-    Args:
-        rank: rank of this process, whose program may have configured logging: then no handler is
-            added. None in the `samestep` command, which has no other configuration.
+    `rank` is None in the `samestep` command; the program of a rank may have configured logging.
     """
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)

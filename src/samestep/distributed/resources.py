@@ -1,10 +1,16 @@
-"""Usable processors of this process, and the memory that its allocator keeps."""
+"""Resources of this machine: processors, memory of the allocator, open files, loopback, sockets."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
+import socket
+import tempfile
+from multiprocessing import util
 from pathlib import Path
+
+from samestep.errors import InputError
 
 # Parameters of mallopt(3).
 _TRIM_THRESHOLD = -1
@@ -14,48 +20,51 @@ _KEPT_BYTES = 2**28
 # The largest value of the threshold that glibc adapts. Larger blocks are mapped: in the heap they
 # could fragment it.
 _MAPPED_BYTES = 2**25
+_USUAL_OPEN_FILES = 1024  # default of most systems
+# More ranks on one processor are a mistake in the command.
+_MAX_RANKS_PER_PROCESSOR = 64
+# unix(7): the path of a socket has at most 107 bytes. multiprocessing appends
+# `/pymp-12345678/listener-12345678`.
+_MAX_FOLDER_BYTES = 107 - 34
+_LOOPBACK = "127.0.0.1"
+_CONNECT_SECONDS = 5.0
 
 
 def usable_processors(root: Path = Path("/")) -> int:
-    """Return the number of processors that can compute at the same time for this process, at least 1.
+    """Return the number of processors that can compute at the same time for this process.
 
     They are limited by the affinity mask and by the control groups on all levels (cgroups(7),
-    version 2).
-
-    Args:
-        root: folder that contains `proc` and `sys`.
+    version 2). The folder `root` contains `proc` and `sys`.
     """
-    # macOS has no affinity.
-    allowed = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    allowed = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # macOS has no affinity
+        allowed = len(os.sched_getaffinity(0))
+
+    def text(path: Path) -> str:
+        try:
+            return path.read_text(encoding="utf-8")
+        except OSError:
+            return ""  # version 1 of control groups, or a group that is not visible here
+
     top = root / "sys" / "fs" / "cgroup"
-    _, _, path = _text(root / "proc" / "self" / "cgroup").strip().rpartition("::")
-    # In a container the path may be that of the host, with the container's own group mounted as the
-    # root.
+    _, _, path = text(root / "proc" / "self" / "cgroup").strip().rpartition("::")
+    # In a container the path may be that of the host, with the container's own group mounted as
+    # the root.
     group = top / path.strip("/")
     for folder in (group, *group.parents):
-        quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
+        quota, _, period = text(folder / "cpu.max").strip().partition(" ")
         if quota.isdecimal() and period.isdecimal():
             allowed = min(allowed, int(quota) // int(period))
     return max(1, allowed)
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""  # version 1 of control groups, or a group that is not visible here
-
-
 def keep_freed_memory() -> bool:
-    """Let the process keep 256 MiB of freed memory for all threads; return whether the C library accepted it.
+    """Keep 256 MiB of freed memory for all threads; return whether the C library accepted this.
 
     Each step allocates and frees tensors of equal sizes. With its defaults, glibc returns their
-    memory to the system,
-    which fills it with zeros again, page by page: up to a tenth of a step. Threads that start later
-        use one heap: with
-    heaps of their own, memory that one thread has freed would not serve another one.
+    memory to the system, which fills it with zeros again, page by page: up to a tenth of a step.
+    Threads that start later use one heap: with heaps of their own, memory that one thread has
+    freed would not serve another one.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack it
     return mallopt is not None and bool(
@@ -63,3 +72,86 @@ def keep_freed_memory() -> bool:
         and mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
         and mallopt(_ARENA_MAX, 1)
     )
+
+
+def require_machine(processes: int) -> None:
+    """Require that `processes` ranks can start here, and raise the limit of open files if needed.
+
+    Raises:
+        InputError: there are too many ranks, too few open files are allowed, or no folder can hold
+            a socket.
+    """
+    processors = usable_processors()
+    most = _MAX_RANKS_PER_PROCESSOR * processors
+    if processes > most:
+        raise InputError(
+            f"{processes} ranks on a machine with {processors} usable processors",
+            expected=f"at most {most} ranks here, {_MAX_RANKS_PER_PROCESSOR} per processor",
+            fix=f"--processes {processors}",
+            code="E_MACHINE",
+        )
+    # The launcher needs three per rank, a rank 32 and 4 per rank; workers of loaders need more, and
+    # torch ten to spare.
+    needed = 48 + 4 * processes
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if hard != unlimited and hard < needed:
+        raise InputError(
+            f"a process may open {hard} files here (ulimit -n)",
+            expected=f"at least {needed} open files per process for {processes} ranks",
+            fix="ulimit -n 1024, or a higher LimitNOFILE= of the service",
+            code="E_MACHINE",
+        )
+    usual = max(_USUAL_OPEN_FILES, needed)
+    if soft != unlimited and soft < usual:
+        if hard != unlimited:
+            usual = min(usual, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (usual, hard))
+    use_short_temporary_folder()
+
+
+def use_short_temporary_folder() -> None:
+    """Let `multiprocessing` create its sockets below /tmp if the temporary folder's path is long.
+
+    Child processes inherit the choice, loader workers too.
+
+    Raises:
+        InputError: /tmp is not writable.
+    """
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) <= _MAX_FOLDER_BYTES:
+        return
+    tempfile.tempdir = "/tmp"
+    try:
+        util.get_temp_dir()  # the first call creates the folder of all sockets
+    except OSError as error:
+        raise InputError(
+            f"the path of the temporary folder {folder} is too long for sockets, and /tmp is not "
+            "writable",
+            expected=f"at most {_MAX_FOLDER_BYTES} bytes: the kernel limits the paths of sockets",
+            fix="set TMPDIR to a folder with a shorter path",
+            code="E_MACHINE",
+        ) from error
+    finally:
+        tempfile.tempdir = folder
+
+
+def free_loopback_socket() -> socket.socket:
+    """Return a listening socket on a free port of the loopback interface.
+
+    Raises:
+        InputError: the interface is missing or down.
+    """
+    try:
+        listener = socket.create_server((_LOOPBACK, 0), backlog=128)
+        socket.create_connection(listener.getsockname(), timeout=_CONNECT_SECONDS).close()
+        listener.accept()[0].close()
+    except OSError as error:
+        raise InputError(
+            f"the loopback interface does not work: {error}",
+            expected=f"ranks on one machine communicate by {_LOOPBACK}",
+            fix="ip link set lo up (a container without a network, such as unshare -n, starts with "
+            "lo down)",
+            code="E_MACHINE",
+        ) from error
+    return listener

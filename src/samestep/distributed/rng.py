@@ -1,4 +1,4 @@
-"""Random states derived from a purpose and from global facts: (seed, step, microbatch) or (seed, epoch, sample).
+"""Random states from a purpose and global facts: (seed, step, microbatch) or (seed, epoch, sample).
 
 Rank, worker, device and the number of resumptions are not among these facts, so no result depends
 on them.
@@ -40,7 +40,7 @@ def derive_seed(purpose: Purpose, *facts: int) -> int:
 
 
 def microbatch_seed(purpose: Purpose, seed: int, position: int, microbatch: int) -> int:
-    """Return the seed of the forward of a microbatch at a position of the run, such as the number of earlier steps."""
+    """Return the seed of the forward of a microbatch after some earlier steps of the run."""
     return derive_seed(purpose, seed, position, microbatch)
 
 
@@ -54,7 +54,7 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
 
 
 def generator_state(device: torch.device | None = None) -> tuple[object, ...]:
-    """Return the state of the generators of this process and of a GPU; equal while no thread draws."""
+    """Return the states of the generators of this process and of a GPU."""
     kind, key, *others = numpy.random.get_state(legacy=True)
     states = [torch.get_rng_state()]
     if is_accelerator(device):
@@ -76,12 +76,14 @@ def preserved_generators(device: torch.device | None = None) -> Iterator[None]:
 
 
 def saved_generators(device: torch.device | None = None) -> Callable[[], None]:
-    """Return a function that restores the present states of the generators of Python, NumPy, torch and `device`."""
+    """Return a function that restores the present states of the generators."""
     bits = get_bit_generator()
     array = numpy.random.get_state()
     python = random.getstate()
     cpu = torch.get_rng_state()
-    gpu = accelerator_module().get_rng_state(device) if is_accelerator(device) else None
+    gpu = None
+    if is_accelerator(device):
+        gpu = accelerator_module().get_rng_state(device)
 
     def restore() -> None:
         set_bit_generator(bits)
@@ -96,17 +98,11 @@ def saved_generators(device: torch.device | None = None) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class PassedGenerator:
-    """A generator with a state that one process passes to another, which continues the sequence.
+    """A generator with a state that one process passes to another, which continues the sequence."""
 
-    Attributes:
-        state: returns the state as a uint8 tensor on the CPU, of one length.
-        set_state: sets such a state.
-        fingerprint: returns a number that depends on the state; may draw.
-    """
-
-    state: Callable[[], torch.Tensor]
+    state: Callable[[], torch.Tensor]  # uint8 on the CPU, of one length
     set_state: Callable[[torch.Tensor], None]
-    fingerprint: Callable[[], float]
+    fingerprint: Callable[[], float]  # a number that depends on the state; may draw
 
 
 def passed_generators(device: torch.device) -> list[PassedGenerator]:

@@ -1,4 +1,4 @@
-"""Signals that request the end of a run at the next step boundary, and the signal at the end of the parent."""
+"""Signals that request the end of a run at the next step, and the one at the parent's end."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent ends, for any reason (Linux, prctl(2)).
 
-    The signal also ends a process that is stopped, or in C code that holds the interpreter.
-
-    Args:
-        parent: process id of the parent. If it has ended already, this process is killed at once.
+    The signal also ends a process that is stopped, or in C code that holds the interpreter. If the
+    parent has ended already, this process is killed at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -34,26 +32,22 @@ def die_with_parent(parent: int) -> None:
 
 
 class StoppedLoop(SystemExit):
-    """Exit of a script after its training loop ended on request, after the same step on all ranks."""
+    """Exit of a script after its loop ended on request, after the same step on all ranks."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_STOPPED)
 
 
 class StopRequest:
-    """Flag that a stop signal or `samestep.request_stop` sets, to end the run at the next step boundary.
+    """Request to end the run at the next step boundary, by a signal or `samestep.request_stop`.
 
     The handler only sets the flag. Ranks agree on the flag inside the communication of a step, so
     all of them end after the same step.
-
-    Attributes:
-        number: the first signal received, or None.
-        is_made: whether the code of this rank has requested the end.
     """
 
     def __init__(self) -> None:
-        self.number: int | None = None
-        self.is_made = False
+        self.number: int | None = None  # the first signal received
+        self.is_made = False  # by the code of this rank
         self._terminals: list[int] = []
 
     def __call__(self) -> bool:
@@ -72,7 +66,7 @@ class StopRequest:
                 signal.signal(number, self._handle)
 
     def handling(self, numbers: Iterable[int]) -> AbstractContextManager[None]:
-        """Take signals inside a block as requests; after a SIGINT, another one interrupts at once."""
+        """Take signals inside a block as requests; a second SIGINT interrupts at once."""
         self._terminals = open_terminals()
         return handled_signals(numbers, self._handle)
 
@@ -110,7 +104,7 @@ def open_terminals() -> list[int]:
 
 
 def redirect_to_null(descriptors: list[int]) -> None:
-    """Redirect descriptors of a closed terminal to the null device, so that printing cannot fail the run."""
+    """Redirect descriptors of a closed terminal, so that printing cannot fail the run."""
     null = os.open(os.devnull, os.O_WRONLY)
     for descriptor in descriptors:
         os.dup2(null, descriptor)

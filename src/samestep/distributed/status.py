@@ -2,8 +2,7 @@
 
 A rank writes a few numbers and a line of text into a slot when an operation of all ranks begins or
 ends: some microseconds per step. Reading needs no cooperation, so the last status of a rank that
-    hangs, was stopped by a signal or
-crashed remains visible.
+hangs, was stopped or crashed remains visible.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing.reduction import DupFd
 from typing import Any
 
-from samestep.distributed.device_clock import DeviceClock
-
 # Odd while the slot is being written. The same even number before and after a read proves a
 # consistent read.
 _VERSION = struct.Struct("<Q")
@@ -30,6 +27,8 @@ _VERSION = struct.Struct("<Q")
 _NUMBERS = struct.Struct("<QdQdq????H")
 _TEXT_BYTES = 160
 _SLOT_BYTES = 256
+# One of so many steps is measured on a device: events cost about a percent of a short step.
+_CLOCK_STEPS = 16
 # Precedes a disk operation in an activity.
 DISK_OPERATION = ", disk: "
 assert _VERSION.size + _NUMBERS.size + _TEXT_BYTES <= _SLOT_BYTES
@@ -37,49 +36,81 @@ assert _VERSION.size + _NUMBERS.size + _TEXT_BYTES <= _SLOT_BYTES
 
 @dataclass(frozen=True)
 class StatusSnapshot:
-    """Status of one rank at one moment.
+    """Status of one rank at one moment."""
 
-    Attributes:
-        operations: operations of all ranks that the rank has begun; equal on all ranks of a healthy
-            run.
-        last_change: monotonic clock of the machine, in seconds, at the last change of the status.
-        steps: steps of optimizers since the start of the process.
-        compute_seconds: time of these steps without waits for other ranks, of the device if it has
-            a clock; waiting for data counts.
-        checkpoints: checkpoints written by this rank.
-        is_waiting: the rank waits for other ranks.
-        is_finished: the rank has left `samestep.init()`.
-        is_script: the rank runs a script, not a function.
-        is_resting: the rank is in code of a plain loop between its calls, which takes any time.
-        activity: current activity, such as `in step 7`.
+    operations: int = 0  # operations of all ranks that the rank has begun; equal on healthy ranks
+    last_change: float = 0.0  # monotonic clock of the machine in seconds, at the last change
+    steps: int = 0  # steps of optimizers since the start of the process
+    # Time of these steps without waits for other ranks, of the device if it has a clock; waiting
+    # for data counts.
+    compute_seconds: float = 0.0
+    checkpoints: int = 0  # written by this rank
+    is_waiting: bool = False  # for other ranks
+    is_finished: bool = False  # the rank has left `samestep.init()`
+    is_script: bool = False  # the rank runs a script, not a function
+    is_resting: bool = False  # in code of a plain loop between its calls, which takes any time
+    activity: str = ""  # such as `in step 7`
+
+
+class DeviceClock:
+    """Clock of the work that the creating thread gives to a device for this rank alone.
+
+    The host of a GPU queues work and waits later, so its clock cannot show which GPU is slow: the
+    others wait for it in their exchanges, on the device too. Events around each exchange leave
+    these waits out. Exchanges that torch issues by itself, as FSDP2's hooks do, count as work.
+
+    Args:
+        event: function that returns a new event of the device, with times.
+        steps: one of so many steps is measured.
     """
 
-    operations: int = 0
-    last_change: float = 0.0
-    steps: int = 0
-    compute_seconds: float = 0.0
-    checkpoints: int = 0
-    is_waiting: bool = False
-    is_finished: bool = False
-    is_script: bool = False
-    is_resting: bool = False
-    activity: str = ""
+    def __init__(self, event: Callable[[], Any], steps: int = _CLOCK_STEPS) -> None:
+        self._event = event
+        self._steps = steps
+        self._step = 0
+        self._thread = threading.get_ident()
+        self._is_measuring = False
+        self._begin: Any = None  # event after the last exchange
+        self._spans: list[tuple[Any, Any]] = []  # of a measured step
+        self._seconds: float | None = None
+
+    def begin_exchange(self) -> None:
+        """Record the end of own work."""
+        if self._begin is not None and threading.get_ident() == self._thread:
+            self._spans.append((self._begin, self._recorded()))
+            self._begin = None
+
+    def end_exchange(self) -> None:
+        """Record the beginning of own work."""
+        if self._is_measuring and threading.get_ident() == self._thread:
+            self._begin = self._recorded()
+
+    def end_step(self) -> float | None:
+        """Return the seconds of own work in the last step that was measured to its end, if any."""
+        self.begin_exchange()
+        self._is_measuring = False
+        if self._spans and self._spans[-1][1].query():  # without a wait
+            self._seconds = sum(begin.elapsed_time(end) for begin, end in self._spans) / 1e3
+            self._spans = []
+        self._step += 1
+        if self._step % self._steps == 0 and not self._spans:
+            self._is_measuring = True
+            self.end_exchange()
+        return self._seconds
+
+    def _recorded(self) -> Any:
+        event = self._event()
+        event.record()
+        return event
 
 
 class RankStatus:
-    """Writer of one rank's slot.
+    """Writer of one rank's slot."""
 
-    Attributes:
-        on_wait: called with a name when a wait for other ranks begins, in the waiting thread. The
-            returned function is called at the end of the wait. None disables the call.
-        device_clock: clock of the device of this rank, which computes while the host continues;
-            None on a CPU.
-        is_free: the rank rests between operations and waits, as in a plain loop, which reports no
-            progress there.
-    """
-
-    is_free = False
-    device_clock: DeviceClock | None = None
+    is_free = False  # the rank rests between operations and waits, as a plain loop does
+    device_clock: DeviceClock | None = None  # None on a CPU
+    # Called with a name when a wait for other ranks begins, in the waiting thread. The returned
+    # function is called at the end of the wait.
     on_wait: Callable[[str], Callable[[], None]] | None = None
 
     def __init__(self, memory: Any, rank: int) -> None:
@@ -100,9 +131,9 @@ class RankStatus:
     def waited_seconds(self) -> float:
         """Total time in which at least one thread of this rank waited for other ranks."""
         with self._lock:
-            return self._waited_seconds + (
-                time.monotonic() - self._wait_began if self._waits else 0.0
-            )
+            if self._waits:
+                return self._waited_seconds + time.monotonic() - self._wait_began
+            return self._waited_seconds
 
     @property
     def activity(self) -> str:
@@ -117,18 +148,15 @@ class RankStatus:
 
     @contextmanager
     def operation(self, name: str) -> Iterator[None]:
-        """Record an operation of all ranks for the duration of the block. Nested operations are not recorded."""
+        """Record an operation of all ranks during the block, unless it is inside another one."""
         if self._is_inside:
             yield
             return
         self._is_inside = True
         # A process may enter a second world after the end of the first.
-        self._update(
-            operations=self._values["operations"] + 1,
-            activity=f"in {name}",
-            is_finished=False,
-            is_resting=False,
-        )
+        number = self._values["operations"] + 1
+        activity = f"in {name}"
+        self._update(operations=number, activity=activity, is_finished=False, is_resting=False)
         try:
             yield
         finally:
@@ -138,7 +166,7 @@ class RankStatus:
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """Record a wait for other ranks for the duration of the block."""
+        """Record a wait for other ranks during the block."""
         with self._lock:
             if not self._waits:
                 self._wait_began = time.monotonic()
@@ -149,9 +177,8 @@ class RankStatus:
         end = self.on_wait(name) if self.on_wait is not None else None
         try:
             yield
-            if (
-                self.device_clock is not None and len(self._waits) == 1
-            ):  # not after an error, perhaps of the device
+            # Not after an error, which may be one of the device.
+            if self.device_clock is not None and len(self._waits) == 1:
                 self.device_clock.end_exchange()
         finally:
             if end is not None:
@@ -169,7 +196,7 @@ class RankStatus:
         return {}
 
     def end_step(self) -> None:
-        """Count a step of an optimizer, and the time of this rank's own work since the one before."""
+        """Count a step of an optimizer, and the time of own work since the one before."""
         now = time.monotonic()
         waited = self.waited_seconds
         own = now - self._step_began - (waited - self._waited_before)
@@ -178,8 +205,10 @@ class RankStatus:
         if self.device_clock is not None and (seconds := self.device_clock.end_step()) is not None:
             own = seconds
         steps = self._values["steps"] + 1
-        changes = {"activity": f"after optimizer step {steps}"} if self._shows_steps else {}
-        self._update(steps=steps, compute_seconds=self._values["compute_seconds"] + own, **changes)
+        changes = {"steps": steps, "compute_seconds": self._values["compute_seconds"] + own}
+        if self._shows_steps:
+            changes["activity"] = f"after optimizer step {steps}"
+        self._update(**changes)
 
     def heartbeat(self) -> None:
         """Record progress inside a long operation."""
@@ -199,7 +228,7 @@ class RankStatus:
         self._update(is_script=True)
 
     def show_steps(self) -> None:
-        """Record steps of optimizers as activity, for a script that knows of no operation of all ranks."""
+        """Record steps of optimizers as activity, for a script without operations of all ranks."""
         self._shows_steps = True
         self._update(activity="before the first optimizer step")
 
@@ -239,10 +268,8 @@ class WaitClock:
     """Total time of the waits of one thread, in seconds; other threads may read it."""
 
     def __init__(self) -> None:
-        self._waits: tuple[float, float | None] = (
-            0.0,
-            None,
-        )  # one attribute: other threads read both values at once
+        # One attribute: other threads read both values at once.
+        self._waits: tuple[float, float | None] = (0.0, None)
         self.last = 0.0  # most recent wait
 
     @property
@@ -267,26 +294,27 @@ class WaitClock:
 
 
 class StatusBoard:
-    """Slots of all ranks. A board can be passed to a process that is being started.
+    """Slots of `size` ranks. A board can be passed to a process that is being started.
 
-    Args:
-        descriptor: an unnamed file of `size` slots, released with the last descriptor.
+    The slots are in an unnamed file, which is released with its last descriptor.
     """
 
-    def __init__(self, descriptor: int, size: int) -> None:
+    def __init__(self, size: int) -> None:
+        descriptor = unnamed_file("samestep-board")
+        os.ftruncate(descriptor, size * _SLOT_BYTES)
+        self._map(descriptor, size)
+
+    def _map(self, descriptor: int, size: int) -> None:
         self._descriptor = descriptor
         self._size = size
         self._memory = mmap.mmap(descriptor, size * _SLOT_BYTES)
 
-    @classmethod
-    def create(cls, size: int) -> StatusBoard:
-        """Create an empty board for `size` ranks."""
-        descriptor = unnamed_file("samestep-board")
-        os.ftruncate(descriptor, size * _SLOT_BYTES)
-        return cls(descriptor, size)
+    def __getstate__(self) -> tuple[Any, int]:
+        return DupFd(self._descriptor), self._size
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (DupFd(self._descriptor), self._size)
+    def __setstate__(self, state: tuple[Any, int]) -> None:
+        handle, size = state
+        self._map(handle.detach(), size)
 
     def rank_status(self, rank: int) -> RankStatus:
         """Return the writer of a rank's slot."""
@@ -323,10 +351,6 @@ def unnamed_file(title: str) -> int:
         return os.dup(file.fileno())
 
 
-def _received(handle: Any, size: int) -> StatusBoard:
-    return StatusBoard(handle.detach(), size)
-
-
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return `rank 2`, or `ranks 0, 1 and 3`."""
     if len(ranks) == 1:
@@ -335,7 +359,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def odd_ranks(values: Mapping[int, Hashable]) -> list[int]:
-    """Return the ranks with another value than the majority; empty without a strict majority, as of two ranks."""
+    """Return the ranks with another value than a strict majority; empty without one."""
     for value, count in Counter(values.values()).most_common(1):
         if 2 * count > len(values):
             return [rank for rank, other in values.items() if other != value]

@@ -1,4 +1,4 @@
-"""Standard output and error with writes that never fail: closed, full, or a pipe to a killed or stopped reader."""
+"""Standard streams with writes that never fail: closed, full, or with a stopped reader."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def open_standard_descriptors() -> None:
-    """Open the null device for each standard descriptor that is closed. Call before files are opened.
+    """Open the null device for each closed standard descriptor, before files are opened.
 
     Otherwise a file or a socket would get the number of the descriptor, and with the number its
     output.
@@ -36,7 +36,7 @@ def open_standard_descriptors() -> None:
 
 
 def protect_output(*, stdout_seconds: float | None, stderr_seconds: float = STALL_SECONDS) -> None:
-    """Replace `sys.stdout` and `sys.stderr` by streams of the same descriptors with writes that do not fail.
+    """Replace `sys.stdout` and `sys.stderr` by streams with writes that do not fail.
 
     Output is dropped after an error, or if the reader does not read for a number of seconds; None
     waits without limit. Characters that the encoding lacks are escaped.
@@ -46,13 +46,13 @@ def protect_output(*, stdout_seconds: float | None, stderr_seconds: float = STAL
 
 
 def wait_for_reader() -> None:
-    """Write to `sys.stderr` without a time limit from now on: the run has ended, and its report follows."""
+    """Write to `sys.stderr` without a time limit from now on, for the report after the run."""
     if isinstance(output := _buffer(sys.stderr), _Output):
         output.stall_seconds = None
 
 
 def lost_output() -> OSError | None:
-    """Return the error by which standard output was lost; None also if its reader closed the pipe."""
+    """Return the error by which standard output was lost; None for a closed pipe."""
     sys.stdout.flush()
     output = _buffer(sys.stdout)
     if isinstance(output, _Output):
@@ -61,7 +61,7 @@ def lost_output() -> OSError | None:
 
 
 def report_line(line: str) -> None:
-    """Print a line on standard error, in any process: the user's program may have closed it, or its reader be gone."""
+    """Print a line on standard error, which may be closed, or its reader be gone."""
     with suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
 
@@ -81,14 +81,20 @@ class _Output(io.FileIO):
         try:
             while view and self._is_ready():
                 if self._dropped:
-                    note = f"\n[{self._dropped:,} bytes were dropped: the reader of this output had stopped]\n"
+                    note = (
+                        f"\n[{self._dropped:,} bytes were dropped: the reader of this output had "
+                        "stopped]\n"
+                    )
                     self._dropped = 0
                     view = memoryview(note.encode() + view)
                 # A descriptor that is ready accepts this many bytes without blocking. None: another
                 # process that shares the descriptor has made it non-blocking, and was faster.
                 view = view[super().write(view[: select.PIPE_BUF]) or 0 :]
         except OSError as error:
-            self._redirect_after(error)
+            if error.errno != errno.EPIPE:
+                self.error = self.error or error
+            if error.errno not in _DISK_ERRORS:
+                redirect_to_null([self.fileno()])
         else:
             self._dropped += len(view)
         return size
@@ -97,24 +103,20 @@ class _Output(io.FileIO):
         limit = 0.0 if self._dropped else self.stall_seconds
         return bool(select.select([], [self], [], limit)[1])
 
-    def _redirect_after(self, error: OSError) -> None:
-        if error.errno != errno.EPIPE:
-            self.error = self.error or error
-        if error.errno not in _DISK_ERRORS:
-            redirect_to_null([self.fileno()])
-
 
 def _buffer(stream: TextIO) -> object:
     return getattr(stream, "buffer", None)  # a notebook's stream has none
 
 
 def _protected(stream: TextIO | None, descriptor: int, stall_seconds: float | None) -> TextIO:
+    encoding = "utf-8"
     if stream is not None:  # None: the descriptor was closed when Python started
+        encoding = stream.encoding
         with suppress(OSError):
             stream.flush()
     return io.TextIOWrapper(
         _Output(descriptor, stall_seconds),
-        encoding=stream.encoding if stream is not None else "utf-8",
+        encoding=encoding,
         errors="backslashreplace",
         line_buffering=True,
     )

@@ -3,65 +3,61 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+# Private: torch has no public way to hide a group.
+from torch.distributed.distributed_c10d import _update_default_pg
+
 from samestep.config import StrategyConfig, resolve_mesh
 from samestep.config.strategy import AXES, MeshShape
-from samestep.distributed.backend_errors import is_lost_connection
 from samestep.distributed.collective_check import CollectiveCheck
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.local_sockets import LocalSockets, connect_locally
 from samestep.distributed.signals import StopRequest
 from samestep.distributed.status import RankStatus, local_rank_status
+from samestep.distributed.torch_errors import is_lost_connection
 from samestep.errors import InputError, PeerLostError
 from samestep.microbatches import Shares
-
-
-class StepLogger(Protocol):
-    """Destination of the metrics of steps, such as a `samestep.loggers.logger.Logger`."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log metrics of an optimizer step."""
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """Mutable state of this rank that all worlds of a run share."""
-
-    status: RankStatus  # current activity of this rank, read by the launcher
-    stop: StopRequest  # request to end at the next step boundary
-    collective_check: CollectiveCheck  # check that all ranks issue the same operations
-    loggers: tuple[StepLogger, ...] = ()  # loggers of `World.log`; empty on ranks other than 0
-    resources: ExitStack = field(
-        default_factory=ExitStack
-    )  # loggers and run directory; end before the ranks part
-    session: ExitStack = field(
-        default_factory=ExitStack
-    )  # of a world of `samestep.init`, which ends with it
-
-    @classmethod
-    def local(cls, stop: StopRequest | None = None) -> RunContext:
-        """Return a context without other ranks."""
-        status = local_rank_status()
-        check = CollectiveCheck(dist.HashStore(), status, rank=0, size=1, timeout=timedelta())
-        return cls(status, stop or StopRequest(), check)
-
 
 # Of the first message of `all_gather`.
 _LENGTH_BYTES = 8
 _FEW_DATA_BYTES = 504
 _FEW_BYTES = 2**16  # every rank sends its values to every other one
+_TENSOR = b"\0"  # first byte of a tensor, and end of its header; JSON text has no such byte
+Value = TypeVar("Value", float, torch.Tensor)
+
+
+@dataclass(frozen=True)
+class Session:
+    """What one `samestep.init` has in this process beside its ranks; all its worlds share it."""
+
+    status: RankStatus  # current activity of this rank, read by the launcher
+    stop: StopRequest  # request to end at the next step boundary
+    collective_check: CollectiveCheck  # check that all ranks issue the same operations
+    # `samestep.loggers.logger.Logger`s of `World.log`; empty on ranks other than 0.
+    loggers: tuple[Any, ...] = ()
+    options: Any = None  # `samestep.launcher.process_group.SessionOptions`
+    # Loggers, run directory and settings, which end before the ranks part.
+    resources: ExitStack = field(default_factory=ExitStack)
+    exit_stack: ExitStack = field(default_factory=ExitStack)  # ends a world of `samestep.init`
+
+    @classmethod
+    def local(cls) -> Session:
+        """Return a session without other ranks."""
+        status = local_rank_status()
+        check = CollectiveCheck(dist.HashStore(), status, rank=0, size=1, timeout=timedelta())
+        return cls(status, StopRequest(), check)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +70,7 @@ class World:
         rank: rank of this process, from 0.
         size: number of ranks.
         device: device of this rank.
-        context: status, stop request and collective check of this rank.
+        session: status, stop request and loggers of this rank.
         group: process group of these ranks; None for the default group.
         strategy: parallel strategy.
         mesh: device mesh of the strategy; None for plain replication.
@@ -88,7 +84,7 @@ class World:
     rank: int
     size: int
     device: torch.device
-    context: RunContext = field(default_factory=RunContext.local)
+    session: Session = field(default_factory=Session.local)
     group: dist.ProcessGroup | None = None
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     mesh: DeviceMesh | None = None
@@ -107,7 +103,17 @@ class World:
         at: TracebackType | None,
     ) -> None:
         """End the world, if `samestep.init` has returned it."""
-        self.context.session.__exit__(kind, error, at)
+        self.session.exit_stack.__exit__(kind, error, at)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes files and prints."""
+        return self.rank == 0
+
+    @property
+    def data(self) -> World:
+        """Ranks that share the data: all, unless several ranks compute the same samples."""
+        return self.data_world or self
 
     @property
     def shares(self) -> Shares:
@@ -132,72 +138,43 @@ class World:
 
     @cached_property
     def stages_messages(self) -> bool:
-        """Whether messages between two ranks pass through host memory: gloo sends no memory of a GPU."""
-        return (
-            is_accelerator(self.device)
-            and self.process_group._get_backend(self.device).name() == "gloo"
-        )
+        """Whether messages between two ranks pass through host memory: gloo sends none of a GPU."""
+        backend = self.process_group._get_backend
+        return is_accelerator(self.device) and backend(self.device).name() == "gloo"
 
     @cached_property
     def sockets(self) -> LocalSockets | None:
-        """Connections for messages between two ranks of one machine that compute on CPUs; None otherwise.
+        """Connections between ranks that compute on CPUs of one machine; None otherwise.
 
         The first access is a collective.
         """
         return self.connect()
 
     def connect(self) -> LocalSockets | None:
-        """Return new connections, for a thread that sends messages at the same time as another. A collective."""
+        """Return new connections, for another thread that sends messages. A collective."""
         if self.size == 1 or is_accelerator(self.device):
             return None
         sockets = connect_locally(
             self.rank, self.size, self.timeout, lambda value: all_gather(value, self)
         )
         if sockets is not None:
-            self.context.resources.callback(sockets.close)
+            self.session.resources.callback(sockets.close)
         return sockets
 
     @property
-    def data(self) -> World:
-        """Ranks that share the data: all ranks, unless several ranks compute the same samples."""
-        return self.data_world or self
-
-    @property
-    def coordinates(self) -> dict[str, int]:
-        """Position of this rank on each axis of the mesh."""
-        if self.mesh is None:
-            return {"replicate": self.rank}
-        return dict(zip(AXES, self.mesh.get_coordinate() or (), strict=True))
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, which writes files and prints."""
-        return self.rank == 0
-
-    @property
     def stop_requested(self) -> bool:
-        """Whether this rank has received a request to end. Ranks agree on requests at the end of a step."""
-        return self.context.stop()
+        """Whether this rank is requested to end. Ranks agree on requests at the end of a step."""
+        return self.session.stop()
 
-    def subworld(
-        self, group: dist.ProcessGroup, uneven_shares: tuple[int, ...] | None = None
-    ) -> World:
+    def subworld(self, group: dist.ProcessGroup) -> World:
         """Return the world of the ranks of `group`, which contains this rank."""
         rank = dist.get_rank(group)
         size = dist.get_world_size(group)
-        return World(
-            rank,
-            size,
-            self.device,
-            self.context,
-            group,
-            timeout=self.timeout,
-            uneven_shares=uneven_shares,
-        )
+        return World(rank, size, self.device, self.session, group, timeout=self.timeout)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log metrics with the loggers of `samestep.init`. Only rank 0 logs; other ranks return at once."""
-        for logger in self.context.loggers:
+        """Log metrics with the loggers of `samestep.init`; ranks other than 0 return at once."""
+        for logger in self.session.loggers:
             logger.log(step, values)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -206,14 +183,16 @@ class World:
         self.run_collective(lambda: dist.all_reduce(tensor, group=self.group), "an all-reduce")
 
     def combine(self, values: torch.Tensor, operation: Literal["sum", "max"] = "sum") -> None:
-        """Reduce values in place if the result does not depend on the order: maxima, or sums without rounding.
+        """Reduce values in place if the order does not matter: maxima, or sums without rounding.
 
         Ranks that compute on CPUs of one machine send a few values over `sockets`, in the thread
         that uses these.
         """
-        sockets = self.sockets if values.nbytes <= _FEW_BYTES else None
+        sockets = None
+        if values.nbytes <= _FEW_BYTES:
+            sockets = self.sockets
         if sockets is None:
-            reduction = dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX
+            reduction = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[operation]
             self.run_collective(
                 lambda: dist.all_reduce(values, reduction, group=self.group), "an all-reduce"
             )
@@ -222,15 +201,17 @@ class World:
         self.run_collective(
             lambda: sockets.all_gather(values, rows, range(self.size)), "an all-gather"
         )
-        torch.sum(rows, 0, out=values) if operation == "sum" else torch.amax(rows, 0, out=values)
+        if operation == "sum":
+            torch.sum(rows, 0, out=values)
+        else:
+            torch.amax(rows, 0, out=values)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Broadcast a contiguous tensor of any dtype from the rank `source`, in place."""
         self._begin("broadcast")
         if tensor.numel() > 0:
-            raw = tensor.flatten().view(
-                torch.uint8
-            )  # bytes: the backend does not support every dtype
+            # Bytes: the backend does not support every dtype.
+            raw = tensor.flatten().view(torch.uint8)
             self.run_collective(
                 lambda: dist.broadcast(raw, group=self.group, group_src=source), "a broadcast"
             )
@@ -241,18 +222,19 @@ class World:
         self.run_collective(lambda: dist.barrier(group=self.group), "a barrier")
 
     def _begin(self, collective: str) -> None:
+        # The check compares all ranks, not those of a subworld.
         if self.group is None or self.is_private:
-            self.context.collective_check.begin_collective(collective)
+            self.session.collective_check.begin_collective(collective)
 
     def run_collective(self, collective: Callable[[], Any], name: str) -> None:
-        """Run a collective, with `name` in the status of this rank, and convert a connection failure.
+        """Run a collective, with `name` in the status of this rank.
 
         Raises:
             PeerLostError: the backend cannot reach another rank.
             RuntimeError: the collective failed for another reason, such as a lack of memory.
         """
         try:
-            with self.context.status.waiting(name):
+            with self.session.status.waiting(name):
                 collective()
         except RuntimeError as error:
             if not is_lost_connection(error):
@@ -266,7 +248,7 @@ def build_world(
     rank: int,
     size: int,
     device: torch.device,
-    context: RunContext,
+    session: Session,
     strategy: StrategyConfig,
     timeout: timedelta,
 ) -> World:
@@ -278,45 +260,38 @@ def build_world(
         InputError: the strategy has no mesh for this number of ranks.
     """
     shape = resolve_mesh(strategy, size)
-    shares = strategy.shares if strategy.shares and size > 1 else None
-    if not shape.splits_model:
-        return World(
-            rank, size, device, context, strategy=strategy, timeout=timeout, uneven_shares=shares
-        )
-    from torch.distributed.tensor import (
-        _redistribute,
-        debug,
-    )  # lazy: plain replication does without
-
-    # torch takes meshes with equal ranks and names for equal: its caches of an earlier world in
-    # this process would call groups that no longer exist, or other groups of the same names.
-    debug._clear_python_sharding_prop_cache()
-    debug._clear_fast_path_sharding_prop_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    ranks = torch.arange(shape.size).view(shape.sizes)
-    # Groups of our own: the groups that torch creates for a mesh have a timeout of 30 minutes.
-    axes = [
-        _create_groups(rank, ranks.movedim(axis, -1).reshape(-1, length), timeout)
-        for axis, length in enumerate(shape.sizes)
-    ]
-    mesh = DeviceMesh.from_group(axes, device.type, ranks, mesh_dim_names=AXES)
+    shares = None
+    if size > 1 and strategy.shares:
+        shares = strategy.shares
+    mesh = None
     data_world = None
-    if shape.data_size < size:
-        dims = [AXES.index("replicate"), AXES.index("shard")]
-        group = _create_groups(
-            rank, ranks.movedim(dims, [-2, -1]).reshape(-1, shape.data_size), timeout
-        )
-        rank_of_data = dist.get_rank(group)
-        data_size = dist.get_world_size(group)
-        data_world = World(
-            rank_of_data, data_size, device, context, group, timeout=timeout, uneven_shares=shares
-        )
-        shares = None  # these ranks have none of their own
+    if shape.splits_model:
+        from torch.distributed.tensor import _redistribute, debug  # slow to import
+
+        # torch takes meshes with equal ranks and names for equal: its caches of an earlier world
+        # in this process would call groups that no longer exist, or other groups of these names.
+        debug._clear_python_sharding_prop_cache()
+        debug._clear_fast_path_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
+        ranks = torch.arange(shape.size).view(shape.sizes)
+        # Groups of our own: those that torch creates for a mesh have a timeout of 30 minutes.
+        axes = [
+            _create_groups(rank, ranks.movedim(axis, -1).reshape(-1, length), timeout)
+            for axis, length in enumerate(shape.sizes)
+        ]
+        mesh = DeviceMesh.from_group(axes, device.type, ranks, mesh_dim_names=AXES)
+        if shape.data_size < size:
+            axes_of_data = [AXES.index("replicate"), AXES.index("shard")]
+            rows = ranks.movedim(axes_of_data, [-2, -1]).reshape(-1, shape.data_size)
+            group = _create_groups(rank, rows, timeout)
+            own = World(dist.get_rank(group), dist.get_world_size(group), device, session, group)
+            data_world = replace(own, timeout=timeout, uneven_shares=shares)
+            shares = None  # these ranks have none of their own
     return World(
         rank,
         size,
         device,
-        context,
+        session,
         strategy=strategy,
         mesh=mesh,
         timeout=timeout,
@@ -326,51 +301,78 @@ def build_world(
 
 
 def _create_groups(rank: int, rows: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup:
-    """Create one group per row of ranks, on every rank in the same order, and return the group of `rank`."""
+    """Create one group per row of ranks, in the same order on all; return the group of `rank`."""
     if len(rows) == 1:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
-    groups = [dist.new_group(row, timeout=timeout) for row in rows.tolist()]
-    own: dist.ProcessGroup = next(
-        g for g, row in zip(groups, rows.tolist(), strict=True) if rank in row
-    )
+    groups = [(row, dist.new_group(row, timeout=timeout)) for row in rows.tolist()]
+    own: dist.ProcessGroup = next(group for row, group in groups if rank in row)
     return own
 
 
-# Gather and reduce small values over ranks, as JSON and bytes instead of pickle.
+# A script under the global view is written for one process: it must find no default group. torch
+# creates groups only beside a default one, so the group of all ranks is created as the default
+# group and hidden afterwards.
+
+
+def hide_default_group() -> dist.ProcessGroup:
+    """Hide torch's default group, and return it. Collectives with `group=` use it as before."""
+    group = dist.group.WORLD
+    assert group is not None
+    _update_default_pg(None)
+    return group
+
+
+@contextmanager
+def shown(group: dist.ProcessGroup) -> Iterator[None]:
+    """Make a hidden group the default one inside the block, as `new_group` of torch needs."""
+    before = dist.group.WORLD
+    _update_default_pg(group)
+    try:
+        yield
+    finally:
+        _update_default_pg(before)
+
+
+def destroy(group: dist.ProcessGroup | None) -> None:
+    """Destroy a hidden group, with the groups beside it unless the script has a default group.
+
+    Without a hidden group, destroy the default one.
+    """
+    if group is not None and dist.is_initialized():
+        dist.destroy_process_group(group)
+        return
+    if group is not None:
+        _update_default_pg(group)
+    dist.destroy_process_group()
 
 
 def all_gather(value: Any, world: World) -> list[Any]:
-    """Return the values of all ranks, by rank, on every rank. Collective.
+    """Return the values of all ranks, by rank; see `samestep.all_gather`. Collective.
 
-    Args:
-        value: a dense tensor, whose shape and dtype may differ between ranks; or a JSON value:
-            number, string, boolean, None, or lists and string-keyed mappings of these. Tensors
-            arrive on the device of the rank, without gradient; tuples arrive as lists.
-        world: the ranks.
-
-    Raises:
-        InputError: `value` is neither a tensor nor a JSON value.
-        PeerLostError: another rank ended.
+    Values are sent as JSON and bytes instead of pickle.
     """
-    data = _tensor_bytes(value) if isinstance(value, torch.Tensor) else _json_bytes(value)
+    if isinstance(value, torch.Tensor):
+        header = json.dumps([str(value.dtype).removeprefix("torch."), list(value.shape)])
+        elements = device_reads.copy(value.detach()).contiguous().reshape(-1)
+        body = elements.view(torch.uint8).numpy().tobytes()
+        data = _TENSOR.join([b"", header.encode(), body])
+    else:
+        data = _json_bytes(value)
     world._begin("all-gather")
     # The first message has the length, and the data if it fits. No copy of large data is made for
     # the length.
-    few = data if len(data) <= _FEW_DATA_BYTES else b""
-    rows = _gather_bytes(
-        len(data).to_bytes(_LENGTH_BYTES, "little") + few, _LENGTH_BYTES + _FEW_DATA_BYTES, world
-    )
+    first = len(data).to_bytes(_LENGTH_BYTES, "little")
+    if len(data) <= _FEW_DATA_BYTES:
+        first += data
+    rows = _gather_bytes(first, _LENGTH_BYTES + _FEW_DATA_BYTES, world)
     lengths = [int.from_bytes(_bytes(row[:_LENGTH_BYTES]), "little") for row in rows]
     if max(lengths) > _FEW_DATA_BYTES:
         rows = _gather_bytes(data, max(lengths), world)
     else:
         rows = [row[_LENGTH_BYTES:] for row in rows]
     received = (_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True))
-    return [
-        _tensor(data).to(world.device) if data.startswith(_TENSOR) else json.loads(data)
-        for data in received
-    ]
+    return [_value(data, world.device) for data in received]
 
 
 def _gather_bytes(data: bytes, length: int, world: World) -> list[torch.Tensor]:
@@ -385,25 +387,15 @@ def _bytes(row: torch.Tensor) -> bytes:
     return row.numpy().tobytes()
 
 
-_TENSOR = b"\0"  # first byte of a tensor, and end of its header; JSON text has no such byte
-
-
-def _tensor_bytes(value: torch.Tensor) -> bytes:
-    header = json.dumps([str(value.dtype).removeprefix("torch."), list(value.shape)]).encode()
-    elements = device_reads.copy(value.detach()).contiguous().reshape(-1)
-    return _TENSOR + header + _TENSOR + elements.view(torch.uint8).numpy().tobytes()
-
-
-def _tensor(data: bytes) -> torch.Tensor:
+def _value(data: bytes, device: torch.device) -> Any:
+    if not data.startswith(_TENSOR):
+        return json.loads(data)
     _, header, elements = data.split(_TENSOR, 2)
     name, shape = json.loads(header)
-    dtype: torch.dtype = getattr(torch, name)
-    flat = (
-        torch.frombuffer(bytearray(elements), dtype=dtype)
-        if elements
-        else torch.empty(0, dtype=dtype)
-    )
-    return flat.reshape(shape)
+    flat = torch.empty(0, dtype=getattr(torch, name))
+    if elements:
+        flat = torch.frombuffer(bytearray(elements), dtype=flat.dtype)
+    return flat.reshape(shape).to(device)
 
 
 def _json_bytes(value: Any) -> bytes:
@@ -413,14 +405,25 @@ def _json_bytes(value: Any) -> bytes:
     except (TypeError, ValueError) as error:
         raise InputError(
             f"all_gather received a value that is not JSON: {error}",
-            expected="a tensor, or numbers, strings, booleans, None, lists and string-keyed mappings",
-            fix="send plain values, tensors one by one, and pairs instead of a mapping with numbers as keys",
+            expected="a tensor, or numbers, strings, booleans, None, lists and string-keyed "
+            "mappings",
+            fix="send plain values, tensors one by one, and pairs instead of a mapping with "
+            "numbers as keys",
             code="E_NOT_PICKLABLE",
         ) from error
     return data
 
 
-Value = TypeVar("Value", float, torch.Tensor)
+def _require_string_keys(value: Any) -> None:
+    """Reject mappings with other keys than strings: JSON would convert the key 1 to "1"."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"a mapping with the key {key!r}")
+            _require_string_keys(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _require_string_keys(item)
 
 
 def reduce_dict(
@@ -430,81 +433,46 @@ def reduce_dict(
     count: float = 1.0,
     reduce: Literal["mean", "sum"] = "mean",
 ) -> dict[str, Value]:
-    """Return the mean of each value over ranks, weighted by `count`, or the sum. Collective.
-
-    With the number of samples as `count`, the result is the mean over all samples, not a mean of
-    means. All ranks get the same bits.
-
-    Args:
-        values: numbers, or tensors with the same shape on every rank; the same keys on every rank.
-        world: the ranks.
-        count: number of items behind the values of this rank; 0 for a rank without items, whose
-            values are ignored.
-        reduce: `mean`, or `sum` of the values, in which counts other than 0 have no weight.
-
-    Raises:
-        InputError: keys or shapes differ between ranks, the sum of counts is 0, or `reduce` is
-        unknown.
-    """
+    """Return the weighted mean or the sum of each value; see `samestep.reduce_dict`. Collective."""
+    error = partial(InputError, code="E_REDUCE_DICT")
     if reduce not in ("mean", "sum"):
-        raise InputError(
-            f"reduce_dict: reduce is {reduce!r}",
-            "mean or sum",
-            'reduce="mean"',
-            code="E_REDUCE_DICT",
-        )
+        raise error(f"reduce_dict: reduce is {reduce!r}", "mean or sum", 'reduce="mean"')
+    # Shapes of tensors; None for a number.
     shapes = {
-        name: list(v.shape) if isinstance(v, torch.Tensor) else None
-        for name, v in sorted(values.items())
+        name: list(value.shape) if isinstance(value, torch.Tensor) else None
+        for name, value in sorted(values.items())
     }
     rows = all_gather([shapes, count], world)
     for rank, (other, _) in enumerate(rows):
         if other != rows[0][0]:
-            is_key = list(other) != list(rows[0][0])
-            first, second = (
-                ", ".join(row if is_key else map(str, row.values())) for row in (other, rows[0][0])
+            kind = "keys"
+            texts = [", ".join(row) for row in (other, rows[0][0])]
+            if list(other) == list(rows[0][0]):
+                kind = "shapes"
+                texts = [", ".join(map(str, row.values())) for row in (other, rows[0][0])]
+            raise error(
+                f"reduce_dict: rank {rank} has the {kind} {texts[0]}, rank 0 has {texts[1]}",
+                "the same keys and shapes on every rank",
+                "pass 0 with count=0 on a rank without items",
             )
-            raise InputError(
-                f"reduce_dict: rank {rank} has the {'keys' if is_key else 'shapes'} {first}, rank 0 has {second}",
-                expected="the same keys and shapes on every rank",
-                fix="pass 0 with count=0 on a rank without items",
-                code="E_REDUCE_DICT",
-            )
-    counts = [count for _, count in rows]
-    if not sum(counts) > 0:
-        raise InputError(
-            f"reduce_dict: the counts of all ranks sum to {sum(counts):g}",
-            expected="a positive count on at least one rank",
-            fix="count=1 for plain means",
-            code="E_REDUCE_DICT",
+    weights = [count for _, count in rows]
+    divisor = sum(weights)
+    if not divisor > 0:
+        raise error(
+            f"reduce_dict: the counts of all ranks sum to {divisor:g}",
+            "a positive count on at least one rank",
+            "count=1 for plain means",
         )
-    weights, divisor = (
-        (counts, sum(counts)) if reduce == "mean" else ([bool(count) for count in counts], 1)
-    )
-    numbers = all_gather([values[name] for name, shape in shapes.items() if shape is None], world)
-    columns = dict(
-        zip(
-            (n for n, shape in shapes.items() if shape is None),
-            zip(*numbers, strict=True),
-            strict=True,
-        )
-    )
+    if reduce == "sum":
+        weights = [bool(count) for count in weights]
+        divisor = 1
+    numbers = [name for name, shape in shapes.items() if shape is None]
+    gathered = all_gather([values[name] for name in numbers], world)
+    columns: dict[str, Any] = dict(zip(numbers, zip(*gathered, strict=True), strict=True))
     reduced: dict[str, Any] = {}
-    for name, shape in shapes.items():
-        column = columns[name] if shape is None else all_gather(values[name], world)
-        reduced[name] = (
-            sum(value * weight for value, weight in zip(column, weights, strict=True) if weight)
-            / divisor
-        )
+    for name in shapes:
+        if name not in columns:
+            columns[name] = all_gather(values[name], world)
+        weighted = zip(columns[name], weights, strict=True)
+        reduced[name] = sum(value * weight for value, weight in weighted if weight) / divisor
     return reduced
-
-
-def _require_string_keys(value: Any) -> None:
-    """Reject mappings with other keys than strings: JSON would silently convert the key 1 to "1"."""
-    if isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, str):
-                raise TypeError(f"a mapping with the key {key!r}")
-    if isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            _require_string_keys(item)

@@ -1,4 +1,4 @@
-"""Failures of ranks, and the first cause among several failures."""
+"""Failures of ranks, the first cause among several, and whether a run restarts afterwards."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from samestep.distributed.backend_errors import is_backend_error, is_lost_connection, reason_of
-from samestep.errors import EXIT_FAILED, EXIT_STOPPED, PeerLostError, SamestepError
-from samestep.launcher.fixes import fix_lines, operator_without_kernel
+from samestep.distributed.torch_errors import (
+    fix_lines,
+    is_backend_error,
+    is_lost_connection,
+    operator_without_kernel,
+    reason_of,
+)
+from samestep.errors import EXIT_FAILED, EXIT_STOPPED, InputError, PeerLostError, SamestepError
 from samestep.report_limits import bounded, class_name, indented, message_of, printable
+from samestep.units import plural
 
 _SIGNAL_FIXES = {
     "SIGKILL": "look for an out-of-memory kill in the system log",
@@ -32,8 +38,9 @@ _PASSED = tuple(
 _MARKS = re.compile(r"^ +[~^]+\n", re.MULTILINE)
 # Limit of a complete text, which is sent to the launcher and written to a log.
 _MAX_TEXT = 5_000_000
-
-
+# Failures that recur because the same state produces them again; and a device with wrong results,
+# because the newest checkpoint may contain some.
+_PERMANENT = ("NonFiniteError", "CheckpointWriteError")
 E_DISK_HANG = "E_DISK_HANG"
 
 
@@ -43,7 +50,9 @@ class Failure:
 
     rank: int
     when: float  # monotonic clock of the machine in seconds, comparable between its processes
-    text: str  # complete report: the message, and the traceback of an error in code; only the first line is not indented
+    text: (
+        str  # complete report, with the traceback of an error in code; only line 1 is not indented
+    )
     exit_code: int  # of the launcher, if this is the first cause
     is_consequence: bool = False  # the rank only noticed the end of another rank
     by_signal: int | None = None  # signal that ended the process
@@ -57,39 +66,41 @@ class Failure:
         return _CODE.sub("", self.text.splitlines()[0].removeprefix("error: "))
 
     @classmethod
+    def _now(cls, rank: int, text: str, code: str, activity: str, **fields: Any) -> Failure:
+        fields.setdefault("exit_code", EXIT_FAILED)
+        return cls(rank, time.monotonic(), text, code=code, activity=activity, **fields)
+
+    @classmethod
     def of_exception(cls, rank: int, error: BaseException, activity: str = "") -> Failure:
         """Return the failure for an exception raised in `rank`."""
-        when = time.monotonic()
         kind = class_name(error)
+        when = time.monotonic()  # before the texts, which may take time
         if isinstance(error, SamestepError):
             is_lost = isinstance(error, PeerLostError)
-            text = (
-                f"error: {error.full_text}\n{_trace(error)}"
-                if is_lost
-                else f"error: {error.full_text}"
-            )
-            return cls(
-                rank,
-                when,
-                text,
-                error.exit_code,
-                is_lost,
-                kind=kind,
-                activity=activity,
-                code=error.code,
-            )
-        code = "E_RANK_FAILED"
-        operator = operator_without_kernel(error)
-        if operator is not None:
-            code = "E_NO_DETERMINISTIC_KERNEL"
-            title = f"{operator} has no deterministic kernel"
+            text = f"error: {error.full_text}"
+            if is_lost:
+                text += f"\n{_trace(error)}"
+            code = error.code
+            exit_code = error.exit_code
         else:
-            reason = reason_of(message_of(error))
-            title = f"{kind}: {reason}" if reason else kind
-        text = f"error: rank {rank} failed{_spaced(activity)}: {title} [{code}]\n{_trace(error)}"
-        text += "".join(f"\n  {line}" for line in fix_lines(error))
-        is_lost = is_backend_error(error) and is_lost_connection(error)
-        return cls(rank, when, text, EXIT_FAILED, is_lost, kind=kind, activity=activity, code=code)
+            is_lost = is_backend_error(error) and is_lost_connection(error)
+            exit_code = EXIT_FAILED
+            operator = operator_without_kernel(error)
+            if operator is not None:
+                code = "E_NO_DETERMINISTIC_KERNEL"
+                title = f"{operator} has no deterministic kernel"
+            else:
+                code = "E_RANK_FAILED"
+                title = ": ".join(filter(None, [kind, reason_of(message_of(error))]))
+            lines = [
+                f"error: rank {rank} failed{_spaced(activity)}: {title} [{code}]",
+                _trace(error),
+            ]
+            text = "\n".join([*lines, *(f"  {line}" for line in fix_lines(error))])
+        failure = cls._now(
+            rank, text, code, activity, exit_code=exit_code, is_consequence=is_lost, kind=kind
+        )
+        return replace(failure, when=when)
 
     @classmethod
     def of_exit(
@@ -107,109 +118,73 @@ class Failure:
 
         A negative `exit_code` is a signal. `stack` has the Python frames written at a fatal signal,
         outermost first. `message` is the text of `sys.exit("text")`. With `is_script`, the process
-        ran a script, not a function. Without `has_begun`, the process ended in the imports before
-        the function.
+        ran a script, not a function. Without `has_begun`, it ended in the imports before.
         """
-        by_signal = -exit_code if exit_code < 0 else None
-        if by_signal is not None:
-            # Real-time signals have no names.
-            name = next(
-                (known.name for known in signal.Signals if known == by_signal),
-                f"signal {by_signal}",
-            )
-            problem = f"was killed by {name}{_spaced(activity)}"
-            fix = _SIGNAL_FIXES.get(name)
+        by_signal = None
+        code = "E_RANK_EXITED"
+        expected: str | None
+        fix: str | None
+        if exit_code < 0:
+            by_signal = -exit_code
             code = "E_RANK_KILLED"
+            # Real-time signals have no names.
+            names = {int(known): known.name for known in signal.Signals}
+            name = names.get(by_signal, f"signal {by_signal}")
+            problem = f"was killed by {name}{_spaced(activity)}"
             expected = None
+            fix = _SIGNAL_FIXES.get(name)
         elif not has_begun:
             problem = f"ended with exit code {exit_code}, before the function began"
-            code = "E_RANK_EXITED"
-            expected = "each rank, a new process, can import the script that launches, and the module of the function"
-            fix = 'see the exception above, if any; a script calls samestep.launch() below `if __name__ == "__main__":`'
+            expected = (
+                "each rank, a new process, can import the script that launches, and the module of "
+                "the function"
+            )
+            fix = (
+                "see the exception above, if any; a script calls samestep.launch() below "
+                '`if __name__ == "__main__":`'
+            )
         else:
-            end = "the script ended" if is_script else "the function returned"
+            end = "the function returned"
+            expected = "the function returns in every rank"
+            if is_script:
+                end = "the script ended"
+                expected = "the script ends with exit code 0 in every rank"
             problem = f"ended with exit code {exit_code}{_spaced(activity)}, before {end}"
-            expected = f"{'the script ends with exit code 0' if is_script else 'the function returns'} in every rank"
             fix = "look for sys.exit() or os._exit() in code that only this rank runs"
-            code = "E_RANK_EXITED"
         title, *details = message.strip().splitlines() or [""]
-        lines = [
-            f"error: rank {rank} {problem}{f': {title}' if title else ''} [{code}]",
-            *map(indented, details),
-        ]
+        if title:
+            problem += f": {title}"
+        lines = [f"error: rank {rank} {problem} [{code}]", *map(indented, details)]
         if stack:
             lines += ["  Python stack, innermost last:", *(f"    {frame}" for frame in stack)]
         if expected:
             lines.append(f"  expected: {expected}")
         if fix:
             lines.append(f"  fix:      {fix}")
-        text = "\n".join(lines)
-        return cls(
-            rank,
-            time.monotonic(),
-            text,
-            EXIT_FAILED,
-            by_signal=by_signal,
-            activity=activity,
-            code=code,
-        )
+        return cls._now(rank, "\n".join(lines), code, activity, by_signal=by_signal)
 
     @classmethod
-    def _of_report(
+    def of_report(
         cls, rank: int, code: str, problem: str, fix: str, activity: str, **fields: Any
     ) -> Failure:
-        text = f"error: {problem} [{code}]\n  fix:      {fix}"
-        return cls(
-            rank, time.monotonic(), text, EXIT_FAILED, activity=activity, code=code, **fields
-        )
-
-    @classmethod
-    def of_ended_process(cls, rank: int, activity: str) -> Failure:
-        """Return the failure of a rank with an ended process, reported by another rank."""
-        problem = f"the process of rank {rank} has ended{_spaced(activity)}"
-        fix = f"read the output of rank {rank}; without any, look for an out-of-memory kill in the system log"
-        return cls._of_report(rank, "E_RANK_EXITED", problem, fix, activity, is_consequence=True)
-
-    @classmethod
-    def of_fork_server(cls, activity: str) -> Failure:
-        """Return the failure of all ranks after their fork server was killed."""
-        problem = (
-            f"the fork server of the ranks was killed{_spaced(activity)}, and they ended with it"
-        )
-        fix = "look for a memory limit of this machine, or an administrator, that kills processes"
-        return cls._of_report(
-            0, "E_LAUNCHER_GONE", problem, fix, activity, by_signal=signal.SIGKILL
-        )
+        """Return the failure of a rank that others report; `{}` in `problem` is the activity."""
+        text = f"error: {problem.format(_spaced(activity))} [{code}]\n  fix:      {fix}"
+        return cls._now(rank, text, code, activity, **fields)
 
     @classmethod
     def of_hang(cls, rank: int, text: str, activity: str, code: str = "E_HANG") -> Failure:
         """Return the failure for a rank that the others wait for."""
-        return cls(
-            rank,
-            time.monotonic(),
-            f"error: {text}",
-            EXIT_FAILED,
-            kind="hang",
-            activity=activity,
-            code=code,
-        )
-
-    @classmethod
-    def of_unkillable(cls, rank: int, process: int | None, activity: str) -> Failure:
-        """Return the failure for a killed process that the kernel does not end."""
-        problem = f"rank {rank}, process {process}, was killed{_spaced(activity)} and does not end"
-        fix = "check the disk, the network file system or the driver for which the kernel waits"
-        fields = {"is_consequence": True, "by_signal": signal.SIGKILL}
-        return cls._of_report(rank, E_DISK_HANG, problem, fix, activity, **fields)
+        return cls._now(rank, f"error: {text}", code, activity, kind="hang")
 
     def reported(self, log_dir: Path | None) -> Failure:
-        """Return the failure with a bounded text; a longer text is appended to the rank's log in `log_dir`, if any."""
+        """Return the failure with a bounded text; the complete one is appended to a log."""
         text = bounded(self.text)
-        log = self.append_to_log(log_dir) if text != self.text else None
-        return replace(self, text=f"{text}\n  log:      {printable(str(log))}" if log else text)
+        if text != self.text and (log := self.append_to_log(log_dir)) is not None:
+            text += f"\n  log:      {printable(str(log))}"
+        return replace(self, text=text)
 
     def append_to_log(self, log_dir: Path | None) -> Path | None:
-        """Append the complete text to the rank's log; return its path, or None if the log cannot be written."""
+        """Append the complete text to the rank's log; return its path if this was possible."""
         if log_dir is None:
             return None
         path = log_dir / f"rank-{self.rank}.log"
@@ -255,7 +230,7 @@ class RankError(SamestepError):
         self.exit_code = failure.exit_code
 
     def with_next_step(self, text: str) -> RankError:
-        """Return the error with a line on the next step, unless the input was invalid or `text` is empty."""
+        """Return the error with a line on the next step, unless the input was invalid."""
         if not text or self.exit_code != EXIT_FAILED:
             return self
         report = f"{self.failure.text}\n  then: {text}"
@@ -269,10 +244,64 @@ class RankError(SamestepError):
 
 
 class StoppedError(SamestepError):
-    """The run was stopped before the end of a step, or the loop of a launched function ended on request."""
+    """The run was stopped before the end of a step, or its loop ended on request."""
 
     exit_code = EXIT_STOPPED
     default_code = "E_STOPPED"
+
+
+class RestartPolicy:
+    """Whether a failed run is restarted, at most `limit` times, and on how many ranks."""
+
+    def __init__(self, limit: int, minimum: int, maximum: int) -> None:
+        if limit < 0:
+            raise InputError(
+                f"--max-restarts {limit}", "0 or more", "--max-restarts 3", code="E_LAUNCH"
+            )
+        if not 1 <= minimum <= maximum:
+            value = f"--processes {minimum}:{maximum}"
+            raise InputError(value, "1 <= MIN <= MAX", "--processes 1:4", code="E_LAUNCH")
+        self._limit = limit
+        self._done = 0
+        self._minimum = minimum
+        self._maximum = maximum
+        self.processes = maximum
+        self._last: tuple[str | None, int] | None = None
+
+    @property
+    def is_short(self) -> bool:
+        """Whether there are fewer ranks than initially; all return at the next checkpoint."""
+        return self.processes < self._maximum
+
+    def restart(self, error: RankError, step: int) -> str | None:
+        """Record a restart and return a message; None if the run must not be restarted.
+
+        A lost rank (killed or hanging) is dropped down to the minimum. An exception after the same
+        number of completed optimizer steps twice is taken for permanent.
+        """
+        failure = error.failure
+        is_lost = failure.by_signal is not None or failure.kind == "hang"
+        is_repeated = not is_lost and self._last == (failure.kind, step)
+        is_permanent = (
+            failure.exit_code != EXIT_FAILED
+            or failure.kind in _PERMANENT
+            or failure.code == E_DISK_HANG
+            or is_repeated
+        )
+        if is_permanent or error.is_stopping or self._done >= self._limit:
+            return None
+        self._last = (failure.kind, step)
+        self._done += 1
+        self.processes = max(self._minimum, self.processes - is_lost)
+        return (
+            f"restart {self._done} of {self._limit}, on {plural(self.processes, 'process')}: "
+            f"{failure.title}"
+        )
+
+    def grow(self) -> str:
+        """Return to the initial number of ranks; return a message for the user."""
+        self.processes = self._maximum
+        return f"checkpoint written: continuing on {plural(self.processes, 'process')}"
 
 
 def _trace(error: BaseException) -> str:
@@ -282,38 +311,34 @@ def _trace(error: BaseException) -> str:
     """
     try:
         complete = traceback.TracebackException.from_exception(error)
-        for one in _chain(complete):
-            one.stack = _without_own_frames(one)
+        # An exception, and those that it came from or consists of: a chain can be longer than the
+        # stack, so this is no recursion.
+        waiting = [complete]
+        while waiting:
+            link = waiting.pop()
+            link.stack = _without_own_frames(link)
+            waiting += filter(None, (link.__cause__, link.__context__, *(link.exceptions or ())))
         parts = list(complete.format())
     except Exception:  # boundary: formatting calls code of the user's exception
         parts = traceback.format_tb(error.__traceback__)
     trace = _MARKS.sub("", "".join(parts)).rstrip()
     if len(trace) > _MAX_TEXT:
-        trace = f"{trace[: _MAX_TEXT // 2]}\n... {len(trace):,} characters ...\n{trace[-_MAX_TEXT // 2 :]}"
+        half = _MAX_TEXT // 2
+        trace = f"{trace[:half]}\n... {len(trace):,} characters ...\n{trace[-half:]}"
     return indented(trace)
 
 
-def _chain(error: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """Yield an exception, and those that it came from or consists of; a chain can be longer than the stack."""
-    waiting = [error]
-    while waiting:
-        one = waiting.pop()
-        yield one
-        waiting += filter(None, (one.__cause__, one.__context__, *(one.exceptions or ())))
-
-
 def _without_own_frames(error: traceback.TracebackException) -> traceback.StackSummary:
-    """Return the frames without those of the ways of calls; if the error comes from these, from the script on."""
+    """Return the frames of other code; of an error in the ways of calls, all from the script on."""
     frames = list(error.stack)
     kept = [frame for frame in frames if not frame.filename.startswith(_PASSED)]
     # A syntax error names the line of the script by itself.
     is_syntax_error = error.exc_type is not None and issubclass(error.exc_type, SyntaxError)
     if not is_syntax_error and frames and frames[-1] not in kept:
-        kept = frames[frames.index(kept[0]) :] if kept else frames
+        first = frames.index(kept[0]) if kept else 0
+        kept = frames[first:]
     return traceback.StackSummary.from_list(kept)
 
 
 def _spaced(activity: str) -> str:
-    if activity:
-        return f" {activity}"
-    return ""
+    return f" {activity}" if activity else ""

@@ -1,10 +1,9 @@
-"""Peer watchdog: ranks that another launcher started watch one another through the store of their job.
+"""Peer watchdog: ranks of another launcher watch one another through the store of their job.
 
 A thread of each rank writes the rank's status to the store every few seconds and reads the status
-of the others. When
-no rank makes progress, one rank reports the hang with the stacks of all, and every rank ends its
-    own process: these
-threads run even if the main threads are stuck. A rank without a new status counts as silent.
+of the others. When no rank makes progress, one rank reports the hang with the stacks of all, and
+every rank ends its own process: these threads run even if the main threads are stuck. A rank
+without a new status counts as silent.
 
 The end of a rank's process on this machine is noticed within seconds, also in a wait for a GPU:
 gloo breaks a connection at once, but NCCL's kernels wait for a killed rank forever
@@ -21,7 +20,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,21 +27,22 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from samestep.distributed.addresses import accepts_connections
-from samestep.distributed.rendezvous import wait_for_keys
 from samestep.distributed.status import RankStatus, StatusSnapshot
 from samestep.distributed.streams import report_line
 from samestep.errors import EXIT_FAILED
 from samestep.launcher.failure import Failure
-from samestep.launcher.job import Job, report_failure
-from samestep.launcher.orphans import launcher_has_ended
+from samestep.launcher.job import Job
+from samestep.launcher.rendezvous import (
+    accepts_connections,
+    launcher_has_ended,
+    report_failure,
+    wait_for_keys,
+)
 from samestep.launcher.watchdog import (
     Hang,
     ProgressTimer,
     RankState,
-    SlowRanks,
     Watchdog,
-    hang_failure,
     is_running,
     start_time,
 )
@@ -62,7 +61,7 @@ _HANG = "hang"
 
 @dataclass
 class _Peer:
-    """Last status of one rank, with times by the clock of this rank, because clocks of machines differ."""
+    """Last status of one rank, with times by the clock of this rank: clocks of machines differ."""
 
     beat: str = ""
     beat_time: float = 0.0
@@ -85,7 +84,7 @@ class _Peer:
 
 
 class PeerWatchdog:
-    """Watchdog threads of one rank; they end with the process. The `store` belongs to this world alone."""
+    """Watchdog threads of one rank, which end with the process. `store` is of this world alone."""
 
     def __init__(
         self, job: Job, store: dist.Store, rank_status: RankStatus, hang_after: float
@@ -97,7 +96,6 @@ class PeerWatchdog:
         self._hang_after = hang_after
         self._interval = min(max(hang_after / 8, _MIN_INTERVAL), _MAX_INTERVAL)
         self._watchdog = Watchdog(hang_after)
-        self._slow_ranks = SlowRanks()
         self._peers: dict[int, _Peer] = {}
         self._processes: dict[int, list[Any]] = {}
         self._gone_since: dict[int, float] = {}
@@ -106,15 +104,21 @@ class PeerWatchdog:
         self._main_thread = threading.get_ident()
         self._closed = threading.Event()
         self._is_ending = threading.Event()
+        # Without the store, ranks cannot agree on the one that reports its loss.
+        self._store_host = "rank 0"
+        reporter = 1
+        if job.launcher_has_store:
+            self._store_host = "the launcher"
+            reporter = 0
+        self._reports_loss = job.rank == reporter
         self._threads = [
             threading.Thread(target=target, name="samestep-watch", daemon=True)
             for target in (self._watch_peers, self._watch_store)
         ]
         for thread in self._threads:
             thread.start()
-        atexit.register(
-            self.close
-        )  # the end of the interpreter aborts the process in a thread that uses a store
+        # The end of the interpreter aborts the process in a thread that uses a store.
+        atexit.register(self.close)
 
     def close(self) -> None:
         """Stop the threads."""
@@ -124,7 +128,7 @@ class PeerWatchdog:
             thread.join(_TIMEOUT_SECONDS)
 
     def join_if_ending(self) -> None:
-        """In the main thread after an exception: wait for the end of the process if this watchdog is ending it.
+        """In the main thread after an exception: wait for the end if this watchdog causes it.
 
         After a hang ranks end one by one. The end of one makes collectives of others fail, which
         must not be reported.
@@ -144,49 +148,45 @@ class PeerWatchdog:
                 exit_process(EXIT_FAILED)
 
     def _is_abandoned(self) -> bool:
-        """After the loss of the store: return whether the main thread, which fails with its own report, is stuck."""
-        if self._closed.wait(_STORE_GONE_SECONDS) or accepts_connections(*self._job.address):
+        """Whether the main thread is stuck after the loss of the store: it would report itself."""
+        address, port = self._job.address
+        if self._closed.wait(_STORE_GONE_SECONDS) or accepts_connections(address, port):
             return False
-        if self._job.rank == self._reporter and not launcher_has_ended():
-            address, port = self._job.address
+        if self._reports_loss and not launcher_has_ended():
+            host = self._store_host
             text = (
-                f"error: {self._store_host} has ended, and with it the store of the job at {address}:{port}; this rank "
-                f"ends {self._rank_status.activity} [E_LAUNCHER_GONE]\n"
-                f"  expected: {self._store_host} runs until all ranks have ended\n"
-                f"  fix:      read the output of {self._store_host}, and start the same command again"
+                f"error: {host} has ended, and with it the store of the job at {address}:{port}; "
+                f"this rank ends {self._rank_status.activity} [E_LAUNCHER_GONE]\n"
+                f"  expected: {host} runs until all ranks have ended\n"
+                f"  fix:      read the output of {host}, and start the same command again"
             )
             report_line(bounded(text))
         return True
 
-    @property
-    def _store_host(self) -> str:
-        if self._job.launcher_has_store:
-            return "the launcher"
-        return "rank 0"
-
-    @property
-    def _reporter(self) -> int:
-        """Rank that reports the loss of the store, without which ranks cannot agree on one."""
-        if self._job.launcher_has_store:
-            return 0
-        return 1
-
     def _send_status(self) -> None:
         self._beats += 1
-        self._store.set(
-            str(self._job.rank), f"{self._beats}\n{json.dumps(asdict(self._rank_status.snapshot))}"
-        )
+        status = json.dumps(asdict(self._rank_status.snapshot))
+        self._store.set(str(self._job.rank), f"{self._beats}\n{status}")
 
     def _check_progress(self) -> None:
         states = self._read_states()
         self._answers += 1
         seconds = self._watchdog.hang_seconds(states)
         if seconds or self._store.check([_HANG]):
-            self._end(states, seconds or self._hang_after)
+            self._end_hang(states, seconds or self._hang_after)
         elif (gone := self._gone_rank(states)) is not None:
             self._is_ending.set()
-            self._report_and_exit(Failure.of_ended_process(gone, states[gone].status.activity))
-        elif self._job.rank == 0 and (message := self._slow_ranks.message(states)):
+            failure = Failure.of_report(
+                gone,
+                "E_RANK_EXITED",
+                f"the process of rank {gone} has ended{{}}",
+                f"read the output of rank {gone}; without any, look for an out-of-memory kill in "
+                "the system log",
+                states[gone].status.activity,
+                is_consequence=True,
+            )
+            self._report_and_exit(failure)
+        elif self._job.rank == 0 and (message := self._watchdog.slow_message(states)):
             report_line(message)
 
     def _read_states(self) -> dict[int, RankState]:
@@ -195,28 +195,25 @@ class PeerWatchdog:
         messages = self._store.multi_get([str(rank) for rank in present])
         for rank, message in zip(present, messages, strict=True):
             self._peers.setdefault(rank, _Peer()).update(message.decode())
+        states = dict.fromkeys(ranks, RankState(StatusSnapshot(), is_silent=True))
         silent_after = _SILENT_INTERVALS * self._interval
-        absent = RankState(StatusSnapshot(), is_silent=True)
-        return {
-            rank: self._peers[rank].state(silent_after) if rank in self._peers else absent
-            for rank in ranks
-        }
+        return states | {rank: self._peers[rank].state(silent_after) for rank in present}
 
-    def _end(self, states: dict[int, RankState], seconds: float) -> NoReturn:
+    def _end_hang(self, states: dict[int, RankState], seconds: float) -> NoReturn:
         """Report the hang, unless another rank does, and end this process."""
         self._is_ending.set()
-        states = self._with_hosts(states)
-        self._store.set(_HANG, "")
-        self._store.set(f"stack/{self._job.rank}", json.dumps(_stack(self._main_thread)))
-        stacks = self._read_stacks([rank for rank, state in states.items() if not state.is_silent])
-        self._report_and_exit(hang_failure(Hang(seconds, self._hang_after, states, stacks)))
-
-    def _with_hosts(self, states: dict[int, RankState]) -> dict[int, RankState]:
-        """Add the hosts of the ranks, if there are several."""
         hosts = {rank: str(identity[3]) for rank, identity in self._processes.items()}
-        if len(set(hosts.values())) < 2:
-            return states
-        return {rank: replace(state, host=hosts.get(rank, "")) for rank, state in states.items()}
+        if len(set(hosts.values())) > 1:
+            states = {r: replace(state, host=hosts.get(r, "")) for r, state in states.items()}
+        store = self._store
+        store.set(_HANG, "")
+        store.set(f"stack/{self._job.rank}", json.dumps(_stack(self._main_thread)))
+        answering = [f"stack/{rank}" for rank, state in states.items() if not state.is_silent]
+        wait_for_keys(store, answering, self._interval + _TIMEOUT_SECONDS)
+        known = [key for key in answering if store.check([key])]
+        answers = {key: json.loads(store.get(key)) for key in known}
+        stacks = {rank: answers.get(f"stack/{rank}", []) for rank in states}
+        self._report_and_exit(Hang(seconds, self._hang_after, states, stacks).failure())
 
     def _report_and_exit(self, failure: Failure) -> NoReturn:
         is_first, code = report_failure(self._job, failure)
@@ -225,33 +222,23 @@ class PeerWatchdog:
         exit_process(code)
 
     def _gone_rank(self, states: dict[int, RankState]) -> int | None:
-        """Return a rank with a process of this machine that has ended some seconds ago, without leaving the world."""
+        """Return a rank of this machine that has ended some seconds ago inside of the world."""
         machine, *_ = _process_identity()
+        now = time.monotonic()
         for rank in self._peers:
             if rank not in self._processes and self._store.check([f"process/{rank}"]):
                 self._processes[rank] = json.loads(self._store.get(f"process/{rank}"))
-            is_local = machine and self._processes.get(rank, [""])[0] == machine
+            its_machine, *process = self._processes.get(rank, [""])
             if (
-                not is_local
+                not machine
+                or its_machine != machine
                 or states[rank].status.is_finished
-                or is_running(*self._processes[rank][1:3])
+                or is_running(*process[:2])
             ):
                 self._gone_since.pop(rank, None)
-            elif (
-                time.monotonic() - self._gone_since.setdefault(rank, time.monotonic())
-                >= _GONE_SECONDS
-            ):
+            elif now - self._gone_since.setdefault(rank, now) >= _GONE_SECONDS:
                 return rank
         return None
-
-    def _read_stacks(self, ranks: Sequence[int]) -> dict[int, list[str]]:
-        """Return the stacks of all ranks, waiting for those of `ranks`; empty for a rank without an answer."""
-        wait_for_keys(
-            self._store, [f"stack/{rank}" for rank in ranks], self._interval + _TIMEOUT_SECONDS
-        )
-        known = [rank for rank in ranks if self._store.check([f"stack/{rank}"])]
-        stacks = {rank: json.loads(self._store.get(f"stack/{rank}")) for rank in known}
-        return {rank: stacks.get(rank, []) for rank in range(self._job.size)}
 
     def _watch_store(self) -> None:
         """End this process if this rank makes no progress and the store does not answer."""
@@ -260,26 +247,29 @@ class PeerWatchdog:
             status = self._rank_status.snapshot
             seconds = timer.seconds_without_change((self._answers, status.last_change))
             if seconds >= self._hang_after:
-                if self._job.rank == self._reporter:
-                    report_line(bounded(self._store_report(seconds, status)))
+                if self._reports_loss:
+                    self._report_store(seconds, status)
                 exit_process(EXIT_FAILED)
 
-    def _store_report(self, seconds: float, status: StatusSnapshot) -> str:
+    def _report_store(self, seconds: float, status: StatusSnapshot) -> None:
         address, port = self._job.address
         host = self._store_host
+        rank = self._job.rank
         frames = "".join(f"    {frame}\n" for frame in _stack(self._main_thread)[-10:])
-        return (
-            f"error: {host} hangs: the store of the job, at {address}:{port}, has not answered for {seconds:.1f} s "
-            "[E_HANG]\n"
-            f"    rank {self._job.rank}: {status.activity}\n"
-            f"  stack of rank {self._job.rank}, innermost last:\n{frames}"
-            f"  expected: every rank completes a step within {self._hang_after:g} s (--hang-after)\n"
+        text = (
+            f"error: {host} hangs: the store of the job, at {address}:{port}, has not answered for "
+            f"{seconds:.1f} s [E_HANG]\n"
+            f"    rank {rank}: {status.activity}\n"
+            f"  stack of rank {rank}, innermost last:\n{frames}"
+            f"  expected: every rank completes a step within {self._hang_after:g} s "
+            "(--hang-after)\n"
             f"  fix:      check whether the process of {host} is stopped, or its machine lost"
         )
+        report_line(bounded(text))
 
 
 def _process_identity() -> list[Any]:
-    """Return machine and namespace of processes, number and start time of this process, and its host.
+    """Return machine and namespace of processes, number and start time of this one, and its host.
 
     The machine is empty if unknown. The start time does not depend on the clock, which may be set
     during a run.
@@ -294,8 +284,6 @@ def _process_identity() -> list[Any]:
 def _stack(thread: int) -> list[str]:
     """Return `file:line function` for each frame of a thread of this process, outermost first."""
     frame = sys._current_frames().get(thread)
-    if frame:
-        return [
-            f"{line.filename}:{line.lineno} {line.name}" for line in traceback.extract_stack(frame)
-        ]
-    return []
+    if frame is None:
+        return []
+    return [f"{line.filename}:{line.lineno} {line.name}" for line in traceback.extract_stack(frame)]

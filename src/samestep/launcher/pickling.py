@@ -23,7 +23,7 @@ from samestep.report_limits import message_of
 
 @dataclass(frozen=True)
 class ByName:
-    """Function that only ranks import. Importing the function in the launcher would import torch there."""
+    """Function that only ranks import, because the import needs torch."""
 
     module: str
     name: str
@@ -47,49 +47,59 @@ class ByValue:
         except Exception as error:  # boundary: pickling calls methods of user objects
             raise InputError(
                 f"the function cannot be sent to ranks: {message_of(error)}",
-                expected="a function with variables that can all be pickled; ranks are new processes",
+                expected="a function with variables that can all be pickled; ranks are new "
+                "processes",
                 fix="create locks, generators and connections inside the function",
                 code="E_NOT_PICKLABLE",
             ) from error
-        return _received, (data,)
+        return _by_value, (data,)
 
 
-def _received(data: bytes) -> ByValue:
+def _by_value(data: bytes) -> ByValue:
     return ByValue(unpack(data))
 
 
 def portable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a callable that can be sent to a new process; raise `InputError` if there is none.
+    """Return a callable that can be sent to a new process.
 
     A function that the process can import by name is returned unchanged. A function of an
     interactive `__main__`, also inside `functools.partial`, is sent by value.
+
+    Raises:
+        InputError: the function is local.
     """
     inner = function
     while isinstance(inner, partial):
         inner = inner.func
-    if getattr(inner, "__module__", None) == "__main__" and not hasattr(
-        sys.modules["__main__"], "__file__"
-    ):
+    is_interactive = not hasattr(sys.modules["__main__"], "__file__")
+    if is_interactive and getattr(inner, "__module__", None) == "__main__":
         return ByValue(function)
     name = getattr(inner, "__qualname__", "")
     if "<locals>" in name or "<lambda>" in name:
         raise InputError(
             f"{name} cannot be imported by name",
             expected="a function that ranks, which are new processes, can import",
-            fix="define the function at the top level of its module, and pass variables as arguments",
+            fix="define the function at the top level of its module, and pass variables as "
+            "arguments",
             code="E_NOT_PICKLABLE",
         )
     return function
 
 
 def pack(value: Any) -> bytes:
-    """Pickle `value`, with tensors by value; raise `RunError` if a part of `value` cannot be pickled."""
+    """Pickle `value`, with tensors by value.
+
+    Raises:
+        RunError: a part of `value` cannot be pickled.
+    """
     try:
         return _dumps(value)
     except Exception as error:  # boundary: pickling calls methods of user objects
         raise RunError(
-            f"the result of the function ({type(value).__name__}) cannot be sent: {message_of(error)}",
-            expected="a result by value: numbers, strings, tensors, and lists, dicts and objects of these",
+            f"the result of the function ({type(value).__name__}) cannot be sent: "
+            f"{message_of(error)}",
+            expected="a result by value: numbers, strings, tensors, and lists, dicts and objects "
+            "of these",
             fix="return plain values, or write them to a file on rank 0 and return the path",
             code="E_NOT_PICKLABLE",
         ) from error
@@ -114,11 +124,8 @@ def _pickler() -> Any:
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped package
         def reducer_override(self, value: Any) -> Any:
             torch = sys.modules.get("torch")
-            if (
-                torch is not None
-                and isinstance(value, torch.Tensor)
-                and value.device.type not in ("cpu", "meta")
-            ):
+            is_tensor = torch is not None and isinstance(value, torch.Tensor)
+            if is_tensor and value.device.type not in ("cpu", "meta"):
                 return value.cpu().__reduce_ex__(self.proto)
             return super().reducer_override(value)
 

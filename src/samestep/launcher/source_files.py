@@ -39,7 +39,7 @@ class SourceFiles:
 
     @property
     def hashes(self) -> dict[str, str]:
-        """SHA-256 by module name: of imported modules, and of modules that the run has imported before."""
+        """SHA-256 by module name: of imported modules, and those that the run imported before."""
         return dict(sorted({**self._required, **self._hashes}.items()))
 
     def note_imports(self) -> None:
@@ -53,9 +53,13 @@ class SourceFiles:
             if name in self._seen:
                 continue
             self._seen.add(name)
-            file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
-            digest = _digest(Path(file)) if isinstance(file, str) and is_users_file(file) else None
-            if digest is None or name == "__mp_main__":  # the same module as `__main__`
+            file = None
+            if isinstance(module, ModuleType) and name != "__mp_main__":  # that is `__main__` again
+                file = vars(module).get("__file__")
+            if not isinstance(file, str) or not is_users_file(file):
+                continue
+            digest = _digest(file)
+            if digest is None:
                 continue
             self._hashes[name] = digest
             if self._required.get(name, digest) != digest:
@@ -64,7 +68,7 @@ class SourceFiles:
             raise _code_changed(changed)
 
     def require(self, recorded: Mapping[str, str], *, accept_changes: bool = False) -> list[str]:
-        """Compare the modules with recorded hashes, now or when they are imported; return the changed modules.
+        """Compare modules with recorded hashes, now or at their import; return changed modules.
 
         A module that an earlier call has compared is not compared again.
 
@@ -72,7 +76,7 @@ class SourceFiles:
             InputError: a module has changed, and changes are not accepted.
         """
         self.note_imports()
-        current = {name: self._hashes.get(name) or _digest_by_name(name) for name in recorded}
+        current = {name: self._hashes.get(name) or _digest(_find(name)) for name in recorded}
         new = {name: digest for name, digest in recorded.items() if name not in self._required}
         changed = [name for name, digest in new.items() if current[name] not in (None, digest)]
         if changed and not accept_changes:
@@ -86,53 +90,53 @@ class SourceFiles:
         Raises:
             InputError: a module of two ranks differs.
         """
-        from samestep.distributed.world import (
-            all_gather,
-        )  # imports torch, which launchers do without
+        from samestep.distributed.world import all_gather  # imports torch; launchers do without
 
         self.note_imports()
         (main_host, first), *others = all_gather([socket.gethostname(), self._hashes], world)
         for rank, (host, hashes) in enumerate(others, 1):
             changed = [name for name, digest in hashes.items() if first.get(name, digest) != digest]
             if changed:
-                title = f"rank {rank} on host {host} imported other code than rank 0 on host {main_host}"
+                title = (
+                    f"rank {rank} on host {host} imported other code than rank 0 on host "
+                    f"{main_host}"
+                )
                 raise InputError(
                     "\n    ".join([printable(title), *describe_modules(changed)]),
                     expected="the same files on all ranks",
-                    fix="do not edit files while the ranks start, and copy the same files to all machines",
+                    fix="do not edit files while the ranks start, and copy the same files to all "
+                    "machines",
                     code="E_CODE_CHANGED",
                 )
 
 
 def describe_modules(names: Sequence[str]) -> list[str]:
     """Return one line per module: name and file; the last line counts further modules."""
-    files = [
-        (name, getattr(sys.modules.get(name), "__file__", None) or _find(name)) for name in names
-    ]
-    lines = [printable(f"{name} ({file})") for name, file in files[:_MAX_NAMED]]
-    return lines + ([f"and {len(names) - _MAX_NAMED} more"] if len(names) > _MAX_NAMED else [])
+    lines = []
+    for name in names[:_MAX_NAMED]:
+        file = getattr(sys.modules.get(name), "__file__", None) or _find(name)
+        lines.append(printable(f"{name} ({file})"))
+    if len(names) > _MAX_NAMED:
+        lines.append(f"and {len(names) - _MAX_NAMED} more")
+    return lines
 
 
 def _code_changed(names: Sequence[str]) -> InputError:
+    title = f"{plural(len(names), 'module')} changed since the run began"
     return InputError(
-        "\n    ".join(
-            [
-                f"{plural(len(names), 'module')} changed since the run began",
-                *describe_modules(names),
-            ]
-        ),
-        expected="the code with which the run began, so that the result is that of an undisturbed run",
-        fix="undo the change; or continue with the new code: samestep resume RUN --accept-changes, in a script "
-        "checkpoints.resume(accept_changes=True)",
+        "\n    ".join([title, *describe_modules(names)]),
+        expected="the code with which the run began, so that the result is that of an undisturbed "
+        "run",
+        fix="undo the change; or continue with the new code: samestep resume RUN --accept-changes, "
+        "in a script checkpoints.resume(accept_changes=True)",
         code="E_CODE_CHANGED",
     )
 
 
 def is_users_file(file: str) -> bool:
-    """Whether a file of code is outside of the standard library, installed packages and Samestep."""
-    if not file.endswith(tuple(all_suffixes())) or any(
-        f"/{name}/" in file for name in _PACKAGE_FOLDERS
-    ):
+    """Whether a file of code is neither Python's, of an installed package, nor of Samestep."""
+    is_code = file.endswith(tuple(all_suffixes()))
+    if not is_code or any(f"/{name}/" in file for name in _PACKAGE_FOLDERS):
         return False
     return not os.path.abspath(file).startswith(_library_folders())
 
@@ -162,16 +166,9 @@ def _find(name: str) -> str | None:
     return None
 
 
-def _digest_by_name(name: str) -> str | None:
-    file = _find(name)
-    if file is not None:
-        return _digest(Path(file))
-    return None
-
-
-def _digest(path: Path) -> str | None:
-    """Return the SHA-256 of a file; None if there is no such file, as for modules that a library generates."""
+def _digest(path: str | None) -> str | None:
+    """Return the SHA-256 of a file; None without a file, as for modules of a library."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else None
     except OSError:
         return None

@@ -1,4 +1,8 @@
-"""Watchdog: detection of ranks that hang and of slow ranks, and the Python stacks of ranks."""
+"""Watchdog: decides from the statuses of ranks whether they hang; Python stacks of ranks.
+
+Statuses come from shared memory in `samestep.launcher.worker_group`, and from the store of a job in
+`samestep.launcher.peer_watchdog`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import re
 import signal
 import statistics
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
@@ -46,6 +50,7 @@ _PROCESS_STATES = {
 _START_TIME = 19  # place of the start time among the fields after the command
 _WAITING = ", waiting in "
 _TORCH_DISTRIBUTED = f"torch{os.sep}distributed{os.sep}"
+_NO_ANSWER = "none: the process does not answer"
 
 _STACK_SIGNAL = signal.SIGUSR2
 _STACK_SECONDS = 1.0  # limit of the time for an answer
@@ -72,10 +77,25 @@ class RankState:
 
     @property
     def disk_operation(self) -> str:
-        """Disk operation in progress, such as `fsync of PATH`; empty without one, and for a stopped process."""
+        """Disk operation in progress, such as `fsync of PATH`, of a process that is not stopped."""
         if self.process_state == "T":
             return ""
         return self.status.activity.partition(DISK_OPERATION)[2]
+
+    @property
+    def text(self) -> str:
+        """Activity of the rank, and why it may not continue."""
+        text = self.status.activity or "before samestep.init()"
+        kernel = _PROCESS_STATES.get(self.process_state)
+        if self.has_ended:
+            text = f"has ended, {text}"
+        elif self.is_silent:
+            text += "; no status since then: the process may be stopped, or its machine lost"
+        elif kernel is not None:
+            text += f"; {kernel}"
+        if self.host:
+            return f"on host {self.host}, {text}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -85,9 +105,8 @@ class Hang:
     seconds: float  # time without progress
     hang_after: float  # limit of that time, in seconds
     states: Mapping[int, RankState]  # of all ranks
-    stacks: Mapping[
-        int, Sequence[str]
-    ]  # Python frames, outermost first; empty for a rank that does not answer
+    # Python frames, outermost first; empty for a rank that does not answer.
+    stacks: Mapping[int, Sequence[str]]
 
     @property
     def culprits(self) -> list[int]:
@@ -106,7 +125,13 @@ class Hang:
         stopped = [
             rank for rank, state in states.items() if state.process_state == "T" or state.is_silent
         ]
-        busy = [rank for rank in states if not self._is_waiting(rank)]
+        # A rank can also wait in a collective of the user.
+        busy = [
+            rank
+            for rank, state in states.items()
+            if not state.status.is_waiting
+            and not any(_TORCH_DISTRIBUTED in frame for frame in self.stacks.get(rank, ())[-3:])
+        ]
         operations = {
             rank: state.status.activity.partition(_WAITING)[0] for rank, state in states.items()
         }
@@ -115,12 +140,60 @@ class Hang:
         candidates = (ended, stopped, busy, odd_ranks(operations), behind)
         return next((ranks for ranks in candidates if 0 < len(ranks) < len(states)), [])
 
-    def _is_waiting(self, rank: int) -> bool:
-        """Whether a rank waits for others, in a collective of Samestep or of the user."""
-        frames = self.stacks.get(rank, ())[-3:]
-        return self.states[rank].status.is_waiting or any(
-            _TORCH_DISTRIBUTED in frame for frame in frames
+    def failure(self) -> Failure:
+        """Return the failure of the first rank that the others wait for; of rank 0 if undecidable.
+
+        The report has the activity of each rank, and its Python stack unless it waits for a disk.
+        """
+        culprits = self.culprits
+        rank = next(iter(culprits), 0)
+        activities = {rank: state.text for rank, state in self.states.items()}
+        lines = [
+            f"    {ranks_text(ranks)}: {text}"
+            for text, ranks in _grouped(activities, culprits).items()
+        ]
+        code = "E_HANG"
+        if operation := self.states[rank].disk_operation:
+            code = E_DISK_HANG
+            title = f"the disk does not answer: {operation} has not returned for"
+            expected = "every operation of the disk ends"
+            fix = (
+                "check the disk or network file system of this path; then resume from the newest "
+                "checkpoint"
+            )
+        else:
+            subject = "the ranks hang"
+            frames = "the ranks"
+            if culprits:
+                frames = ranks_text(culprits)
+                subject = f"{frames} {'hangs' if len(culprits) == 1 else 'hang'}"
+            title = f"{subject}: no progress for"
+            shown = {rank: tuple(stack[-_SHOWN_FRAMES:]) for rank, stack in self.stacks.items()}
+            for stack, ranks in _grouped(shown, culprits).items():
+                lines.append(f"  stack of {ranks_text(ranks)}, innermost last:")
+                lines += [f"    {frame}" for frame in stack or (_NO_ANSWER,)]
+            expected = "every rank completes a step"
+            fix = (
+                f"look at the innermost frames of {frames}; for slow steps set a longer limit: "
+                "--hang-after, launch(hang_after=...) or start(timeout=...)"
+            )
+        text = "\n".join(
+            [
+                f"{title} {self.seconds:.1f} s [{code}]",
+                *lines,
+                f"  expected: {expected} within {self.hang_after:g} s (--hang-after)",
+                f"  fix:      {fix}",
+            ]
         )
+        return Failure.of_hang(rank, text, self.states[rank].status.activity, code)
+
+
+def _grouped(values: Mapping[int, Key], first: Sequence[int]) -> dict[Key, list[int]]:
+    """Group ranks by value; the ranks in `first` come first."""
+    groups: dict[Key, list[int]] = {}
+    for rank in sorted(values, key=lambda rank: (rank not in first, rank)):
+        groups.setdefault(values[rank], []).append(rank)
+    return groups
 
 
 def process_stat(process: int) -> list[str]:
@@ -134,18 +207,18 @@ def process_stat(process: int) -> list[str]:
 
 
 def start_time(process: int) -> str:
-    """Return the start of a process in clock ticks since the start of the machine; empty if unknown."""
+    """Return the start of a process in clock ticks since that of the machine; empty if unknown."""
     return next(iter(process_stat(process)[_START_TIME:]), "")
 
 
 def is_running(process: int, started: str | None = None) -> bool:
-    """Return whether a process runs, with this start time unless it is None: another process can have its number."""
+    """Whether a process runs, and began at `started`: another process can have its number."""
     fields = process_stat(process)
     return bool(fields) and fields[0] not in "ZX" and started in (None, fields[_START_TIME])
 
 
 class ProgressTimer:
-    """Seconds without a change of a value, as observed by a watchdog that reads the value in short intervals.
+    """Seconds without a change of a value that a watchdog reads in short intervals.
 
     A job that is stopped or frozen (SIGSTOP, `docker pause`, `scontrol suspend`) stops its watchdog
     too. The pause counts as one short interval.
@@ -169,54 +242,45 @@ class ProgressTimer:
 
 
 class Watchdog:
-    """Periodic check of the ranks of one launch; `hang_after` seconds without progress of any rank are a hang."""
+    """Periodic checks of all ranks: for hangs, after `hang_after` seconds, and for slow ranks."""
 
     def __init__(self, hang_after: float) -> None:
         self._hang_after = hang_after
         self._timer = ProgressTimer(hang_after)
+        self._base: Mapping[int, StatusSnapshot] = {}
+        self._base_time = time.monotonic()
+        self._suspect: int | None = None
+        self._reported: set[int] = set()
 
     def hang_seconds(self, states: Mapping[int, RankState]) -> float | None:
-        """Return the seconds without progress if they amount to a hang.
+        """Return the seconds without progress of any rank if they amount to a hang.
 
         Ranks are not watched before the first has reached `samestep.init()` and after the last has
         left it: a program may do anything there. Nor while all of them are in code of a plain loop
-            between its calls.
+        between its calls.
         """
         running = [
             state.status
             for state in states.values()
             if not state.has_ended and not state.status.is_finished
         ]
-        watched = [status for status in running if not status.is_resting]
-        if not any(status.operations for status in watched):
+        if not any(status.operations for status in running if not status.is_resting):
             return None
         seconds = self._timer.seconds_without_change(max(status.last_change for status in running))
         if seconds >= self._hang_after:
             return seconds
         return None
 
-
-class SlowRanks:
-    """Periodic comparison of the speeds of the ranks of one launch."""
-
-    def __init__(self) -> None:
-        self._base: Mapping[int, StatusSnapshot] = {}
-        self._base_time = time.monotonic()
-        self._suspect: int | None = None
-        self._reported: set[int] = set()
-
-    def message(self, states: Mapping[int, RankState]) -> str | None:
+    def slow_message(self, states: Mapping[int, RankState]) -> str | None:
         """Return a message about a rank that has become slow, once per rank."""
         now = time.monotonic()
+        before = self._base
         statuses = {rank: state.status for rank, state in states.items()}
-        if not self._base or not all(
-            status.steps for status in self._base.values()
-        ):  # not all have begun
-            self._base = statuses
+        if not before or not all(status.steps for status in before.values()):  # not all have begun
+            before = self._base = statuses
             self._base_time = now
         if now - self._base_time < _SLOW_INTERVAL_SECONDS:
             return None
-        before = self._base
         self._base = statuses
         self._base_time = now
         suspect = self._suspect
@@ -229,98 +293,36 @@ class SlowRanks:
         if len(known) < 2 or len(known) < len(statuses):
             return None
         slowest = max(known, key=lambda rank: known[rank])
-        median = statistics.median(cost for rank, cost in known.items() if rank != slowest)
-        excess = known[slowest] - median
-        if (
-            slowest in self._reported
-            or known[slowest] < _SLOW_FACTOR * median
-            or excess < _SLOW_MARGIN_SECONDS
-        ):
+        cost = known.pop(slowest)
+        median = statistics.median(known.values())
+        is_similar = cost < _SLOW_FACTOR * median or cost - median < _SLOW_MARGIN_SECONDS
+        if is_similar or slowest in self._reported:
             return None
         self._suspect = slowest
         if suspect != slowest:
             return None
         self._reported.add(slowest)
         return (
-            f"rank {slowest} is slow: {known[slowest]:.3f} s per step, data included; the other ranks need "
+            f"rank {slowest} is slow: {cost:.3f} s per step, data included; the other ranks need "
             f"{median:.3f} s and wait"
         )
-
-
-def hang_text(hang: Hang) -> str:
-    """Return the report on a hang: the activity of each rank, and its Python stack unless it waits for a disk."""
-    culprits = hang.culprits
-    activities = {
-        rank: f"on host {state.host}, {_activity(state)}" if state.host else _activity(state)
-        for rank, state in hang.states.items()
-    }
-    lines = [
-        f"    {ranks_text(ranks)}: {text}" for text, ranks in _grouped(activities, culprits).items()
-    ]
-    if culprits and (operation := hang.states[culprits[0]].disk_operation):
-        title = f"the disk does not answer: {operation} has not returned for {hang.seconds:.1f} s [{E_DISK_HANG}]"
-        expected = "every operation of the disk ends"
-        fix = "check the disk or network file system of this path; then resume from the newest checkpoint"
-    else:
-        subject = ranks_text(culprits) if culprits else "the ranks"
-        verb = "hangs" if len(culprits) == 1 else "hang"
-        title = f"{subject} {verb}: no progress for {hang.seconds:.1f} s [E_HANG]"
-        lines += _stack_lines(hang, culprits)
-        expected = "every rank completes a step"
-        fix = (
-            f"look at the innermost frames of {subject}; for slow steps set a longer limit: --hang-after, "
-            "launch(hang_after=...) or start(timeout=...)"
-        )
-    limit = f"{expected} within {hang.hang_after:g} s (--hang-after)"
-    return "\n".join([title, *lines, f"  expected: {limit}", f"  fix:      {fix}"])
-
-
-def _stack_lines(hang: Hang, culprits: Sequence[int]) -> Iterator[str]:
-    shown = {rank: tuple(frames[-_SHOWN_FRAMES:]) for rank, frames in hang.stacks.items()}
-    for frames, ranks in _grouped(shown, culprits).items():
-        yield f"  stack of {ranks_text(ranks)}, innermost last:"
-        yield from [f"    {frame}" for frame in frames] or ["    none: the process does not answer"]
-
-
-def hang_failure(hang: Hang) -> Failure:
-    """Return the failure of the first rank that the others wait for; of rank 0 if undecidable."""
-    culprit = next(iter(hang.culprits), 0)
-    code = E_DISK_HANG if hang.states[culprit].disk_operation else "E_HANG"
-    return Failure.of_hang(culprit, hang_text(hang), hang.states[culprit].status.activity, code)
-
-
-def _activity(state: RankState) -> str:
-    text = state.status.activity or "before samestep.init()"
-    if state.has_ended:
-        return f"has ended, {text}"
-    if state.is_silent:
-        return f"{text}; no status since then: the process may be stopped, or its machine lost"
-    kernel = _PROCESS_STATES.get(state.process_state)
-    if kernel is not None:
-        return f"{text}; {kernel}"
-    return text
-
-
-def _grouped(values: Mapping[int, Key], first: Sequence[int]) -> dict[Key, list[int]]:
-    """Group ranks by value; the ranks in `first` come first."""
-    groups: dict[Key, list[int]] = {}
-    for rank in sorted(values, key=lambda rank: (rank not in first, rank)):
-        groups.setdefault(values[rank], []).append(rank)
-    return groups
 
 
 class StackFile:
     """File for the Python stacks of one rank. It can be passed to a process that is being started.
 
     `faulthandler` writes the stacks from a signal handler, without the interpreter: also of a rank
-        stuck in C code.
+    stuck in C code.
     """
 
-    def __init__(self, descriptor: int | None = None) -> None:
-        self._descriptor = unnamed_file("samestep-stacks") if descriptor is None else descriptor
+    def __init__(self) -> None:
+        self._descriptor = unnamed_file("samestep-stacks")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (DupFd(self._descriptor),)
+    def __getstate__(self) -> Any:
+        return DupFd(self._descriptor)
+
+    def __setstate__(self, handle: Any) -> None:
+        self._descriptor = handle.detach()
 
     def install(self) -> None:
         """In the rank: write all stacks on SIGUSR2 and on a fatal signal."""
@@ -328,7 +330,10 @@ class StackFile:
         faulthandler.register(_STACK_SIGNAL, self._descriptor, all_threads=True, chain=False)
 
     def request(self, pid: int) -> list[str]:
-        """In the launcher: return the frames of a process's main thread, outermost first; empty without an answer."""
+        """In the launcher: return the frames of a process's main thread, outermost first.
+
+        They are missing without an answer.
+        """
         before = os.fstat(self._descriptor).st_size
         try:
             os.kill(pid, _STACK_SIGNAL)
@@ -377,7 +382,3 @@ def parse_stack(text: str) -> list[str]:
     if launcher:
         return frames[launcher[-1] + 1 :]
     return frames
-
-
-def _received(handle: Any) -> StackFile:
-    return StackFile(handle.detach())

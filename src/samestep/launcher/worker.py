@@ -24,9 +24,9 @@ from samestep.distributed.signals import GROUP_SIGNALS, StoppedLoop, die_with_pa
 from samestep.distributed.streams import STALL_SECONDS, protect_output
 from samestep.errors import InputError
 from samestep.launcher.failure import Failure
+from samestep.launcher.job import WorkerSpec, process_state
 from samestep.launcher.pickling import pack
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS
-from samestep.launcher.worker_spec import WorkerSpec
 from samestep.report_limits import message_of
 
 # Time that a rank waits for the reader of its standard output, such as the next program of a
@@ -35,30 +35,12 @@ _STDOUT_SECONDS = 60.0
 _SCRIPT_TIMEOUT = timedelta(minutes=10)
 
 
-def _die_with_launcher() -> None:
-    """Kill this process when the launcher ends, where the fork server does not end with the launcher.
-
-    This is so on systems without prctl, and if a thread other than the main thread of the launcher
-    started the server.
-    """
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-
-    def watch() -> None:
-        launcher.join()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="samestep-launcher-watch", daemon=True).start()
-
-
 @dataclass(frozen=True)
 class RankResult:
     """Result of the function in one rank."""
 
     value: bytes  # pickled; empty for ranks other than 0
-    running: tuple[
-        str, ...
-    ]  # names of threads and child processes that keep the process from ending
+    running: tuple[str, ...]  # threads and child processes that keep the process from ending
     is_stopped: bool = False  # the loop of the function ended on request
 
 
@@ -67,7 +49,9 @@ def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
     gc.freeze()  # no collection visits the objects of the modules that the fork server has imported
     gc.enable()
     die_with_parent(worker_spec.server)
-    _die_with_launcher()
+    # The fork server does not end with the launcher on systems without prctl, and if a thread other
+    # than the launcher's main thread started the server.
+    threading.Thread(target=_watch_launcher, name="samestep-launcher-watch", daemon=True).start()
     # Ctrl-C reaches every process of the terminal; the launcher alone handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker_spec.stacks.install()
@@ -85,10 +69,12 @@ def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
         is_stopped = True
     except SystemExit as error:
         # By Python's rules None is 0, and text is 1 and part of the report.
-        is_code = error.code is None or isinstance(error.code, int)
-        message = "" if is_code else message_of(error.code)
-        # The system keeps one byte of the code: 255 for -1.
-        exit_code = int(error.code or 0) & 0xFF if is_code else 1
+        message = ""
+        exit_code = 1
+        if error.code is None or isinstance(error.code, int):
+            exit_code = (error.code or 0) & 0xFF  # the system keeps one byte: 255 for -1
+        else:
+            message = message_of(error.code)
         is_script = status.snapshot.is_script
         channel.send(
             Failure.of_exit(rank, exit_code, status.activity, message=message, is_script=is_script)
@@ -107,8 +93,15 @@ def run_rank(worker_spec: WorkerSpec, channel: Connection) -> None:
     threading._shutdown()  # type: ignore[attr-defined]
 
 
+def _watch_launcher() -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def end_loader_workers() -> None:
-    """Kill running loader workers: like this process, they ignore the SIGTERM that Python would send."""
+    """Kill running loader workers, which ignore the SIGTERM that Python would send."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would report a killed worker as a failure
     for child in multiprocessing.active_children():
         if child.daemon:
@@ -117,9 +110,16 @@ def end_loader_workers() -> None:
 
 def _set_up(worker_spec: WorkerSpec) -> None:
     """Set the name, the output and the environment of this process."""
-    _name_process(worker_spec.rank)
+    with suppress(OSError):  # systems without /proc
+        # In lists of processes, such as those of `ps -e` and `top`.
+        Path("/proc/self/comm").write_text(f"samestep-{worker_spec.rank}", encoding="ascii")
     if worker_spec.log is not None:
-        _redirect_output(worker_spec.log)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        worker_spec.log.parent.mkdir(parents=True, exist_ok=True)
+        with worker_spec.log.open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
     # A rank that waits for the reader of its output must continue before it counts as hung.
     limit = (worker_spec.timeout - COLLECTIVE_MARGIN_SECONDS) / 2
     protect_output(
@@ -129,28 +129,12 @@ def _set_up(worker_spec: WorkerSpec) -> None:
     prepare_torch_environment(loopback=True)
 
 
-def _name_process(rank: int) -> None:
-    """Show the rank in lists of processes, such as those of `ps -e` and `top`."""
-    with suppress(OSError):  # systems without /proc
-        Path("/proc/self/comm").write_text(f"samestep-{rank}", encoding="ascii")
-
-
 def _call(worker_spec: WorkerSpec) -> Any:
-    from samestep.launcher.job import process_state  # imports torch: after output is redirected
-
+    # A frame of its own: stacks of ranks are shown from here on.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # blocked since the fork server
     process_state.worker = worker_spec
-    with process_state.session:  # the world of `samestep.init()`
+    with process_state.exit_stack:  # the world of `samestep.init()`
         return worker_spec.function()
-
-
-def _redirect_output(log: Path) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
 
 
 def exit_process(code: int) -> NoReturn:
@@ -167,7 +151,7 @@ def exit_process(code: int) -> NoReturn:
 
 
 class EndOfScript(BaseException):
-    """Early end of a script by the tool that runs it; no `except Exception` of the script catches it."""
+    """Early end of a script by the tool that runs it; no `except Exception` catches it."""
 
 
 def run_script(
@@ -180,18 +164,17 @@ def run_script(
     is_module: bool = False,
     surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """Run `script` in this rank as `python script.py arguments` would, after some `restarts` of the launch.
+    """Run `script` in this rank as `python script.py arguments` would.
 
     With `is_module`, `script` is the name of a module, as of `python -m`. The script runs inside of
-    `surroundings`.
+    `surroundings`, after some `restarts` of the launch.
 
     With `own_group`, the script may call `torch.distributed.init_process_group()` as under
-    torchrun, whose variables are set (https://docs.pytorch.org/docs/stable/elastic/run.html,
-    "Environment Variables"). The store exists already, as with torchrun's agent, so no rank opens a
-    port on other interfaces. Otherwise the variables are absent, so that a script with a part for
-    several processes takes its part for one.
+    torchrun. The store exists already, as with torchrun's agent, so no rank opens a port on other
+    interfaces. Otherwise torchrun's variables are absent, so that a script with a part for several
+    processes takes its part for one.
     """
-    from samestep.launcher.job import host_store, process_state
+    from samestep.launcher.rendezvous import host_store  # imports torch
 
     worker_spec = process_state.worker
     assert worker_spec is not None
@@ -203,17 +186,15 @@ def run_script(
     else:
         hide_ranks()
     main = _main_module(script, is_module=is_module)
-    sys.argv = [str(main.__file__), *arguments]
+    file = str(main.__file__)
+    sys.argv = [file, *arguments]
     # The module is never removed: when a script drops its models, and the last process group with
     # them, torch waits for gloo threads that may wait for the GIL in turn.
     sys.modules["__main__"] = main
     process_state.source_files.note_imports()
     try:
         with surroundings():
-            exec(
-                compile(Path(str(main.__file__)).read_bytes(), str(main.__file__), "exec"),
-                vars(main),
-            )
+            exec(compile(Path(file).read_bytes(), file, "exec"), vars(main))
     except EndOfScript:
         return
     except SystemExit as end:
@@ -224,8 +205,10 @@ def run_script(
             raise
         raise InputError(
             f"{script.name} reads the variables of a launcher: {message_of(error)}",
-            expected="a script for one process, or one that creates a process group of its own with --own-group",
-            fix="samestep run --own-group for a script with DistributedDataParallel or init_process_group",
+            expected="a script for one process, or one that creates a process group of its own "
+            "with --own-group",
+            fix="samestep run --own-group for a script with DistributedDataParallel or "
+            "init_process_group",
             code="E_LAUNCH",
         ) from error
 
@@ -257,12 +240,13 @@ def _main_module(script: Path, *, is_module: bool) -> ModuleType:
 def _torchrun_variables(
     worker_spec: WorkerSpec, restarts: int, max_restarts: int
 ) -> dict[str, str]:
+    # https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables"
     address, port = worker_spec.store_address
+    ranks = ("RANK", "LOCAL_RANK", "ROLE_RANK")
+    sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
     return {
-        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(worker_spec.rank)),
-        **dict.fromkeys(
-            ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(worker_spec.size)
-        ),
+        **dict.fromkeys(ranks, str(worker_spec.rank)),
+        **dict.fromkeys(sizes, str(worker_spec.size)),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "ROLE_NAME": "default",
@@ -276,7 +260,7 @@ def _torchrun_variables(
 
 
 def _lacks_rank(error: KeyError | ValueError) -> bool:
-    """Whether the error is the absence of a launcher's variable, in the script or in torch's rendezvous."""
+    """Whether the script, or torch's rendezvous, lacks a variable of a launcher."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if isinstance(error, KeyError):
         return error.args in [(name,) for name in names]

@@ -121,7 +121,7 @@ class RankMonitor:
                 self._rates = self._rates_between(self._last, now)
                 self._last = now
             rates = self._rates
-        status = self._world.context.status.snapshot
+        status = self._world.session.status.snapshot
         return {
             "time": round(time.time(), 3),
             "rank": self._world.rank,
@@ -157,7 +157,7 @@ class RankMonitor:
         return _Reading(
             time.monotonic(),
             self._read_progress(),
-            self._world.context.status.waited_seconds,
+            self._world.session.status.waited_seconds,
             cpu_seconds,
         )
 

@@ -127,7 +127,7 @@ class Driver:
             NonFiniteError: loss or gradient is not finite and `non_finite` is `stop`; parameters
             are unchanged.
         """
-        self.world.context.status.heartbeat()
+        self.world.session.status.heartbeat()
         copy_tensors(self._saved_buffers, self._buffers)
         self.optimizer.zero_grad(set_to_none=True)
         seed_generators(
@@ -278,7 +278,7 @@ class Driver:
                 for metric in counting:
                     metric.update(outputs, targets)
                 samples += len(batch.samples)
-                self.world.context.status.heartbeat()
+                self.world.session.status.heartbeat()
         values: dict[str, float] = {**means.values(), "samples": samples}
         for one in metrics:
             values[one.name] = (

@@ -249,7 +249,7 @@ def train(
         has_failed = skipped_most(summary.skipped_steps, summary.step)
         return {
             **asdict(summary),
-            "stop_signal": world.context.stop.number,
+            "stop_signal": world.session.stop.number,
             "has_failed": has_failed,
         }
 

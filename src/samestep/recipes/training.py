@@ -220,7 +220,7 @@ class Trainer:
         self._stop = False  # a rank received a stop request, in a step or in an evaluation
         self._evaluation_seconds = 0.0
         self._writer = AsyncCheckpointWriter(
-            folder, self._log_checkpoint, self._world.context.status.heartbeat
+            folder, self._log_checkpoint, self._world.session.status.heartbeat
         )
         self._last_evaluation: dict[str, float] = {}
         self._skipped: dict[str, list[str]] = {"training": [], "evaluation": []}
@@ -340,7 +340,7 @@ class Trainer:
         save = self._world.is_main and self._interval.is_due(ahead)
         self._count(batch)
         samples = len(batch.samples)
-        operation = self._world.context.status.operation(f"step {self._driver.steps + 1}")
+        operation = self._world.session.status.operation(f"step {self._driver.steps + 1}")
         with operation, self._timer.step(samples, samples // self._world.size):
             result = self._driver.step(batch)
             self._stop, save = any_rank(self._world, self._world.stop_requested, save)
@@ -443,7 +443,7 @@ class Trainer:
     def _evaluate(self) -> dict[str, float] | None:
         """Evaluate, or return None on a stop request."""
         began = time.perf_counter()
-        with self._world.context.status.operation("an evaluation"), self._save_on_bad_data():
+        with self._world.session.status.operation("an evaluation"), self._save_on_bad_data():
             values = self._driver.evaluate(
                 self._evaluation_batches(), self._metrics, until_stop=True
             )
@@ -474,7 +474,7 @@ class Trainer:
         self._writer.save(self._progress.step, files, is_best=is_best, epoch=epoch)
 
     def _log_checkpoint(self, saved: SavedCheckpoint) -> None:
-        self._world.context.status.checkpoint_saved()
+        self._world.session.status.checkpoint_saved()
         if self._interval.end_save(saved.seconds):
             self.logger.log_event(
                 "note", text=f"a save takes {saved.seconds:.1f} s: more than --max-lost-work allows"

@@ -83,7 +83,7 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World) -> 
                 }
                 append_start(folder, environment(world, **started))
             try:
-                yield replace(world, context=replace(world.context, loggers=tuple(destinations)))
+                yield replace(world, session=replace(world.session, loggers=tuple(destinations)))
             except SystemExit as end:
                 if is_exit(end) or isinstance(end, StoppedLoop):
                     events.end(stopped=isinstance(end, StoppedLoop))

@@ -22,16 +22,15 @@ from samestep.config import Reduction, StrategyConfig
 from samestep.distributed.devices import accelerator_module, is_accelerator, own_devices
 from samestep.distributed.env import read_environment, show_devices
 from samestep.distributed.logging import logger
-from samestep.distributed.private_group import shown
 from samestep.distributed.signals import StoppedLoop
 from samestep.distributed.streams import report_line
-from samestep.distributed.world import World, all_gather
+from samestep.distributed.world import World, all_gather, shown
 from samestep.errors import EXIT_DONE, EXIT_FAILED
 from samestep.global_view import joined_view, owner_of
-from samestep.launcher.job import process_state, rank_and_size
+from samestep.launcher.job import WorkerSpec, process_state, rank_and_size
 from samestep.launcher.pickling import ByValue
+from samestep.launcher.process_group import SessionOptions
 from samestep.launcher.worker import run_script
-from samestep.launcher.worker_spec import WorkerSpec
 from samestep.script.calls import OutermostCalls
 from samestep.script.console import shared_console
 from samestep.script.entropy import equal_entropy
@@ -44,7 +43,7 @@ from samestep.script.programs import FirstRankPrograms, programs_of_first_rank
 from samestep.script.refusals import children_ended, plain_start_method, refusals
 from samestep.script.replaced import replaced
 from samestep.script.summary import FILE, Summary
-from samestep.session import SessionOptions, join
+from samestep.session import join
 from samestep.view.batches import ViewOfBatches
 from samestep.view.parallel import ParallelModule
 from samestep.view.ranks import MOST_MICROBATCHES, require_microbatches
@@ -280,7 +279,7 @@ def _ending_on_request(view: View) -> Iterator[None]:
 
 def _temporary_folder() -> str:
     folder = tempfile.mkdtemp(prefix="samestep-")
-    process_state.session.callback(
+    process_state.exit_stack.callback(
         shutil.rmtree, folder, ignore_errors=True
     )  # after the end of the world
     return folder

@@ -89,7 +89,7 @@ class Split(HubStrategy):
         shape = self._world.mesh_shape
         mesh = self._world.mesh
         if shape.tensor > 1 or self._slices > 1:
-            world = World(0, 1, self._world.device, self._world.context)
+            world = World(0, 1, self._world.device, self._world.session)
             if shape.tensor > 1:
                 assert mesh is not None
                 world = self._world.subworld(mesh.get_group("tensor"))

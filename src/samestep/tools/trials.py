@@ -111,7 +111,7 @@ def time_workers(
 
 def _time_loader(recipe: Recipe, options: RunOptions, world: World, steps: int) -> Timing:
     """Time steps with a number of loader processes."""
-    with world.context.status.operation(f"trial of {options.workers} loader processes"):
+    with world.session.status.operation(f"trial of {options.workers} loader processes"):
         built = build(recipe, options, world)
         try:
             return _time_steps(built.driver, built.train, warmup=WARMUP_STEPS, steps=steps)

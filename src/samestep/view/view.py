@@ -97,8 +97,8 @@ class View:
 
     def __init__(self, world: World) -> None:
         self.ranks = Ranks(world)
-        self._status = world.context.status
-        self._stop: Callable[[], bool] = world.context.stop
+        self._status = world.session.status
+        self._stop: Callable[[], bool] = world.session.stop
         self.is_stopping = False  # a rank has requested the end of the loop; equal on all ranks
         self.strategy = world.strategy
         self.reduction: Reduction = FastReduction(self.ranks, hook=world.strategy.hook)

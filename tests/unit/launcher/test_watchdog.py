@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 import pytest
 
 from samestep.distributed.status import StatusSnapshot
-from samestep.launcher.watchdog import Hang, RankState, SlowRanks, StackFile, Watchdog, hang_text, parse_stack
+from samestep.launcher.watchdog import Hang, RankState, StackFile, Watchdog, parse_stack
 
 LONG_AGO = -100.0
 WAITING = StatusSnapshot(7, LONG_AGO, activity="in step 6, waiting in an all-reduce", is_waiting=True)
@@ -101,9 +101,9 @@ def test_pause_of_the_watchdog_itself_is_no_hang(monkeypatch: pytest.MonkeyPatch
 
 def test_report_has_the_culprit_first_and_each_stack_once() -> None:
     stacks = {0: ["a.py:1 f", "b.py:2 g"], 1: ["a.py:9 f"], 2: ["a.py:1 f", "b.py:2 g"]}
-    text = hang_text(Hang(12.34, 10, states(WAITING, BEHIND, WAITING), stacks))
+    text = Hang(12.34, 10, states(WAITING, BEHIND, WAITING), stacks).failure().text
     head, *lines = text.splitlines()
-    assert head == "rank 1 hangs: no progress for 12.3 s [E_HANG]"
+    assert head == "error: rank 1 hangs: no progress for 12.3 s [E_HANG]"
     assert lines == [
         "    rank 1: after step 5",
         "    ranks 0 and 2: in step 6, waiting in an all-reduce",
@@ -121,7 +121,7 @@ def test_report_has_the_culprit_first_and_each_stack_once() -> None:
 def test_rank_that_does_not_answer_has_no_stack() -> None:
     ranks = states(WAITING, WAITING)
     ranks[1] = RankState(BEHIND, process_state="T")
-    text = hang_text(Hang(12, 10, ranks, {0: ["a.py:1 f"], 1: []}))
+    text = Hang(12, 10, ranks, {0: ["a.py:1 f"], 1: []}).failure().text
     assert "rank 1: after step 5; stopped by a signal" in text
     assert "none: the process does not answer" in text
 
@@ -201,7 +201,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, *seconds: float, steps: tuple[int, ...
     """Return the messages of four intervals with the given seconds per step and rank."""
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    slow_ranks = SlowRanks()
+    slow_ranks = Watchdog(10)
     messages = []
     for interval in range(1, 5):
         now += 60
@@ -209,7 +209,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, *seconds: float, steps: tuple[int, ...
             StatusSnapshot(compute_seconds=interval * count * cost, steps=interval * count)
             for cost, count in zip(seconds, steps, strict=True)
         ]
-        messages.append(slow_ranks.message({rank: RankState(status) for rank, status in enumerate(statuses)}))
+        messages.append(slow_ranks.slow_message({rank: RankState(status) for rank, status in enumerate(statuses)}))
     return messages
 
 

@@ -126,7 +126,7 @@ def test_slow_report_of_the_cause_is_awaited() -> None:
 def killed_at_the_end() -> None:
     """Rank 1 is killed after the request to end at a checkpoint."""
     with start(device="cpu") as world:
-        world.context.status.checkpoint_saved()
+        world.session.status.checkpoint_saved()
         while not world.stop_requested:
             time.sleep(0.01)
         if world.rank == 1:

@@ -74,10 +74,10 @@ def test_rates_refer_to_the_time_since_the_previous_sample(alone: World, tmp_pat
         until_samples(1)
         monitor.follow(progress)  # earlier work does not count as speed
         followed = time.time()
-        with alone.context.status.operation("step 101"):
+        with alone.session.status.operation("step 101"):
             until_samples(2)
             wait_began = time.time()
-            with alone.context.status.waiting("an all-reduce"):
+            with alone.session.status.waiting("an all-reduce"):
                 until_samples(4)
     first, *later, last = read_samples(tmp_path)
     assert (first["steps_per_second"], first["samples_per_second"]) == (0, 0)
@@ -118,7 +118,7 @@ def test_last_sample_of_a_failed_rank_names_the_operation(alone: World, tmp_path
     with (
         pytest.raises(ZeroDivisionError),
         RankMonitor(tmp_path, alone),
-        alone.context.status.operation("step 3"),
+        alone.session.status.operation("step 3"),
     ):
         1 / 0  # noqa: B018
     assert read_samples(tmp_path)[-1]["doing"] == "in step 3"

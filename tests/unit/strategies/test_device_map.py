@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from samestep.config import StrategyConfig
-from samestep.distributed.world import RunContext, World
+from samestep.distributed.world import Session, World
 from samestep.errors import InputError
 from samestep.strategies import device_map
 from samestep.strategies.device_map import apply_device_map
@@ -27,7 +27,7 @@ class Pair(nn.Module):
 
 def applied(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **place: int) -> nn.Module:
     strategy = StrategyConfig(name="device_map", place=place)
-    world = World(0, 1, DEVICES[0], RunContext.local(), strategy=strategy)
+    world = World(0, 1, DEVICES[0], Session.local(), strategy=strategy)
     monkeypatch.setattr(device_map, "rank_devices", lambda *arguments: DEVICES)
     apply_device_map(model, world)
     return model

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from helpers import tensor_models
-from samestep.distributed.world import RunContext, World
+from samestep.distributed.world import Session, World
 from samestep.errors import InputError
 from samestep.strategies.tensor import TensorParallel
 from samestep.strategies.tensor_slices import Slicing
@@ -20,7 +20,7 @@ SLICES = {"timm vit": 3, "torchvision vit": 1}
 
 @pytest.fixture
 def world() -> World:
-    return World(0, 1, torch.device("cpu"), RunContext.local())
+    return World(0, 1, torch.device("cpu"), Session.local())
 
 
 def first_rows(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from samestep.distributed.world import RunContext, World
+from samestep.distributed.world import Session, World
 from samestep.errors import InputError
 from samestep.strategies.tensor_slices import SlicedTensor, Slicing, add, checked_forward, divide, join, spread
 
@@ -18,7 +18,7 @@ SLICES = 3
 
 @pytest.fixture
 def world() -> World:
-    return World(0, 1, torch.device("cpu"), RunContext.local())
+    return World(0, 1, torch.device("cpu"), Session.local())
 
 
 @pytest.fixture

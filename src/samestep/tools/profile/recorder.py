@@ -17,8 +17,8 @@ from torch.optim.optimizer import (
 )
 from torch.profiler import record_function
 
+from samestep.distributed.collective_check import intercept_collectives
 from samestep.distributed.devices import accelerator_module, is_accelerator
-from samestep.distributed.interception import intercept_collectives
 from samestep.distributed.world import World
 from samestep.tools.profile.phases import PHASES, Collective, Phase, PhaseSeconds, phase_seconds
 
@@ -76,7 +76,7 @@ class StepRecorder:
         """Record the steps and the collectives of the process."""
         self._world = world
         self._clock = Clock(world.device)
-        world.context.status.on_wait = lambda name: self._begin_collective()
+        world.session.status.on_wait = lambda name: self._begin_collective()
         self._hooks.callback(intercept_collectives(lambda: self.is_on, self._begin_user_collective))
         for hook in (
             register_module_forward_pre_hook(self._begin_forward),
@@ -101,7 +101,7 @@ class StepRecorder:
         """Stop recording."""
         self.is_on = False
         if self._world is not None:
-            self._world.context.status.on_wait = None
+            self._world.session.status.on_wait = None
             self._hooks.close()
 
     def end_step(self) -> None:

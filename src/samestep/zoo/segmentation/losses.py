@@ -47,7 +47,7 @@ def _count_pixels(splits: Splits, bad_samples: BadSamples, world: World) -> tupl
     background = foreground = 0
     errors: list[int] = []
     for index in range(world.rank, len(splits.train), world.size):
-        world.context.status.heartbeat()
+        world.session.status.heartbeat()
         try:
             counts = splits.count_foreground(index)
         except DataError:

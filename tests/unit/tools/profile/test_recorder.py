@@ -54,7 +54,7 @@ def test_collectives_of_user_code_are_communication(alone: World, recorder: Step
     recorder.close()
     assert torch.autograd.backward is not backward
     assert dist.all_reduce.__module__.startswith("torch")
-    assert alone.context.status.on_wait is None
+    assert alone.session.status.on_wait is None
 
 
 def test_recording_does_not_change_weights(alone: World, recorder: StepRecorder) -> None:

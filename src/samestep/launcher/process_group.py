@@ -1,0 +1,329 @@
+"""Process group of this rank: options, device, other ranks; created, or adopted from a library."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from samestep.config import DeviceKind, Reduction, StrategyConfig, resolve_mesh
+from samestep.distributed.device_reads import device_reads
+from samestep.distributed.devices import (
+    ACCELERATOR,
+    accelerator_module,
+    first_gpu_index,
+    gpu_uuids,
+    is_accelerator,
+    require_default_device,
+    require_own_gpus,
+    share_gpus_by_nccl,
+)
+from samestep.distributed.disk_operations import disk_operations
+from samestep.distributed.env import (
+    Sharing,
+    prepare_torch_environment,
+    read_environment,
+    read_rendezvous,
+)
+from samestep.distributed.launcher_detection import Rendezvous
+from samestep.distributed.logging import configure_logging
+from samestep.distributed.resources import (
+    keep_freed_memory,
+    usable_processors,
+    use_short_temporary_folder,
+)
+from samestep.distributed.status import RankStatus
+from samestep.errors import InputError
+from samestep.launcher.job import Job, process_state
+from samestep.launcher.peer_watchdog import PeerWatchdog
+from samestep.launcher.rendezvous import TIMEOUT, join_job, join_launch
+from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """Options of a world; see `samestep.init`."""
+
+    device: DeviceKind = "auto"
+    reduction: Reduction = "fast"
+    timeout: timedelta | None = None
+    strategy: StrategyConfig | None = None
+    run: str | Path | None = None
+    loggers: tuple[Any, ...] = ()  # `samestep.loggers.logger.Logger`s, or their names
+    share_gpu: bool = False
+    adopt: bool = False
+    threads: int | None = None
+    is_private: bool = False  # the script sees neither the group nor the launcher's variables
+    sees_own_devices: bool = False  # the devices of other ranks are not visible
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """Backend of ranks that may share GPUs: gloo, as NCCL supports one rank per GPU."""
+        requested: Sharing | None = "gloo" if self.share_gpu else None
+        return read_environment().sharing or requested
+
+    def require_compatible(self, later: SessionOptions) -> None:
+        """Require that options of a later `samestep.init` are these, or defaults."""
+        defaults = SessionOptions()
+        for name in (field.name for field in fields(self)):
+            value = getattr(later, name)
+            own = getattr(self, name)
+            is_compared = name not in ("is_private", "sees_own_devices")
+            if is_compared and value not in (getattr(defaults, name), own):
+                wanted = _shown(value)
+                raise InputError(
+                    f"samestep.init({name}={wanted}) in a process that has joined with "
+                    f"{name}={_shown(own)}",
+                    expected="the options of the first call, which samestep.parallel makes if the "
+                    "script does not",
+                    fix=f"call samestep.init({name}={wanted}) once, before samestep.parallel",
+                    code="E_LAUNCH",
+                )
+
+
+def _shown(value: Any) -> str:
+    """Return an option as a script writes it; of a strategy, only the keys that it has set."""
+    if not isinstance(value, StrategyConfig):
+        return repr(value)
+    default = StrategyConfig()
+    keys = {key.name: getattr(value, key.name) for key in fields(value)}
+    texts = [f"{key}={own!r}" for key, own in keys.items() if own != getattr(default, key)]
+    return f"StrategyConfig({', '.join(texts)})"
+
+
+class Membership(NamedTuple):
+    """Place of this rank among the ranks of a world, and the means to reach them."""
+
+    rank: int
+    size: int
+    device: torch.device
+    store: dist.Store  # of this world alone
+    limit: timedelta  # of collectives
+    rendezvous: Rendezvous | None = None  # of another launcher
+    watchdog: PeerWatchdog | None = None  # of ranks that another launcher started
+    group: dist.ProcessGroup | None = None  # None for the default group
+    is_adopted: bool = False  # another library created the default group, and destroys it
+
+
+def create_process_group(options: SessionOptions, rank_status: RankStatus) -> Membership:
+    """Select the device, find the other ranks and create the default process group.
+
+    Raises:
+        InputError: the process has a group, or options, devices and ranks do not fit.
+    """
+    if dist.is_initialized() or process_state.world is not None:
+        raise InputError(
+            "this process already has a process group",
+            expected="one samestep.init() at a time, without init_process_group",
+            fix="pass the existing world to the code that needs one, or adopt=True for the group "
+            "of another library",
+            code="E_LAUNCH",
+        )
+    require_default_device()
+    rendezvous = other_launcher()
+    is_local = rendezvous is None or rendezvous.is_on_one_machine
+    prepare_torch_environment(loopback=is_local, deterministic=options.reduction == "exact")
+    rank, size, _ = place_of(rendezvous)
+    configure_logging(rank)
+    sharing = options.sharing
+    device, own_gpus = select_devices(options, rendezvous, sharing)
+    disk_operations.rank_status = rank_status
+    device_reads.rank_status = rank_status
+    if size > 1 or not options.is_private:
+        keep_freed_memory()  # before the threads of the process group exist
+        use_short_temporary_folder()
+    backend = "gloo"
+    if is_accelerator(device):
+        backend = f"cpu:gloo,{ACCELERATOR}:{sharing or 'nccl'}"
+        if sharing == "nccl":
+            share_gpus_by_nccl(rank, loopback=is_local)
+    with rank_status.operation("samestep.init()"), rank_status.waiting("the rendezvous"):
+        store, job, hang_after = _find_ranks(rendezvous, options.timeout)
+        if own_gpus and size > 1:
+            require_own_gpus(store, rank, size, own_gpus)
+        limit = timedelta(seconds=hang_after)
+        if job is not None:  # the watchdog reports a hang first
+            limit += timedelta(seconds=COLLECTIVE_MARGIN_SECONDS)
+        hook = sys.excepthook
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        if options.is_private:
+            sys.excepthook = hook  # without torch's prefix of the rank
+    watchdog = None
+    if job is not None and size > 1:
+        watchdog = PeerWatchdog(job, store, rank_status, hang_after)
+    return Membership(rank, size, device, store, limit, rendezvous, watchdog)
+
+
+def _find_ranks(
+    rendezvous: Rendezvous | None, timeout: timedelta | None
+) -> tuple[dist.Store, Job | None, float]:
+    """Wait for the other ranks; return the store of this world, the job, and the limit of hangs."""
+    worker = process_state.worker
+    job = None
+    hang_after = HANG_AFTER
+    if worker is not None:
+        store = join_launch(worker, timeout or TIMEOUT)
+        hang_after = worker.timeout
+    elif rendezvous is not None:
+        job = join_job(rendezvous, timeout or TIMEOUT)
+        store = job.store
+        hang_after = job.hang_after
+    else:
+        store = dist.HashStore()
+    if worker is not None or job is not None:
+        # Equal on all ranks, which enter worlds in the same order.
+        process_state.worlds += 1
+        store = dist.PrefixStore(f"world-{process_state.worlds}", store)
+    if timeout is not None:
+        hang_after = timeout.total_seconds()
+    return store, job, hang_after
+
+
+def other_launcher() -> Rendezvous | None:
+    """Return the rendezvous of a launcher other than Samestep's, if one started this process."""
+    if process_state.worker is not None:
+        return None
+    return read_rendezvous() or process_state.rendezvous
+
+
+def place_of(rendezvous: Rendezvous | None) -> tuple[int, int, int]:
+    """Return rank, number of ranks and local rank of this process."""
+    if process_state.worker is not None:
+        rank = process_state.worker.rank
+        return rank, process_state.worker.size, rank
+    if rendezvous is not None:
+        return (rendezvous.rank, rendezvous.world_size, rendezvous.local_rank)
+    return (0, 1, 0)
+
+
+def select_devices(
+    options: SessionOptions, rendezvous: Rendezvous | None, sharing: Sharing | None
+) -> tuple[torch.device, list[str]]:
+    """Return the first device of this rank, and UUIDs of GPUs that no other rank may share."""
+    kind = options.device
+    strategy = options.strategy or StrategyConfig()
+    available = 0
+    if kind != "cpu":
+        available = accelerator_module().device_count()
+    if kind == "cpu" or (kind == "auto" and available == 0):
+        return _CPU, []
+    _, size, local_rank = place_of(rendezvous)
+    per_rank = 1
+    if strategy.name == "device_map":
+        per_rank = strategy.devices or 1
+    # srun --gpus-per-task=1 and similar options hide the devices of other ranks, too.
+    shows_own = (
+        available == per_rank and rendezvous is not None and rendezvous.launcher != "torchrun"
+    )
+    if options.sees_own_devices or shows_own:
+        local_rank = 0
+    index = first_gpu_index(local_rank, per_rank, available, share=sharing is not None)
+    device = torch.device(ACCELERATOR, index)
+    shape = resolve_mesh(strategy, size)
+    if sharing == "gloo" and shape.pipeline > 1:
+        raise InputError(
+            f"the mesh {shape.name} on ranks that share GPUs",
+            expected="stages of a pipeline on GPUs of their own: torch sends messages between "
+            "stages by NCCL",
+            fix="start one rank per GPU, or use another strategy",
+            code="E_INCOMPATIBLE",
+        )
+    accelerator_module().set_device(device)
+    if sharing is None:
+        return device, gpu_uuids(device, per_rank)
+    return device, []
+
+
+def set_threads(options: SessionOptions, own: Membership) -> None:
+    """Set the number of intra-op threads of this rank."""
+    threads = options.threads
+    if threads is None and options.reduction == "exact":
+        threads = 1  # another number has other bits
+    elif threads is None and own.size > 1 and not is_accelerator(own.device):
+        local_size = None
+        if own.rendezvous is not None:
+            local_size = own.rendezvous.local_size
+        share = usable_processors() // (local_size or own.size)
+        threads = max(1, min(torch.get_num_threads(), share))
+    if threads is not None:
+        torch.set_num_threads(threads)
+    # MKL selects the kernels of its vector functions at their first call. If several threads make
+    # this call at the same time, one of them can compute with a generic kernel, with other
+    # rounding.
+    torch.tanh(torch.zeros(16))
+
+
+def adopt_process_group(options: SessionOptions) -> Membership:
+    """Return the place of this rank in the default group of another library; collective.
+
+    A group for one kind of device, such as NCCL's, gets a second one beside it for both kinds.
+
+    Raises:
+        InputError: ranks share a GPU, or the strategy needs groups for parts of the ranks, which
+            the group's backend cannot provide.
+    """
+    sharing = options.sharing
+    require_default_device()
+    prepare_torch_environment(loopback=False)  # the library has chosen the network interface
+    group = dist.group.WORLD
+    assert group is not None
+    backends = {kind.type: group._get_backend(kind).name() for kind in group._device_types}
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    limit = options.timeout or TIMEOUT
+    configure_logging(rank)
+    process_state.worlds += 1  # equal on all ranks
+    store = dist.PrefixStore(f"samestep/world-{process_state.worlds}", _get_default_store())
+    device = _adopted_device(options.device, group, backends.get(ACCELERATOR))
+    backend = backends.get(device.type) or sharing or "nccl"
+    if is_accelerator(device):
+        accelerator_module().set_device(device)
+        if sharing == "nccl":
+            share_gpus_by_nccl(rank, loopback=False)
+        if backend != "gloo" and sharing is None:
+            require_own_gpus(store, rank, size, gpu_uuids(device, 1))
+    if {_CPU.type, device.type} <= {*backends}:
+        return Membership(rank, size, device, store, limit, is_adopted=True)
+    shape = resolve_mesh(options.strategy or StrategyConfig(), size)
+    if shape.splits_model:
+        raise InputError(
+            f"the mesh {shape.name} in a process group for {', '.join(sorted(backends))}",
+            expected=f"a group for the CPU and {device.type}: groups for parts of the ranks have "
+            "the same backends",
+            fix=f'init_process_group("cpu:gloo,{ACCELERATOR}:nccl"), or a strategy that replicates '
+            "the model",
+            code="E_LAUNCH",
+        )
+    second = "gloo"
+    if is_accelerator(device):
+        second = f"cpu:gloo,{device.type}:{backend}"
+    own = dist.new_group(backend=second, timeout=limit)
+    return Membership(rank, size, device, store, limit, group=own, is_adopted=True)
+
+
+def _adopted_device(
+    kind: DeviceKind, group: dist.ProcessGroup, backend: str | None
+) -> torch.device:
+    """Return the device that the library chose: of a kind, or of the backend for `auto`."""
+    if kind == "cpu":
+        return _CPU
+    available = accelerator_module().device_count()
+    if kind == "auto" and not (available and backend not in (None, "gloo")):
+        return _CPU
+    first_gpu_index(0, 1, available)  # there is one
+    index: int = accelerator_module().current_device()
+    if group.bound_device_id is not None:
+        index = group.bound_device_id.index
+    if index == 0 and available > 1:  # nothing has been chosen, or the first device
+        rendezvous = read_rendezvous()
+        if rendezvous is not None and rendezvous.local_rank < available:
+            index = rendezvous.local_rank
+    return torch.device(ACCELERATOR, index)
