@@ -8,15 +8,61 @@ graph.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from samestep.view.crossings import Parts, Sums, totals
-from samestep.view.region import Joined
+from samestep.distributed.devices import accelerator_module, is_accelerator
+from samestep.view.crossings import totals
+from samestep.view.region import Joined, Parts, Sums
+
+
+class ThreadModes:
+    """Modes of the thread that creates it: gradients, autocast, default device, hooks of saved tensors, stream.
+
+    Args:
+        device: device of the call.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in dict.fromkeys(("cpu", device.type))
+        ]
+        self._caches = torch.is_autocast_cache_enabled()
+        # Private, in torch 2.11 and 2.13.
+        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._functions = torch.overrides._get_current_function_mode_stack()
+        self._stream = None
+        if is_accelerator(device):
+            self._stream = accelerator_module().current_stream(device)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Install the modes in another thread during the block."""
+        with ExitStack() as stack:
+            if self._stream is not None:
+                stack.enter_context(accelerator_module().device(self._device))
+                stack.enter_context(accelerator_module().stream(self._stream))
+            if self._inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, self._caches))
+            if self._hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks))
+            for mode in self._functions:
+                torch.overrides._push_mode(mode)
+                stack.callback(torch.overrides._pop_mode)
+            yield
 
 
 class OutOfStep(Exception):
@@ -197,3 +243,57 @@ def run_in_lockstep(parts: Sequence[Part], sums: Sums) -> list[Any]:
     finally:
         for part in parts:
             part.end()
+
+
+def nodes_of(values: Any) -> set[Any]:
+    """Return the nodes of the tensors among some values."""
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+
+
+def order_nodes(parts: Sequence[Part], outputs: Sequence[Any], inputs: Iterable[Any]) -> None:
+    """Give the nodes of slices new numbers, above those of this thread.
+
+    Args:
+        parts: the slices, which have run to their ends.
+        outputs: results of each slice.
+        inputs: nodes where the graphs of all slices begin.
+    """
+    joins = len(parts[0].marks)
+    joined = [nodes_of([part.joined[number] for part in parts]) for number in range(joins)]
+    stop = set(inputs).union(*joined)
+    keyed: list[tuple[tuple[int, ...], Any]] = []
+    for number, nodes in enumerate(joined):
+        keyed += [((number, 1, 0, node._sequence_nr()), node) for node in nodes]
+    for position, (part, output) in enumerate(zip(parts, outputs, strict=True)):
+        for node in _walk(nodes_of([part.roots, output]), stop):
+            number = node._sequence_nr()
+            keyed.append(((bisect_right(part.marks, number), 0, position, number), node))
+    keyed.sort(key=lambda pair: pair[0])
+    start: int = torch._C._autograd._get_sequence_nr()
+    for number, (_, node) in enumerate(keyed, start):
+        node._set_sequence_nr(number)
+    _advance(len(keyed))
+
+
+def _walk(roots: set[Any], stop: set[Any]) -> list[Any]:
+    """Return the nodes below some nodes, without those of `stop` and the nodes of leaves."""
+    seen = set(stop)
+    collected = []
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or node.name() == "torch::autograd::AccumulateGrad":
+            continue
+        seen.add(node)
+        collected.append(node)
+        todo.extend(below for below, _ in node.next_functions)
+    return collected
+
+
+def _advance(count: int) -> None:
+    """Let later nodes of this thread have numbers above the next `count` ones."""
+    with torch.enable_grad():
+        leaf = torch.zeros((), requires_grad=True)
+        for _ in range(count):
+            leaf.neg()

@@ -19,22 +19,23 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from samestep.distributed.devices import is_accelerator, use_deterministic_kernels
 from samestep.errors import InputError
 from samestep.microbatches import microbatch_bounds, owned_microbatches
-from samestep.view.actions import Action
-from samestep.view.agreement import OTHER_OPERATIONS, difference_between_ranks
-from samestep.view.call import Call
-from samestep.view.crossings import RowBounds
-from samestep.view.divided import DividedCall, OwnResult, own_arguments
-from samestep.view.division import ComputedWhole, Division, failure, shortened
-from samestep.view.exchange import CallExchange
+from samestep.view.crossings import CallExchange, RowBounds
+from samestep.view.divided import (
+    OTHER_OPERATIONS,
+    DividedCall,
+    OwnResult,
+    difference_between_ranks,
+    own_arguments,
+)
+from samestep.view.division import ComputedWhole, Division, failure, is_worth_dividing, shortened
 from samestep.view.kinds import Kind, KindsOfModule, has_compiled_parts, submodules
 from samestep.view.leaves import flatten
 from samestep.view.operations import Operations, has_rules
-from samestep.view.ranks import MOST_MICROBATCHES, Slices, rank_bounds, require_microbatches
+from samestep.view.ranks import MOST_MICROBATCHES, Action, Slices, rank_bounds, require_microbatches
 from samestep.view.region import Region
 from samestep.view.rows import with_all_rows
-from samestep.view.size import is_worth_dividing
 from samestep.view.snapshot import Snapshot
-from samestep.view.strategy import Strategy
+from samestep.view.strategy import Call, Strategy
 from samestep.view.trial import try_division
 from samestep.view.view import ModuleSummary, View
 from samestep.view.watch import Watched, watch

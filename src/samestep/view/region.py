@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -11,7 +11,21 @@ from typing import Any, Protocol
 import torch
 
 from samestep.distributed.rng import derive_seed
-from samestep.view.crossings import Sums
+
+Parts = Sequence[torch.Tensor]
+
+
+class Sums(Protocol):
+    """Sums over all slices of a batch, of all ranks."""
+
+    def sum(self, parts: Parts) -> torch.Tensor:
+        """Return the sum of a part of each slice, as a new tensor without a graph.
+
+        Args:
+            parts: one tensor of each own slice, all of one shape and dtype.
+        """
+        ...
+
 
 # Returns random numbers of a shape. With a generator they come from it, otherwise from the script's
 # stream.
@@ -158,3 +172,34 @@ def inside(region: Region | None) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+class CallOperations(Protocol):
+    """Operations of a call so far (`samestep.view.operations.Operations`).
+
+    Attributes:
+        region: the rows that are computed; None for a whole call.
+        draws: shapes of the random draws, in order.
+        is_compared: whether the call is that of a trial, which draws as its parts do.
+    """
+
+    region: Region | None
+    draws: list[tuple[int, ...]]
+    is_compared: bool
+
+    def draw(self, shape: Sequence[int], make: Make, device: torch.device) -> torch.Tensor:
+        """Return the numbers of a random draw inside of a divided call, for the own rows."""
+        ...
+
+    def __enter__(self) -> Any:
+        """Observe the operations of the block."""
+        ...
+
+    def __exit__(self, *error: Any) -> Any:
+        """End the block."""
+        ...
+
+
+# A rule receives the operations of the call, the function, and its arguments; it returns the
+# result.
+Rule = Callable[[CallOperations, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -17,23 +18,59 @@ from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._device import DeviceContext  # private
 
+from samestep.data.own_rows import Bounds
+from samestep.data.sample_reader import Decision
 from samestep.distributed.device_reads import device_reads
-from samestep.distributed.devices import accelerator_module, is_accelerator
+from samestep.distributed.devices import KernelChoice, accelerator_module, is_accelerator
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import derive_seed
 from samestep.distributed.world import World, all_gather
 from samestep.errors import RankDesyncError, RankMismatchError
-from samestep.reduce.fast import FastReduction
-from samestep.reduce.reduction import Reduction
-from samestep.view.actions import Action
-from samestep.view.equal_kernels import EqualKernels
+from samestep.reduce.fast import FastReduction, Reduction
+from samestep.view.crossings import RowBounds
 from samestep.view.in_step import InStep
 from samestep.view.kinds import Kind
-from samestep.view.ranks import Ranks
+from samestep.view.ranks import MOST_MICROBATCHES, Action, Ranks, RowMessages, Slices, rank_bounds
 from samestep.view.region import current_region
-from samestep.view.row_messages import RowMessages
-from samestep.view.rows import BATCH_LIMIT, OUTPUT_LIMIT, torch_gathers
+from samestep.view.rows import BATCH_LIMIT, OUTPUT_LIMIT, rows_of, torch_gathers
 from samestep.view.strategy import Strategy
+
+_WARNING = ".* does not have a deterministic implementation"
+
+
+class EqualKernels:
+    """Settings of torch from the first whole call of a step to the step of the optimizer.
+
+    Args:
+        is_needed: whether other ranks compute the same on GPUs.
+    """
+
+    def __init__(self, *, is_needed: bool) -> None:
+        self._is_needed = is_needed
+        self._before: KernelChoice | None = None
+        self._own: KernelChoice | None = None
+
+    def begin(self) -> None:
+        """Request deterministic kernels; operations without one compute as before."""
+        if not self._is_needed or self._own is not None or current_region() is not None:
+            return
+        self._before = KernelChoice.present()
+        self._own = self._before._replace(measures=False)
+        is_deterministic, _ = self._before.determinism
+        if not is_deterministic:
+            self._own = KernelChoice((True, True), fills=False, measures=False)
+            warnings.filterwarnings("ignore", _WARNING, UserWarning)
+        self._own.install()
+
+    def end(self) -> None:
+        """Put the settings back, except for those that the script has changed since."""
+        if self._before is None or self._own is None:
+            return
+        settings = zip(KernelChoice.present(), self._own, self._before, strict=True)
+        restored = (before if present == own else present for present, own, before in settings)
+        KernelChoice._make(restored).install()
+        self._own = None
+
 
 _WORD = 8  # integers; the last one is a request to stop
 
@@ -351,3 +388,75 @@ def _has_modes() -> bool:
         return True
     modes: list[object] = torch.overrides._get_current_function_mode_stack()
     return any(not isinstance(mode, DeviceContext) for mode in modes)  # of torch.set_default_device
+
+
+class ViewOfBatches:
+    """Ranks of a view, for the batches of one loader (`data/own_rows.BatchRanks`).
+
+    Args:
+        view: the view.
+        microbatches: slices of a batch, of which each rank owns equally many; None: the rows of the
+            first batch with a row for each rank, at most 8, as for calls of a module.
+    """
+
+    def __init__(self, view: View, microbatches: int | None = None) -> None:
+        self.rank = view.ranks.rank
+        self.size = view.ranks.size
+        self._view = view
+        self._microbatches = microbatches
+
+    def can_send(self) -> bool:
+        """Whether this point of the program is one that all ranks reach."""
+        return self._view.exchanges_here()
+
+    def bounds(self, rows: int) -> Bounds | None:
+        """Return the own rows of each rank in a batch; None if a rank would have none."""
+        if rows < self.size:
+            return None
+        if self._microbatches is None:
+            self._microbatches = min(rows, MOST_MICROBATCHES)
+        bounds = rank_bounds(rows, self._microbatches, self._view.ranks.shares)
+        if any(start == stop for start, stop in bounds):
+            return None
+        return bounds
+
+    def word(self, samples: int, *fields: int) -> list[list[int]]:
+        """Return the integers of all ranks, of which each is at a batch; `samples` must be equal on all of them.
+
+        Raises:
+            RankDesyncError: another rank is not.
+            RankMismatchError: something that must be equal differs between ranks.
+        """
+        self._view.in_step.fact_of_samples(samples)
+        words = self._view.word(Action.BATCH, samples, *fields)
+        self._view.require_same_action(words)
+        return [word[2:] for word in words]
+
+    def gather(self, own: torch.Tensor, bounds: Bounds, factor: int) -> torch.Tensor:
+        """Return the rows of all ranks."""
+        return self._view.ranks.gather_rows([own], bounds, factor)
+
+    def rows(self, own: torch.Tensor, bounds: Bounds, factor: int) -> torch.Tensor:
+        """Return a tensor with the whole shape, of the own rows."""
+        if not self._view.keeps_rows:
+            return self.gather(own, bounds, factor)
+        slices = Slices(bounds, self.size, self.rank)
+        return rows_of(
+            own, RowBounds(self._view.row_messages(), slices, factor), self._view.batch_limit
+        )
+
+    def decisions_of(
+        self, dataset: Any, collate: Any, line: Hashable
+    ) -> tuple[MutableMapping[Hashable, Decision], Hashable]:
+        """Return the decisions of earlier loaders, and the key of a loader that a line of the script has made.
+
+        Decisions belong to the data set. Functions that the line makes again are distinguished by
+        their code.
+        """
+        try:
+            decisions = self._view.batch_decisions.setdefault(dataset, {})
+            key = (getattr(collate, "__code__", collate), line)
+            hash(key)
+        except TypeError:  # a list as data set
+            return {}, None
+        return decisions, key
