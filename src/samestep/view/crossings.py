@@ -15,30 +15,13 @@ parts, one for each of its slices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from samestep.reduce.fast import Reduction
-from samestep.view.ranks import Slices
+from samestep.view.ranks import Ranks, RowMessages, Slices
 from samestep.view.region import Joined, Parts, Sums
-
-
-class RankMessages(Protocol):
-    """Messages between the ranks that hold rows."""
-
-    rank: int
-    size: int
-
-    def sum(self, parts: Any) -> torch.Tensor:
-        """Return a sum over ranks."""
-        ...
-
-    def gather_rows(
-        self, own: Parts, bounds: Sequence[tuple[int, int]], factor: int
-    ) -> torch.Tensor:
-        """Return the rows of all ranks in order, as a new contiguous tensor."""
-        ...
 
 
 class RowBounds:
@@ -55,11 +38,11 @@ class RowBounds:
         factor: rows of the tensor per row of the batch.
     """
 
-    def __init__(self, ranks: RankMessages, slices: Slices, factor: int = 1) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks | RowMessages, slices: Slices, factor: int = 1) -> None:
+        self.ranks: Any = ranks
         self.slices = slices
         self.factor = factor
-        self.rows = slices.bounds[-1][1] * factor
+        self.rows = slices.rows * factor
         start, stop = slices.by_rank[ranks.rank]
         self.start = start * factor
         self.stop = stop * factor
@@ -76,7 +59,8 @@ class RowBounds:
 
     def gather(self, own: Parts) -> torch.Tensor:
         """Return the rows of all slices of all ranks, from those of the own slices."""
-        return self.ranks.gather_rows(own, self.slices.by_rank, self.factor)
+        whole: torch.Tensor = self.ranks.gather_rows(own, self.slices.by_rank, self.factor)
+        return whole
 
     def times(self, factor: int) -> RowBounds:
         """Return the bounds of a tensor with `factor` rows per row of the batch."""
@@ -210,7 +194,7 @@ class CallExchange:
         self.is_known_to_all = False
         self._reduction = reduction
         self._count = len(reduction.own)
-        self._expected = expected
+        self.expected = expected
         self._all_are_here = all_are_here
         self._is_forward = True
 
@@ -237,11 +221,11 @@ class CallExchange:
         return self._reduction.sum([part.float() for part in parts]).to(first.dtype)
 
     def _begin(self, own: Sum) -> None:
-        if self._expected is None:
+        if self.expected is None:
             if not self._all_are_here():
                 self.is_known_to_all = True
                 raise CallAbandoned
-        elif len(self.sums) >= len(self._expected) or own != self._expected[len(self.sums)]:
+        elif len(self.sums) >= len(self.expected) or own != self.expected[len(self.sums)]:
             raise CallAbandoned
         self.sums.append(own)
 
@@ -251,7 +235,7 @@ class CallExchange:
         Raises:
             CallAbandoned: it has ended before.
         """
-        if self._expected is not None and len(self.sums) < len(self._expected):
+        if self.expected is not None and len(self.sums) < len(self.expected):
             raise CallAbandoned
 
     def leave(self, device: torch.device, stop: int | None = None) -> None:
@@ -261,7 +245,7 @@ class CallExchange:
             device: device of the sums.
             stop: number of the first sum in which not to take part yet; None to take part in all.
         """
-        expected = self._expected or ()
+        expected = self.expected or ()
         for elements, dtype in expected[len(self.sums) : stop]:
             self.sum([torch.zeros(elements, dtype=dtype, device=device)] * self._count)
 

@@ -31,11 +31,12 @@ from torch.utils._pytree import TreeSpec, tree_leaves
 from samestep.distributed.world import World
 from samestep.reduce.exact import ExactReduction
 from samestep.reduce.fast import FastReduction, Reduction
-from samestep.view.crossings import CallExchange
+from samestep.view.crossings import CallExchange, RowBounds, cut, enter
 from samestep.view.kinds import has_rows
-from samestep.view.operations import Operation
+from samestep.view.leaves import flatten
+from samestep.view.operations import Operation, Operations
 from samestep.view.ranks import Ranks, Slices
-from samestep.view.rows import is_rows, with_all_rows
+from samestep.view.rows import Rows, gathered, is_rows, own_rows, with_all_rows
 
 
 @dataclass
@@ -92,13 +93,48 @@ class Call:
             self.arguments, self.options = with_all_rows((self.arguments, self.options))
             self.leaves = tree_leaves((self.arguments, self.options))
 
-    def whole_eager(self) -> Any:
-        """Compute the call whole, without a compiler."""
-        return self.eager(*self.arguments, **self.options)
-
     def cut_leaves(self) -> tuple[bool, ...]:
         """Return for each leaf whether its first dimension is as long as the batch."""
         return tuple(has_rows(leaf, self.rows) for leaf in self.leaves)
+
+    def own_leaves(
+        self, ranks: Ranks, reduction: Reduction, is_cut: Sequence[bool]
+    ) -> list[list[Any]]:
+        """Return the leaves of the arguments for each own slice.
+
+        Args:
+            ranks: ranks that share the rows.
+            reduction: sums over all slices.
+            is_cut: for each leaf whether it is cut into rows.
+        """
+        rows = RowBounds(ranks, self.slices)
+        count = len(reduction.own)
+        own: list[list[Any]] = [[] for _ in range(count)]
+        # By identity: attention asks whether query and key are one tensor.
+        cuts: dict[int, list[torch.Tensor]] = {}
+        for leaf, has_own_rows in zip(self.leaves, is_cut, strict=True):
+            parts: list[Any] = [leaf] * count
+            if isinstance(leaf, torch.Tensor):
+                if not has_own_rows and leaf.requires_grad and torch.is_grad_enabled():
+                    parts = enter(gathered(leaf), reduction, count)
+                elif not has_own_rows:
+                    parts = [gathered(leaf)] * count
+                elif id(leaf) not in cuts:
+                    cuts[id(leaf)] = parts = _own_rows(leaf, rows)
+                else:
+                    parts = cuts[id(leaf)]
+            for leaves, part in zip(own, parts, strict=True):
+                leaves.append(part)
+        return own
+
+
+def _own_rows(leaf: torch.Tensor, rows: RowBounds) -> list[torch.Tensor]:
+    """Return the rows of each own slice. Those of Rows are here, and their gradients stay here."""
+    if isinstance(leaf, Rows):
+        bounds = leaf._rows_bounds
+        if bounds.factor == 1 and bounds.has_slices(rows.slices):
+            return [own_rows(leaf)]
+    return cut(gathered(leaf), rows)
 
 
 class CallParameters(ABC):
@@ -184,6 +220,30 @@ class CallParameters(ABC):
     def finish(self, result: Any) -> Any:
         """Return the result of `forward` for an own slice, after the forwards of all own slices."""
         return result
+
+
+@dataclass
+class OwnResult:
+    """Result of the forward of an own slice.
+
+    Attributes:
+        leaves: leaves of the outputs.
+        spec: their structure.
+        operations: operations of the forward.
+        returned: result of the forward; None after `finish`, so that it keeps no graph alive.
+    """
+
+    leaves: list[Any]
+    spec: TreeSpec
+    operations: Operations
+    returned: Any = None
+
+    def finish(self, parameters: CallParameters) -> None:
+        """Complete the result after the forwards of all own slices."""
+        result = parameters.finish(self.returned)
+        if result is not self.returned:
+            self.leaves, self.spec = flatten(result)
+        self.returned = None
 
 
 class Strategy(ABC):
