@@ -48,13 +48,11 @@ class RowBounds:
         self.stop = stop * factor
 
     def own(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Return the rows of each own slice of a tensor; they share its memory, unless slices are copies."""
-        parts = [
-            whole[start * self.factor : stop * self.factor]
-            for start, stop in self.slices.own_bounds
-        ]
+        """Return the rows of each own slice of a tensor, with its memory unless slices are copies."""
+        factor = self.factor
+        parts = [whole[start * factor : stop * factor] for start, stop in self.slices.own_bounds]
         if self.slices.copies:
-            return [part.clone() for part in parts]
+            parts = [part.clone() for part in parts]
         return parts
 
     def gather(self, own: Parts) -> torch.Tensor:
@@ -102,7 +100,7 @@ def crossing(
     cross: Callable[..., Sequence[torch.Tensor]],
     back: Callable[..., Sequence[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """Return the values of a crossing. `back` is the crossing of its gradients, so they can be differentiated."""
+    """Return the values of a crossing. `back` is the crossing of its gradients."""
     return list(_Crossing.apply(cross, back, *values))  # type: ignore[no-untyped-call]
 
 
@@ -119,13 +117,14 @@ def cut(whole: torch.Tensor, rows: RowBounds) -> list[torch.Tensor]:
 
 def gather(own: Parts, rows: RowBounds) -> torch.Tensor:
     """Return the whole tensor of the rows of each own slice; the gradient is cut."""
-    return crossing(own, lambda *parts: [rows.gather(parts)], lambda gradient: cut(gradient, rows))[
-        0
-    ]
+    (whole,) = crossing(
+        own, lambda *parts: [rows.gather(parts)], lambda gradient: cut(gradient, rows)
+    )
+    return whole
 
 
 def enter(whole: torch.Tensor, sums: Sums, count: int) -> list[torch.Tensor]:
-    """Return a replicated tensor for use in each of `count` own slices; the gradient is the sum over all slices."""
+    """Return a replicated tensor for each of `count` own slices; the gradient is summed over all."""
     return crossing(
         [whole],
         lambda value: [value.detach() for _ in range(count)],
@@ -134,10 +133,11 @@ def enter(whole: torch.Tensor, sums: Sums, count: int) -> list[torch.Tensor]:
 
 
 def leave(parts: Parts, sums: Sums) -> torch.Tensor:
-    """Return the sum of a part of each slice as a replicated tensor; the gradient enters each slice."""
-    return crossing(
+    """Return the sum of a part of each slice as a replicated tensor; the gradient enters them."""
+    (total,) = crossing(
         parts, lambda *own: [sums.sum(own)], lambda gradient: enter(gradient, sums, len(parts))
-    )[0]
+    )
+    return total
 
 
 def totals(sums: Sums, parts: Parts) -> list[torch.Tensor]:
@@ -151,7 +151,7 @@ def totals(sums: Sums, parts: Parts) -> list[torch.Tensor]:
 
 
 def replicated(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient as a plain tensor: a loss with divided parameters outside of calls gives a DTensor."""
+    """Return a gradient as a plain tensor, also that of a loss with divided parameters."""
     if type(gradient) is torch.Tensor or not hasattr(gradient, "full_tensor"):
         return gradient
     full: torch.Tensor = gradient.full_tensor()
@@ -172,7 +172,7 @@ class CallExchange:
     no rank waits. The others compute on with sums that have no meaning, until the word at the end
     of the call; reading a mark in each sum would wait for accelerators. A rank must know the
     remaining sums: they are those of an earlier call of the kind. Without one, a word precedes each
-        sum.
+    sum.
 
     Args:
         reduction: sums over all slices.
@@ -181,6 +181,7 @@ class CallExchange:
 
     Attributes:
         sums: sums of the forward, until now.
+        expected: sums of an earlier call.
         is_known_to_all: all ranks know that the call is abandoned.
     """
 
@@ -215,19 +216,18 @@ class CallExchange:
         """
         first = parts[0]
         if self._is_forward:
-            self._begin((first.numel(), first.dtype))
+            own = first.numel(), first.dtype
+            number = len(self.sums)
+            if self.expected is None:
+                if not self._all_are_here():
+                    self.is_known_to_all = True
+                    raise CallAbandoned
+            elif number >= len(self.expected) or own != self.expected[number]:
+                raise CallAbandoned
+            self.sums.append(own)
         if first.dtype not in (torch.float16, torch.bfloat16):
             return self._reduction.sum(parts)
         return self._reduction.sum([part.float() for part in parts]).to(first.dtype)
-
-    def _begin(self, own: Sum) -> None:
-        if self.expected is None:
-            if not self._all_are_here():
-                self.is_known_to_all = True
-                raise CallAbandoned
-        elif len(self.sums) >= len(self.expected) or own != self.expected[len(self.sums)]:
-            raise CallAbandoned
-        self.sums.append(own)
 
     def require_all_sums(self) -> None:
         """Require that the forward has had all sums of its kind, in which other ranks may be.
@@ -239,7 +239,7 @@ class CallExchange:
             raise CallAbandoned
 
     def leave(self, device: torch.device, stop: int | None = None) -> None:
-        """Take part in the remaining sums of the forward with zeros, as this rank has left the call.
+        """Take part in the remaining sums of the forward with zeros, after leaving the call.
 
         Args:
             device: device of the sums.

@@ -27,21 +27,17 @@ class Sums(Protocol):
         ...
 
 
-# Returns random numbers of a shape. With a generator they come from it, otherwise from the script's
-# stream.
+# Returns random numbers of a shape, from a generator, or without one from the script's stream.
 Make = Callable[[tuple[int, ...], torch.Generator | None], torch.Tensor]
-
-
-# Receives sums over all slices, and a value of each slice that is computed here; returns a result
-# for each.
+# From sums over all slices and a value of each slice that is computed here: a result for each.
 Joined = Callable[[Sums, list[Any]], list[Any]]
 
 
 class Exchange(Protocol):
-    """Communication of a slice with all others in a divided call. All slices call the same methods equally often."""
+    """Communication of a slice with all others, which call the same methods equally often."""
 
     def join(self, compute: Joined, value: Any) -> Any:
-        """Return the result for this slice of `compute`, which runs once for all slices that are computed here.
+        """Return the result for this slice of `compute`, which runs once for all slices here.
 
         Args:
             compute: makes nodes of the graph that all these slices share.
@@ -117,29 +113,18 @@ class Region:
             raise UnknownDraw(
                 f"draw {index + 1} of the call has the shape {tuple(shape)} for {self.own} rows"
             )
-        if self.seed is not None:
-            return self._draw_by_microbatch(index, factor, tuple(shape), make, device)
-        if factor is None:
-            return make(tuple(shape), None)
-        numbers = make((factor * self.rows, *shape[1:]), None)
-        return numbers[factor * self.start : factor * self.stop]
-
-    def _draw_by_microbatch(
-        self,
-        index: int,
-        factor: int | None,
-        shape: tuple[int, ...],
-        make: Make,
-        device: torch.device,
-    ) -> torch.Tensor:
-        assert self.seed is not None
+        if self.seed is None:
+            if factor is None:
+                return make(tuple(shape), None)
+            numbers = make((factor * self.rows, *shape[1:]), None)
+            return numbers[factor * self.start : factor * self.stop]
         if self.positions is not None:
             self.positions[stream_state()] = index
             torch.rand(())
         generator = torch.Generator(device)
         if factor is None:
             generator.manual_seed(derive_seed("model", self.seed, index))
-            return make(shape, generator)
+            return make(tuple(shape), generator)
         parts = []
         for microbatch, start, stop in self.microbatches:
             generator.manual_seed(derive_seed("model", self.seed, index, microbatch))
@@ -191,15 +176,10 @@ class CallOperations(Protocol):
         """Return the numbers of a random draw inside of a divided call, for the own rows."""
         ...
 
-    def __enter__(self) -> Any:
-        """Observe the operations of the block."""
-        ...
+    def __enter__(self) -> Any: ...
 
-    def __exit__(self, *error: Any) -> Any:
-        """End the block."""
-        ...
+    def __exit__(self, *error: Any) -> Any: ...
 
 
-# A rule receives the operations of the call, the function, and its arguments; it returns the
-# result.
+# From the operations of the call, a function and its arguments: the result for the own rows.
 Rule = Callable[[CallOperations, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]

@@ -9,7 +9,7 @@ from torch import nn
 
 import samestep
 from helpers.compared_calls import COMPARED, SEVERAL, TOLERANCE, require_forms, require_gradients, results_of_ranks
-from samestep.view.parallel import _MOST_SURPRISES
+from samestep.view.first_calls import _MOST_SURPRISES
 from samestep.view.view import View
 
 # Of replicas, besides the checks of all strategies.
