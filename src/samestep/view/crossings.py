@@ -48,7 +48,7 @@ class RowBounds:
         self.stop = stop * factor
 
     def own(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Return the rows of each own slice of a tensor, with its memory unless slices are copies."""
+        """Return the rows of each own slice of a tensor, as copies if slices are copies."""
         factor = self.factor
         parts = [whole[start * factor : stop * factor] for start, stop in self.slices.own_bounds]
         if self.slices.copies:
@@ -124,7 +124,7 @@ def gather(own: Parts, rows: RowBounds) -> torch.Tensor:
 
 
 def enter(whole: torch.Tensor, sums: Sums, count: int) -> list[torch.Tensor]:
-    """Return a replicated tensor for each of `count` own slices; the gradient is summed over all."""
+    """Return a replicated tensor for each of `count` own slices; its gradient is summed."""
     return crossing(
         [whole],
         lambda value: [value.detach() for _ in range(count)],

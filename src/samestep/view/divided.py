@@ -127,8 +127,7 @@ class DividedCall:
             with stance:
                 results = self._forwards(forward)
             self._exchange.require_all_sums()
-        except Exception:
-            # boundary: computed whole then, where the script's own exception comes on all ranks
+        except Exception:  # boundary: the whole call raises the script's own one on all ranks
             if self._parameters is None:
                 self._exchange.leave(view.device)
             else:
@@ -401,7 +400,8 @@ class OutputCrossing:
         for tensor, output in zip(tensors, outputs, strict=False):
             bounds = messages.times(output.factor)
             is_kept = output.kind == "rows" and is_large(tensor, bounds, view.output_limit)
-            self.stays.append(bounds if is_kept else None)
+            kept = bounds if is_kept else None
+            self.stays.append(kept)
 
     def whole(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the whole outputs, with a graph if the own ones have one."""

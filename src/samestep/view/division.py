@@ -1,4 +1,8 @@
-"""How the calls of a kind are divided: rows of arguments and outputs, random draws, form of the graph."""
+"""How the calls of a kind are divided, and whether a division is worth its messages.
+
+The size of a call is decided by arithmetic, not by measured time: times differ between ranks and
+runs, and a whole call has other bits.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +91,7 @@ _OPERATIONS_PER_ELEMENT = 4.0  # of functions that are no products, which wait f
 
 @dataclass(frozen=True)
 class _Speeds:
-    """Orders of magnitude of a device: operations and bytes per second, seconds per divided call and sum inside."""
+    """Magnitudes of a device: operations and bytes per second, seconds per call and per sum."""
 
     operations: float
     bytes: float

@@ -1,4 +1,4 @@
-"""Calls of a module that are computed whole, and how the first calls of a kind decide on later ones.
+"""Calls of a module that are computed whole, and first calls, which decide on later ones.
 
 The first call of a kind is computed whole and watched, the second one is tried: a few rows, whole
 and in parts. Then `ParallelModule` divides the calls of the kind.
@@ -94,7 +94,7 @@ class FirstCalls(ABC):
             return forward(*arguments, **options)
 
     def _enter(self, action: Action) -> None:
-        """Send a word before messages of the strategy: a rank that is elsewhere would not join in."""
+        """Send a word before messages of the strategy: a rank elsewhere would not join in."""
         self.view.equal_kernels.begin()
         if self.strategy.exchanges_in_calls:
             self.view.require_same_action(self.view.word(action))

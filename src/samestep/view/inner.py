@@ -1,4 +1,4 @@
-"""Inner graph of the own rows, for modules that compute activations again in the backward (checkpointing).
+"""Inner graph of the own rows, for modules that compute activations again in the backward.
 
 Activation checkpointing runs the module's code during the backward. It must then find the same
 region, rules and parameters as in the forward, so the graph of the own rows is run by a node of its

@@ -23,7 +23,7 @@ from samestep.view.region import Joined, Parts, Sums
 
 
 class ThreadModes:
-    """Modes of the thread that creates it: gradients, autocast, default device, hooks of saved tensors, stream.
+    """Modes of the thread that creates it: gradients, autocast, device, hooks, stream.
 
     Args:
         device: device of the call.
@@ -112,16 +112,16 @@ class Part:
         self._resumed.acquire()
         self._paused.acquire()
         self._ended = False
-        self._sums: Sums | None = None
-        self._parts: Sequence[Part] = ()
+        self.sums: Sums | None = None
+        self.parts: Sequence[Part] = ()
         self._processors = torch.get_num_threads()
         run = copy_context().run
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=run, args=(self._run,), name="slice of a call", daemon=True
         )
 
     def join(self, compute: Joined, value: Any) -> Any:
-        """Wait for all parts, and return the result for this one. The first part computes in its turn."""
+        """Wait for all parts; return the result for this one. The first one computes it."""
         if self._ended:  # the script has caught the exception that ends it
             raise _Ended
         self.value = value
@@ -132,34 +132,24 @@ class Part:
         self._resumed.acquire()
         if self._ended:
             raise _Ended
-        if self is self._parts[0]:
-            self._compute_for_all(compute)
+        if self is self.parts[0]:
+            assert self.sums is not None
+            values = [part.value for part in self.parts]
+            try:
+                results = compute(self.sums, values)
+            except Exception as error:
+                # boundary: raised in the thread of the scheduler; the script must not catch it
+                self.error = error
+                self._ended = True
+                raise _Ended from None
+            for part, result in zip(self.parts, results, strict=True):
+                part.joined.append(result)
         return self.joined[-1]
-
-    def _compute_for_all(self, compute: Joined) -> None:
-        assert self._sums is not None
-        values = [part.value for part in self._parts]
-        try:
-            results = compute(self._sums, values)
-        except (
-            Exception
-        ) as error:  # boundary: raised in the thread of the scheduler; the script must not catch it
-            self.error = error
-            self._ended = True
-            raise _Ended from None
-        for part, result in zip(self._parts, results, strict=True):
-            part.joined.append(result)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of `values` over all slices. Differentiable."""
         total: torch.Tensor = self.join(totals, values)
         return total
-
-    def start(self, sums: Sums, parts: Sequence[Part]) -> None:
-        """Start the thread, which waits for its first turn."""
-        self._sums = sums
-        self._parts = parts
-        self._thread.start()
 
     def advance(self) -> None:
         """Run until the part joins the others or ends.
@@ -178,11 +168,11 @@ class Part:
         """End the thread."""
         self._ended = True
         self._resumed.release()
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self.thread.ident is not None:
+            self.thread.join()
         # All of these refer to the part: with cycles, tensors would be freed late, by the garbage
         # collector.
-        self._parts = ()
+        self.parts = ()
         self.result = None
         del self._compute, self._turn
 
@@ -231,7 +221,9 @@ def run_in_lockstep(parts: Sequence[Part], sums: Sums) -> list[Any]:
     """
     try:
         for part in parts:
-            part.start(sums, parts)
+            part.sums = sums
+            part.parts = parts
+            part.thread.start()  # which waits for its first turn
         while True:
             for part in parts:
                 part.advance()
@@ -254,6 +246,13 @@ def nodes_of(values: Any) -> set[Any]:
 def order_nodes(parts: Sequence[Part], outputs: Sequence[Any], inputs: Iterable[Any]) -> None:
     """Give the nodes of slices new numbers, above those of this thread.
 
+    Autograd runs the newest node first, by numbers that each thread counts for itself. The bits of
+    the gradient of a tensor with three uses depend on that order, so nodes receive the numbers that
+    one thread would give them: those before the first join, slice by slice, then those of the join,
+    and so on. The order within a slice is then that of a slice alone.
+
+    Private: `_sequence_nr`, `_set_sequence_nr` and `_get_sequence_nr` of torch 2.11 and 2.13.
+
     Args:
         parts: the slices, which have run to their ends.
         outputs: results of each slice.
@@ -273,7 +272,10 @@ def order_nodes(parts: Sequence[Part], outputs: Sequence[Any], inputs: Iterable[
     start: int = torch._C._autograd._get_sequence_nr()
     for number, (_, node) in enumerate(keyed, start):
         node._set_sequence_nr(number)
-    _advance(len(keyed))
+    with torch.enable_grad():  # later nodes of this thread have numbers above these
+        leaf = torch.zeros((), requires_grad=True)
+        for _ in keyed:
+            leaf.neg()
 
 
 def _walk(roots: set[Any], stop: set[Any]) -> list[Any]:
@@ -289,11 +291,3 @@ def _walk(roots: set[Any], stop: set[Any]) -> list[Any]:
         collected.append(node)
         todo.extend(below for below, _ in node.next_functions)
     return collected
-
-
-def _advance(count: int) -> None:
-    """Let later nodes of this thread have numbers above the next `count` ones."""
-    with torch.enable_grad():
-        leaf = torch.zeros((), requires_grad=True)
-        for _ in range(count):
-            leaf.neg()

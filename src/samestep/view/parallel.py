@@ -121,7 +121,7 @@ class ParallelModule(FirstCalls):
         return self._divided(kind, call)
 
     def _reason_for_whole(self, kind: Kind, call: Call) -> str | None:
-        """Return why a call is computed whole although others of its kind may be divided, or None."""
+        """Compute the own rows and gather the outputs; compute the call whole on disagreement."""
         division = kind.division
         if division is None:
             return kind.reason

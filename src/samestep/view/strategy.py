@@ -82,10 +82,8 @@ class Call:
 
     def has_differentiated_arguments(self) -> bool:
         """Whether a backward of the call gives gradients to an argument."""
-        is_needed = any(
-            isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in self.leaves
-        )
-        return is_needed and torch.is_grad_enabled()
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        return torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors)
 
     def gather(self) -> None:
         """Gather arguments of which other rows are elsewhere."""
@@ -171,17 +169,17 @@ class CallParameters(ABC):
         """
 
     def aliases_in_place(self, position: int) -> AbstractContextManager[None]:
-        """Surround the forward of an own slice in a flat graph: the module has the aliases as parameters."""
+        """Surround the forward of an own slice in a flat graph: aliases are the parameters."""
         return self.in_place(self.aliases(position))
 
     @abstractmethod
     def in_place(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """Surround the forward of a slice with an inner graph: the module computes with `leaves`."""
+        """Surround the forward of a slice with an inner graph: `leaves` are the parameters."""
 
     def in_backward(
         self, leaves: Sequence[torch.Tensor], position: int
     ) -> AbstractContextManager[None]:
-        """Surround the backward of a slice with an inner graph, which may compute parts of the forward again."""
+        """Surround the backward of a slice with an inner graph, which may recompute parts of it."""
         return self.in_place(leaves)
 
     def leaves(self, aliases: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -196,7 +194,7 @@ class CallParameters(ABC):
         return gradients
 
     def leave(self, exchange: CallExchange, device: torch.device) -> None:
-        """Leave the call after a failure of the own rows: take part in the messages that the other ranks wait for.
+        """Leave the call after a failure here: take part in messages that other ranks wait for.
 
         Args:
             exchange: exchange of the call.
@@ -281,10 +279,6 @@ class Strategy(ABC):
         self._world = world
         self._before_reduction = before_reduction
 
-    def all_in_sum(self, send_word: Callable[[], bool]) -> bool:
-        """Return whether all ranks are in the same sum inside of a divided call."""
-        return self.has_stages or send_word()
-
     def sum_slices(self, slices: Slices, *, is_exact: bool) -> None:
         """Set the reduction of calls with several own slices."""
         self.reduction = FastReduction(self.ranks, slices.own, self._world.strategy.hook)
@@ -310,22 +304,22 @@ class Strategy(ABC):
         """
 
     def whole(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Surround a whole call: the module has complete parameters, and all ranks compute equal gradients of them."""
+        """Surround a whole call: complete parameters, with equal gradients on all ranks."""
         return nullcontext()
 
     def complete(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Surround a trial, or a copy of the module: it has complete parameters, which are leaves."""
+        """Surround a trial, or a copy of the module: complete parameters, which are leaves."""
         return nullcontext()
 
     def forward_of_trial(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function that a trial computes, with complete parameters, in place of the module's own forward."""
+        """Return the function that a trial computes, with complete parameters."""
         return forward
 
-    def share_buffers(self, buffers: Sequence[tuple[nn.Module, str]]) -> None:  # noqa: B027  # most write them alike
-        """Make buffers that a divided call has written equal on the ranks that compute the same rows."""
+    def share_buffers(self, buffers: Sequence[tuple[nn.Module, str]]) -> None:  # noqa: B027
+        """Make written buffers equal on ranks that compute the same rows, if they are not."""
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  # parameters mostly stay
-        """Prepare an optimizer for a step, and require that it has the parameters of the module since `prepare`.
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
+        """Prepare an optimizer for a step, and require that it was made after `prepare`.
 
         Raises:
             InputError: it was made before.

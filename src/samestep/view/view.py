@@ -320,7 +320,7 @@ class View:
         return all(word[0] == Action.SUM_IN_CALL for word in self.word(Action.SUM_IN_CALL))
 
     def any_rank(self, *flags: bool, place: str = "") -> list[bool]:
-        """Return for each flag whether some rank has set it; `place` names one that may be alone."""
+        """Return for each flag whether some rank sets it; a rank may reach `place` alone."""
         if place:
             self.in_step.fact_of_place(place)
         words = self.word(Action.AGREE, *map(int, flags))
