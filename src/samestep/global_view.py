@@ -110,7 +110,7 @@ def owner_of(
     tensor_plan: Mapping[str, str] = MappingProxyType({}),
     **options: Any,
 ) -> ParallelModule:
-    """Prepare a module for divided calls, on all ranks at the same time, and return the owner of its calls.
+    """Prepare a module for divided calls, on all ranks together; return the owner of its calls.
 
     Args:
         module: a module with equal parameters on all ranks.
@@ -137,7 +137,7 @@ def _observe(module: nn.Module, options: dict[str, Any]) -> None:
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Keep gradients of backwards inside the block, and sum them over ranks in the first backward after it.
+    """Keep gradients of backwards in the block; the first backward after it sums them over ranks.
 
     For gradient accumulation: one sum for several backwards. `.grad` is complete after that
     backward. Under `exact` each backward is summed, and the block changes nothing.
@@ -161,7 +161,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def world_of_process(world: World, reduction: Reduction = "fast") -> Iterator[None]:
-    """Make `samestep.parallel` divide calls between the ranks of a world of `samestep.init`, during the block."""
+    """Let `samestep.parallel` divide calls between the ranks of a world, during the block."""
     options = SessionOptions(reduction=reduction, strategy=world.strategy)
     process_state.world = replace(world, session=replace(world.session, options=options))
     error: type[BaseException] | None = None
@@ -192,7 +192,7 @@ def any_rank(world: World, *flags: bool, place: str = "") -> list[bool]:
 
 
 def parallel_module(module: nn.Module) -> ParallelModule | None:
-    """Return the state of `samestep.parallel` for a module, or None if its calls are not divided."""
+    """Return the state of `samestep.parallel` for a module, or None without divided calls."""
     owner: ParallelModule | None = getattr(type(module), "_samestep_owner", None)
     if owner is not None and owner.module is module:
         return owner
@@ -302,7 +302,8 @@ def _strategy(
         value = getattr(config, option)
         if is_exact and value != plain:
             raise InputError(
-                f"samestep.parallel: reduction='exact' with strategy={name!r} and {option}={value!r}",
+                "samestep.parallel: reduction='exact' "
+                f"with strategy={name!r} and {option}={value!r}",
                 expected="parameters and gradients in their own precision with this reduction",
                 fix=f"{option}={plain!r}",
                 code="E_INCOMPATIBLE",
@@ -364,7 +365,8 @@ def _require_arguments(module: Any, reduction: str, batch_norm: str) -> None:
         is_divided(parameter) for parameter in module.parameters()
     ):
         raise InputError(
-            f"samestep.parallel received a {type(module).__name__} whose parameters are divided already",
+            f"samestep.parallel received a {type(module).__name__} "
+            "whose parameters are divided already",
             expected="a module that no strategy has divided, with all its parts",
             fix="give the whole model to samestep.parallel once, and not its parts",
             code="E_INCOMPATIBLE",

@@ -14,8 +14,8 @@ from samestep.distributed.env import read_rendezvous
 from samestep.errors import InputError
 from samestep.global_view import joined_view
 from samestep.launcher.job import process_state
-from samestep.view.batches import ViewOfBatches
-from samestep.view.fingerprints import script_line
+from samestep.view.in_step import script_line
+from samestep.view.view import ViewOfBatches
 
 _LOADER_DEFAULTS: dict[str, Any] = {
     "batch_size": 1,

@@ -1,4 +1,4 @@
-"""The `fast` reduction: the backend adds in an order of its own."""
+"""Reductions: everything that divided calls sum over ranks; and `fast`, in the backend's order."""
 
 from __future__ import annotations
 
@@ -8,26 +8,54 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from samestep.reduce.tree import Node
+Node = tuple[int, int]  # slices [lo, hi) of a batch that a sum holds
+
+
+class Reduction(Protocol):
+    """Sums over the slices of a batch, each of which belongs to one rank.
+
+    Attributes:
+        own: numbers of the slices of this rank.
+    """
+
+    own: range
+
+    def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of one tensor of each slice, as a new contiguous tensor, on all ranks.
+
+        Args:
+            parts: tensors of the own slices, of one shape and dtype.
+        """
+        ...
+
+    def merge(self, sums: Mapping[Node, torch.Tensor]) -> dict[Node, torch.Tensor]:
+        """Return sums of flat tensors of own slices, with those added that can be, in place.
+
+        Args:
+            sums: tensors by the slices `[lo, hi)` that they hold.
+        """
+        ...
+
+    def start(self, sums: Mapping[Node, torch.Tensor]) -> Any:
+        """Start to sum the result of `merge`, in one order on all ranks, and return the work."""
+        ...
+
+    def wait(self, work: Any) -> torch.Tensor:
+        """Return the sum of a work that was started."""
+        ...
 
 
 class RankSums(Protocol):
-    """Sums over ranks."""
+    """Sums over ranks (`samestep.view.ranks.Ranks`)."""
 
     rank: int
     size: int
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `values` over ranks, as a new contiguous tensor."""
-        ...
+    def sum(self, values: torch.Tensor) -> torch.Tensor: ...
 
-    def start_sum(self, values: torch.Tensor) -> Any:
-        """Start to sum `values` over ranks in place, and return the work to wait for."""
-        ...
+    def start_sum(self, values: torch.Tensor) -> Any: ...
 
-    def wait(self, work: Any) -> None:
-        """Wait for a sum."""
-        ...
+    def wait(self, work: Any) -> None: ...
 
 
 class FastReduction:
@@ -46,7 +74,9 @@ class FastReduction:
         own: range | None = None,
         hook: Literal["none", "fp16", "bf16"] = "none",
     ) -> None:
-        self.own = range(ranks.rank, ranks.rank + 1) if own is None else own
+        if own is None:
+            own = range(ranks.rank, ranks.rank + 1)
+        self.own = own
         self._ranks = ranks
         self._hook = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}[hook]
 
@@ -62,9 +92,9 @@ class FastReduction:
     def start(self, sums: Mapping[Node, torch.Tensor]) -> Any:
         """Start to sum over ranks in place."""
         (flat,) = sums.values()
-        if self._hook is None:
-            return self._ranks.start_sum(flat), flat, flat
-        sent = (flat / self._ranks.size).to(self._hook)  # the mean: a sum could overflow
+        sent = flat
+        if self._hook is not None:
+            sent = (flat / self._ranks.size).to(self._hook)  # the mean: a sum could overflow
         return self._ranks.start_sum(sent), sent, flat
 
     def wait(self, work: Any) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch import nn
 from samestep.script.records import Records
 from samestep.script.replaced import replaced
 from samestep.view.compiled import ForwardOfCalls, with_compiler
-from samestep.view.fingerprints import script_line
+from samestep.view.in_step import script_line
 from samestep.view.parallel import ParallelModule
 
 # Their calls are those of the module inside, which is the outermost one.

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from samestep.errors import InputError
 from samestep.script.replaced import replaced
-from samestep.view.fingerprints import script_line
+from samestep.view.in_step import script_line
 
 Share = Callable[[bytes | None], bytes]
 # Until rank 0 has input, ranks exchange an empty message after this time, so that none of them

@@ -23,7 +23,7 @@ import numpy
 import torch
 
 from samestep.script.replaced import replaced
-from samestep.view.fingerprints import Line, script_line
+from samestep.view.in_step import Line, script_line
 
 _BLOCK = 64  # bytes of one hash
 # Names of files, sockets and semaphores, and keys of connections, differ between processes.

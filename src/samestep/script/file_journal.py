@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from samestep.distributed.env import library_caches
-from samestep.view.fingerprints import is_library_file, script_line
+from samestep.view.in_step import is_library_file, script_line
 
 _OS_NAMES = (
     "stat statvfs lstat access readlink listdir scandir listxattr getxattr chdir getcwd mkdir makedirs rename replace "

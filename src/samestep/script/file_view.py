@@ -24,7 +24,7 @@ from samestep.script.file_journal import (
     key_of,
     listing_of,
 )
-from samestep.view.fingerprints import script_line
+from samestep.view.in_step import script_line
 
 _POLL_SECONDS = 0.01
 _MAX_LINKS = 40

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from samestep.errors import RunError
 from samestep.strategies.divided_parameters import divided_like, full_tensor
-from samestep.view.fingerprints import script_line
+from samestep.view.in_step import script_line
 
 _OWN_REFERENCES = (
     2  # to the storage of a tensor without aliases: the tensor, and the object that counts

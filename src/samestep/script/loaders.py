@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from samestep.data.own_rows import BatchRanks, OwnRows, own_iterator
-from samestep.view.fingerprints import Line, script_line
+from samestep.view.in_step import Line, script_line
 
 
 @dataclass

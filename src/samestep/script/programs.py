@@ -22,7 +22,7 @@ from samestep.distributed.status import RankStatus
 from samestep.errors import RunError
 from samestep.launcher.pickling import pack, unpack
 from samestep.script.replaced import replaced
-from samestep.view.fingerprints import is_library_file, script_line
+from samestep.view.in_step import is_library_file, script_line
 
 _POLL_SECONDS = 0.005
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from samestep.view.fingerprints import Line
+from samestep.view.in_step import Line
 from samestep.view.view import ModuleSummary
 
 _PUBLISH_SECONDS = 30.0

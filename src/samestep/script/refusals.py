@@ -28,7 +28,7 @@ from samestep.distributed.logging import logger
 from samestep.errors import EXIT_DONE, EXIT_FAILED, InputError
 from samestep.launcher.worker import exit_process
 from samestep.script.replaced import replaced
-from samestep.view.fingerprints import script_line
+from samestep.view.in_step import script_line
 
 _REPORT_BYTES = 4096  # of a child process
 _INVALID_DEVICE = 101  # cudaErrorInvalidDevice, CUDA Runtime API

@@ -19,7 +19,7 @@ from samestep.distributed.streams import report_line
 from samestep.errors import RunError
 from samestep.script.loaders import Reading
 from samestep.script.records import Records, lines_of_calls
-from samestep.view.fingerprints import Line
+from samestep.view.in_step import Line
 
 FILE = "summary.json"
 _WITH_LINE = re.compile(r"[^\s:]+:\d+[: ]")  # messages about a line of the script

@@ -44,10 +44,9 @@ from samestep.script.refusals import children_ended, plain_start_method, refusal
 from samestep.script.replaced import replaced
 from samestep.script.summary import FILE, Summary
 from samestep.session import join
-from samestep.view.batches import ViewOfBatches
 from samestep.view.parallel import ParallelModule
 from samestep.view.ranks import MOST_MICROBATCHES, require_microbatches
-from samestep.view.view import View
+from samestep.view.view import View, ViewOfBatches
 
 _OPTIONS: dict[str, Any] = {"batch_norm": "global", "whole": True, "strict": False}
 # Of divided calls. Under `exact` a number of its own: the first call of a module may have few rows.

@@ -14,14 +14,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from samestep.reduce.reduction import Reduction
+from samestep.reduce.fast import Reduction
 from samestep.strategies.divided_parameters import full_tensor
 from samestep.strategies.gathering import gathered
 from samestep.strategies.sharded import Sharded
-from samestep.view.call import Call
 from samestep.view.hub import Hub
 from samestep.view.slots import is_in_place
-from samestep.view.strategy import CallParameters
+from samestep.view.strategy import Call, CallParameters
 
 
 class Gathered(Sharded):

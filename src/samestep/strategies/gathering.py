@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from samestep.reduce.reduction import Reduction
+from samestep.reduce.fast import Reduction
 from samestep.strategies.divided_parameters import full_tensor
 from samestep.strategies.tensor_division import Division
 from samestep.view.crossings import crossing, leave, replicated

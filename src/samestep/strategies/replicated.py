@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from samestep.view.call import Call
 from samestep.view.hub import Hub
-from samestep.view.strategy import Strategy
+from samestep.view.strategy import Call, Strategy
 
 
 class HubStrategy(Strategy):

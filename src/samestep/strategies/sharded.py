@@ -28,13 +28,12 @@ from samestep.strategies.fsdp import shard_model, shard_remainder
 from samestep.strategies.gathering import Differentiable, as_divided, gathered
 from samestep.strategies.tensor_division import Division
 from samestep.strategies.whole_operations import compute_whole
-from samestep.view.call import Call
-from samestep.view.exchange import CallExchange
+from samestep.view.crossings import CallExchange
 from samestep.view.hub import Hub
 from samestep.view.recomputation import recomputation_inside
 from samestep.view.region import current_region
 from samestep.view.slots import ParameterSlots
-from samestep.view.strategy import CallParameters, Strategy
+from samestep.view.strategy import Call, CallParameters, Strategy
 
 # Attributes of the modules of a unit, by which libraries take a script for one of several
 # processes.

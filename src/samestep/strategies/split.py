@@ -18,8 +18,7 @@ from torch import nn
 
 from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError
-from samestep.reduce.fast import FastReduction
-from samestep.reduce.reduction import Reduction
+from samestep.reduce.fast import FastReduction, Reduction
 from samestep.strategies.divided_parameters import split_of
 from samestep.strategies.pipeline.partition import require_single_uses
 from samestep.strategies.pipeline.stage import Later, Stage, StageOperations
@@ -27,12 +26,11 @@ from samestep.strategies.replicated import HubStrategy
 from samestep.strategies.split_gradients import combined, share_norms
 from samestep.strategies.tensor import Place, TensorParallel
 from samestep.strategies.tensor_slices import Slicing, checked_forward
-from samestep.view.call import Call
 from samestep.view.hub import Hub
 from samestep.view.ranks import Ranks
 from samestep.view.recomputation import recomputation_inside
 from samestep.view.slots import Entry, ParameterSlots, replaced
-from samestep.view.strategy import CallParameters
+from samestep.view.strategy import Call, CallParameters
 
 
 class Split(HubStrategy):

@@ -28,7 +28,7 @@ from torch.utils._pytree import register_pytree_node, tree_leaves
 from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.microbatches import owned_microbatches
-from samestep.reduce.tree import MicrobatchTree, communicate, tree_all_reduce
+from samestep.reduce.exact import MicrobatchTree, communicate, tree_all_reduce
 from samestep.view.crossings import crossing
 
 ALIGNMENT = 64  # bytes, as of new memory on CPUs; matrix products can depend on it

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from samestep.view.crossings import Sums, totals
-from samestep.view.region import Region
-from samestep.view.rule import CallOperations, Rule
+from samestep.view.crossings import totals
+from samestep.view.region import CallOperations, Region, Rule, Sums
 
 
 class _Moments(NamedTuple):

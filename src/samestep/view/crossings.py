@@ -15,42 +15,13 @@ parts, one for each of its slices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from samestep.view.ranks import Slices
-
-Parts = Sequence[torch.Tensor]
-
-
-class Sums(Protocol):
-    """Sums over all slices of a batch, of all ranks."""
-
-    def sum(self, parts: Parts) -> torch.Tensor:
-        """Return the sum of a part of each slice, as a new tensor without a graph.
-
-        Args:
-            parts: one tensor of each own slice, all of one shape and dtype.
-        """
-        ...
-
-
-class RankMessages(Protocol):
-    """Messages between the ranks that hold rows."""
-
-    rank: int
-    size: int
-
-    def sum(self, parts: Any) -> torch.Tensor:
-        """Return a sum over ranks."""
-        ...
-
-    def gather_rows(
-        self, own: Parts, bounds: Sequence[tuple[int, int]], factor: int
-    ) -> torch.Tensor:
-        """Return the rows of all ranks in order, as a new contiguous tensor."""
-        ...
+from samestep.reduce.fast import Reduction
+from samestep.view.ranks import Ranks, RowMessages, Slices
+from samestep.view.region import Joined, Parts, Sums
 
 
 class RowBounds:
@@ -67,28 +38,27 @@ class RowBounds:
         factor: rows of the tensor per row of the batch.
     """
 
-    def __init__(self, ranks: RankMessages, slices: Slices, factor: int = 1) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks | RowMessages, slices: Slices, factor: int = 1) -> None:
+        self.ranks: Any = ranks
         self.slices = slices
         self.factor = factor
-        self.rows = slices.bounds[-1][1] * factor
+        self.rows = slices.rows * factor
         start, stop = slices.by_rank[ranks.rank]
         self.start = start * factor
         self.stop = stop * factor
 
     def own(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Return the rows of each own slice of a tensor; they share its memory, unless slices are copies."""
-        parts = [
-            whole[start * self.factor : stop * self.factor]
-            for start, stop in self.slices.own_bounds
-        ]
+        """Return the rows of each own slice of a tensor, as copies if slices are copies."""
+        factor = self.factor
+        parts = [whole[start * factor : stop * factor] for start, stop in self.slices.own_bounds]
         if self.slices.copies:
-            return [part.clone() for part in parts]
+            parts = [part.clone() for part in parts]
         return parts
 
     def gather(self, own: Parts) -> torch.Tensor:
         """Return the rows of all slices of all ranks, from those of the own slices."""
-        return self.ranks.gather_rows(own, self.slices.by_rank, self.factor)
+        whole: torch.Tensor = self.ranks.gather_rows(own, self.slices.by_rank, self.factor)
+        return whole
 
     def times(self, factor: int) -> RowBounds:
         """Return the bounds of a tensor with `factor` rows per row of the batch."""
@@ -130,7 +100,7 @@ def crossing(
     cross: Callable[..., Sequence[torch.Tensor]],
     back: Callable[..., Sequence[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """Return the values of a crossing. `back` is the crossing of its gradients, so they can be differentiated."""
+    """Return the values of a crossing. `back` is the crossing of its gradients."""
     return list(_Crossing.apply(cross, back, *values))  # type: ignore[no-untyped-call]
 
 
@@ -147,13 +117,14 @@ def cut(whole: torch.Tensor, rows: RowBounds) -> list[torch.Tensor]:
 
 def gather(own: Parts, rows: RowBounds) -> torch.Tensor:
     """Return the whole tensor of the rows of each own slice; the gradient is cut."""
-    return crossing(own, lambda *parts: [rows.gather(parts)], lambda gradient: cut(gradient, rows))[
-        0
-    ]
+    (whole,) = crossing(
+        own, lambda *parts: [rows.gather(parts)], lambda gradient: cut(gradient, rows)
+    )
+    return whole
 
 
 def enter(whole: torch.Tensor, sums: Sums, count: int) -> list[torch.Tensor]:
-    """Return a replicated tensor for use in each of `count` own slices; the gradient is the sum over all slices."""
+    """Return a replicated tensor for each of `count` own slices; its gradient is summed."""
     return crossing(
         [whole],
         lambda value: [value.detach() for _ in range(count)],
@@ -162,10 +133,11 @@ def enter(whole: torch.Tensor, sums: Sums, count: int) -> list[torch.Tensor]:
 
 
 def leave(parts: Parts, sums: Sums) -> torch.Tensor:
-    """Return the sum of a part of each slice as a replicated tensor; the gradient enters each slice."""
-    return crossing(
+    """Return the sum of a part of each slice as a replicated tensor; the gradient enters them."""
+    (total,) = crossing(
         parts, lambda *own: [sums.sum(own)], lambda gradient: enter(gradient, sums, len(parts))
-    )[0]
+    )
+    return total
 
 
 def totals(sums: Sums, parts: Parts) -> list[torch.Tensor]:
@@ -179,8 +151,104 @@ def totals(sums: Sums, parts: Parts) -> list[torch.Tensor]:
 
 
 def replicated(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient as a plain tensor: a loss with divided parameters outside of calls gives a DTensor."""
+    """Return a gradient as a plain tensor, also that of a loss with divided parameters."""
     if type(gradient) is torch.Tensor or not hasattr(gradient, "full_tensor"):
         return gradient
     full: torch.Tensor = gradient.full_tensor()
     return full
+
+
+class CallAbandoned(Exception):
+    """A rank has left the divided call; all ranks compute it whole."""
+
+
+Sum = tuple[int, torch.dtype]  # number of elements and dtype
+
+
+class CallExchange:
+    """Exchange of one divided call.
+
+    A rank with code that fails takes part in the remaining sums of the others, with zeros, so that
+    no rank waits. The others compute on with sums that have no meaning, until the word at the end
+    of the call; reading a mark in each sum would wait for accelerators. A rank must know the
+    remaining sums: they are those of an earlier call of the kind. Without one, a word precedes each
+    sum.
+
+    Args:
+        reduction: sums over all slices.
+        expected: sums of the forward of an earlier call; None if there was none.
+        all_are_here: sends a word; returns whether all ranks are in the same sum.
+
+    Attributes:
+        sums: sums of the forward, until now.
+        expected: sums of an earlier call.
+        is_known_to_all: all ranks know that the call is abandoned.
+    """
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        expected: tuple[Sum, ...] | None,
+        all_are_here: Callable[[], bool],
+    ) -> None:
+        self.sums: list[Sum] = []
+        self.is_known_to_all = False
+        self._reduction = reduction
+        self._count = len(reduction.own)
+        self.expected = expected
+        self._all_are_here = all_are_here
+        self._is_forward = True
+
+    def join(self, compute: Joined, value: Any) -> Any:
+        """Return the result of `compute` for the only own slice."""
+        return compute(self, [value])[0]
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `values` over all slices. Differentiable."""
+        return totals(self, [values])[0]
+
+    def sum(self, parts: Parts) -> torch.Tensor:
+        """Return the sum of one tensor of each slice, without a graph.
+
+        Raises:
+            CallAbandoned: a rank has failed, or the sum is not the one that the kind of the call
+            has here.
+        """
+        first = parts[0]
+        if self._is_forward:
+            own = first.numel(), first.dtype
+            number = len(self.sums)
+            if self.expected is None:
+                if not self._all_are_here():
+                    self.is_known_to_all = True
+                    raise CallAbandoned
+            elif number >= len(self.expected) or own != self.expected[number]:
+                raise CallAbandoned
+            self.sums.append(own)
+        if first.dtype not in (torch.float16, torch.bfloat16):
+            return self._reduction.sum(parts)
+        return self._reduction.sum([part.float() for part in parts]).to(first.dtype)
+
+    def require_all_sums(self) -> None:
+        """Require that the forward has had all sums of its kind, in which other ranks may be.
+
+        Raises:
+            CallAbandoned: it has ended before.
+        """
+        if self.expected is not None and len(self.sums) < len(self.expected):
+            raise CallAbandoned
+
+    def leave(self, device: torch.device, stop: int | None = None) -> None:
+        """Take part in the remaining sums of the forward with zeros, after leaving the call.
+
+        Args:
+            device: device of the sums.
+            stop: number of the first sum in which not to take part yet; None to take part in all.
+        """
+        expected = self.expected or ()
+        for elements, dtype in expected[len(self.sums) : stop]:
+            self.sum([torch.zeros(elements, dtype=dtype, device=device)] * self._count)
+
+    def end_forward(self) -> None:
+        """End the forward, which is complete on all ranks; later sums belong to the backward."""
+        self._is_forward = False

@@ -23,8 +23,7 @@ from torch.nn import functional, init
 
 from samestep.distributed.devices import is_accelerator
 from samestep.view.own_numbers import Shape, draw, follows_rows, like, with_rows
-from samestep.view.region import UnknownDraw
-from samestep.view.rule import CallOperations, Rule
+from samestep.view.region import CallOperations, Rule, UnknownDraw
 
 Function = Callable[..., Any]
 Arguments = Sequence[Any]

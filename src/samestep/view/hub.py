@@ -22,15 +22,131 @@ import torch
 from torch import nn
 
 from samestep.errors import RunError
-from samestep.reduce.buckets import Bucket, plan_buckets
-from samestep.reduce.reduction import Reduction
-from samestep.reduce.tree import Node
+from samestep.reduce.fast import Node, Reduction
 from samestep.view.crossings import leave
 from samestep.view.slots import ParameterSlots, is_in_place, replaced
 from samestep.view.strategy import CallParameters
 
+# Of gradients in one message; the sum of one overlaps with the computation of the next.
+BUCKET_BYTES = 8 * 2**20
+_FIRST_BUCKET_BYTES = 2**20  # the first message starts early
+_ALIGNMENT_BYTES = 128  # of each gradient: fused optimizers and NCCL read aligned memory faster
 _FIRST = 2**63  # sequence number of a node that runs as soon as its inputs are complete
 _LAST = 0  # of one that runs when no other node can
+
+
+class Bucket:
+    """Layout of the gradients of some parameters in a flat tensor, with a flag for each present.
+
+    Each gradient has the strides of its parameter if these are dense, so that it becomes `.grad`
+    without a copy.
+
+    Args:
+        parameters: parameters of one dtype on one device.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        first = parameters[0]
+        self.parameters = parameters
+        self.dtype = first.dtype
+        self.device = first.device
+        alignment = _ALIGNMENT_BYTES // first.element_size()
+        self._layout: list[tuple[int, torch.Size, tuple[int, ...]]] = []
+        offset = 0
+        for parameter in parameters:
+            self._layout.append((offset, parameter.shape, _dense_strides(parameter)))
+            offset += -(-parameter.numel() // alignment) * alignment
+        self._flags = slice(offset, offset + len(parameters))
+        # Complete too: slices of the whole tensor begin and end at aligned memory.
+        self._elements = offset + -(-len(parameters) // alignment) * alignment
+
+    def fill(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Return a new flat tensor of gradients; an absent one is zero, and so is its flag."""
+        flat = torch.empty(self._elements, dtype=self.dtype, device=self.device)
+        flat[self._flags.start :].fill_(1)
+        targets = []
+        sources = []
+        for index, (view, gradient) in enumerate(zip(self.views(flat), gradients, strict=True)):
+            if gradient is None:
+                view.zero_()
+                flat[self._flags.start + index] = 0
+            else:
+                targets.append(view)
+                sources.append(gradient)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return flat
+
+    def add(self, flat: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add gradients to those in `flat`, which `fill` returned."""
+        pairs = zip(self.views(flat), gradients, strict=True)
+        present = [(view, gradient) for view, gradient in pairs if gradient is not None]
+        if present:
+            targets, sources = zip(*present, strict=True)
+            torch._foreach_add_(targets, sources)
+        flags = [float(gradient is not None) for gradient in gradients]
+        flat[self._flags].add_(torch.tensor(flags, dtype=self.dtype, device=self.device))
+
+    def remove(self, flat: torch.Tensor, index: int) -> None:
+        """Make the gradient of a parameter absent."""
+        self.views(flat)[index].zero_()
+        flat[self._flags.start + index] = 0
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the gradients in `flat`, which share its memory."""
+        start = flat.storage_offset()
+        return [
+            flat.as_strided(shape, strides, start + offset)
+            for offset, shape, strides in self._layout
+        ]
+
+    def gradients(self, flat: torch.Tensor) -> list[torch.Tensor | None]:
+        """Return the gradients in a summed tensor; None if no rank has one."""
+        views: list[torch.Tensor | None] = list(self.views(flat))
+        # Reading flags of a GPU would wait for it; ranks with the same operations have the same.
+        if self.device.type == "cpu":
+            for index, flag in enumerate(flat[self._flags].tolist()):
+                if not flag:
+                    views[index] = None
+        return views
+
+
+def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a parameter that fills its memory, otherwise contiguous ones."""
+    # In the order of their strides, dimensions of a dense tensor are products of those before them.
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return torch.empty(parameter.shape, device="meta").stride()
+        expected *= size
+    return parameter.stride()
+
+
+def plan_buckets(
+    parameters: Sequence[torch.Tensor], first_bytes: int = _FIRST_BUCKET_BYTES
+) -> list[list[int]]:
+    """Divide parameters into buckets of about `BUCKET_BYTES`, in the order of their gradients.
+
+    The backward computes gradients of the last layers first. Parameters of a bucket have one dtype
+    and device.
+
+    Returns:
+        Indices of the parameters of each bucket.
+    """
+    buckets: list[list[int]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for index in reversed(range(len(parameters))):
+        parameter = parameters[index]
+        key = (parameter.dtype, parameter.device)
+        members, size = open_buckets.pop(key, ([], 0))
+        if not members:
+            buckets.append(members)
+        members.append(index)
+        size += parameter.nbytes
+        limit = first_bytes if members is buckets[0] else BUCKET_BYTES
+        if size < limit:
+            open_buckets[key] = (members, size)
+    return buckets
 
 
 class _Wait(torch.autograd.Function):
@@ -78,36 +194,31 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.bucket.collect(ctx.number, gradients[:-1])
-        # The gradient of one anchor only: Launch takes the others from the bucket.
-        anchor = gradients[-1] if ctx.bucket.is_first(ctx.number) else None
+        anchor = ctx.bucket.collect(ctx.number, gradients)
+        # Launch takes the other gradients from the bucket.
         return (None, None, *[None] * (len(gradients) - 1), anchor)
 
 
-class _HubBucket:
+class _HubBucket(Bucket):
     """One bucket of a hub, and its gradients in the current backward.
 
     The graph of a call refers to it, so it must not refer to the graph: a cycle through nodes would
     never be freed.
     """
 
-    def __init__(self, state: _State, parameters: list[torch.Tensor]) -> None:
-        self.parameters = parameters
-        self.bucket = Bucket(parameters)
-        self.device = parameters[0].device
+    def __init__(self, state: _State, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__(parameters)
         self.sums: dict[Node, torch.Tensor] = {}  # flat gradients of own slices
         self.is_complete = False  # `sums` has the gradients of all own slices
         self.work: Any = None
         self.pending: torch.Tensor | None = None  # own gradients of `no_sync`
-        self._parts: dict[int, Sequence[torch.Tensor | None]] = {}  # of slices, with a graph
-        self._has_gradient: list[
-            bool
-        ] = []  # for each parameter: whether the current backward has one here
-        self._hooks: list[Any] = []  # of the parameters, while gradients are pending
-        self._versions: list[
-            int
-        ] = []  # of the gradients of the parameters, when they were last looked at
         self._state = state
+        self._parts: dict[int, Sequence[torch.Tensor | None]] = {}  # of slices, with a graph
+        # For each parameter: whether the current backward has a gradient here, and the version of
+        # `.grad` when it was last looked at.
+        self._has_gradient: list[bool] = []
+        self._versions: list[int] = []
+        self._hooks: list[Any] = []  # of the parameters, while gradients are pending
 
     def aliases(self) -> list[list[torch.Tensor]]:
         """Return new aliases of the parameters, and the anchor, for each own slice."""
@@ -126,10 +237,6 @@ class _HubBucket:
             collect._set_sequence_nr(_FIRST)
         return collected
 
-    def is_first(self, number: int) -> bool:
-        """Whether a slice is the first own one."""
-        return number == self._state.reduction.own.start
-
     def clear(self) -> None:
         """Forget the gradients of an earlier backward."""
         self.sums = {}
@@ -137,24 +244,32 @@ class _HubBucket:
         self.work = None
         self._parts = {}
 
-    def collect(self, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Keep the gradients of an own slice."""
+    def collect(self, number: int, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """Keep the gradients of an own slice; return that of the anchor for one slice only."""
+        *own, anchor = gradients
         if torch.is_grad_enabled():
-            self._parts[number] = gradients
-            return
-        self._state.begin_backward()
-        flat = self.bucket.fill([None if one is None else _dense(one) for one in gradients])
-        self.sums = self._state.reduction.merge({(number, number + 1): flat, **self.sums})
+            self._parts[number] = own
+        else:
+            self._state.begin_backward()
+            flat = self.fill(_dense(own))
+            self.sums = self._state.reduction.merge({(number, number + 1): flat, **self.sums})
+        return anchor if number == self._state.reduction.own.start else None
 
     def launch(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Start the sum of own gradients. The returned tensors only carry the order of nodes."""
-        reduction = self._state.reduction
+        own = self._state.reduction.own
         if torch.is_grad_enabled():  # create_graph: crossings that can be differentiated
-            return self._leave([self._parts.get(number, gradients) for number in reduction.own])
+            return self._leave([self._parts.get(number, gradients) for number in own])
         self._state.begin_backward()
-        if len(reduction.own) == 1:
-            flat = self._own_gradients([None if one is None else _dense(one) for one in gradients])
-            self.sums = {(reduction.own.start, reduction.own.stop): flat}
+        if len(own) == 1:
+            gradients = _dense(gradients)
+            self._has_gradient = [gradient is not None for gradient in gradients]
+            if self.pending is None:
+                flat = self.fill(gradients)
+            else:  # in place: a new flat tensor would move all gradients once more
+                flat = self._pending_gradients(self.pending)
+                self.add(flat, gradients)
+            self.sums = {(own.start, own.stop): flat}
         self.is_complete = True
         if not self._state.is_deferred:
             self.pending = None
@@ -163,37 +278,26 @@ class _HubBucket:
             self._hooks = []
             self._state.start_in_order()
         # Views of the same memory, so that this takes no time; `finish` replaces them.
-        return list(self.bucket.views(next(iter(self.sums.values()))))
+        return list(self.views(next(iter(self.sums.values()))))
 
     def _leave(self, slices: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
-        """Return sums of the gradients of the own slices over all slices, which can be differentiated."""
+        """Return sums of gradients of the own slices over all, which can be differentiated."""
         self._parts = {}
         results: list[torch.Tensor | None] = []
         for parts in zip(*slices, strict=True):
+            result = None
             present = [part for part in parts if part is not None]
-            if not present:
-                results.append(None)
-                continue
-            filled = [torch.zeros_like(present[0]) if part is None else part for part in parts]
-            results.append(leave(filled, self._state.reduction))
+            if present:
+                zeros = torch.zeros_like(present[0])
+                filled = [zeros if part is None else part for part in parts]
+                result = leave(filled, self._state.reduction)
+            results.append(result)
         return results
-
-    def _own_gradients(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Return the flat gradients of the own slice, with those of `no_sync`."""
-        self._has_gradient = [gradient is not None for gradient in gradients]
-        if self.pending is None:
-            return self.bucket.fill(gradients)
-        flat = (
-            self._pending_gradients()
-        )  # added in place: a new flat tensor would move all gradients once more
-        self.bucket.add(flat, gradients)
-        return flat
 
     def finish(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Wait for the sum and return the gradients of the parameters."""
-        if torch.is_grad_enabled():
-            return gradients
-        if not self.is_complete:  # autograd does not need the gradients of this bucket
+        # Without gradients of this bucket, autograd does not need them.
+        if torch.is_grad_enabled() or not self.is_complete:
             return gradients
         if self._state.is_deferred:
             (flat,) = self.sums.values()
@@ -203,54 +307,55 @@ class _HubBucket:
             self._state.start_all()
         flat = self._state.reduction.wait(self.work)
         self.clear()
-        return self.bucket.gradients(flat)
+        return self.gradients(flat)
 
     def _defer(self, flat: torch.Tensor) -> list[torch.Tensor | None]:
+        """Keep gradients for a later backward; return zeros where a parameter has none."""
         if self.pending is None:
             self.pending = flat
-            self._versions = [
-                0 if one.grad is None else one.grad._version for one in self.parameters
+            versions = [0 if one.grad is None else one.grad._version for one in self.parameters]
+            self._versions = versions
+
+            # `zero_grad` writes too: only writes between two accumulations are its own.
+            def note(index: int, parameter: torch.Tensor) -> None:
+                if parameter.grad is not None:
+                    versions[index] = parameter.grad._version
+
+            self._hooks = [
+                one.register_post_accumulate_grad_hook(partial(note, index))
+                for index, one in enumerate(self.parameters)
             ]
-            self._watch_accumulation()
         # `.grad` exists from the first backward on, so that `zero_grad` can be seen.
-        marks: list[torch.Tensor | None] = []
-        for parameter, has_gradient in zip(self.parameters, self._has_gradient, strict=True):
-            mark = None
-            if has_gradient and parameter.grad is None:
-                mark = torch.zeros_like(parameter)
-            marks.append(mark)
+        marks: list[torch.Tensor | None] = [None] * len(self.parameters)
+        for index, parameter in enumerate(self.parameters):
+            if self._has_gradient[index] and parameter.grad is None:
+                marks[index] = torch.zeros_like(parameter)
         return marks
 
-    def _watch_accumulation(self) -> None:
-        """Note the versions of `.grad` after gradients are added to it: `zero_grad` writes too."""
-        versions = self._versions
-
-        def note(index: int, parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:
-                versions[index] = parameter.grad._version
-
-        self._hooks = [
-            one.register_post_accumulate_grad_hook(partial(note, index))
-            for index, one in enumerate(self.parameters)
-        ]
-
-    def _pending_gradients(self) -> torch.Tensor:
-        """Return own gradients of earlier backwards; those which `zero_grad` has dropped since are zero or absent."""
-        assert self.pending is not None
-        for index, view in enumerate(self.bucket.views(self.pending)):
+    def _pending_gradients(self, pending: torch.Tensor) -> torch.Tensor:
+        """Return gradients of earlier backwards, without those that `zero_grad` has dropped."""
+        for index, view in enumerate(self.views(pending)):
             gradient = self.parameters[index].grad
             if gradient is None:
                 self._versions[index] = 0
-                self.bucket.remove(self.pending, index)
+                self.remove(pending, index)
             elif gradient._version != self._versions[index]:
                 self._versions[index] = gradient._version
                 if not gradient.any():
                     view.zero_()
-        return self.pending
+        return pending
+
+
+def _dense(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    dense = list(gradients)
+    for index, gradient in enumerate(dense):
+        if gradient is not None and gradient.is_sparse:
+            dense[index] = gradient.to_dense()
+    return dense
 
 
 class _State:
-    """State of a hub in the current backward.
+    """State of a hub in the current backward, without its graph.
 
     Attributes:
         reduction: sums over all slices.
@@ -282,28 +387,20 @@ class _State:
         """Start the sums of complete buckets, in the order of buckets on all ranks."""
         # Started when ready, in whatever order, sums of different buckets could be paired.
         while self._next < len(self.buckets) and self.buckets[self._next].is_complete:
-            self._start(self.buckets[self._next])
+            bucket = self.buckets[self._next]
+            bucket.work = self.reduction.start(bucket.sums)
             self._next += 1
 
     def start_all(self) -> None:
         """Start the sums that wait for a bucket which this backward does not need."""
         for bucket in self.buckets[self._next :]:
             if bucket.is_complete and bucket.work is None:
-                self._start(bucket)
+                bucket.work = self.reduction.start(bucket.sums)
         self._next = len(self.buckets)
-
-    def _start(self, bucket: _HubBucket) -> None:
-        bucket.work = self.reduction.start(bucket.sums)
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    if gradient.is_sparse:
-        return gradient.to_dense()
-    return gradient
 
 
 def _place(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """Return the facts that change if a script assigns other data to a parameter, be it a part of the old memory."""
+    """Return the facts that change if a script assigns other data, or a part of the old memory."""
     return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
 
 
@@ -388,7 +485,8 @@ class Hub(CallParameters):
         """
         if any(bucket.pending is not None for bucket in self._state.buckets):
             raise RunError(
-                "the optimizer steps with gradients of samestep.no_sync that were not summed over ranks",
+                "the optimizer steps with gradients of samestep.no_sync "
+                "that were not summed over ranks",
                 expected="a backward outside of samestep.no_sync before the step",
                 fix="end the block before the last backward of the step",
                 code="E_RUN",

@@ -8,15 +8,61 @@ graph.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from samestep.view.crossings import Parts, Sums, totals
-from samestep.view.region import Joined
+from samestep.distributed.devices import accelerator_module, is_accelerator
+from samestep.view.crossings import totals
+from samestep.view.region import Joined, Parts, Sums
+
+
+class ThreadModes:
+    """Modes of the thread that creates it: gradients, autocast, device, hooks, stream.
+
+    Args:
+        device: device of the call.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in dict.fromkeys(("cpu", device.type))
+        ]
+        self._caches = torch.is_autocast_cache_enabled()
+        # Private, in torch 2.11 and 2.13.
+        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._functions = torch.overrides._get_current_function_mode_stack()
+        self._stream = None
+        if is_accelerator(device):
+            self._stream = accelerator_module().current_stream(device)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Install the modes in another thread during the block."""
+        with ExitStack() as stack:
+            if self._stream is not None:
+                stack.enter_context(accelerator_module().device(self._device))
+                stack.enter_context(accelerator_module().stream(self._stream))
+            if self._inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, self._caches))
+            if self._hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks))
+            for mode in self._functions:
+                torch.overrides._push_mode(mode)
+                stack.callback(torch.overrides._pop_mode)
+            yield
 
 
 class OutOfStep(Exception):
@@ -66,16 +112,16 @@ class Part:
         self._resumed.acquire()
         self._paused.acquire()
         self._ended = False
-        self._sums: Sums | None = None
-        self._parts: Sequence[Part] = ()
+        self.sums: Sums | None = None
+        self.parts: Sequence[Part] = ()
         self._processors = torch.get_num_threads()
         run = copy_context().run
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=run, args=(self._run,), name="slice of a call", daemon=True
         )
 
     def join(self, compute: Joined, value: Any) -> Any:
-        """Wait for all parts, and return the result for this one. The first part computes in its turn."""
+        """Wait for all parts; return the result for this one. The first one computes it."""
         if self._ended:  # the script has caught the exception that ends it
             raise _Ended
         self.value = value
@@ -86,34 +132,24 @@ class Part:
         self._resumed.acquire()
         if self._ended:
             raise _Ended
-        if self is self._parts[0]:
-            self._compute_for_all(compute)
+        if self is self.parts[0]:
+            assert self.sums is not None
+            values = [part.value for part in self.parts]
+            try:
+                results = compute(self.sums, values)
+            except Exception as error:
+                # boundary: raised in the thread of the scheduler; the script must not catch it
+                self.error = error
+                self._ended = True
+                raise _Ended from None
+            for part, result in zip(self.parts, results, strict=True):
+                part.joined.append(result)
         return self.joined[-1]
-
-    def _compute_for_all(self, compute: Joined) -> None:
-        assert self._sums is not None
-        values = [part.value for part in self._parts]
-        try:
-            results = compute(self._sums, values)
-        except (
-            Exception
-        ) as error:  # boundary: raised in the thread of the scheduler; the script must not catch it
-            self.error = error
-            self._ended = True
-            raise _Ended from None
-        for part, result in zip(self._parts, results, strict=True):
-            part.joined.append(result)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of `values` over all slices. Differentiable."""
         total: torch.Tensor = self.join(totals, values)
         return total
-
-    def start(self, sums: Sums, parts: Sequence[Part]) -> None:
-        """Start the thread, which waits for its first turn."""
-        self._sums = sums
-        self._parts = parts
-        self._thread.start()
 
     def advance(self) -> None:
         """Run until the part joins the others or ends.
@@ -132,11 +168,11 @@ class Part:
         """End the thread."""
         self._ended = True
         self._resumed.release()
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self.thread.ident is not None:
+            self.thread.join()
         # All of these refer to the part: with cycles, tensors would be freed late, by the garbage
         # collector.
-        self._parts = ()
+        self.parts = ()
         self.result = None
         del self._compute, self._turn
 
@@ -185,7 +221,9 @@ def run_in_lockstep(parts: Sequence[Part], sums: Sums) -> list[Any]:
     """
     try:
         for part in parts:
-            part.start(sums, parts)
+            part.sums = sums
+            part.parts = parts
+            part.thread.start()  # which waits for its first turn
         while True:
             for part in parts:
                 part.advance()
@@ -197,3 +235,59 @@ def run_in_lockstep(parts: Sequence[Part], sums: Sums) -> list[Any]:
     finally:
         for part in parts:
             part.end()
+
+
+def nodes_of(values: Any) -> set[Any]:
+    """Return the nodes of the tensors among some values."""
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+
+
+def order_nodes(parts: Sequence[Part], outputs: Sequence[Any], inputs: Iterable[Any]) -> None:
+    """Give the nodes of slices new numbers, above those of this thread.
+
+    Autograd runs the newest node first, by numbers that each thread counts for itself. The bits of
+    the gradient of a tensor with three uses depend on that order, so nodes receive the numbers that
+    one thread would give them: those before the first join, slice by slice, then those of the join,
+    and so on. The order within a slice is then that of a slice alone.
+
+    Private: `_sequence_nr`, `_set_sequence_nr` and `_get_sequence_nr` of torch 2.11 and 2.13.
+
+    Args:
+        parts: the slices, which have run to their ends.
+        outputs: results of each slice.
+        inputs: nodes where the graphs of all slices begin.
+    """
+    joins = len(parts[0].marks)
+    joined = [nodes_of([part.joined[number] for part in parts]) for number in range(joins)]
+    stop = set(inputs).union(*joined)
+    keyed: list[tuple[tuple[int, ...], Any]] = []
+    for number, nodes in enumerate(joined):
+        keyed += [((number, 1, 0, node._sequence_nr()), node) for node in nodes]
+    for position, (part, output) in enumerate(zip(parts, outputs, strict=True)):
+        for node in _walk(nodes_of([part.roots, output]), stop):
+            number = node._sequence_nr()
+            keyed.append(((bisect_right(part.marks, number), 0, position, number), node))
+    keyed.sort(key=lambda pair: pair[0])
+    start: int = torch._C._autograd._get_sequence_nr()
+    for number, (_, node) in enumerate(keyed, start):
+        node._set_sequence_nr(number)
+    with torch.enable_grad():  # later nodes of this thread have numbers above these
+        leaf = torch.zeros((), requires_grad=True)
+        for _ in keyed:
+            leaf.neg()
+
+
+def _walk(roots: set[Any], stop: set[Any]) -> list[Any]:
+    """Return the nodes below some nodes, without those of `stop` and the nodes of leaves."""
+    seen = set(stop)
+    collected = []
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or node.name() == "torch::autograd::AccumulateGrad":
+            continue
+        seen.add(node)
+        collected.append(node)
+        todo.extend(below for below, _ in node.next_functions)
+    return collected

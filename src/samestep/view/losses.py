@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from samestep.view.rule import CallOperations, Rule
+from samestep.view.region import CallOperations, Rule
 
 _HALVES = (torch.float16, torch.bfloat16)
 

@@ -12,8 +12,7 @@ from torch.overrides import TorchFunctionMode
 from samestep.view.batch_norm import BATCH_NORM_RULES
 from samestep.view.draws import DRAW_RULES
 from samestep.view.losses import LOSS_RULES
-from samestep.view.region import Make, Region
-from samestep.view.rule import Rule
+from samestep.view.region import Make, Region, Rule
 
 RULES: dict[Callable[..., Any], Rule] = {**DRAW_RULES, **LOSS_RULES, **BATCH_NORM_RULES}
 # A function, or a switch of the next function in a list of operations: one of its arguments that is

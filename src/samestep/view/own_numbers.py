@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from samestep.distributed.devices import accelerator_module, is_accelerator
-from samestep.view.region import UnknownDraw
-from samestep.view.rule import CallOperations
+from samestep.view.region import CallOperations, UnknownDraw
 
 Shape = tuple[int, ...]
 

@@ -1,18 +1,68 @@
-"""Messages of divided calls between ranks: words, sums and gathered rows."""
+"""Messages between ranks, and the slices of a batch that each rank owns."""
 
 from __future__ import annotations
 
+import os
+import threading
+import zlib
 from collections.abc import Sequence
+from enum import IntEnum, auto
 from typing import Any
 
 import torch
 
 from samestep.distributed.world import World
-from samestep.errors import InputError
+from samestep.errors import InputError, RankDesyncError, RunError
 from samestep.microbatches import Shares, microbatch_bounds, owned_microbatches, rank_count
+from samestep.view.region import current_region
 
 MOST_MICROBATCHES = 8  # without a number
 _FEW_BYTES = 2**16  # sent to every other rank at once
+_MOST_NUMBERS = 2  # of a sum that fit into a word
+
+
+class Action(IntEnum):
+    """What a rank is about to do: the first number of a word."""
+
+    ENTER_CALL = auto()
+    SUM_IN_CALL = auto()
+    END_CALL = auto()
+    WHOLE_CALL = auto()
+    WATCH = auto()
+    WATCH_RAISED = auto()
+    TRIAL = auto()
+    BACKWARD = auto()
+    STEP = auto()
+    PARALLEL = auto()
+    BATCH = auto()
+    AGREE = auto()
+    ROWS = auto()
+    ROWS_RAISED = auto()
+    END = auto()
+
+    @property
+    def place(self) -> str:
+        """Where in the script a rank sends the word, for errors."""
+        return _PLACES[self]
+
+
+_PLACES = {
+    Action.ENTER_CALL: "a divided call",
+    Action.SUM_IN_CALL: "a sum inside of a divided call",
+    Action.END_CALL: "the end of a divided call",
+    Action.WHOLE_CALL: "a call that is computed whole",
+    Action.WATCH: "the first call of a kind",
+    Action.WATCH_RAISED: "an exception in the first call of a kind",
+    Action.TRIAL: "the second call of a kind",
+    Action.BACKWARD: "a backward",
+    Action.STEP: "a step of an optimizer",
+    Action.PARALLEL: "samestep.parallel",
+    Action.BATCH: "a batch of a loader",
+    Action.AGREE: "a decision of all ranks",
+    Action.ROWS: "an operation that needs all rows of a batch or an output",
+    Action.ROWS_RAISED: "an exception of an operation on its rows of a batch or an output",
+    Action.END: "the end of the script",
+}
 
 
 class Ranks:
@@ -59,18 +109,18 @@ class Ranks:
     def _gather_equal(self, own: torch.Tensor, name: str) -> torch.Tensor:
         """Return equally large tensors of all ranks, as rows of a new tensor."""
         every = own.new_empty(self.size, *own.shape)
-        if self._sockets is not None and own.nbytes <= _FEW_BYTES:
-            sockets = self._sockets
-            self.world.run_collective(
-                lambda: sockets.all_gather(own, every, range(self.size)), name
-            )
-        else:
-            # As bytes: backends do not send tensors of every dtype.
-            sent = own.view(-1).view(torch.uint8)
-            received = every.view(-1).view(torch.uint8)
-            self.world.run_collective(
-                lambda: self._group._allgather_base(received, sent).wait(), name
-            )
+        sockets = self._sockets
+
+        def send() -> None:
+            if sockets is not None and own.nbytes <= _FEW_BYTES:
+                sockets.all_gather(own, every, range(self.size))
+            else:
+                # As bytes: backends do not send tensors of every dtype.
+                sent = own.view(-1).view(torch.uint8)
+                received = every.view(-1).view(torch.uint8)
+                self._group._allgather_base(received, sent).wait()
+
+        self.world.run_collective(send, name)
         return every
 
     def gather_rows(
@@ -98,7 +148,7 @@ class Ranks:
 
 
 def _in_memory(values: torch.Tensor) -> torch.Tensor:
-    """Return the values as a contiguous tensor with their own memory: not the conjugates or negatives of them."""
+    """Return contiguous values with their own memory: no conjugate or negative of others."""
     if values._is_zerotensor():  # has no memory
         return values.detach().clone()
     return values.detach().contiguous().resolve_conj().resolve_neg()
@@ -109,7 +159,12 @@ class Slices:
 
     Attributes:
         bounds: first row and row after the last of each slice.
+        rows: rows of the batch.
+        fewest_rows: number of rows of the smallest slice.
         own: numbers of the own slices.
+        own_bounds: first row and row after the last of each own slice.
+        microbatches: for each own slice its microbatches, which have random streams of their own:
+            number, first row, row after the last.
         by_rank: first row and row after the last of each rank.
 
     Args:
@@ -125,27 +180,25 @@ class Slices:
     ) -> None:
         self.bounds = bounds
         self.copies = copies
+        self.rows = bounds[-1][1]
+        self.fewest_rows = min(stop - start for start, stop in bounds)
         self.own = owned_microbatches(len(bounds), shares, rank)
+        self.own_bounds = bounds[self.own.start : self.own.stop]
+        self.microbatches = [[(number, *bounds[number])] for number in self.own]
         self.by_rank = bounds
         if rank_count(shares) < len(bounds):
             self.by_rank = _by_rank(bounds, shares)
 
-    @property
-    def own_bounds(self) -> Sequence[tuple[int, int]]:
-        """First row and row after the last of each own slice."""
-        return self.bounds[self.own.start : self.own.stop]
-
-    @property
-    def fewest_rows(self) -> int:
-        """Number of rows of the smallest slice."""
-        return min(stop - start for start, stop in self.bounds)
-
 
 def _by_rank(bounds: Sequence[tuple[int, int]], shares: Shares) -> list[tuple[int, int]]:
-    owned = [owned_microbatches(len(bounds), shares, rank) for rank in range(rank_count(shares))]
-    return [
-        (bounds[numbers[0]][0], bounds[numbers[-1]][1]) if numbers else (0, 0) for numbers in owned
-    ]
+    spans = []
+    for rank in range(rank_count(shares)):
+        owned = owned_microbatches(len(bounds), shares, rank)
+        span = (0, 0)
+        if owned:
+            span = (bounds[owned[0]][0], bounds[owned[-1]][1])
+        spans.append(span)
+    return spans
 
 
 def rank_bounds(rows: int, microbatches: int, shares: Shares) -> list[tuple[int, int]]:
@@ -165,11 +218,139 @@ def require_microbatches(microbatches: int | None, size: int) -> None:
     Raises:
         InputError: there are more ranks.
     """
-    number = MOST_MICROBATCHES if microbatches is None else microbatches
+    number = microbatches
+    if number is None:
+        number = MOST_MICROBATCHES
     if number < size:
         raise InputError(
             f"{size} ranks divide the calls of a module into {number} microbatches",
             expected="at least one microbatch for each rank",
-            fix=f"{number} processes; or samestep.parallel(model, microbatches={size}) on every number of processes",
+            fix=f"{number} processes; or samestep.parallel(model, microbatches={size}) "
+            "on every number of processes",
             code="E_TOO_MANY_RANKS",
         )
+
+
+class RaisedElsewhere(Exception):
+    """An operation on own rows has raised on another rank; all ranks compute it whole."""
+
+
+class RowMessages:
+    """Gathers and sums of rows outside of divided calls, with the methods of `Ranks`.
+
+    A word precedes each: a rank that is alone in one is an error, not a hang.
+
+    Attributes:
+        rank: number of this rank.
+        size: number of ranks.
+        operation: name of the operation that needs a message.
+
+    Args:
+        view: the view of this process, which sends words.
+        ranks: the ranks that hold the rows.
+    """
+
+    def __init__(self, view: Any, ranks: Ranks) -> None:
+        self.rank = ranks.rank
+        self.size = ranks.size
+        self.operation = ""
+        self._view = view
+        self._ranks = ranks
+        self._process = os.getpid()
+
+    def gather_rows(
+        self, own: Sequence[torch.Tensor], bounds: Sequence[tuple[int, int]], factor: int
+    ) -> torch.Tensor:
+        """Return the rows of all ranks in order, as a new tensor."""
+        self._word("gather", own[0][:0])
+        return self._ranks.gather_rows(own, bounds, factor)
+
+    def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of a part of each rank, as a new tensor. A few numbers travel in words."""
+        (part,) = parts
+        is_few = (
+            part.numel() <= _MOST_NUMBERS and part.device.type == "cpu" and not part.is_complex()
+        )
+        if not is_few or self._ranks is not self._view.ranks:
+            self._word("sum", part)
+            return self._ranks.sum(part)
+        wide = part.detach().reshape(-1).long()
+        if part.is_floating_point():
+            wide = part.detach().reshape(-1).double()
+        words = self._word("numbers", part, wide.view(torch.int64).tolist())
+        every = torch.tensor([word[4 : 4 + len(wide)] for word in words]).view(wide.dtype)
+        # No view: the script may write into the result, as `loss += ...` does.
+        return every.view(len(words), *part.shape).sum(0).to(part.dtype)
+
+    def require_raised_on_all(self) -> None:
+        """Report an exception of an operation on the own rows.
+
+        Raises:
+            RankDesyncError: another rank does something else than this operation.
+        """
+        self._word("", None)
+
+    def _word(
+        self, kind: str, part: torch.Tensor | None, numbers: Sequence[int] = ()
+    ) -> list[list[int]]:
+        """Return the words of all ranks.
+
+        Args:
+            kind: kind of message.
+            part: tensor whose shape and dtype are equal on all ranks; None: an operation has raised
+                an exception.
+            numbers: of this rank.
+        """
+        self._require_here()
+        action = Action.ROWS_RAISED
+        facts = 0
+        if part is not None:
+            action = Action.ROWS
+            facts = zlib.crc32(f"{kind} {tuple(part.shape)} {part.dtype}".encode())
+        operation = zlib.crc32(self.operation.encode())
+        words: list[list[int]] = self._view.word(action, operation, facts, *numbers)
+        actions = {word[0] for word in words}
+        is_same_operation = len({tuple(word[1:3]) for word in words}) == 1
+        has_raised = Action.ROWS_RAISED in actions and is_same_operation
+        if has_raised and actions <= {Action.ROWS, Action.ROWS_RAISED}:
+            if action == Action.ROWS:
+                raise RaisedElsewhere
+            return words
+        self._view.require_same_action(words)
+        for rank, word in enumerate(words):
+            if word[2:4] != words[0][2:4]:
+                raise RankDesyncError(
+                    f"ranks 0 and {rank} gather or sum different rows of a batch; "
+                    f"this rank is at {self.operation!r}",
+                    expected="the same operations on batches and outputs of models on every rank",
+                    fix="decide on all ranks by the same values: "
+                    "samestep.all_gather gives every rank those of all",
+                    code="E_RANK_DESYNC",
+                )
+        return words
+
+    def _require_here(self) -> None:
+        """Require a place in the program where all ranks send messages in one order.
+
+        Raises:
+            RunError: this is another thread or process, or the inside of a divided call.
+        """
+        place = None
+        # Private; a backward may have threads of its own.
+        in_backward = torch._C._current_graph_task_id() != -1
+        if os.getpid() != self._process:
+            place = "in a process that this rank has started"
+        elif current_region() is not None:
+            place = "inside of a divided call that captures them"
+        elif threading.current_thread() is not threading.main_thread() and not in_backward:
+            place = "in another thread than the main one"
+        if place is not None:
+            raise RunError(
+                f"{self.operation or 'an operation'} needs rows of a batch "
+                f"that other ranks hold, {place}",
+                expected="such operations in the main thread, "
+                "where all ranks do the same in the same order",
+                fix="call tensor.numpy() or the operation in the main thread before; "
+                "the tensor is whole from then on",
+                code="E_RUN",
+            )

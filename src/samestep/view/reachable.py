@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves  # private; opens classes registered with torch
 
 from samestep.distributed.device_reads import device_reads
-from samestep.view.fingerprints import is_library_file, sample_of
+from samestep.view.in_step import is_library_file, sample_of
 
 Digest = tuple[Hashable, str | None]  # and the type of a value in it that cannot be compared
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)

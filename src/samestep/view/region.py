@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -11,23 +11,33 @@ from typing import Any, Protocol
 import torch
 
 from samestep.distributed.rng import derive_seed
-from samestep.view.crossings import Sums
 
-# Returns random numbers of a shape. With a generator they come from it, otherwise from the script's
-# stream.
+Parts = Sequence[torch.Tensor]
+
+
+class Sums(Protocol):
+    """Sums over all slices of a batch, of all ranks."""
+
+    def sum(self, parts: Parts) -> torch.Tensor:
+        """Return the sum of a part of each slice, as a new tensor without a graph.
+
+        Args:
+            parts: one tensor of each own slice, all of one shape and dtype.
+        """
+        ...
+
+
+# Returns random numbers of a shape, from a generator, or without one from the script's stream.
 Make = Callable[[tuple[int, ...], torch.Generator | None], torch.Tensor]
-
-
-# Receives sums over all slices, and a value of each slice that is computed here; returns a result
-# for each.
+# From sums over all slices and a value of each slice that is computed here: a result for each.
 Joined = Callable[[Sums, list[Any]], list[Any]]
 
 
 class Exchange(Protocol):
-    """Communication of a slice with all others in a divided call. All slices call the same methods equally often."""
+    """Communication of a slice with all others, which call the same methods equally often."""
 
     def join(self, compute: Joined, value: Any) -> Any:
-        """Return the result for this slice of `compute`, which runs once for all slices that are computed here.
+        """Return the result for this slice of `compute`, which runs once for all slices here.
 
         Args:
             compute: makes nodes of the graph that all these slices share.
@@ -103,29 +113,18 @@ class Region:
             raise UnknownDraw(
                 f"draw {index + 1} of the call has the shape {tuple(shape)} for {self.own} rows"
             )
-        if self.seed is not None:
-            return self._draw_by_microbatch(index, factor, tuple(shape), make, device)
-        if factor is None:
-            return make(tuple(shape), None)
-        numbers = make((factor * self.rows, *shape[1:]), None)
-        return numbers[factor * self.start : factor * self.stop]
-
-    def _draw_by_microbatch(
-        self,
-        index: int,
-        factor: int | None,
-        shape: tuple[int, ...],
-        make: Make,
-        device: torch.device,
-    ) -> torch.Tensor:
-        assert self.seed is not None
+        if self.seed is None:
+            if factor is None:
+                return make(tuple(shape), None)
+            numbers = make((factor * self.rows, *shape[1:]), None)
+            return numbers[factor * self.start : factor * self.stop]
         if self.positions is not None:
             self.positions[stream_state()] = index
             torch.rand(())
         generator = torch.Generator(device)
         if factor is None:
             generator.manual_seed(derive_seed("model", self.seed, index))
-            return make(shape, generator)
+            return make(tuple(shape), generator)
         parts = []
         for microbatch, start, stop in self.microbatches:
             generator.manual_seed(derive_seed("model", self.seed, index, microbatch))
@@ -158,3 +157,29 @@ def inside(region: Region | None) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+class CallOperations(Protocol):
+    """Operations of a call so far (`samestep.view.operations.Operations`).
+
+    Attributes:
+        region: the rows that are computed; None for a whole call.
+        draws: shapes of the random draws, in order.
+        is_compared: whether the call is that of a trial, which draws as its parts do.
+    """
+
+    region: Region | None
+    draws: list[tuple[int, ...]]
+    is_compared: bool
+
+    def draw(self, shape: Sequence[int], make: Make, device: torch.device) -> torch.Tensor:
+        """Return the numbers of a random draw inside of a divided call, for the own rows."""
+        ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *error: Any) -> Any: ...
+
+
+# From the operations of the call, a function and its arguments: the result for the own rows.
+Rule = Callable[[CallOperations, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.errors import RankDesyncError, RunError, SamestepError
 from samestep.view.crossings import RowBounds, crossing, cut, enter, gather
+from samestep.view.ranks import RaisedElsewhere, RowMessages
 from samestep.view.region import current_region
-from samestep.view.row_messages import RaisedElsewhere, RowMessages
 
 # Returns the result of a function on own rows, or NotImplemented if all rows are needed.
 Rule = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]

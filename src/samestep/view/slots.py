@@ -1,4 +1,4 @@
-"""Places in a module that hold its tensors, so that others can stand in their place during a call."""
+"""Places in a module that hold its tensors, so that others can stand there during a call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HOOKS = frozenset(name for name in nn.Module().__dict__ if "hooks" in name)
 
 
 def containers(module: nn.Module, *, hooks: bool = False, alone: bool = False) -> list[Container]:
-    """Return the dictionaries of a module and of the modules below it, and the containers in their attributes.
+    """Return the dictionaries of a module and those below, and the containers in attributes.
 
     Modules that are held by lists, dictionaries or tuples of attributes belong to it.
 
@@ -35,8 +35,13 @@ def containers(module: nn.Module, *, hooks: bool = False, alone: bool = False) -
     """
     collected: list[Container] = []
     seen: set[int] = set()
-    skipped = (TABLES if alone else frozenset()) | (frozenset() if hooks else _HOOKS)
-    followed = _WALKED[1:] if alone else _WALKED
+    skipped: frozenset[str] = frozenset()
+    followed: tuple[type, ...] = _WALKED
+    if alone:
+        skipped = TABLES
+        followed = _WALKED[1:]
+    if not hooks:
+        skipped |= _HOOKS
     todo: list[Any] = [module]
     while todo:
         value = todo.pop()
@@ -56,7 +61,7 @@ def containers(module: nn.Module, *, hooks: bool = False, alone: bool = False) -
 
 
 class ModuleState:
-    """Attributes of a module at one moment, with the items of containers; tensors and other objects by reference.
+    """Attributes of a module at one moment, with the items of containers, by reference.
 
     The arguments are those of `containers`.
 
@@ -88,7 +93,7 @@ class ModuleState:
         return any(_differ(container, content) for container, content in self.contents)
 
     def changed_items(self) -> Iterator[Any]:
-        """Yield the number of each container that has changed, and its present items that are not those of before."""
+        """Yield the number of each changed container, and its items that were not there before."""
         for number, (container, content) in enumerate(self.contents):
             if not _differ(container, content):
                 continue
@@ -129,7 +134,7 @@ Entry = tuple[Any, Any, Any, Any]
 
 @contextmanager
 def replaced(entries: Sequence[Entry]) -> Iterator[None]:
-    """Put the replacements in their places during the block. A place to which the block assigns keeps that value."""
+    """Put replacements in their places during the block. A place that is assigned keeps that."""
     for container, key, _, replacement in entries:
         container[key] = replacement
     try:
@@ -152,7 +157,7 @@ def is_in_place(entries: Sequence[Entry]) -> bool:
 
 
 class ParameterSlots:
-    """Slots of a module's parameters and buffers: entries of `_parameters`, `_buffers`, attributes and containers.
+    """Slots of a module's parameters and buffers: in tables, attributes and containers.
 
     A tensor that is used in several places (tied weights, `_flat_weights` of recurrent layers and
     the weak references next to them) has several slots. Slots are collected once; they hold until a
@@ -188,7 +193,7 @@ class ParameterSlots:
             self.tensors.append(tensor)
 
     def held(self) -> set[int]:
-        """Return the indices of the tensors that have a slot; those of TorchScript modules have none."""
+        """Return the indices of the tensors that have a slot; those of TorchScript have none."""
         return {index for _, _, index in self._direct}
 
     def put(self, replacements: Sequence[torch.Tensor]) -> None:
@@ -203,7 +208,7 @@ class ParameterSlots:
             container[key] = self._rebuilt(value, replacements)
 
     def entries(self, mapping: Mapping[torch.Tensor, torch.Tensor]) -> list[Entry]:
-        """Return the slots of the keys of `mapping`, with the present values and those of `mapping`."""
+        """Return the slots of the keys of `mapping`, with present values and replacements."""
         replacements = [mapping.get(tensor, tensor) for tensor in self.tensors]
         collected: list[Entry] = []
         for container, key, index in self._direct:

@@ -1,9 +1,9 @@
-"""State that a call of a module changes, saved before a divided call so that it can be computed again whole."""
+"""State that a call of a module changes, saved so that the call can be computed again whole."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import Any, TypeAlias
@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # the common class of all dim
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.rng import saved_generators
-from samestep.view.fingerprints import hash_of, numpy_generator, python_generator, sample_of
+from samestep.view.in_step import hash_of, numpy_generator, python_generator, sample_of
 from samestep.view.slots import ModuleState
 
 # (index of a submodule, name) of a buffer; index of a submodule, for its attributes; name of a
@@ -24,10 +24,8 @@ from samestep.view.slots import ModuleState
 Place: TypeAlias = tuple[int, str] | int | str
 Written: TypeAlias = frozenset[Place]
 
-_GENERATORS = {
-    "python": python_generator,
-    "numpy": numpy_generator,
-}  # those of torch may always change
+# Those of torch may always change.
+_GENERATORS = {"python": python_generator, "numpy": numpy_generator}
 _LARGEST = 16 * 2**20  # bytes of a tensor that is copied in case that a later call writes into it
 _STATISTICS = ("running_mean", "running_var")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), numpy.generic)
@@ -46,9 +44,9 @@ class _Saved:
         self.tensor = tensor
         self._by_version = by_version
         self._value = tensor.detach().clone()
-        self._version = (
-            None if tensor.is_inference() else tensor._version
-        )  # inference tensors count no writes
+        self._version: int | None = None
+        if not tensor.is_inference():  # these count no writes
+            self._version = tensor._version
 
     def has_changed(self) -> bool:
         """Whether the tensor was written."""
@@ -61,14 +59,13 @@ class _Saved:
         if self._by_version and not self.has_changed():
             return
         self.tensor.detach().copy_(self._value)
-        if (
-            self._version is not None
-        ):  # graphs and ranks compare numbers of writes; private, in torch 2.11 and 2.13
+        if self._version is not None:
+            # Graphs and ranks compare numbers of writes; private, in torch 2.11 and 2.13.
             torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self._version,))
 
 
 class Snapshot:
-    """State before a call: what calls of the kind change, and what code of the script could change besides.
+    """State before a call: what calls of the kind change, and what the script could change.
 
     Args:
         parts: `submodules` of the module.
@@ -89,35 +86,27 @@ class Snapshot:
             is_own = self._is_first or not _is_of_torch(part)
             for name, buffer in part._buffers.items():
                 place = (index, name)
-                if (
-                    buffer is not None
-                    and (is_own or place in self._written)
-                    and self._is_saved(place, buffer)
-                ):
-                    self._buffers.append((place, self._saved(place, buffer)))
+                if buffer is not None and (is_own or place in self._written):
+                    for saved in self._saved(place, [buffer]):
+                        self._buffers.append((place, saved))
             if is_own or index in self._written:
                 self._save_attributes(index, ModuleState(part, alone=True))
         self._generators = {name: state() for name, state in _GENERATORS.items()}
         self._restore_generators = saved_generators(device)
 
-    def _is_saved(self, place: Place, tensor: torch.Tensor) -> bool:
-        if nn.parameter.is_lazy(tensor):
-            return False
-        if self._is_first or place in self._written:
-            return True
-        return tensor.layout is torch.strided and tensor.nbytes <= _LARGEST
-
-    def _saved(self, place: Place, tensor: torch.Tensor) -> _Saved:
-        return _Saved(tensor, by_version=not (self._is_first or place in self._written))
+    def _saved(self, place: Place, tensors: Iterable[torch.Tensor]) -> list[_Saved]:
+        """Return the values of the tensors of a place, without large ones that no call writes."""
+        is_written = self._is_first or place in self._written
+        return [
+            _Saved(tensor, by_version=not is_written)
+            for tensor in tensors
+            if not nn.parameter.is_lazy(tensor)
+            if is_written or (tensor.layout is torch.strided and tensor.nbytes <= _LARGEST)
+        ]
 
     def _save_attributes(self, index: int, state: ModuleState) -> None:
         # With tensors that are written in place, as a counter that is no buffer.
-        tensors = [
-            self._saved(index, tensor)
-            for tensor in state.tensors()
-            if self._is_saved(index, tensor)
-        ]
-        self._attributes.append((index, state, tensors))
+        self._attributes.append((index, state, self._saved(index, state.tensors())))
 
     @property
     def has_buffers(self) -> bool:
@@ -157,7 +146,7 @@ class Snapshot:
         self._attributes = [entry for entry in self._attributes if entry[0] in self._written]
 
     def state_of_slice(self, *, copied: bool, draws: bool) -> StateOfSlice:
-        """Return the state that a slice writes: buffers of the module, or copies; attributes; generators.
+        """Return the state that a slice writes: buffers or copies; attributes; generators.
 
         Args:
             copied: whether to copy the buffers, without `shared_statistics`.
@@ -173,19 +162,19 @@ class Snapshot:
         return StateOfSlice(buffers, self.others(draws=draws), draws=draws)
 
     def shared_statistics(self) -> frozenset[int]:
-        """Return the identities of running statistics that all slices share, as they are equal in all."""
+        """Return the identities of running statistics that all slices share, which are equal."""
         return frozenset(
             id(saved.tensor) for place, saved in self._buffers if self._is_statistic(place)
         )
 
     def _is_statistic(self, place: tuple[int, str]) -> bool:
-        """Whether only batch norm of torch writes into a buffer, at a point where it knows all slices."""
+        """Whether only batch norm of torch writes into a buffer, where it knows all slices."""
         index, name = place
         part = self._parts[index]
         return isinstance(part, _BatchNorm) and _is_of_torch(part) and name in _STATISTICS
 
     def others(self, *, draws: bool) -> Snapshot | None:
-        """Return the present state of the places that calls of the kind change, without buffers; None without one."""
+        """Return the present state of the written places, without buffers; None without one."""
         attributes = [
             (index, state) for index, state, _ in self._attributes if index in self._written
         ]
@@ -218,7 +207,7 @@ class Snapshot:
         return frozenset(changed)
 
     def values(self) -> list[Any]:
-        """Return the values written by the call and the states of its generators, as values with a text.
+        """Return the values that the call has written and the states of its generators.
 
         They are equal in all slices if the state after the call is that of a whole call.
         """
@@ -266,7 +255,7 @@ class StateOfSlice:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Put the state into the module and the generators during the block, and keep that at its end."""
+        """Put the state into module and generators during the block, and keep that at its end."""
         before = [table[name] for table, name, _ in self._buffers]
         self.install()
         try:

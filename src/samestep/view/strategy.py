@@ -21,18 +21,118 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import TreeSpec, tree_leaves
 
 from samestep.distributed.world import World
 from samestep.reduce.exact import ExactReduction
-from samestep.reduce.fast import FastReduction
-from samestep.reduce.reduction import Reduction
-from samestep.view.call import Call
-from samestep.view.exchange import CallExchange
+from samestep.reduce.fast import FastReduction, Reduction
+from samestep.view.crossings import CallExchange, RowBounds, cut, enter
+from samestep.view.kinds import has_rows
+from samestep.view.leaves import flatten
+from samestep.view.operations import Operation, Operations
 from samestep.view.ranks import Ranks, Slices
+from samestep.view.rows import Rows, gathered, is_rows, own_rows, with_all_rows
+
+
+@dataclass
+class Call:
+    """One call of a module.
+
+    Attributes:
+        module: the module.
+        parts: its submodules.
+        forward: forward of the module's own class.
+        eager: the same without a compiler.
+        arguments: positional arguments.
+        options: keyword arguments.
+        leaves: leaves of both.
+        spec: structure of both.
+        rows: rows of the batch.
+        slices: slices of the batch.
+        operations: operations that the division of the call was tried with.
+        is_tried_again: whether a divided computation had operations that were not tried.
+    """
+
+    module: nn.Module
+    parts: Sequence[nn.Module]
+    forward: Callable[..., Any]
+    eager: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    leaves: Sequence[Any]
+    spec: TreeSpec
+    rows: int
+    slices: Slices
+    operations: Sequence[Operation] = ()
+    is_tried_again: bool = False
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that require gradients, each once."""
+        collected: dict[nn.Parameter, None] = {}
+        for part in self.parts:
+            for parameter in part._parameters.values():
+                if parameter is not None and parameter.requires_grad:
+                    collected[parameter] = None
+        return list(collected)
+
+    def has_differentiated_arguments(self) -> bool:
+        """Whether a backward of the call gives gradients to an argument."""
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        return torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors)
+
+    def gather(self) -> None:
+        """Gather arguments of which other rows are elsewhere."""
+        if any(is_rows(leaf) for leaf in self.leaves):
+            self.arguments, self.options = with_all_rows((self.arguments, self.options))
+            self.leaves = tree_leaves((self.arguments, self.options))
+
+    def cut_leaves(self) -> tuple[bool, ...]:
+        """Return for each leaf whether its first dimension is as long as the batch."""
+        return tuple(has_rows(leaf, self.rows) for leaf in self.leaves)
+
+    def own_leaves(
+        self, ranks: Ranks, reduction: Reduction, is_cut: Sequence[bool]
+    ) -> list[list[Any]]:
+        """Return the leaves of the arguments for each own slice.
+
+        Args:
+            ranks: ranks that share the rows.
+            reduction: sums over all slices.
+            is_cut: for each leaf whether it is cut into rows.
+        """
+        rows = RowBounds(ranks, self.slices)
+        count = len(reduction.own)
+        own: list[list[Any]] = [[] for _ in range(count)]
+        # By identity: attention asks whether query and key are one tensor.
+        cuts: dict[int, list[torch.Tensor]] = {}
+        for leaf, has_own_rows in zip(self.leaves, is_cut, strict=True):
+            parts: list[Any] = [leaf] * count
+            if isinstance(leaf, torch.Tensor):
+                if not has_own_rows and leaf.requires_grad and torch.is_grad_enabled():
+                    parts = enter(gathered(leaf), reduction, count)
+                elif not has_own_rows:
+                    parts = [gathered(leaf)] * count
+                elif id(leaf) not in cuts:
+                    cuts[id(leaf)] = parts = _own_rows(leaf, rows)
+                else:
+                    parts = cuts[id(leaf)]
+            for leaves, part in zip(own, parts, strict=True):
+                leaves.append(part)
+        return own
+
+
+def _own_rows(leaf: torch.Tensor, rows: RowBounds) -> list[torch.Tensor]:
+    """Return the rows of each own slice. Those of Rows are here, and their gradients stay here."""
+    if isinstance(leaf, Rows):
+        bounds = leaf._rows_bounds
+        if bounds.factor == 1 and bounds.has_slices(rows.slices):
+            return [own_rows(leaf)]
+    return cut(gathered(leaf), rows)
 
 
 class CallParameters(ABC):
@@ -69,17 +169,17 @@ class CallParameters(ABC):
         """
 
     def aliases_in_place(self, position: int) -> AbstractContextManager[None]:
-        """Surround the forward of an own slice in a flat graph: the module has the aliases as parameters."""
+        """Surround the forward of an own slice in a flat graph: aliases are the parameters."""
         return self.in_place(self.aliases(position))
 
     @abstractmethod
     def in_place(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """Surround the forward of a slice with an inner graph: the module computes with `leaves`."""
+        """Surround the forward of a slice with an inner graph: `leaves` are the parameters."""
 
     def in_backward(
         self, leaves: Sequence[torch.Tensor], position: int
     ) -> AbstractContextManager[None]:
-        """Surround the backward of a slice with an inner graph, which may compute parts of the forward again."""
+        """Surround the backward of a slice with an inner graph, which may recompute parts of it."""
         return self.in_place(leaves)
 
     def leaves(self, aliases: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -94,7 +194,7 @@ class CallParameters(ABC):
         return gradients
 
     def leave(self, exchange: CallExchange, device: torch.device) -> None:
-        """Leave the call after a failure of the own rows: take part in the messages that the other ranks wait for.
+        """Leave the call after a failure here: take part in messages that other ranks wait for.
 
         Args:
             exchange: exchange of the call.
@@ -118,6 +218,30 @@ class CallParameters(ABC):
     def finish(self, result: Any) -> Any:
         """Return the result of `forward` for an own slice, after the forwards of all own slices."""
         return result
+
+
+@dataclass
+class OwnResult:
+    """Result of the forward of an own slice.
+
+    Attributes:
+        leaves: leaves of the outputs.
+        spec: their structure.
+        operations: operations of the forward.
+        returned: result of the forward; None after `finish`, so that it keeps no graph alive.
+    """
+
+    leaves: list[Any]
+    spec: TreeSpec
+    operations: Operations
+    returned: Any = None
+
+    def finish(self, parameters: CallParameters) -> None:
+        """Complete the result after the forwards of all own slices."""
+        result = parameters.finish(self.returned)
+        if result is not self.returned:
+            self.leaves, self.spec = flatten(result)
+        self.returned = None
 
 
 class Strategy(ABC):
@@ -155,10 +279,6 @@ class Strategy(ABC):
         self._world = world
         self._before_reduction = before_reduction
 
-    def all_in_sum(self, send_word: Callable[[], bool]) -> bool:
-        """Return whether all ranks are in the same sum inside of a divided call."""
-        return self.has_stages or send_word()
-
     def sum_slices(self, slices: Slices, *, is_exact: bool) -> None:
         """Set the reduction of calls with several own slices."""
         self.reduction = FastReduction(self.ranks, slices.own, self._world.strategy.hook)
@@ -184,22 +304,22 @@ class Strategy(ABC):
         """
 
     def whole(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Surround a whole call: the module has complete parameters, and all ranks compute equal gradients of them."""
+        """Surround a whole call: complete parameters, with equal gradients on all ranks."""
         return nullcontext()
 
     def complete(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Surround a trial, or a copy of the module: it has complete parameters, which are leaves."""
+        """Surround a trial, or a copy of the module: complete parameters, which are leaves."""
         return nullcontext()
 
     def forward_of_trial(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function that a trial computes, with complete parameters, in place of the module's own forward."""
+        """Return the function that a trial computes, with complete parameters."""
         return forward
 
-    def share_buffers(self, buffers: Sequence[tuple[nn.Module, str]]) -> None:  # noqa: B027  # most write them alike
-        """Make buffers that a divided call has written equal on the ranks that compute the same rows."""
+    def share_buffers(self, buffers: Sequence[tuple[nn.Module, str]]) -> None:  # noqa: B027
+        """Make written buffers equal on ranks that compute the same rows, if they are not."""
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  # parameters mostly stay
-        """Prepare an optimizer for a step, and require that it has the parameters of the module since `prepare`.
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
+        """Prepare an optimizer for a step, and require that it was made after `prepare`.
 
         Raises:
             InputError: it was made before.

@@ -18,11 +18,10 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from samestep.distributed.device_reads import device_reads
-from samestep.view.division import ComputedWhole, Division, failure
+from samestep.view.division import ComputedWhole, Division, WorkCounter, failure
 from samestep.view.lockstep import AllHere, Part, run_in_lockstep
 from samestep.view.operations import Operation
 from samestep.view.sandbox import sandbox
-from samestep.view.size import WorkCounter
 from samestep.view.trial_run import Change, Run, Setting
 from samestep.view.verdict import Verdict, rows_factor
 

@@ -1,15 +1,20 @@
-"""State of the global view in one process: ranks, words, kinds of calls, and the summary."""
+"""State of the global view in one process: words, places that divide calls, and the summary.
+
+A word is a short message that each rank sends before it communicates, or decides. All words have
+one size and one hash, so that ranks which do different things end with an error, and never hang.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,25 +22,25 @@ from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._device import DeviceContext  # private
 
+from samestep.data.own_rows import Bounds
+from samestep.data.sample_reader import Decision
 from samestep.distributed.device_reads import device_reads
-from samestep.distributed.devices import accelerator_module, is_accelerator
+from samestep.distributed.devices import KernelChoice, accelerator_module, is_accelerator
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import derive_seed
 from samestep.distributed.world import World, all_gather
 from samestep.errors import RankDesyncError, RankMismatchError
-from samestep.reduce.fast import FastReduction
-from samestep.reduce.reduction import Reduction
-from samestep.view.actions import Action
-from samestep.view.equal_kernels import EqualKernels
+from samestep.reduce.fast import FastReduction, Reduction
+from samestep.view.crossings import RowBounds
 from samestep.view.in_step import InStep
 from samestep.view.kinds import Kind
-from samestep.view.ranks import Ranks
+from samestep.view.ranks import MOST_MICROBATCHES, Action, Ranks, RowMessages, Slices, rank_bounds
 from samestep.view.region import current_region
-from samestep.view.row_messages import RowMessages
-from samestep.view.rows import BATCH_LIMIT, OUTPUT_LIMIT, torch_gathers
+from samestep.view.rows import BATCH_LIMIT, OUTPUT_LIMIT, rows_of, torch_gathers
 from samestep.view.strategy import Strategy
 
 _WORD = 8  # integers; the last one is a request to stop
+_NOT_DETERMINISTIC = ".* does not have a deterministic implementation"  # a warning of torch
 
 
 @dataclass
@@ -69,18 +74,45 @@ class ModuleSummary:
             self.reasons.append(reason)
 
 
-class Owner(Protocol):
-    """Owner of the calls of one module (`samestep.view.parallel.ParallelModule`)."""
+class EqualKernels:
+    """Deterministic kernels from the first whole call of a step to the step of the optimizer.
 
-    @property
-    def summary(self) -> ModuleSummary:
-        """Its calls."""
-        ...
+    A call that is computed whole, as the first one of each kind, is computed by every rank, with
+    its backward. On a GPU, kernels that add by atomic operations, and kernels selected by their
+    time, have other bits on every rank: replicas would drift apart. In a divided call each rank
+    computes its own rows, with the settings of the script.
 
-    @property
-    def strategy(self) -> Strategy:
-        """Strategy of its parameters."""
-        ...
+    Args:
+        is_needed: whether other ranks compute the same on GPUs.
+    """
+
+    def __init__(self, *, is_needed: bool) -> None:
+        self._is_needed = is_needed
+        self._before: KernelChoice | None = None
+        self._own: KernelChoice | None = None
+
+    def begin(self) -> None:
+        """Request deterministic kernels; operations without one compute as before."""
+        if not self._is_needed or self._own is not None or current_region() is not None:
+            return
+        self._before = KernelChoice.present()
+        self._own = self._before._replace(measures=False)
+        is_deterministic, _ = self._before.determinism
+        if not is_deterministic:
+            self._own = KernelChoice((True, True), fills=False, measures=False)
+            warnings.filterwarnings("ignore", _NOT_DETERMINISTIC, UserWarning)
+        self._own.install()
+
+    def end(self) -> None:
+        """Put the settings back, except for those that the script has changed since."""
+        if self._before is None or self._own is None:
+            return
+        restored = list(KernelChoice.present())
+        for index, (own, before) in enumerate(zip(self._own, self._before, strict=True)):
+            if restored[index] == own:
+                restored[index] = before
+        KernelChoice._make(restored).install()
+        self._own = None
 
 
 class View:
@@ -88,6 +120,12 @@ class View:
 
     Args:
         world: the ranks.
+
+    Attributes:
+        is_stopping: a rank has requested the end of the loop; equal on all ranks.
+        raises_interrupt: such a request is a KeyboardInterrupt, at the same word on all ranks.
+        keeps_rows: large tensors of batches are not gathered.
+        batch_decisions: how loaders read their batches, by data set.
     """
 
     # Tests of the rules have small models and tensors.
@@ -97,9 +135,6 @@ class View:
 
     def __init__(self, world: World) -> None:
         self.ranks = Ranks(world)
-        self._status = world.session.status
-        self._stop: Callable[[], bool] = world.session.stop
-        self.is_stopping = False  # a rank has requested the end of the loop; equal on all ranks
         self.strategy = world.strategy
         self.reduction: Reduction = FastReduction(self.ranks, hook=world.strategy.hook)
         self.device = world.device
@@ -107,84 +142,92 @@ class View:
         self.equal_kernels = EqualKernels(is_needed=world.size > 1 and is_accelerator(world.device))
         self.kinds: dict[Hashable, Kind] = {}
         self.modules: list[ModuleSummary] = []
-        self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()
-        # How loaders read their batches, by data set.
         self.batch_decisions: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = (
             weakref.WeakKeyDictionary()
         )
-        self.keeps_rows = True  # large tensors of batches are not gathered
+        self.keeps_rows = True
+        self.is_stopping = False
+        self.raises_interrupt = False
         self.before_word: Callable[[], None] | None = None
-        self.raises_interrupt = (
-            False  # a request to stop is a KeyboardInterrupt, at the same word on all ranks
-        )
+        self._stop: Callable[[], bool] = world.session.stop
+        self._status = world.session.status
+        self._strategies: weakref.WeakSet[Strategy] = weakref.WeakSet()
         self._is_suspended = False
         self._process = os.getpid()
         self._words = 0
         self._backward = -1  # task of autograd that has sent a word
+        self._row_messages: dict[int, RowMessages] = {}
         self._cleanup = ExitStack()
         if world.size > 1:
             self._cleanup.enter_context(torch_gathers())
-        self._row_messages: dict[int, RowMessages] = {}
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
 
     def close(self, error: type[BaseException] | None) -> None:
-        """End the view with its process group. After an error the other ranks may be anywhere, and are not asked."""
+        """End the view with its process group."""
         self._step_hook.remove()
         self.equal_kernels.end()
         self._cleanup.close()
+        # After an error the other ranks may be anywhere, and are not asked.
         if error is None and self.ranks.size > 1 and os.getpid() == self._process:
             self.require_same_action(self.word(Action.END))
 
-    def add(self, owner: Owner) -> None:
+    def add(self, summary: ModuleSummary, strategy: Strategy) -> None:
         """Add a module with divided calls."""
-        self.modules.append(owner.summary)
-        self._owners.add(owner)
-        self.keeps_rows &= (
-            owner.strategy.ranks.size == self.ranks.size and not owner.strategy.has_stages
-        )
+        self.modules.append(summary)
+        self._strategies.add(strategy)
+        self.keeps_rows &= strategy.ranks.size == self.ranks.size and not strategy.has_stages
 
     def row_messages(self, ranks: Ranks | None = None) -> RowMessages:
-        """Return the messages for `Rows` that some ranks share; those of all ranks without an argument."""
+        """Return the messages for `Rows` that some ranks share; those of all by default."""
         ranks = ranks or self.ranks
-        return self._row_messages.setdefault(id(ranks), RowMessages(self, ranks))
+        if id(ranks) not in self._row_messages:
+            self._row_messages[id(ranks)] = RowMessages(self, ranks)
+        return self._row_messages[id(ranks)]
 
-    def divides_here(self) -> bool:
-        """Whether calls can be divided in this thread, at this point of the program."""
-        return self._is_own_here() and self.whole_here() is None
-
-    def exchanges_here(self) -> bool:
-        """Whether this thread and this point of the program can exchange messages with the other ranks."""
-        return self._is_own_here() and threading.current_thread() is threading.main_thread()
+    # --- places of the program -------------------------------------------------------------------
 
     def whole_here(self) -> str | None:
-        """Return why a call of the script at this point of the program is whole, or None."""
+        """Return why a call at this point of the program is whole; None if it can be divided.
+
+        The reason is empty for a part of another call, which is counted.
+        """
         if not self._is_own_here():
-            return None  # part of another call, which is counted
+            return ""
         reason = None
+        # Private: hooks of checkpoints, which compute the call again in the backward, and then as a
+        # part of their own graph; modes that observe operations, as counters of them do.
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        modes: list[object] = torch.overrides._get_current_function_mode_stack()
         if threading.current_thread() is not threading.main_thread():
             reason = "is called in another thread"
         elif torch._C._functorch.peek_interpreter_stack() is not None:
             reason = "is called under torch.func"
         elif forward_ad._current_level >= 0:  # private; inside of `dual_level`
             reason = "is called with forward-mode derivatives"
-        elif torch.is_anomaly_enabled():
-            reason = (
-                "is called while anomalies are detected"  # the backward may fail on one rank only
-            )
-        elif _is_checkpointed():
+        elif torch.is_anomaly_enabled():  # the backward may fail on one rank only
+            reason = "is called while anomalies are detected"
+        elif hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
             reason = "is called inside of a checkpoint"
-        elif _has_modes():
+        elif torch._C._len_torch_dispatch_stack() or not all(
+            isinstance(mode, DeviceContext)  # of torch.set_default_device
+            for mode in modes
+        ):
             reason = "is called inside of a mode that observes operations"
         return reason
 
+    def exchanges_here(self) -> bool:
+        """Whether this thread and point of the program can exchange messages with other ranks."""
+        return self._is_own_here() and threading.current_thread() is threading.main_thread()
+
     def _is_own_here(self) -> bool:
-        """Whether a call at this point of the program is one of the script, and of its only process that has ranks."""
+        """Whether a call here is one of the script, and of its only process that has ranks."""
         return (
             not self._is_suspended
             and current_region() is None
-            and os.getpid()
-            == self._process  # otherwise a worker of a loader, without a group of its own
-            and torch._C._current_graph_task_id() == -1  # otherwise in a backward, which recomputes
+            # Otherwise a worker of a loader, without a group of its own.
+            and os.getpid() == self._process
+            # Otherwise in a backward, which recomputes.
+            and torch._C._current_graph_task_id() == -1
             and not torch._C._is_tracing()
             and not torch.compiler.is_compiling()
         )
@@ -219,11 +262,12 @@ class View:
         generator.set_offset(offset + 4)
         return derive_seed("model", generator.initial_seed() % 2**63, offset)
 
-    def word(self, action: Action, *fields: int) -> list[list[int]]:
-        """Send a word to all ranks and return the words of all: action, number of the word, and `fields`.
+    # --- words -----------------------------------------------------------------------------------
 
-        Words have one size, so that ranks which do different things read one another's words. Each
-        carries a hash of the facts that must be equal on all ranks.
+    def word(self, action: Action, *fields: int) -> list[list[int]]:
+        """Send a word to all ranks; return action, number of the word and `fields` of each rank.
+
+        Each word carries a hash of the facts that must be equal on all ranks.
 
         Raises:
             RankMismatchError: something that must be equal differs between ranks.
@@ -242,11 +286,6 @@ class View:
             raise KeyboardInterrupt
         return [word[1:-1] for word in words]
 
-    def interrupt_on(self, stop: Callable[[], bool]) -> None:
-        """Raise a `KeyboardInterrupt` on all ranks after `stop` has returned True on one of them."""
-        self._stop = stop
-        self.raises_interrupt = True
-
     def require_same_action(self, words: Iterable[list[int]]) -> None:
         """Require that all ranks do the same.
 
@@ -256,12 +295,19 @@ class View:
         first, *others = words
         for rank, word in enumerate(others, start=1):
             if word[:2] != first[:2]:
+                places = [Action(action).place for action, *_ in (first, word)]
                 raise RankDesyncError(
-                    f"rank 0 is at {Action(first[0]).place}, rank {rank} at {Action(word[0]).place}",
+                    f"rank 0 is at {places[0]}, rank {rank} at {places[1]}",
                     expected="the same calls of models, backwards and steps on every rank",
-                    fix="decide on all ranks by the same values: samestep.all_gather gives every rank those of all",
+                    fix="decide on all ranks by the same values: "
+                    "samestep.all_gather gives every rank those of all",
                     code="E_RANK_DESYNC",
                 )
+
+    def interrupt_on(self, stop: Callable[[], bool]) -> None:
+        """Raise a `KeyboardInterrupt` on all ranks after `stop` has returned True on one."""
+        self._stop = stop
+        self.raises_interrupt = True
 
     def report(self, summary: ModuleSummary, text: str) -> None:
         """Log a line about a module once, on rank 0."""
@@ -270,11 +316,11 @@ class View:
             logger.info("%s: %s", summary.module, text)
 
     def all_ranks_in_sum(self) -> bool:
-        """Send a word before a sum inside of a divided call; return whether all ranks are in the same sum."""
+        """Send a word before a sum in a divided call; return whether all ranks are in that sum."""
         return all(word[0] == Action.SUM_IN_CALL for word in self.word(Action.SUM_IN_CALL))
 
     def any_rank(self, *flags: bool, place: str = "") -> list[bool]:
-        """Return for each flag whether it is set on some rank; `place` names a place that ranks may reach alone."""
+        """Return for each flag whether some rank sets it; a rank may reach `place` alone."""
         if place:
             self.in_step.fact_of_place(place)
         words = self.word(Action.AGREE, *map(int, flags))
@@ -284,20 +330,19 @@ class View:
     def begin_backward(self) -> None:
         """Compare the ranks before the first sum of a backward."""
         task = torch._C._current_graph_task_id()  # private
-        if task == self._backward:
-            return
-        self._backward = task
-        self.require_same_action(self.word(Action.BACKWARD))
+        if task != self._backward:
+            self._backward = task
+            self.require_same_action(self.word(Action.BACKWARD))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
         """Count a step of an optimizer, and compare the ranks before it."""
         self._status.end_step()
-        if self.ranks.size == 1 or not self.divides_here():
+        if self.ranks.size == 1 or self.whole_here() is not None:
             return
-        for owner in self._owners:
-            owner.strategy.require_no_pending()
-            owner.strategy.before_step(optimizer)
-        splits = any(owner.strategy.splits_module for owner in self._owners)
+        for strategy in self._strategies:
+            strategy.require_no_pending()
+            strategy.before_step(optimizer)
+        splits = any(strategy.splits_module for strategy in self._strategies)
         self.in_step.facts_of_step(optimizer, has_equal_gradients=not splits)
         self.require_same_action(self.word(Action.STEP))
         self.equal_kernels.end()
@@ -312,9 +357,7 @@ class View:
         Raises:
             RankMismatchError: they do not.
         """
-        if self.ranks.size == 1:
-            return
-        if self.strategy.meta:  # rank 0 alone has values
+        if self.ranks.size == 1 or self.strategy.meta:  # with `meta` rank 0 alone has values
             return
         digest = hashlib.blake2b(digest_size=8)
         for name, tensor in module.state_dict(keep_vars=True).items():
@@ -332,22 +375,81 @@ class View:
         for rank, word in enumerate(words):
             if word[2] != words[0][2]:
                 raise RankMismatchError(
-                    f"rank {rank} holds other parameters or buffers of {type(module).__name__} than rank 0",
+                    f"rank {rank} holds other parameters or buffers of {type(module).__name__} "
+                    "than rank 0",
                     expected="equal parameters on all ranks, as from the same seed or file",
-                    fix="seed the generators, or load the same weights, on every rank before samestep.parallel",
+                    fix="seed the generators, or load the same weights, on every rank "
+                    "before samestep.parallel",
                     code="E_RANK_MISMATCH",
                 )
 
 
-def _is_checkpointed() -> bool:
-    """Whether the script computes this call again in the backward, and then as a part of its own graph."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # private
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+class ViewOfBatches:
+    """Ranks of a view, for the batches of one loader (`data/own_rows.BatchRanks`).
 
+    Args:
+        view: the view.
+        microbatches: slices of a batch, of which each rank owns equally many; None: the rows of the
+            first batch with a row for each rank, at most 8, as for calls of a module.
+    """
 
-def _has_modes() -> bool:
-    """Whether the script observes operations, as counters of floating-point operations do."""
-    if torch._C._len_torch_dispatch_stack():  # private, as the modes below
-        return True
-    modes: list[object] = torch.overrides._get_current_function_mode_stack()
-    return any(not isinstance(mode, DeviceContext) for mode in modes)  # of torch.set_default_device
+    def __init__(self, view: View, microbatches: int | None = None) -> None:
+        self.rank = view.ranks.rank
+        self.size = view.ranks.size
+        self._view = view
+        self._microbatches = microbatches
+
+    def can_send(self) -> bool:
+        """Whether this point of the program is one that all ranks reach."""
+        return self._view.exchanges_here()
+
+    def bounds(self, rows: int) -> Bounds | None:
+        """Return the own rows of each rank in a batch; None if a rank would have none."""
+        if rows < self.size:
+            return None
+        if self._microbatches is None:
+            self._microbatches = min(rows, MOST_MICROBATCHES)
+        bounds = rank_bounds(rows, self._microbatches, self._view.ranks.shares)
+        if any(start == stop for start, stop in bounds):
+            return None
+        return bounds
+
+    def word(self, samples: int, *fields: int) -> list[list[int]]:
+        """Return the integers of all ranks, which are at a batch with equal `samples`.
+
+        Raises:
+            RankDesyncError: another rank is not.
+            RankMismatchError: something that must be equal differs between ranks.
+        """
+        self._view.in_step.fact_of_samples(samples)
+        words = self._view.word(Action.BATCH, samples, *fields)
+        self._view.require_same_action(words)
+        return [word[2:] for word in words]
+
+    def gather(self, own: torch.Tensor, bounds: Bounds, factor: int) -> torch.Tensor:
+        """Return the rows of all ranks."""
+        return self._view.ranks.gather_rows([own], bounds, factor)
+
+    def rows(self, own: torch.Tensor, bounds: Bounds, factor: int) -> torch.Tensor:
+        """Return a tensor with the whole shape, of the own rows."""
+        if not self._view.keeps_rows:
+            return self.gather(own, bounds, factor)
+        slices = Slices(bounds, self.size, self.rank)
+        row_bounds = RowBounds(self._view.row_messages(), slices, factor)
+        return rows_of(own, row_bounds, self._view.batch_limit)
+
+    def decisions_of(
+        self, dataset: Any, collate: Any, line: Hashable
+    ) -> tuple[MutableMapping[Hashable, Decision], Hashable]:
+        """Return the decisions of earlier loaders, and the key of a loader that a line has made.
+
+        Decisions belong to the data set. Functions that the line makes again are distinguished by
+        their code.
+        """
+        try:
+            decisions = self._view.batch_decisions.setdefault(dataset, {})
+            key = (getattr(collate, "__code__", collate), line)
+            hash(key)
+        except TypeError:  # a list as data set
+            return {}, None
+        return decisions, key

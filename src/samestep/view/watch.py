@@ -22,8 +22,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from samestep.distributed.devices import accelerator_module
 from samestep.view.backward_code import BackwardCode
-from samestep.view.fingerprints import torch_generator
 from samestep.view.graph import captures, sequence_number
+from samestep.view.in_step import torch_generator
 from samestep.view.leaves import VALUES, below, flatten, is_held_elsewhere
 from samestep.view.operations import RULES, Compute, Operation, Operations, is_number
 from samestep.view.reachable import FUNCTIONS, Reachable, changed, tensor_mark

@@ -16,7 +16,7 @@ import torch
 import samestep
 from samestep.launcher.failure import RankError
 from samestep.launcher.launch import LaunchConfig, run_workers
-from samestep.reduce.tree import communicate
+from samestep.reduce.exact import communicate
 from samestep.session import start
 
 RANKS = 3

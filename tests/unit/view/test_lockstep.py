@@ -1,15 +1,17 @@
-"""Lock step of the parts of a divided call."""
+"""Parts of a divided call in lock step: totals, order of the nodes that threads have made, modes of threads."""
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 
-from samestep.view.lockstep import AllHere, OutOfStep, Part, run_in_lockstep
+from samestep.view.lockstep import AllHere, OutOfStep, Part, ThreadModes, nodes_of, order_nodes, run_in_lockstep
 
 VARIABLE = ContextVar("variable", default=0)
 
@@ -155,3 +157,116 @@ def test_context_variables_of_the_caller_hold_and_those_of_a_part_are_its_own() 
         assert VARIABLE.get() == 5
     finally:
         VARIABLE.reset(token)
+
+
+def dense(x: torch.Tensor, weights: list[torch.Tensor], part: Part | None) -> torch.Tensor:
+    """Compute layers that see all results before; a join follows each."""
+    seen = [x]
+    for weight in weights:
+        inputs = sum(seen[1:], seen[0])
+        result = torch.tanh(inputs @ weight)
+        total = result.sum(0)
+        if part is not None:
+            total = part.total(total)
+        seen.append(result + 0.1 * total)
+    return sum(seen[1:], seen[0])
+
+
+def of_slices(count: int) -> tuple[list[int], list[Any]]:
+    """Return the numbers of the nodes of the first slice, in the order of a walk, and the gradients of its weights."""
+    generator = torch.Generator().manual_seed(3)
+    weights = [torch.randn(6, 6, generator=generator) / 3 for _ in range(6)]
+    slices = [torch.randn(4, 6, generator=generator) for _ in range(4)][:count]
+    own = [[weight.clone().requires_grad_() for weight in weights] for _ in slices]
+    inputs = [x.clone().requires_grad_() for x in slices]
+    parts = [Part(partial(dense, x, one), nullcontext) for x, one in zip(inputs, own, strict=True)]
+    before = torch._C._autograd._get_sequence_nr()
+    outputs = run_in_lockstep(parts, AllHere())
+    order_nodes(parts, outputs, nodes_of(inputs))
+    numbers = []
+    todo = [outputs[0].grad_fn]
+    while todo:
+        node = todo.pop(0)
+        if node is not None and "AccumulateGrad" not in node.name():
+            numbers.append(node._sequence_nr())
+            todo += [below for below, _ in node.next_functions]
+    assert min(numbers) >= before
+    assert max(numbers) < torch._C._autograd._get_sequence_nr()
+    return numbers, outputs
+
+
+def test_a_node_is_above_all_that_it_uses() -> None:
+    _, outputs = of_slices(3)
+    seen = set()
+    todo = [output.grad_fn for output in outputs]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for below, _ in node.next_functions:
+            if below is not None and "AccumulateGrad" not in below.name():
+                assert below._sequence_nr() < node._sequence_nr()
+                todo.append(below)
+    assert len({node._sequence_nr() for node in seen}) == len(seen)
+
+
+def test_the_order_within_a_slice_does_not_depend_on_the_number_of_slices() -> None:
+    orders = []
+    for count in (1, 2, 4):
+        numbers, _ = of_slices(count)
+        # A walk of several slices meets nodes of the others too, at joins: the first nodes are those of one slice.
+        own = numbers[:20]
+        orders.append(sorted(range(len(own)), key=own.__getitem__))
+    assert orders[1:] == orders[:1] * 2
+
+
+CPU = torch.device("cpu")
+
+
+def in_thread(modes: ThreadModes) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def compute() -> None:
+        with modes.installed():
+            x = torch.ones(2, 2, requires_grad=True)
+            y = x @ x
+            found.update(
+                grad=y.requires_grad,
+                dtype=y.dtype,
+                inference=torch.is_inference_mode_enabled(),
+                device=torch.ones(1).device.type,
+            )
+
+    thread = Thread(target=compute)
+    thread.start()
+    thread.join()
+    return found
+
+
+def test_plain_modes() -> None:
+    expected = {"grad": True, "dtype": torch.float32, "inference": False, "device": "cpu"}
+    assert in_thread(ThreadModes(CPU)) == expected
+
+
+def test_modes_of_the_caller() -> None:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = in_thread(ThreadModes(CPU))
+    assert (found["grad"], found["dtype"]) == (False, torch.bfloat16)
+    with torch.inference_mode():
+        assert in_thread(ThreadModes(CPU))["inference"]
+    with torch.device("meta"):
+        assert in_thread(ThreadModes(CPU))["device"] == "meta"
+
+
+def test_hooks_of_saved_tensors() -> None:
+    packed = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        modes = ThreadModes(CPU)
+    in_thread(modes)
+    assert packed == [torch.Size([2, 2])] * 2

@@ -1,14 +1,23 @@
-"""Words between ranks: actions of ranks must be the same."""
+"""Words between ranks, settings of kernels, and batches of which each rank keeps its own rows."""
 
+import copy
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import samestep
 from helpers.forked_ranks import Job, run_jobs
+from samestep.distributed.devices import kernel_settings
 from samestep.errors import RankDesyncError
-from samestep.view.actions import Action
-from samestep.view.view import ModuleSummary, View
+from samestep.view.ranks import Action, Ranks
+from samestep.view.region import Region, inside
+from samestep.view.rows import is_rows
+from samestep.view.view import EqualKernels, ModuleSummary, View
 
 CODES = {
     "other_action": {"E_RANK_DESYNC"},
@@ -71,3 +80,150 @@ def test_reasons_are_kept_once_in_order() -> None:
     for reason in ("a", "b", "a"):
         summary.add_reason(reason)
     assert summary.reasons == ["a", "b"]
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    """Put torch's settings back."""
+    benchmark = torch.backends.cudnn.benchmark
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.benchmark = benchmark
+
+
+def is_deterministic() -> bool:
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled() and warns and not torch.backends.cudnn.benchmark
+
+
+def test_settings_hold_until_the_step() -> None:
+    torch.backends.cudnn.benchmark = True
+    before = kernel_settings()
+    kernels = EqualKernels(is_needed=True)
+    kernels.begin()
+    kernels.begin()
+    assert is_deterministic()
+    kernels.end()
+    assert kernel_settings() == before
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_nothing_changes_on_one_rank() -> None:
+    before = kernel_settings()
+    kernels = EqualKernels(is_needed=False)
+    kernels.begin()
+    assert kernel_settings() == before
+    kernels.end()
+    assert kernel_settings() == before
+
+
+def test_settings_that_a_script_changes_in_between_stay() -> None:
+    kernels = EqualKernels(is_needed=True)
+    kernels.begin()
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = True
+    kernels.end()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.backends.cudnn.benchmark
+
+
+def test_a_deterministic_script_keeps_its_errors() -> None:
+    torch.use_deterministic_algorithms(True)
+    kernels = EqualKernels(is_needed=True)
+    kernels.begin()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    kernels.end()
+    assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_calls_inside_of_a_divided_call_change_nothing() -> None:
+    before = kernel_settings()
+    kernels = EqualKernels(is_needed=True)
+    with inside(Region(4, 0, 2, exchange=None, draw_factors=())):  # type: ignore[arg-type]
+        kernels.begin()
+    assert kernel_settings() == before
+
+
+SAMPLES, BATCH = 29, 7  # the last batch is one sample, which two ranks cannot divide
+
+
+class _Gathers:
+    """Counts the gathers of this rank."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        gather = Ranks.gather_rows
+
+        def counted(*arguments: Any) -> torch.Tensor:
+            self.count += 1
+            return gather(*arguments)
+
+        Ranks.gather_rows = counted  # type: ignore[method-assign]
+
+
+def _train(model: nn.Module, batches: Iterable[Any], gathers: _Gathers) -> dict[str, list[Any]]:
+    """Train for two epochs; return losses, gathers and kinds of the batches of each step."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found: dict[str, list[Any]] = {"losses": [], "gathers": [], "rows": []}
+    for _ in range(2):
+        for x, y in batches:
+            before = gathers.count
+            y[y == 3] = 255
+            scores = model(x * 2 - 1)
+            known = (y != 255).unsqueeze(1)
+            dice = (scores.softmax(1) * known).square().sum() / known.sum()
+            loss = nn.functional.cross_entropy(scores, y, ignore_index=255) + dice
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            right = ((scores.argmax(1) == y) & known[:, 0]).sum().item()
+            found["losses"] += [loss.item(), right]
+            found["gathers"].append(gathers.count - before)
+            found["rows"].append([is_rows(x), is_rows(y)])
+    return found
+
+
+def train_on_batches(reduction: str) -> dict[str, Any]:
+    """Train a plain model, and one with divided calls on batches of `samestep.loader`.
+
+    Args:
+        reduction: of the divided calls.
+    """
+    samestep.init(threads=1, reduction=reduction)  # type: ignore[arg-type]
+    View.divides_small_calls = True
+    View.output_limit = 1
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randn(SAMPLES, 3, 40, 40, dtype=torch.float64, generator=generator)
+    labels = torch.randint(0, 4, (SAMPLES, 40, 40), generator=generator)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 3, 1)).double()
+    gathers = _Gathers()
+    loader = DataLoader(TensorDataset(images, labels), BATCH)
+    expected = _train(copy.deepcopy(model), loader, gathers)["losses"]
+    model = samestep.parallel(model, reduction=reduction)  # type: ignore[type-var]
+    found = _train(model, samestep.loader(loader), gathers)
+    return {**found, "expected": expected}
+
+
+STEPS = -(-SAMPLES // BATCH)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reduction"),
+    [
+        (2, "fast"),
+        pytest.param(1, "fast", marks=pytest.mark.slow),
+        pytest.param(3, "fast", marks=pytest.mark.slow),
+        pytest.param(2, "exact", marks=pytest.mark.slow),
+    ],
+)
+def test_large_tensors_of_batches_stay_divided_and_no_step_gathers_them(ranks: int, reduction: str) -> None:
+    (found,) = run_jobs("unit.view.test_view", Job("train_on_batches", ranks, {"reduction": reduction}))
+    assert found["losses"] == pytest.approx(found["expected"], rel=1e-10)
+    keeps = ranks > 1 and reduction == "fast"
+    # The first batch of the loader and batches with fewer samples than ranks are read whole.
+    divided = [keeps and step not in (0, STEPS - 1, 2 * STEPS - 1) for step in range(2 * STEPS)]
+    assert found["rows"] == [[one, one] for one in divided]
+    if keeps:
+        assert [count for step, count in enumerate(found["gathers"]) if divided[step] and step > 1] == [0] * 6

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from samestep.distributed.rng import passed_generators
 from samestep.distributed.world import World
 from samestep.errors import InputError
-from samestep.reduce.tree import communicate
+from samestep.reduce.exact import communicate
 from samestep.strategies.tensor_slices import ALIGNMENT
 
 _TEXT_BYTES = 2048  # of the text in a header; a longer one is sent alone

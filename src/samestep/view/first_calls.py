@@ -1,0 +1,312 @@
+"""Calls of a module that are computed whole, and first calls, which decide on later ones.
+
+The first call of a kind is computed whole and watched, the second one is tried: a few rows, whole
+and in parts. Then `ParallelModule` divides the calls of the kind.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_unflatten
+
+from samestep.errors import InputError
+from samestep.view.divided import OTHER_OPERATIONS, without_compiler
+from samestep.view.division import ComputedWhole, Division, failure, shortened
+from samestep.view.kinds import Kind, has_compiled_parts
+from samestep.view.leaves import flatten
+from samestep.view.operations import Operations
+from samestep.view.ranks import Action
+from samestep.view.rows import with_all_rows
+from samestep.view.snapshot import Snapshot
+from samestep.view.strategy import Call, Strategy
+from samestep.view.trial import try_division
+from samestep.view.view import ModuleSummary, View
+from samestep.view.watch import Watched, watch
+
+_MOST_SURPRISES = 8  # calls of a kind that were divided and had to be computed again whole
+_WHOLE = "calls computed whole on every process: {}"
+
+
+class FirstCalls(ABC):
+    """Whole calls of one module.
+
+    Args:
+        view: the view of this process.
+        module: the module.
+        strategy: computes the inside of calls; it has prepared the module.
+        reduction: under `exact`, each call is a decision of its own.
+        whole: whether a rank can compute a whole batch.
+        strict: whether a whole call is an error.
+
+    Attributes:
+        summary: counts of the calls.
+        is_exact: whether the reduction is `exact`.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        module: nn.Module,
+        strategy: Strategy,
+        *,
+        reduction: Literal["fast", "exact"],
+        whole: bool,
+        strict: bool,
+    ) -> None:
+        self.view = view
+        self.strategy = strategy
+        self.is_exact = reduction == "exact"
+        self.summary = ModuleSummary(type(module).__name__)
+        self._module = weakref.ref(module)
+        self._can_be_whole = whole
+        self._is_strict = strict
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, while it exists."""
+        return self._module()
+
+    @abstractmethod
+    def _call_of_kind(self, kind: Kind, call: Call) -> Any:
+        """Compute a call, by what is known about its kind."""
+
+    @abstractmethod
+    def _divided(self, kind: Kind, call: Call) -> Any:
+        """Compute a call of a kind with a division."""
+
+    def _whole(
+        self, forward: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        module = self.module
+        assert module is not None
+        arguments, options = with_all_rows((arguments, options))
+        self.view.equal_kernels.begin()
+        if self.view.whole_here() is None:
+            self._enter(Action.WHOLE_CALL)
+        with self.strategy.whole(module):
+            return forward(*arguments, **options)
+
+    def _enter(self, action: Action) -> None:
+        """Send a word before messages of the strategy: a rank elsewhere would not join in."""
+        self.view.equal_kernels.begin()
+        if self.strategy.exchanges_in_calls:
+            self.view.require_same_action(self.view.word(action))
+
+    def _count_whole(self, reason: str, call: Call | None = None) -> None:
+        # Without gradients, comparing the facts could cost more than the call.
+        if call is not None and torch.is_grad_enabled():
+            self.view.in_step.facts_of_call(call.module, call.leaves)
+        self.summary.whole += 1
+        self.summary.add_reason(reason)
+        self.view.report(self.summary, _WHOLE.format(reason))
+        if self._is_strict:
+            raise InputError(
+                f"a call of {self.summary.module} is computed whole: {reason}",
+                expected="only divided calls, with strict=True",
+                fix="change what the reason names, or leave out strict=True",
+                code="E_INCOMPATIBLE",
+            )
+
+    def _decide_whole(self, kind: Kind, reason: str) -> None:
+        """Compute further calls of a kind whole, under `exact` those with the same operations."""
+        reason = shortened(reason)
+        has_operations = kind.is_watched and not kind.is_compiled and kind.watched_reason is None
+        if self.is_exact and has_operations:
+            # A resumed run has not seen calls with these operations, so others are tried as before.
+            kind.refused[kind.last] = reason
+        else:
+            kind.reason = reason
+        kind.division = None
+        self.summary.add_reason(reason)
+        self.view.report(self.summary, _WHOLE.format(reason))
+
+    def _first_calls(self, kind: Kind, call: Call) -> Any:
+        """Compute a call of a kind that is not decided."""
+        if not kind.is_watched:
+            self.view.in_step.facts_of_call(call.module, call.leaves)
+            return self._watched(kind, call)
+        if kind.last in kind.refused:
+            return self._observed(kind, call)
+        if kind.backward_code is not None and not kind.backward_code.has_run:
+            # The watch goes on: what the backward of the first call runs is not known yet.
+            self.view.in_step.facts_of_call(call.module, call.leaves)
+            self.summary.watched += 1
+            return self._whole(call.forward, call.arguments, call.options)
+        self._try(kind, call)
+        if kind.division is not None:
+            return self._call_of_kind(kind, call)
+        self._count_whole(kind.reason or kind.refused[kind.last], call)
+        return self._whole(call.forward, call.arguments, call.options)
+
+    def _observed(self, kind: Kind, call: Call) -> Any:
+        """Compute a call whole, as its operations were refused; otherwise decide by them."""
+        call.gather()
+        before = Snapshot(call.parts, kind.written, self.view.device)
+        operations = Operations()
+        self._enter(Action.WHOLE_CALL)
+        with self.strategy.whole(call.module), operations:
+            result = call.eager(*call.arguments, **call.options)
+        functions = tuple(operations.functions)
+        if functions in kind.refused:
+            self._count_whole(kind.refused[functions], call)
+            return result
+        before.restore()
+        kind.division = kind.known.get(functions)
+        if kind.division is None:
+            return self._watched(kind, call)
+        return self._call_of_kind(kind, call)
+
+    def _watched(self, kind: Kind, call: Call) -> Any:
+        """Compute a call whole, as the script's own, and note its effects."""
+        call.gather()
+        kind.is_compiled = call.forward is not call.eager or has_compiled_parts(call.parts)
+        before = Snapshot(call.parts, None, self.view.device)
+        watched = None
+        self._enter(Action.WATCH)
+        if self._can_be_whole:
+            try:
+                watched = self._watch(kind, call, before, call.arguments, call.options, call.rows)
+            except Exception:
+                # Otherwise ranks without the exception would wait.
+                self.view.require_same_action(self.view.word(Action.WATCH_RAISED))
+                raise
+        words = self.view.word(Action.WATCH, int(watched is not None))
+        self.view.require_same_action(words)
+        if watched is None or not all(word[2] for word in words):
+            before.restore()
+            return self._first_divided(kind, call, before)
+        self.summary.watched += 1
+        if kind.watched_reason is not None:
+            self._decide_whole(kind, kind.watched_reason)
+        elif self.is_exact and not watched.is_first_again:
+            # A whole call has other bits, and a resumed run has another first call.
+            before.restore()
+            return self._call_of_kind(kind, call)
+        return watched.result
+
+    def _watch(
+        self,
+        kind: Kind,
+        call: Call,
+        before: Snapshot,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        rows: int,
+    ) -> Watched | None:
+        """Watch a computation and note its effects; return None if it does not fit into memory."""
+        try:
+            with self.strategy.whole(call.module), self.view.suspended(), without_compiler(kind):
+                watched = watch(
+                    call.module, lambda: call.eager(*arguments, **options), arguments, options
+                )
+                outputs, structure = flatten(watched.result)
+        except torch.OutOfMemoryError:
+            return None
+        if watched.is_first_again:
+            return watched
+        kind.outputs = structure
+        kind.is_watched = True
+        kind.last = watched.operations
+        kind.written |= before.changes()
+        kind.uses_checkpointing = watched.uses_checkpointing
+        kind.backward_code = watched.backward_code
+        kind.gradient_bytes = sum(parameter.nbytes for parameter in call.parameters())
+        output_bytes = sum(leaf.nbytes for leaf in outputs if isinstance(leaf, torch.Tensor))
+        kind.output_bytes_per_row = output_bytes / rows
+        kind.watched_reason = watched.reason
+        if self.is_exact and not watched.backward_code.has_run:
+            # Its first run would belong to a whole call.
+            kind.watched_reason = kind.watched_reason or "has a backward that is written in Python"
+        return watched
+
+    def _first_divided(self, kind: Kind, call: Call, before: Snapshot) -> Any:
+        """Divide the first call, since the whole batch does not fit: try it, watch the own rows.
+
+        Raises:
+            InputError: the calls cannot be divided, so there is no way to compute them.
+        """
+        self._try(kind, call)
+        if kind.division is not None:
+            own = call.own_leaves(
+                self.strategy.ranks, self.strategy.reduction, kind.division.inputs
+            )
+            arguments, options = tree_unflatten(own[0], call.spec)
+            start, stop = call.slices.own_bounds[0]
+            watched = self._watch(kind, call, before, arguments, options, stop - start)
+            before.restore()
+            if watched is None:
+                kind.watched_reason = "the own rows do not fit into memory either"
+            elif watched.is_first_again:
+                kind.watched_reason = "creates parameters"
+            kind.reason = kind.watched_reason
+        if kind.reason is not None or kind.division is None:
+            raise InputError(
+                f"calls of {self.summary.module} cannot be divided: {kind.reason}",
+                expected="calls that can be divided: "
+                "the whole batch does not fit into the memory of one device",
+                fix="change what the reason names, or use a smaller batch, with whole=True",
+                code="E_INCOMPATIBLE",
+            )
+        return self._divided(kind, call)
+
+    def _try(self, kind: Kind, call: Call) -> None:
+        """Decide by a trial whether calls of a kind can be divided."""
+        division: Division | None = None
+        reason = ""
+        call.gather()
+        self._enter(Action.TRIAL)
+        try:
+            if kind.backward_code is not None:  # otherwise no whole call was watched
+                kind.backward_code.require_unchanged()
+            with self.strategy.complete(call.module), self.view.suspended(), without_compiler(kind):
+                division = try_division(
+                    call.module,
+                    call.arguments,
+                    call.options,
+                    forward=call.eager,
+                    divided=self.strategy.forward_of_trial(call.eager),
+                    rows=call.rows,
+                    has_rows=call.cut_leaves(),
+                )
+        except ComputedWhole as decision:
+            reason = str(decision)
+        except Exception as error:  # boundary: a right script must not end because of a trial
+            reason = failure("fails in the trial", error)
+        kind.backward_code = None
+        words = self.view.word(Action.TRIAL, int(division is not None))
+        self.view.require_same_action(words)
+        if any(word[2] != words[0][2] for word in words):
+            division = None
+            reason = "the trial differs between ranks"
+        if division is None:
+            return self._decide_whole(kind, reason)
+        if kind.uses_checkpointing:
+            division = replace(division, form="inner")
+            if self.is_exact and division.sums:  # a recomputation is one of a slice alone
+                return self._decide_whole(
+                    kind, "computes activations again, with sums over all rows"
+                )
+        kind.division = division
+
+    def _computed_again(self, kind: Kind, call: Call, reason: str) -> Any:
+        """Compute a call whole that ranks could not divide, for a reason that is equal on all."""
+        # Under `exact` surprises are not counted: a resumed run has not seen the calls before.
+        kind.surprises += not self.is_exact
+        if kind.surprises > _MOST_SURPRISES:
+            self._decide_whole(kind, f"{reason}, in {kind.surprises} calls")
+        elif reason == OTHER_OPERATIONS and not call.is_tried_again:
+            call.is_tried_again = True
+            kind.division = None  # tried again, under `fast` with the next call
+            kind.exchanges = None
+            if kind.refused:
+                return self._observed(kind, call)
+            return self._watched(kind, call)
+        self._count_whole(reason)
+        return self._whole(call.forward, call.arguments, call.options)
