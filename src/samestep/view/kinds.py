@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec
 
-from samestep.view.backward_code import BackwardCode
 from samestep.view.division import Division
 from samestep.view.exchange import Sum
+from samestep.view.graph import BackwardCode
 from samestep.view.operations import Operation
 from samestep.view.snapshot import Written
 from samestep.view.switches import (
