@@ -452,14 +452,12 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], s
         lambda: (x(3),),
         "random numbers|UnknownDraw",
     ),
-    "object": (layered(lambda m, v: [m.layer(v), iter([1])]), lambda: (x(3),), "object of type list_iterator"),
     "rows that pass a test": (layered(lambda m, v: m.layer(v)[v[:, 0] > 0]), lambda: (x(3),), "rows|joins"),
     "batch in the second dimension": (layered(lambda m, v: m.layer(v).T), lambda: (x(3),), "does not follow"),
     "only NaN": (layered(lambda m, v: m.layer(v) * float("nan")), lambda: (x(3),), "NaN"),
     "zero scalar": (layered(lambda m, v: (m.layer(v) - 1e9).relu().sum()), lambda: (x(3),), "zero in the trial"),
     "raises": (layered(lambda m, v: {}["missing"]), lambda: (x(3),), "KeyError"),
     "lazy": (lambda: nn.LazyLinear(3), lambda: (x(3),), "without a shape"),
-    "torchscript": (lambda: torch.jit.script(nn.Linear(3, 3)), lambda: (x(3),), "TorchScript"),
     "writes a parameter": (
         layered(lambda m, v: m.layer.weight.detach().mul_(2).sum() + m.layer(v)),
         lambda: (x(3),),
@@ -468,7 +466,6 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], s
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole(name: str) -> None:
     build, arguments, reason = WHOLE[name]

@@ -477,6 +477,11 @@ def test_result_and_generators_are_those_of_the_plain_call() -> None:
     assert result.shape == expected.shape
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+def test_torchscript_is_a_reason() -> None:
+    assert "torch.jit" in (call(torch.jit.script(nn.Linear(4, 4)), data()).reason or "")
+
+
 def test_exception_of_the_call_propagates() -> None:
     with pytest.raises(RuntimeError, match="shapes"):
         call(Net(), torch.ones(2, 3))
