@@ -153,8 +153,8 @@ def _structure(module: nn.Module) -> list[Any]:
     collected: list[Any] = []
     for name, part in module.named_modules():
         parameters = [(key, id(value), type(value)) for key, value in part._parameters.items()]
-        # Names only: a call may replace buffers.
-        collected.append((name, id(part), parameters, list(part._buffers)))
+        # Names only: a call may replace buffers. Those of TorchScript cannot be iterated.
+        collected.append((name, id(part), parameters, list(part._buffers.keys())))
     return collected
 
 
