@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from samestep.view.crossings import Sums, totals
+from samestep.view.draws import CallOperations, Rule
 from samestep.view.region import Region
-from samestep.view.rule import CallOperations, Rule
 
 
 class _Moments(NamedTuple):
