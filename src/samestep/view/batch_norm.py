@@ -8,7 +8,7 @@ Decisions: docs/decisions/batch-norm.md
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from samestep.view.crossings import Sums, totals
-from samestep.view.draws import CallOperations, Rule
+from samestep.view.draws import Arguments, Draws, Options, Rule
 from samestep.view.region import Region
 
 
@@ -367,12 +367,7 @@ def _differentiable_gradients(
 
 
 def _rule(compute: Callable[..., Tensor]) -> Rule:
-    def rule(
-        operations: CallOperations,
-        function: Any,
-        arguments: Sequence[Any],
-        options: Mapping[str, Any],
-    ) -> Any:
+    def rule(operations: Draws, function: Any, arguments: Arguments, options: Options) -> Any:
         if operations.region is None:
             return function(*arguments, **options)
         return compute(operations.region, *arguments, **options)

@@ -29,14 +29,12 @@ Function = Callable[..., Any]
 Arguments = Sequence[Any]
 Options = Mapping[str, Any]
 
-# Receives the operations of a call, a function and its arguments; returns the result.
-Rule = Callable[["CallOperations", Function, Arguments, Options], Any]
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _SELU_ALPHA = 1.7580993408473766  # torch's constant in alpha dropout
 
 
-class CallOperations(TorchFunctionMode):
-    """Operations of a call so far, as rules see them.
+class Draws(TorchFunctionMode):
+    """Function mode around a call that counts its random draws, as rules see it.
 
     Attributes:
         region: the rows that are computed; None for a whole call, in which every function runs as
@@ -52,10 +50,14 @@ class CallOperations(TorchFunctionMode):
         self.is_compared = is_compared
 
 
+# Receives the operations of a call, a function and its arguments; returns the result.
+Rule = Callable[[Draws, Function, Arguments, Options], Any]
+
+
 # --- numbers of the own rows ----------------------------------------------------------------------
 
 
-def _follows_rows(operations: CallOperations) -> bool:
+def _follows_rows(operations: Draws) -> bool:
     """Return whether the next draw has own rows in its first dimension."""
     if operations.region is None:
         return False
@@ -81,7 +83,7 @@ def default_generator(generator: torch.Generator | None) -> Iterator[None]:
 
 
 def _draw(
-    operations: CallOperations,
+    operations: Draws,
     shape: Shape,
     compute: Callable[[Shape], Any],
     device: torch.device,
@@ -133,7 +135,7 @@ def like(tensor: torch.Tensor, shape: Shape, *, exactly: bool = False) -> torch.
 
 
 def _with_rows(
-    operations: CallOperations,
+    operations: Draws,
     shape: Shape,
     values: Sequence[Any],
     compute: Callable[[list[Any]], Any],
@@ -188,9 +190,7 @@ def seen_inside(function: Function) -> Function:
     return copy
 
 
-def _inside(
-    operations: CallOperations, function: Function, arguments: Arguments, options: Options
-) -> Any:
+def _inside(operations: Draws, function: Function, arguments: Arguments, options: Options) -> Any:
     with operations:
         return seen_inside(function)(*arguments, **options)
 
@@ -198,9 +198,7 @@ def _inside(
 def _pool_by(with_indices: Function) -> Rule:
     """Return the rule of a pooling that calls `with_indices`, which draws."""
 
-    def rule(
-        operations: CallOperations, function: Function, arguments: Arguments, options: Options
-    ) -> Any:
+    def rule(operations: Draws, function: Function, arguments: Arguments, options: Options) -> Any:
         return _inside(operations, with_indices, arguments, options)[0]
 
     return rule
@@ -214,7 +212,7 @@ def _argument(
     return options.get(name, default)
 
 
-def _is_plain(operations: CallOperations, shape: Shape, device: torch.device) -> bool:
+def _is_plain(operations: Draws, shape: Shape, device: torch.device) -> bool:
     """Note the shape of a draw without a region; return whether torch's function computes it."""
     if operations.region is not None:
         return False
@@ -223,7 +221,7 @@ def _is_plain(operations: CallOperations, shape: Shape, device: torch.device) ->
 
 
 def _drop(
-    operations: CallOperations,
+    operations: Draws,
     input: torch.Tensor,
     p: float,
     features: Shape = (),
@@ -262,9 +260,7 @@ def _dropout(
     first one if the input has the number of dimensions `unbatched`.
     """
 
-    def rule(
-        operations: CallOperations, function: Function, arguments: Arguments, options: Options
-    ) -> Any:
+    def rule(operations: Draws, function: Function, arguments: Arguments, options: Options) -> Any:
         input = _argument(arguments, options, 0, "input")
         p = _argument(arguments, options, 1, "p", 0.5)
         if not _argument(arguments, options, 2, on, default) or not 0 < p < 1 or not input.numel():
@@ -282,7 +278,7 @@ def _dropout(
 
 
 def _native_dropout(
-    operations: CallOperations, function: Function, arguments: Arguments, options: Options
+    operations: Draws, function: Function, arguments: Arguments, options: Options
 ) -> Any:
     names = enumerate(("input", "p", "train"))
     input, p, train = (_argument(arguments, options, i, name) for i, name in names)
@@ -298,9 +294,7 @@ def _native_dropout(
     return input * (mask.to(input.dtype) * (p < 1 and 1 / (1 - p))), mask
 
 
-def _factory(
-    operations: CallOperations, function: Function, arguments: Arguments, options: Options
-) -> Any:
+def _factory(operations: Draws, function: Function, arguments: Arguments, options: Options) -> Any:
     """Rule of functions that receive the size of the result, and whose tensors do not matter."""
     if operations.region is None:
         result = function(*arguments, **options)
@@ -340,9 +334,7 @@ def _factory(
     return numbers.requires_grad_(needs_gradient)
 
 
-def _sample(
-    operations: CallOperations, function: Function, arguments: Arguments, options: Options
-) -> Any:
+def _sample(operations: Draws, function: Function, arguments: Arguments, options: Options) -> Any:
     """Rule of functions of tensors: samples, `rand_like`, and methods that fill, as `uniform_`."""
     named: dict[Any, Any] = {**dict(enumerate(arguments)), **options}
     out = named.pop("out", None)
@@ -387,7 +379,7 @@ def _sample(
 
 
 def _attention(
-    operations: CallOperations, function: Function, arguments: Arguments, options: Options
+    operations: Draws, function: Function, arguments: Arguments, options: Options
 ) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     named = {**dict(zip(names, arguments, strict=False)), **options}
@@ -431,9 +423,7 @@ def _attention(
 def _undivided(draws: Callable[[Arguments, Options], bool]) -> Rule:
     """Return the rule of functions that cannot be divided if `draws` of the arguments holds."""
 
-    def rule(
-        operations: CallOperations, function: Function, arguments: Arguments, options: Options
-    ) -> Any:
+    def rule(operations: Draws, function: Function, arguments: Arguments, options: Options) -> Any:
         if operations.region is not None and draws(arguments, options):
             raise UnknownDraw(f"draw inside of {function.__name__}")
         return function(*arguments, **options)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from samestep.view.draws import CallOperations, Rule
+from samestep.view.draws import Draws, Rule
 
 _HALVES = (torch.float16, torch.bfloat16)
 _signature = cache(signature)
@@ -99,9 +99,7 @@ def mean(
     return result
 
 
-def _loss(
-    operations: CallOperations, function: Callable[..., Any], arguments: Any, options: Any
-) -> Any:
+def _loss(operations: Draws, function: Callable[..., Any], arguments: Any, options: Any) -> Any:
     named = arguments_of(function, arguments, options)
     region = operations.region
     count = None

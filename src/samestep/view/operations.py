@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from samestep.view.batch_norm import BATCH_NORM_RULES
-from samestep.view.draws import DRAW_RULES, CallOperations, Rule
+from samestep.view.draws import DRAW_RULES, Draws, Rule
 from samestep.view.losses import LOSS_RULES
 from samestep.view.region import Region
 
@@ -55,7 +55,7 @@ def is_number(function: Callable[..., Any], result: Any) -> bool:
     return function in _VALUE_FUNCTIONS
 
 
-class Operations(CallOperations):
+class Operations(Draws):
     """Function mode around a call: records the operations, applies the rules of a divided call.
 
     Attributes:
