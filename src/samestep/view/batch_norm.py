@@ -8,7 +8,7 @@ Decisions: docs/decisions/batch-norm.md
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,13 +17,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from samestep.view.crossings import totals
-from samestep.view.region import CallOperations, Region, Rule, Sums
+from samestep.view.draws import Arguments, Draws, Options, Rule
+from samestep.view.region import Region, Sums
 
 
 class _Moments(NamedTuple):
     """Statistics per channel over all slices."""
 
-    count: Any  # values per channel: a number, or a tensor on an accelerator, so that the host does not wait
+    # Values per channel: a number, or a tensor on an accelerator, so that the host does not wait.
+    count: Any
     mean: Tensor
     variance: Tensor  # biased
 
@@ -39,21 +41,12 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Compute `torch.nn.functional.batch_norm`; in training with the statistics of the whole batch."""
+    others: tuple[Any, ...] = (weight, bias, training, momentum, eps)
+    running = (running_mean, running_var)
     if not training:
-        return functional.batch_norm(
-            input, running_mean, running_var, weight, bias, False, momentum, eps
-        )
+        return functional.batch_norm(input, *running, *others)
     if region.local_batch_norm:
-        own = partial(
-            functional.batch_norm,
-            weight=weight,
-            bias=bias,
-            training=True,
-            momentum=momentum,
-            eps=eps,
-        )
-        return _with_own_statistics(own, region, input, (running_mean, running_var))
+        return _with_own_statistics(functional.batch_norm, region, input, running, *others)
     outputs, moments = region.exchange.join(partial(_normalize, eps=eps), (input, weight, bias))
     if id(running_mean) not in region.shared_statistics:
         _update(running_mean, running_var, moments, momentum)
@@ -68,14 +61,12 @@ def _instance_norm(
     *others: Any,
     **options: Any,
 ) -> Tensor:
-    """Compute `torch.nn.functional.instance_norm`; running statistics are the means over all rows."""
-    function: Callable[..., Tensor] = functional.instance_norm
+    function: Callable[..., Tensor] = partial(functional.instance_norm, **options)
+    running = (running_mean, running_var)
     uses_input = options.get("use_input_stats", [*others[2:3], True][0])
     if not uses_input or running_mean is None:
-        return function(input, running_mean, running_var, *others, **options)
-    return _with_own_statistics(
-        partial(function, **options), region, input, (running_mean, running_var), *others
-    )
+        return function(input, *running, *others)
+    return _with_own_statistics(function, region, input, running, *others)
 
 
 def _with_own_statistics(
@@ -85,18 +76,20 @@ def _with_own_statistics(
     running: Sequence[Tensor | None],
     *others: Any,
 ) -> Tensor:
-    """Normalize by the own rows. Running statistics become the means of all slices', weighted by their rows."""
+    """Normalize by the own rows. Running statistics become means of the slices, by their rows."""
     own = [None if values is None else values.clone() for values in running]
-    outputs = function(input, *own, *others) if input.numel() else torch.empty_like(input)
+    outputs = torch.empty_like(input)
+    if input.numel():
+        outputs = function(input, *own, *others)
+
+    def sum_without_graph(sums: Sums, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [sums.sum(parts)] * len(parts)
+
     for whole, values in zip(running, own, strict=True):
         if whole is not None and values is not None:
             share = values.double() * (region.own / region.rows)
-            whole.data.copy_(region.exchange.join(_sum_without_graph, share))
+            whole.data.copy_(region.exchange.join(sum_without_graph, share))
     return outputs
-
-
-def _sum_without_graph(sums: Sums, parts: Sequence[Tensor]) -> list[Tensor]:
-    return [sums.sum(parts)] * len(parts)
 
 
 def _along_channels(vector: Tensor, like: Tensor) -> Tensor:
@@ -110,13 +103,12 @@ _Slice = tuple[Tensor, Tensor | None, Tensor | None]
 def _normalize(
     sums: Sums, slices: Sequence[_Slice], *, eps: float
 ) -> list[tuple[Tensor, _Moments]]:
-    """Return the outputs of each slice that is computed here, in one node, and the moments of all slices."""
+    """Return the outputs of each own slice, in one node, and the moments of all slices."""
     moments = _fast_moments([inputs for inputs, _, _ in slices], sums)
     if isinstance(moments.count, float) and moments.count < 2:
-        size = slices[0][0].size()
-        raise ValueError(
-            f"Expected more than 1 value per channel when training, got input size {size}"
-        )
+        # The error of torch's own layer.
+        text = "Expected more than 1 value per channel when training, got input size"
+        raise ValueError(f"{text} {slices[0][0].size()}")
     tensors = [tensor for own in slices for tensor in own]
     outputs = _Normalize.apply(moments, eps, sums, *tensors)  # type: ignore[no-untyped-call]
     return [(output, moments) for output in outputs]
@@ -135,9 +127,8 @@ def _fast_moments(slices: Sequence[Tensor], sums: Sums) -> _Moments:
     means = torch.stack([mean for mean, _ in own]).double()
     squares = torch.stack([variance for _, variance in own]).double().addcmul_(means, means)
     messages = torch.cat([means, squares, means.new_ones(len(own), 1)], dim=1)
-    total = sums.sum(
-        [message.mul_(count) for message, count in zip(messages.unbind(), counts, strict=True)]
-    )
+    pairs = zip(messages.unbind(), counts, strict=True)
+    total = sums.sum([message.mul_(count) for message, count in pairs])
     number = _number(total[-1])
     whole, spread, _ = total.div_(number).split([channels, channels, 1])
     if kind == torch.float64:
@@ -164,9 +155,8 @@ def _own_moments(inputs: Tensor, kind: torch.dtype, count: int) -> tuple[Tensor,
         return zeros, zeros
     data = inputs if inputs.is_cuda else inputs.to(kind)  # CPUs return the precision
     if data.is_cuda or data.dim() == 2 or not data.is_contiguous() or data[0, 0].numel() < 64:
-        return torch.batch_norm_update_stats(
-            data, None, None, 0.0
-        )  # the kernel of torch's own layer
+        # The kernel of torch's own layer.
+        return torch.batch_norm_update_stats(data, None, None, 0.0)
     # That kernel takes four times as long for channels one after another on a CPU.
     mean = _sum_channels(data) / count
     ones = torch.ones_like(mean)
@@ -186,12 +176,9 @@ def _differentiable_moments(slices: Sequence[Tensor], sums: Sums) -> list[_Momen
     data = [inputs.to(torch.promote_types(inputs.dtype, torch.float32)) for inputs in slices]
     firsts = []
     for values in data:
-        channel_sums = _sum_channels(values).double()
-        firsts.append(
-            torch.cat(
-                [channel_sums, channel_sums.new_full((1,), values.numel() // values.shape[1])]
-            )
-        )
+        own = _sum_channels(values).double()
+        count = own.new_full((1,), values.numel() // values.shape[1])
+        firsts.append(torch.cat([own, count]))
     all_totals = totals(sums, firsts)
     means = [
         (total[:-1] / total[-1]).to(values.dtype)
@@ -220,15 +207,8 @@ def _update(
         running_var.data.lerp_(unbiased.to(running_var.dtype), momentum)
 
 
-def _normalized(inputs: Tensor, moments: _Moments, eps: float) -> Tensor:
-    scale = torch.rsqrt(moments.variance + eps)
-    return (inputs.to(scale.dtype) - _along_channels(moments.mean, inputs)) * _along_channels(
-        scale, inputs
-    )
-
-
 class _Normalize(torch.autograd.Function):
-    """Normalize slices by moments of the whole batch; the backward differentiates the moments, too."""
+    """Normalize slices by moments of the whole batch; the backward differentiates these, too."""
 
     @staticmethod
     def forward(
@@ -300,7 +280,7 @@ def _fast_gradients(
 
 
 def _operands(inputs: Tensor, gradient: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return inputs and gradient as the kernels read them: those of GPUs read halves, and prefer equal strides."""
+    """Return both as the kernels read them: those of GPUs read halves, and prefer equal strides."""
     if not inputs.is_cuda:
         return inputs.to(kind), gradient.to(kind)
     if gradient.stride() != inputs.stride():
@@ -319,17 +299,9 @@ def _affine_gradients(
         return by_weight, by_bias
     # The affine gradients of torch's backward in evaluation, which does not read the weight.
     none = scale.new_empty(0)
+    statistics = (moments.mean, moments.mean, moments.variance, none, none)
     _, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
-        slope,
-        data,
-        moments.mean,
-        moments.mean,
-        moments.variance,
-        none,
-        none,
-        False,
-        eps,
-        [False, True, True],
+        slope, data, *statistics, False, eps, [False, True, True]
     )
     return by_weight, by_bias
 
@@ -343,7 +315,10 @@ def _input_gradients(
     total: Tensor,
     eps: float,
 ) -> Tensor:
-    """Return dx = w / sigma * (dy - xhat * mean(dy * xhat) - mean(dy)); `total` has the sums over all slices."""
+    """Return dx = w / sigma * (dy - xhat * mean(dy * xhat) - mean(dy)).
+
+    `total` has the sums of dy * xhat and of dy over all slices.
+    """
     kind = moments.mean.dtype
     if data.is_cuda:  # a kernel of torch's SyncBatchNorm
         factor = torch.ones_like(scale) if weight is None else weight.to(kind)
@@ -374,25 +349,14 @@ def _differentiable_gradients(
         scale = _along_channels(torch.rsqrt(moments.variance + ctx.eps), inputs)
         normalized = (inputs.to(scale.dtype) - _along_channels(moments.mean, inputs)) * scale
         slope = gradient.to(normalized.dtype)
-        parts.append(
-            (
-                weight,
-                scale,
-                normalized,
-                slope,
-                _sum_channels(slope * normalized),
-                _sum_channels(slope),
-            )
-        )
+        by_weight = _sum_channels(slope * normalized)
+        parts.append((weight, scale, normalized, slope, by_weight, _sum_channels(slope)))
     if not ctx.needs_input_grad[3]:
         return [(None, by_weight, by_bias) for *_, by_weight, by_bias in parts]
-    sums = totals(
-        ctx.sums, [torch.cat([by_weight, by_bias]).double() for *_, by_weight, by_bias in parts]
-    )
+    own_sums = [torch.cat([by_weight, by_bias]).double() for *_, by_weight, by_bias in parts]
     results: list[tuple[Tensor | None, Tensor, Tensor]] = []
-    for (weight, scale, normalized, slope, by_weight, by_bias), total in zip(
-        parts, sums, strict=True
-    ):
+    for part, total in zip(parts, totals(ctx.sums, own_sums), strict=True):
+        weight, scale, normalized, slope, by_weight, by_bias = part
         mean_of = (total / every[0].count).to(slope.dtype)
         dot, shift = (_along_channels(part, slope) for part in mean_of.chunk(2))
         by_inputs = (slope - normalized * dot - shift) * scale
@@ -403,12 +367,7 @@ def _differentiable_gradients(
 
 
 def _rule(compute: Callable[..., Tensor]) -> Rule:
-    def rule(
-        operations: CallOperations,
-        function: Any,
-        arguments: Sequence[Any],
-        options: Mapping[str, Any],
-    ) -> Any:
+    def rule(operations: Draws, function: Any, arguments: Arguments, options: Options) -> Any:
         if operations.region is None:
             return function(*arguments, **options)
         return compute(operations.region, *arguments, **options)

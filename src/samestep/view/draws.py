@@ -1,30 +1,30 @@
-"""Random draws inside of a divided call.
+"""Random draws inside of a divided call: rules, and the numbers of the own rows.
 
-With `region.seed` None (CPUs) each rank draws for the whole batch, as torch would for the whole
-batch, and keeps its
+With `region.seed` None (CPUs) each rank draws for the whole batch, as torch would, and keeps its
 own rows: the numbers and the generator afterwards are those of a plain call. The order of torch's
-    numbers depends on
-the shape and the memory format, so both are those of the whole batch. With a seed the numbers come
-from it, by microbatch. Without a region every function runs as it is, and only the shape of its
-numbers is noted; except for the
-whole call of a trial on an accelerator, which draws as its parts do: fused kernels have other
-    numbers.
+numbers depends on the shape and the memory format, so both are those of the whole batch. With a
+seed the numbers come from it, by microbatch. Without a region every function runs as it is, and
+only the shape of its numbers is noted; except for the whole call of a trial on an accelerator,
+which draws as its parts do: fused kernels have other numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch.nn import functional, init
+from torch.overrides import TorchFunctionMode
 
-from samestep.distributed.devices import is_accelerator
-from samestep.view.own_numbers import Shape, draw, follows_rows, like, with_rows
-from samestep.view.region import CallOperations, Rule, UnknownDraw
+from samestep.distributed.devices import accelerator_module, is_accelerator
+from samestep.view.region import Region, UnknownDraw
 
+Shape = tuple[int, ...]
 Function = Callable[..., Any]
 Arguments = Sequence[Any]
 Options = Mapping[str, Any]
@@ -33,11 +33,153 @@ _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function
 _SELU_ALPHA = 1.7580993408473766  # torch's constant in alpha dropout
 
 
-def seen_inside(function: Function) -> Function:
-    """Return a copy of a function of torch.nn.functional that does not hand itself over to function modes.
+class Draws(TorchFunctionMode):
+    """Function mode around a call that counts its random draws, as rules see it.
 
-    Called with a mode active, the operations inside of it are seen by the mode, instead of the call
-    as one operation.
+    Attributes:
+        region: the rows that are computed; None for a whole call, in which every function runs as
+            it is.
+        draws: shapes of the random draws, in order.
+        is_compared: whether the call is that of a trial, which draws as its parts do.
+    """
+
+    def __init__(self, region: Region | None = None, *, is_compared: bool = False) -> None:
+        super().__init__()
+        self.region = region
+        self.draws: list[Shape] = []
+        self.is_compared = is_compared
+
+
+# Receives the operations of a call, a function and its arguments; returns the result.
+Rule = Callable[[Draws, Function, Arguments, Options], Any]
+
+
+# --- numbers of the own rows ----------------------------------------------------------------------
+
+
+def _follows_rows(operations: Draws) -> bool:
+    """Return whether the next draw has own rows in its first dimension."""
+    if operations.region is None:
+        return False
+    factors = operations.region.draw_factors[len(operations.draws) :]
+    return bool(factors) and factors[0] is not None
+
+
+@contextmanager
+def default_generator(generator: torch.Generator | None) -> Iterator[None]:
+    """Let the default generator of a device begin where `generator` did; put it back afterwards."""
+    if generator is None:
+        yield
+        return
+    default = torch.default_generator
+    if is_accelerator(generator.device):
+        default = accelerator_module().default_generators[generator.device.index]
+    state = default.get_state()
+    default.manual_seed(generator.initial_seed())
+    try:
+        yield
+    finally:
+        default.set_state(state)
+
+
+def _draw(
+    operations: Draws,
+    shape: Shape,
+    compute: Callable[[Shape], Any],
+    device: torch.device,
+    received: bool = False,
+) -> torch.Tensor:
+    """Return the numbers of the own rows, which have `shape`.
+
+    Args:
+        operations: operations of the call so far.
+        shape: shape of the numbers.
+        compute: draws numbers of a shape, also for the whole batch or a microbatch.
+        device: device of the numbers.
+        received: `compute` draws from a generator of the script, for the whole batch.
+    """
+    region = operations.region
+    if region is None:  # the whole call of a trial
+        return torch.as_tensor(compute(shape))
+
+    def make(asked: Shape, generator: torch.Generator | None) -> torch.Tensor:
+        with default_generator(generator):
+            return torch.as_tensor(compute(asked))
+
+    index = len(operations.draws)
+    operations.draws.append(shape)
+    if region.seed is not None and not received:
+        return region.draw(index, shape, make, device)
+    numbers = replace(region, seed=None).draw(index, shape, make, device)
+    return numbers.clone()  # does not keep the numbers of other rows alive
+
+
+def like(tensor: torch.Tensor, shape: Shape, *, exactly: bool = False) -> torch.Tensor:
+    """Return the result of `empty_like` for the whole batch if `tensor` holds own rows of it.
+
+    With `exactly` the strides are those of `tensor` even if it is not dense.
+    """
+    empty = torch.empty_like(tensor)
+    strides = tensor.stride()
+    if exactly and empty.stride() != strides:
+        if strides[0] < max(strides):
+            raise UnknownDraw("draw into a part whose rows are not in the first dimension")
+        return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+    if shape == tuple(tensor.shape):
+        return empty
+    if tensor.shape[0] == 1:
+        # A dimension with the stride of the one row is outside of the rows in the whole batch.
+        strides = (strides[0], *(stride * (1 + (stride >= strides[0])) for stride in strides[1:]))
+    whole = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
+    return torch.empty_like(whole, device=tensor.device)
+
+
+def _with_rows(
+    operations: Draws,
+    shape: Shape,
+    values: Sequence[Any],
+    compute: Callable[[list[Any]], Any],
+    fills: bool = False,
+) -> Callable[[Shape], Any]:
+    """Return a function of a shape that computes with `values`.
+
+    Tensors as long as the numbers of `shape` have rows. For the whole batch the own rows are put in
+    their place among ones, for a microbatch its rows are taken. With `fills` the function fills the
+    first of the values.
+    """
+    region = operations.region
+    position = 0
+    assert region is not None
+
+    def rows_of(value: Any, asked: Shape, filled: bool) -> Any:
+        is_beside = isinstance(value, torch.Tensor) and value.dim() == len(shape)
+        if not is_beside or value.shape[0] != shape[0]:
+            return value
+        if asked[0] <= shape[0]:
+            return value[position : position + asked[0]]
+        start = shape[0] * region.start // region.own
+        whole = like(value, (asked[0], *value.shape[1:]), exactly=filled).fill_(1)
+        whole[start : start + shape[0]] = value
+        return whole
+
+    def draw_shape(asked: Shape) -> Any:
+        nonlocal position
+        if asked == shape:
+            return compute(list(values))
+        chosen = [rows_of(value, asked, fills and not i) for i, value in enumerate(values)]
+        position += asked[0]
+        return compute(chosen)
+
+    return draw_shape
+
+
+# --- rules ----------------------------------------------------------------------------------------
+
+
+def seen_inside(function: Function) -> Function:
+    """Return a copy of a function of torch.nn.functional whose operations function modes see.
+
+    Called with a mode active, the function itself would hand the call over as one operation.
     """
     assert isinstance(function, FunctionType)
     names = {**function.__globals__, **{name: lambda *tensors: False for name in _CHECKS}}
@@ -48,9 +190,7 @@ def seen_inside(function: Function) -> Function:
     return copy
 
 
-def _inside(
-    operations: CallOperations, function: Function, arguments: Arguments, options: Options
-) -> Any:
+def _inside(operations: Draws, function: Function, arguments: Arguments, options: Options) -> Any:
     with operations:
         return seen_inside(function)(*arguments, **options)
 
@@ -58,9 +198,7 @@ def _inside(
 def _pool_by(with_indices: Function) -> Rule:
     """Return the rule of a pooling that calls `with_indices`, which draws."""
 
-    def rule(
-        operations: CallOperations, function: Function, arguments: Arguments, options: Options
-    ) -> Any:
+    def rule(operations: Draws, function: Function, arguments: Arguments, options: Options) -> Any:
         return _inside(operations, with_indices, arguments, options)[0]
 
     return rule
@@ -74,8 +212,8 @@ def _argument(
     return options.get(name, default)
 
 
-def _is_plain(operations: CallOperations, shape: Shape, device: torch.device) -> bool:
-    """Note the shape of a draw without a region; return whether torch's own function computes it."""
+def _is_plain(operations: Draws, shape: Shape, device: torch.device) -> bool:
+    """Note the shape of a draw without a region; return whether torch's function computes it."""
     if operations.region is not None:
         return False
     operations.draws.append(shape)
@@ -83,21 +221,20 @@ def _is_plain(operations: CallOperations, shape: Shape, device: torch.device) ->
 
 
 def _drop(
-    operations: CallOperations,
+    operations: Draws,
     input: torch.Tensor,
     p: float,
     features: Shape = (),
     alpha: bool = False,
     inplace: bool = False,
 ) -> torch.Tensor:
-    """Compute dropout of numbers, or of `features`, as torch does on CPUs (aten/src/ATen/native/Dropout.cpp)."""
-
+    # As torch does on CPUs: aten/src/ATen/native/Dropout.cpp.
     def numbers_of(asked: Shape) -> torch.Tensor:
         if features:
             return torch.empty(asked, dtype=input.dtype, device=input.device).bernoulli_(1 - p)
         return like(input, asked).bernoulli_(1 - p)
 
-    noise = draw(operations, features or tuple(input.shape), numbers_of, input.device)
+    noise = _draw(operations, features or tuple(input.shape), numbers_of, input.device)
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.mul
     if inplace:
         multiply = torch.Tensor.mul_
@@ -123,9 +260,7 @@ def _dropout(
     first one if the input has the number of dimensions `unbatched`.
     """
 
-    def rule(
-        operations: CallOperations, function: Function, arguments: Arguments, options: Options
-    ) -> Any:
+    def rule(operations: Draws, function: Function, arguments: Arguments, options: Options) -> Any:
         input = _argument(arguments, options, 0, "input")
         p = _argument(arguments, options, 1, "p", 0.5)
         if not _argument(arguments, options, 2, on, default) or not 0 < p < 1 or not input.numel():
@@ -143,11 +278,10 @@ def _dropout(
 
 
 def _native_dropout(
-    operations: CallOperations, function: Function, arguments: Arguments, options: Options
+    operations: Draws, function: Function, arguments: Arguments, options: Options
 ) -> Any:
-    input, p, train = (
-        _argument(arguments, options, i, name) for i, name in enumerate(("input", "p", "train"))
-    )
+    names = enumerate(("input", "p", "train"))
+    input, p, train = (_argument(arguments, options, i, name) for i, name in names)
     if train is False or not input.numel():
         return function(*arguments, **options)
     if _is_plain(operations, tuple(input.shape), input.device):
@@ -156,13 +290,11 @@ def _native_dropout(
     def numbers_of(asked: Shape) -> torch.Tensor:
         return torch.empty_like(like(input, asked), dtype=torch.bool).bernoulli_(1 - p)
 
-    mask = draw(operations, tuple(input.shape), numbers_of, input.device)
+    mask = _draw(operations, tuple(input.shape), numbers_of, input.device)
     return input * (mask.to(input.dtype) * (p < 1 and 1 / (1 - p))), mask
 
 
-def _factory(
-    operations: CallOperations, function: Function, arguments: Arguments, options: Options
-) -> Any:
+def _factory(operations: Draws, function: Function, arguments: Arguments, options: Options) -> Any:
     """Rule of functions that receive the size of the result, and whose tensors do not matter."""
     if operations.region is None:
         result = function(*arguments, **options)
@@ -177,7 +309,7 @@ def _factory(
         size = [_argument(first, others, 0, "n")]
         first = []
         others.pop("n", None)
-        if follows_rows(operations):
+        if _follows_rows(operations):
             raise UnknownDraw("permutation of rows")
     elif size is None and function in (torch.rand, torch.randn):
         size = first
@@ -196,27 +328,24 @@ def _factory(
 
     shape = tuple(int(length) for length in size)
     device = torch.empty(0, device=others.get("device")).device
-    numbers = draw(operations, shape, numbers_of, device, others.get("generator") is not None)
+    numbers = _draw(operations, shape, numbers_of, device, others.get("generator") is not None)
     if out is not None:
         return out.resize_(numbers.shape).copy_(numbers)
     return numbers.requires_grad_(needs_gradient)
 
 
-def _sample(
-    operations: CallOperations, function: Function, arguments: Arguments, options: Options
-) -> Any:
-    """Rule of functions of tensors: samples of distributions, `rand_like`, and methods that fill, as `uniform_`."""
+def _sample(operations: Draws, function: Function, arguments: Arguments, options: Options) -> Any:
+    """Rule of functions of tensors: samples, `rand_like`, and methods that fill, as `uniform_`."""
     named: dict[Any, Any] = {**dict(enumerate(arguments)), **options}
     out = named.pop("out", None)
     needs_gradient = named.pop("requires_grad", False)
     tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
     if operations.region is None or not tensors:
-        return _factory(
-            operations, function, arguments, options
-        )  # with a region it is normal(0.0, 1.0, size)
+        # With a region it is normal(0.0, 1.0, size).
+        return _factory(operations, function, arguments, options)
     shape = tuple(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
     if function in _MULTINOMIAL:
-        if len(shape) < 2 and follows_rows(operations):
+        if len(shape) < 2 and _follows_rows(operations):
             raise UnknownDraw("sample of rows")
         shape = (*shape[:-1], _argument(arguments, options, 1, "num_samples"))
 
@@ -226,20 +355,18 @@ def _sample(
         return function(*positional, **{str(name): value for name, value in chosen.items()})
 
     fills = function in _FILLS
-    draw_rows = with_rows(operations, shape, list(named.values()), numbers_of, fills)
+    draw_rows = _with_rows(operations, shape, list(named.values()), numbers_of, fills)
 
     def draw_shape(asked: Shape) -> Any:
         if function in _COUNTS_DIFFER and asked != shape and asked[0] > shape[0]:
-            raise UnknownDraw(
-                f"draw by {function.__name__}, which takes more numbers for some values than for others"
-            )
+            text = f"draw by {function.__name__}, which takes more numbers for some values"
+            raise UnknownDraw(text)
         return draw_rows(asked)
 
     received = any(isinstance(value, torch.Generator) for value in named.values())
-    device = torch.empty(
-        0, device=named.get("device") or tensors[0].device
-    ).device  # with its index
-    numbers = draw(operations, shape, draw_shape, device, received)
+    # The device with its index.
+    device = torch.empty(0, device=named.get("device") or tensors[0].device).device
+    numbers = _draw(operations, shape, draw_shape, device, received)
     if fills:
         out = tensors[0]
     elif out is not None:
@@ -252,7 +379,7 @@ def _sample(
 
 
 def _attention(
-    operations: CallOperations, function: Function, arguments: Arguments, options: Options
+    operations: Draws, function: Function, arguments: Arguments, options: Options
 ) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     named = {**dict(zip(names, arguments, strict=False)), **options}
@@ -269,19 +396,11 @@ def _attention(
         return function(*arguments, **options)
     region = operations.region
     has_own_stream = region is not None and region.seed is not None
-    if has_own_stream and is_accelerator(
-        query.device
-    ):  # fused kernels draw from the default generator
-
-        def numbers_of(values: list[Any]) -> Any:
-            return function(*values, p, **named)
-
-        return draw(
-            operations,
-            shape,
-            with_rows(operations, shape, [query, key, value, mask], numbers_of),
-            query.device,
-        )
+    if has_own_stream and is_accelerator(query.device):
+        # Fused kernels draw from the default generator.
+        values = [query, key, value, mask]
+        compute = _with_rows(operations, shape, values, lambda own: function(*own, p, **named))
+        return _draw(operations, shape, compute, query.device)
     kind = query.dtype
     if kind in (torch.float16, torch.bfloat16):
         query = query.float()
@@ -304,9 +423,7 @@ def _attention(
 def _undivided(draws: Callable[[Arguments, Options], bool]) -> Rule:
     """Return the rule of functions that cannot be divided if `draws` of the arguments holds."""
 
-    def rule(
-        operations: CallOperations, function: Function, arguments: Arguments, options: Options
-    ) -> Any:
+    def rule(operations: Draws, function: Function, arguments: Arguments, options: Options) -> Any:
         if operations.region is not None and draws(arguments, options):
             raise UnknownDraw(f"draw inside of {function.__name__}")
         return function(*arguments, **options)
@@ -315,9 +432,8 @@ def _undivided(draws: Callable[[Arguments, Options], bool]) -> Rule:
 
 
 def _recurrent_dropout(arguments: Arguments, options: Options) -> bool:
-    packed = not isinstance(
-        arguments[3], bool
-    )  # (data, batch_sizes, hx, params, has_biases, layers, dropout, train)
+    # Packed ones: (data, batch_sizes, hx, params, has_biases, layers, dropout, train).
+    packed = not isinstance(arguments[3], bool)
     return bool(arguments[6 + packed] and arguments[5 + packed] > 0)
 
 
@@ -326,27 +442,17 @@ def _trains(arguments: Arguments, options: Options) -> bool:
 
 
 _COUNTS_DIFFER = (torch.poisson, torch.binomial, torch._standard_gamma, torch._sample_dirichlet)
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+_INITIAL = (init.uniform_, init.normal_, init.kaiming_uniform_)
 _MULTINOMIAL = (torch.multinomial, torch.Tensor.multinomial)
-_FILLS = tuple(
-    getattr(torch.Tensor, f"{name}_")
-    for name in (
-        "bernoulli",
-        "cauchy",
-        "exponential",
-        "geometric",
-        "log_normal",
-        "normal",
-        "random",
-        "uniform",
-    )
+_DISTRIBUTIONS = (
+    *("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random"),
+    "uniform",
 )
+_FILLS = tuple(getattr(torch.Tensor, f"{name}_") for name in _DISTRIBUTIONS)
 _SAMPLES = (
-    torch.rand_like,
-    torch.randn_like,
-    torch.randint_like,
-    torch.normal,
-    torch.bernoulli,
-    torch.Tensor.bernoulli,
+    *(torch.rand_like, torch.randn_like, torch.randint_like),
+    *(torch.normal, torch.bernoulli, torch.Tensor.bernoulli),
 )
 DRAW_RULES: dict[Function, Rule] = {
     functional.dropout: _dropout("training"),
@@ -372,11 +478,7 @@ DRAW_RULES: dict[Function, Rule] = {
     functional.fractional_max_pool2d: _pool_by(functional.fractional_max_pool2d_with_indices),
     functional.fractional_max_pool3d: _pool_by(functional.fractional_max_pool3d_with_indices),
     functional.scaled_dot_product_attention: _attention,
-    **dict.fromkeys(
-        (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _undivided(_recurrent_dropout)
-    ),
+    **dict.fromkeys(_RECURRENT, _undivided(_recurrent_dropout)),
     **dict.fromkeys((functional.rrelu, torch.rrelu, torch.rrelu_), _undivided(_trains)),
-    **dict.fromkeys(
-        (init.uniform_, init.normal_, init.kaiming_uniform_), _undivided(lambda *call: True)
-    ),
+    **dict.fromkeys(_INITIAL, _undivided(lambda *call: True)),
 }

@@ -2,34 +2,33 @@
 
 A kind is identified by the structure of a module and of the arguments, not by objects or sizes, so
 that a copy of a module, or a batch of another length, needs no new trial.
+
+Switches of a forward belong to the kind: plain values on which a verdict depends, in attributes,
+closures, globals and classes. A factor of zero hides the other factor, and the same operations join
+samples or not along other dimensions. So bools, strings and whether numbers are zero count; `exact`
+values are facts that modules share.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Sequence
+import types
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec
 
-from samestep.view.backward_code import BackwardCode
 from samestep.view.crossings import Sum
 from samestep.view.division import Division
+from samestep.view.graph import BackwardCode
 from samestep.view.operations import Operation
+from samestep.view.reachable import Reachable, cells
 from samestep.view.snapshot import Written
-from samestep.view.switches import (
-    HOOKS,
-    PLAIN,
-    SWITCHES,
-    Outside,
-    code_of,
-    has_settings,
-    switch,
-    switches_of,
-)
 
 _MOST_KINDS = 64  # of the calls of a module; each costs memory, a watched call and a trial
 _MOST_SWITCHES = 8  # of one type, among the arguments of a call
@@ -38,6 +37,16 @@ _CONVERSIONS = frozenset(
     for name in ("to", "float", "half", "bfloat16", "double", "type", "type_as")
 )
 _TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)
+_PLAIN = (bool, str, type(None))
+_NUMBERS = (int, float)
+_SETTINGS = (*_PLAIN, *_NUMBERS, tuple, list, dict)
+_CODE = (types.FunctionType, types.MethodType, partial)
+_SWITCHES = (*_SETTINGS, *_CODE)
+_ITEMS = 64  # of a container; larger ones are data
+_DEPTH = 4
+_LARGEST_DIMENSION = 3
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NO_SETTINGS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType)
 
 
 @dataclass
@@ -91,9 +100,11 @@ class Kind:
             return True
         # A trial computes in one precision, and without checkpoints, which have operations of their
         # own.
-        is_alike = self.uses_checkpointing or _but_conversions(tried) == _but_conversions(
-            operations
+        functions, tried_functions = (
+            [one for one in every if not isinstance(one, str | bool) and one not in _CONVERSIONS]
+            for every in (operations, tried)
         )
+        is_alike = self.uses_checkpointing or functions == tried_functions
         return is_alike and operations == self.last
 
 
@@ -129,16 +140,15 @@ class KindsOfModule:
         ids = [id(part) for part in parts]
         if ids != self._part_ids:
             self._part_ids = ids
-            self._structure = structure_key(parts)
+            self._structure = _structure_key(parts)
             self._outside = Outside(parts)
         key = (
-            self._structure,
-            module_key(parts),
-            self._outside.key(),
-            arguments_key(leaves, rows),
-            spec,
-            mode_key(self._device),
-            self._batch_norm,
+            *(self._structure, module_key(parts), self._outside.key()),
+            *(arguments_key(leaves, rows), spec, self._batch_norm),
+            *(torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+            torch.is_autocast_enabled(self._device),
+            torch.get_autocast_dtype(self._device),
+            torch.get_default_dtype(),
         )
         kind = self._known.get(key)
         if kind is None:
@@ -149,13 +159,6 @@ class KindsOfModule:
                 return kind
             self._known[key] = kind
         return kind
-
-
-def _but_conversions(operations: Sequence[Operation]) -> list[Operation]:
-    """Return functions without conversions of precision, which a trial may leave out or add."""
-    return [
-        one for one in operations if not isinstance(one, str | bool) and one not in _CONVERSIONS
-    ]
 
 
 def submodules(module: nn.Module) -> list[nn.Module]:
@@ -181,7 +184,7 @@ def has_compiled_parts(parts: Sequence[nn.Module]) -> bool:
 
 
 def module_key(parts: Sequence[nn.Module]) -> Hashable:
-    """Return the facts of a module behind a verdict: types, modes, hooks, switches of the user's classes.
+    """Return facts of a module behind a verdict: types, modes, hooks, switches of own classes.
 
     Args:
         parts: `submodules` of the module.
@@ -189,13 +192,10 @@ def module_key(parts: Sequence[nn.Module]) -> Hashable:
     key: list[Any] = []
     seen: set[int] = set()
     for part in parts:
-        kind = type(part)
-        kind = getattr(
-            kind, "_samestep_base", kind
-        )  # the class that `samestep.parallel` made is the module's own
-        key.append(kind)
-        key.append(part.training)
-        for name in HOOKS:
+        # The class that `samestep.parallel` made is the module's own.
+        kind = getattr(type(part), "_samestep_base", type(part))
+        key += [kind, part.training]
+        for name in _HOOKS:
             hooks = getattr(part, name)
             if hooks:
                 key.append(tuple(code_of(hook) for hook in hooks.values()))
@@ -210,8 +210,8 @@ def module_key(parts: Sequence[nn.Module]) -> Hashable:
     return tuple(key)
 
 
-def structure_key(parts: Sequence[nn.Module]) -> Hashable:
-    """Return the facts that modules with one verdict share: plain attributes and shapes of parameters."""
+def _structure_key(parts: Sequence[nn.Module]) -> Hashable:
+    """Return the facts that modules with one verdict share: plain attributes, and shapes."""
     key: list[Any] = []
     seen: set[int] = set()
     for part in parts:
@@ -223,43 +223,36 @@ def structure_key(parts: Sequence[nn.Module]) -> Hashable:
 
 
 def _add_switches(part: nn.Module, key: list[Any], seen: set[int], *, exact: bool = False) -> None:
-    """Add the switches among the attributes of a module, and of objects in them that are not in `seen`."""
+    """Add the switches of a module's attributes, and of objects in them that are not in `seen`."""
     for name, value in part.__dict__.items():
         if name in _TORCH_ATTRIBUTES:
             continue
         kind = type(value)
-        if kind in PLAIN:
+        if kind in _PLAIN:
             key.append((name, value))
-        elif kind in SWITCHES:
+        elif kind in _SWITCHES:
             key.append((name, switch(value, exact=exact)))
-        elif has_settings(value) and id(value) not in seen:  # once, also if all submodules have it
+        elif _has_settings(value) and id(value) not in seen:  # once, also if all submodules have it
             seen.add(id(value))
-            key.append((name, switches_of(vars(value), exact=exact)))
+            key.append((name, _switches_of(vars(value), exact=exact)))
 
 
 def arguments_key(leaves: Sequence[Any], rows: int) -> Hashable:
-    """Return the facts behind a verdict in the leaves of the arguments of a call.
-
-    Many numbers or strings are values of rows, such as lengths and names, and not switches: only
-    their types count.
-    """
+    """Return the facts behind a verdict in the leaves of the arguments of a call."""
     key: list[Any] = []
-    have_values = [
-        kind
-        for kind in (int, float, str)
-        if sum(type(leaf) is kind for leaf in leaves) > _MOST_SWITCHES
-    ]
+    counts = Counter(type(leaf) for leaf in leaves)
+    # Many numbers or strings are values of rows, such as lengths and names, and not switches.
+    have_values = [kind for kind in (int, float, str) if counts[kind] > _MOST_SWITCHES]
     for leaf in leaves:
+        kind = type(leaf)
         if isinstance(leaf, torch.Tensor):
             key.append(
                 (leaf.dim(), leaf.dtype, leaf.requires_grad, has_rows(leaf, rows), leaf.is_cuda)
             )
-        elif type(leaf) in have_values:
-            key.append(type(leaf))
-        elif type(leaf) in SWITCHES:
-            key.append((type(leaf), switch(leaf)))
+        elif kind in _SWITCHES and kind not in have_values:
+            key.append((kind, switch(leaf)))
         else:
-            key.append(type(leaf))
+            key.append(kind)
     return tuple(key)
 
 
@@ -268,22 +261,9 @@ def has_rows(leaf: Any, rows: int) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
 
 
-def mode_key(device: str) -> Hashable:
-    """Return the facts behind a verdict outside of modules and arguments."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(device),
-        torch.get_autocast_dtype(device),
-        torch.get_default_dtype(),
-    )
-
-
 def operations_hash(functions: Sequence[Operation]) -> int:
     """Return a number below 2**62 for a list of operations, equal in all processes."""
-    return _hash(
-        ",".join(getattr(function, "__name__", None) or repr(function) for function in functions)
-    )
+    return _hash(",".join(getattr(one, "__name__", None) or repr(one) for one in functions))
 
 
 def numbers_hash(numbers: Sequence[Any]) -> int:
@@ -295,3 +275,97 @@ def numbers_hash(numbers: Sequence[Any]) -> int:
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+
+
+# --- switches -------------------------------------------------------------------------------------
+
+
+def switch(value: Any, *, exact: bool = False, depth: int = 0) -> Hashable:
+    """Return the facts of a value behind a verdict; None for objects that are not plain or code.
+
+    Args:
+        value: any value.
+        exact: numbers count as they are, otherwise only zero and those that can be dimensions.
+        depth: number of containers around the value.
+    """
+    kind = type(value)
+    collected: Hashable = None
+    if kind in _PLAIN:
+        collected = value
+    elif kind in _NUMBERS:
+        collected = kind.__name__
+        # A factor that hides a term, or a dimension.
+        if exact or value == 0 or (kind is int and abs(value) <= _LARGEST_DIMENSION):
+            collected = value
+    elif depth > _DEPTH:
+        collected = None
+    elif kind in _CODE:
+        collected = code_of(value, exact=exact, depth=depth + 1)
+    elif kind is tuple and len(value) <= _ITEMS:
+        collected = tuple(switch(item, exact=exact, depth=depth + 1) for item in value)
+    elif kind is list and len(value) <= _ITEMS:  # lists of numbers may grow with the steps
+        counted = (bool, str, int) if exact else (bool, str)
+        collected = tuple(switch(item, exact=exact) for item in value if type(item) in counted)
+    elif isinstance(value, dict) and len(value) <= _ITEMS:
+        collected = _switches_of(value, exact=exact, depth=depth)
+    return collected
+
+
+def _switches_of(values: Mapping[str, Any], *, exact: bool = False, depth: int = 0) -> Hashable:
+    """Return the switches among named values, such as attributes of an object."""
+    pairs = [(name, value) for name, value in values.items() if type(name) is str]
+    collected = [(name, switch(value, exact=exact, depth=depth + 1)) for name, value in pairs]
+    return tuple(pair for pair in collected if pair[1] is not None)
+
+
+def code_of(function: Any, *, exact: bool = False, depth: int = 0) -> Hashable:
+    """Return the code of a function, with switches in its closure, defaults and arguments."""
+    if isinstance(function, partial):
+        values = (*function.args, *function.keywords.items())
+        inner = code_of(function.func, exact=exact, depth=depth + 1)
+        return (inner, *[switch(value, exact=exact, depth=depth) for value in values])
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, types.FunctionType):
+        return type(function).__qualname__
+    values = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    values = (*values, *(cell.cell_contents for _, cell in cells(function)))
+    return (function.__code__, *[switch(value, exact=exact, depth=depth + 1) for value in values])
+
+
+def _has_settings(value: Any) -> bool:
+    """Whether a value is an object with attributes that may be switches."""
+    if isinstance(value, _NO_SETTINGS):
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict)
+
+
+class Outside:
+    """Switches outside of a module that the code of its forward names, in globals and classes.
+
+    Args:
+        parts: `submodules` of the module.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self._variables: list[tuple[Mapping[str, Any], str]] = []
+        if not parts:
+            return
+        hooks = [hook for name in _HOOKS for hook in getattr(parts[0], name).values()]
+        reachable = Reachable(parts[0], hooks)
+        self._names = reachable.names
+        for _, _, namespace, name in reachable.variables():
+            value = namespace.get(name)
+            if not name.startswith("__") and (type(value) in _SETTINGS or _has_settings(value)):
+                self._variables.append((namespace, name))
+
+    def key(self) -> Hashable:
+        """Return the present switches."""
+        key: list[Hashable] = []
+        for namespace, name in self._variables:
+            value = namespace.get(name)
+            if _has_settings(value):
+                named = [one for attribute, one in vars(value).items() if attribute in self._names]
+                key.append(tuple(switch(one) for one in named))
+            else:
+                key.append(switch(value))
+        return tuple(key)

@@ -1,11 +1,13 @@
-"""Leaves of the outputs of a call: those of torch's trees, and the attributes of plain objects among them."""
+"""Leaves of the outputs of a call, with those of plain objects, and tensors that are kept."""
 
 from __future__ import annotations
 
 import copyreg
 import gc
+import sys
 import types
 import weakref
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -13,30 +15,19 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 # Private; opens classes registered with torch.
 from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_unflatten
 
 VALUES = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    type,
-    torch.dtype,
-    torch.device,
-    numpy.generic,
-    Enum,
+    *(bool, int, float, complex, str, bytes, type(None), type, Enum),
+    *(torch.dtype, torch.device, numpy.generic),
 )
+TensorReference = weakref.ref[torch.Tensor]
 _KNOWN = (torch.Tensor, *VALUES)
 _CLOSED = (
-    nn.Module,
-    types.ModuleType,
-    types.FunctionType,
-    types.MethodType,
+    *(nn.Module, types.ModuleType, types.FunctionType, types.MethodType),
     types.BuiltinFunctionType,
 )
 _NEW = (object.__new__, dict.__new__, types.SimpleNamespace.__new__)
@@ -59,10 +50,11 @@ register_pytree_node(
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
-    """Return the leaves and the structure of a value; `tree_unflatten` makes new objects without `__init__`.
+    """Return the leaves and the structure of a value.
 
-    Objects that have only attributes are opened: dataclasses, namespaces, distributions, caches.
-    Other objects are leaves, and so is an object that stands in several places.
+    `tree_unflatten` makes new objects without `__init__`. Objects that have only attributes are
+    opened: dataclasses, namespaces, distributions, caches. Other objects are leaves, and so is an
+        object that stands in several places.
     """
     return tree_flatten(_opened(value, []), is_leaf=_is_size)
 
@@ -80,14 +72,6 @@ def is_held_elsewhere(value: Any) -> bool:
         if id(holder) not in inside and not isinstance(holder, types.FrameType):
             return True
     return False
-
-
-def below(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in a value, in containers and attributes of objects, without those of modules and code."""
-    items = [held for item in _containers_below(value) for held in (item, *_held_by(item))]
-    return list(
-        {id(tensor): tensor for tensor in items if isinstance(tensor, torch.Tensor)}.values()
-    )
 
 
 def _containers_below(value: Any) -> list[Any]:
@@ -160,3 +144,80 @@ def _rebuilt(kind: Any, state: Any, items: dict[Any, Any]) -> Any:
         for name, value in (part or {}).items():
             object.__setattr__(new, name, value)  # also of frozen dataclasses
     return new
+
+
+# --- tensors that are kept ------------------------------------------------------------------------
+
+
+def kept_elsewhere(
+    module: nn.Module, leaves: Iterable[Any], made: Mapping[int, TensorReference], checkpoints: bool
+) -> str | None:
+    """Return a reason if tensors that a call made are kept by other ways than its outputs.
+
+    Args:
+        module: the module that was called.
+        leaves: leaves of the arguments and outputs.
+        made: tensors that the call made, by identity.
+        checkpoints: parts are computed again in the backward.
+    """
+    known = {id(leaf) for leaf in (*leaves, *module.parameters())}
+    unknown = {number: reference for number, reference in made.items() if number not in known}
+    if not _held(unknown.values()):
+        return None
+    reason = _kept_by_module(module, unknown)
+    # Checkpoints keep the inputs of their parts.
+    if reason is not None or checkpoints or not _held(unknown.values()):
+        return reason
+    gc.collect()  # tensors in cycles of objects
+    if all(_is_held_by_graph(reference) for reference in _held(unknown.values())):
+        return None
+    return "keeps a tensor of the call outside of the module"
+
+
+def _kept_by_module(module: nn.Module, made: dict[int, TensorReference]) -> str | None:
+    """Return a reason if attributes keep tensors with a graph; take others out of `made`."""
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            for tensor in _tensors_below(value):
+                reference = made.get(id(tensor))
+                if reference is None or reference() is not tensor:
+                    continue
+                if tensor.grad_fn is not None:
+                    return f"keeps a tensor with a graph in {type(part).__name__} ({name})"
+                del made[id(tensor)]
+    return None
+
+
+def _held(references: Iterable[TensorReference]) -> list[TensorReference]:
+    # A graph holds tensors without their Python objects.
+    probe = [torch.empty(0)]
+    once = _holders(weakref.ref(probe[0]))
+    return [reference for reference in references if _holders(reference) >= once]
+
+
+def _holders(reference: TensorReference) -> int:
+    tensor = reference()
+    if tensor is None:
+        return 0
+    # More than one: C++ objects hold the tensor, which together count as one holder of the object.
+    shared: bool = tensor._use_count() > 1  # type: ignore[attr-defined]  # private
+    return sys.getrefcount(tensor) - int(shared)
+
+
+def _is_held_by_graph(reference: TensorReference) -> bool:
+    """Whether all objects that hold a tensor belong to the contexts of `autograd.Function`s."""
+    level = [reference()]
+    frame = sys._getframe()
+    for _ in range(3):
+        skipped = {id(level), id(frame)}
+        level = [holder for holder in gc.get_referrers(*level) if id(holder) not in skipped]
+        if any(isinstance(holder, BackwardCFunction) for holder in level):
+            return True
+    return False
+
+
+def _tensors_below(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a value, in containers and objects, without those of modules."""
+    items = [held for item in _containers_below(value) for held in (item, *_held_by(item))]
+    tensors = {id(item): item for item in items if isinstance(item, torch.Tensor)}
+    return list(tensors.values())

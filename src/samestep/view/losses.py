@@ -19,25 +19,19 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from samestep.view.region import CallOperations, Rule
+from samestep.view.draws import Draws, Rule
 
 _HALVES = (torch.float16, torch.bfloat16)
-
-
-Total = Callable[[torch.Tensor], torch.Tensor]
-
-
-@cache
-def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    return {name: parameter.default for name, parameter in signature(function).parameters.items()}
+_signature = cache(signature)
 
 
 def arguments_of(
     function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a loss by name, with defaults, and with the old forms of `reduction` resolved."""
-    defaults = _defaults(function)
-    named = {**defaults, **dict(zip(defaults, arguments, strict=False)), **options}
+    """Return the arguments of a loss by name, with old forms of `reduction` resolved."""
+    bound = _signature(function).bind(*arguments, **options)
+    bound.apply_defaults()
+    named = bound.arguments
     average = named.pop("size_average", None)
     reduce = named.pop("reduce", None)
     if average is not None or reduce is not None:
@@ -58,17 +52,10 @@ def arguments_of(
 
 
 def divisor(function: Callable[..., Any], named: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return the own part of the number by which a mean divides; None if it is the same for each row.
-
-    Args:
-        function: the loss.
-        named: its arguments.
-    """
+    """Return the own part of the number by which a mean divides; None if it is that of each row."""
     target = named["target"]
     weight = named.get("weight")
-    if (
-        function in CLASS_LOSSES and not target.is_floating_point()
-    ):  # with probabilities, every row counts once
+    if function in CLASS_LOSSES and not target.is_floating_point():  # no probabilities
         ignored = named["ignore_index"]
         counted = target != (-100 if ignored is None else ignored)
         if weight is None:
@@ -81,9 +68,12 @@ def divisor(function: Callable[..., Any], named: Mapping[str, Any]) -> torch.Ten
 
 
 def mean(
-    function: Callable[..., Any], named: dict[str, Any], count: torch.Tensor, total: Total
+    function: Callable[..., Any],
+    named: dict[str, Any],
+    count: torch.Tensor,
+    total: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Return the mean over the whole batch from sums of the own rows, which are taken in single precision at least.
+    """Return the mean over the whole batch from sums of the own rows.
 
     Args:
         function: the loss.
@@ -103,19 +93,13 @@ def mean(
     value: torch.Tensor = function(**{**named, "reduction": "sum"})
     parts = total(torch.stack([value, count.to(value.dtype)]))
     result = parts[0] / parts[1]
-    if (
-        kind in _HALVES
-        and value.dtype == torch.float32
-        and not torch.is_autocast_enabled(value.device.type)
-    ):
+    is_wider = kind in _HALVES and value.dtype == torch.float32
+    if is_wider and not torch.is_autocast_enabled(value.device.type):
         return result.to(kind)
     return result
 
 
-def _loss(
-    operations: CallOperations, function: Callable[..., Any], arguments: Any, options: Any
-) -> Any:
-    """Rule of the losses inside of a divided call."""
+def _loss(operations: Draws, function: Callable[..., Any], arguments: Any, options: Any) -> Any:
     named = arguments_of(function, arguments, options)
     region = operations.region
     count = None

@@ -1,4 +1,4 @@
-"""Operations of a call: their list, numbers taken out of tensors, random draws, and the rules inside divided calls."""
+"""Operations of a call: their list, numbers taken out of tensors, and rules in divided calls."""
 
 from __future__ import annotations
 
@@ -7,117 +7,40 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from samestep.view.batch_norm import BATCH_NORM_RULES
-from samestep.view.draws import DRAW_RULES
+from samestep.view.draws import DRAW_RULES, Draws, Rule
 from samestep.view.losses import LOSS_RULES
-from samestep.view.region import Make, Region, Rule
+from samestep.view.region import Region
 
 RULES: dict[Callable[..., Any], Rule] = {**DRAW_RULES, **LOSS_RULES, **BATCH_NORM_RULES}
 # A function, or a switch of the next function in a list of operations: one of its arguments that is
 # not a tensor.
 Operation = Callable[..., Any] | str | bool | int
-Compute = Callable[[], Any]
-
-# Functions with Python numbers as results that depend on shapes and dtypes, not on values.
-_SHAPE_NAMES = (
-    *(
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "__len__",
-        "stride",
-        "storage_offset",
-        "element_size",
-    ),
-    *(
-        "is_contiguous",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "is_tensor",
-        "is_same_size",
-        "is_set_to",
-    ),
-    *(
-        "is_inference",
-        "is_neg",
-        "is_conj",
-        "is_shared",
-        "is_pinned",
-        "data_ptr",
-        "get_device",
-        "__hash__",
-    ),
-)
-# Functions that copy values of a tensor into Python objects.
-_VALUE_FUNCTIONS = frozenset(
-    {
-        torch.Tensor.tolist,
-        torch.Tensor.numpy,
-        torch.Tensor.__array__,
-        torch.Tensor.__repr__,
-        torch.Tensor.__format__,
-    }
-)
-# Functions of which all integers are dimensions, among them that of the rows.
-_DIMENSION_NAMES = (
-    *(
-        "all",
-        "amax",
-        "amin",
-        "any",
-        "argmax",
-        "argmin",
-        "argsort",
-        "aminmax",
-        "count_nonzero",
-        "cummax",
-        "cummin",
-    ),
-    *(
-        "cumprod",
-        "cumsum",
-        "flip",
-        "log_softmax",
-        "logcumsumexp",
-        "logsumexp",
-        "max",
-        "mean",
-        "median",
-        "min",
-        "mode",
-    ),
-    *(
-        "movedim",
-        "nanmean",
-        "nanmedian",
-        "nansum",
-        "normalize",
-        "permute",
-        "prod",
-        "softmax",
-        "softmin",
-        "sort",
-    ),
-    *("squeeze", "std", "std_mean", "sum", "transpose", "unsqueeze", "var", "var_mean"),
-)
 
 
-def _functions(names: Iterable[str]) -> frozenset[Callable[..., Any]]:
+def _functions(names: str) -> frozenset[Callable[..., Any]]:
     owners = (torch, torch.Tensor, torch.nn.functional)
     return frozenset(
-        getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)
+        getattr(owner, name) for owner in owners for name in names.split() if hasattr(owner, name)
     )
 
 
+# Functions with Python numbers as results that depend on shapes and dtypes, not on values.
+_SHAPE_FUNCTIONS = _functions("""
+    size dim ndimension numel nelement __len__ stride storage_offset element_size is_contiguous
+    is_floating_point is_complex is_signed is_tensor is_same_size is_set_to is_inference is_neg
+    is_conj is_shared is_pinned data_ptr get_device __hash__ __format__""")
+# Functions that copy values of a tensor into Python objects.
+_VALUE_FUNCTIONS = _functions("tolist numpy __array__ __repr__ __format__")
+# Functions of which all integers are dimensions, among them that of the rows.
+_DIMENSION_FUNCTIONS = _functions("""
+    all amax amin any argmax argmin argsort aminmax count_nonzero cummax cummin cumprod cumsum flip
+    log_softmax logcumsumexp logsumexp max mean median min mode movedim nanmean nanmedian nansum
+    normalize permute prod softmax softmin sort squeeze std std_mean sum transpose unsqueeze var
+    var_mean""")
 # Functions with a message, which may have the number of rows in it.
 _ASSERTIONS = frozenset({torch._assert, torch._assert_async})
-_SHAPE_FUNCTIONS = _functions((*_SHAPE_NAMES, "__format__"))
-_DIMENSION_FUNCTIONS = _functions(_DIMENSION_NAMES)
 
 
 def has_rules(functions: Iterable[Operation]) -> bool:
@@ -132,25 +55,18 @@ def is_number(function: Callable[..., Any], result: Any) -> bool:
     return function in _VALUE_FUNCTIONS
 
 
-class Operations(TorchFunctionMode):
-    """Function mode around a call. It records the operations and applies the rules of a divided call.
+class Operations(Draws):
+    """Function mode around a call: records the operations, applies the rules of a divided call.
 
     Attributes:
-        region: the rows that are computed; None for a whole call, in which every function runs as
-            it is.
         functions: operations in order, each after its switches, such as the `reduction` of a loss.
         numbers: values that left tensors (`item`, `bool`, `tolist`, ...), in order.
-        draws: shapes of the random draws, in order.
-        is_compared: whether the call is that of a trial, which draws as its parts do.
     """
 
     def __init__(self, region: Region | None = None, *, is_compared: bool = False) -> None:
-        super().__init__()
-        self.region = region
-        self.is_compared = is_compared
+        super().__init__(region, is_compared=is_compared)
         self.functions: list[Operation] = []
         self.numbers: list[Any] = []
-        self.draws: list[tuple[int, ...]] = []
 
     def __torch_function__(
         self,
@@ -164,9 +80,8 @@ class Operations(TorchFunctionMode):
             value = function(*arguments, **options)
             self.note_attribute(arguments[0], value)
             return value
-        if (
-            function is torch._C._set_grad_enabled
-        ):  # checkpointing, which a trial leaves out, calls it
+        # Checkpointing, which a trial leaves out, calls this one.
+        if function is torch._C._set_grad_enabled:
             return function(*arguments, **options)
         self._note_switches(function, arguments, options)
         self.functions.append(function)
@@ -184,7 +99,7 @@ class Operations(TorchFunctionMode):
         function: Callable[..., Any],
         arguments: Sequence[Any],
         options: Mapping[str, Any],
-        compute: Compute,
+        compute: Callable[[], Any],
     ) -> Any:
         """Return the result of an operation, which `compute` computes."""
         return compute()
@@ -205,9 +120,8 @@ class Operations(TorchFunctionMode):
         has_dimensions = function in _DIMENSION_FUNCTIONS
         for value in (*arguments, *options.values()):
             kind = type(value)
-            if kind is bool or (
-                kind is str and ":" not in value
-            ):  # "cuda:1" is the device of one rank
+            # "cuda:1" is the device of one rank.
+            if kind is bool or (kind is str and ":" not in value):
                 self.functions.append(value)
             elif kind is float:
                 self.functions.append(value == 0)  # hides its factor
@@ -216,9 +130,3 @@ class Operations(TorchFunctionMode):
                     self.functions.append(value)
                 elif kind is tuple or kind is list:
                     self.functions += [number for number in value if type(number) is int]
-
-    def draw(self, shape: Sequence[int], make: Make, device: torch.device) -> torch.Tensor:
-        """Return the numbers of a random draw inside of a divided call, for the own rows."""
-        assert self.region is not None
-        self.draws.append(tuple(shape))
-        return self.region.draw(len(self.draws) - 1, shape, make, device)

@@ -1,4 +1,4 @@
-"""Values outside of a module that the code of its forward can reach, and digests that find changes by a call.
+"""Values outside of a module that the code of its forward can reach, and digests that find changes.
 
 The code is followed from the methods of classes that the script defines, through the functions,
 classes and objects that they name. Objects of the script, of Python's own library and of NumPy are
@@ -25,29 +25,18 @@ from torch.utils._pytree import tree_leaves  # private; opens classes registered
 
 from samestep.distributed.device_reads import device_reads
 from samestep.view.in_step import is_library_file, sample_of
+from samestep.view.slots import TABLES
 
 Digest = tuple[Hashable, str | None]  # and the type of a value in it that cannot be compared
+Digests = dict[tuple[str, int], Digest]  # by words for the place of a value, and its owner
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 _READ = sys.stdlib_module_names | {"numpy"}  # libraries with objects that are read
-_GLOBAL_OPERATIONS = frozenset(
-    {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME"}
-)
+_GLOBAL_OPERATIONS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME")
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
-_NUMBERS = frozenset({bool, int, float, complex, type(None)})
+_NUMBERS = (bool, int, float, complex, type(None))
 _HASHED = (str, bytes, torch.dtype, torch.device, torch.Size)
-_PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    type(None),
-    numpy.generic,
-    set,
-    frozenset,
-    torch.Tensor,
-    *_HASHED,
-)
+_PLAIN = (*_NUMBERS, *_HASHED, numpy.generic, set, frozenset, torch.Tensor)
 _GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
 _METHODS = (types.FunctionType, staticmethod, classmethod, property)
 _WRAPPERS = (types.MethodType, staticmethod, classmethod, property, functools._lru_cache_wrapper)
@@ -60,7 +49,7 @@ _ABSENT = "(absent)"
 
 
 def is_library(value: Any) -> bool:
-    """Whether a function, class, Python module or the class of an object belongs to an installed library."""
+    """Whether a function, class, module or the class of an object is of an installed library."""
     if isinstance(value, functools.partial):
         value = value.func
     value = getattr(value, "__func__", value)
@@ -77,7 +66,7 @@ def is_library(value: Any) -> bool:
 
 
 def tensor_mark(tensor: torch.Tensor, *, content: bool = True) -> Hashable:
-    """Return facts of a tensor that a write changes: version, address, shape and up to 4,096 of its elements."""
+    """Return facts that a write changes: version, address, shape and up to 4,096 elements."""
     version = None if tensor.is_inference() else tensor._version
     facts: tuple[Hashable, ...] = (id(tensor), version, tensor.requires_grad)
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -89,18 +78,12 @@ def tensor_mark(tensor: torch.Tensor, *, content: bool = True) -> Hashable:
     return (*facts, device_reads.copy(sample).view(torch.uint8).numpy().tobytes())
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value is a number, string or tensor, or a container of such values."""
-    leaves = tree_leaves(value, is_leaf=lambda item: isinstance(item, collections.deque))
-    return all(isinstance(leaf, _PLAIN) for leaf in leaves)
-
-
-def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     """Yield a code object and those of the functions that it defines."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from codes(constant)
+            yield from _codes(constant)
 
 
 def cells(function: types.FunctionType) -> Iterator[tuple[str, types.CellType]]:
@@ -134,10 +117,9 @@ class Reachable:
         self.names = set(names)
         self._module = module
         self._arguments = arguments
-        self._globals: dict[
-            types.FunctionType, tuple[str, ...]
-        ] = {}  # functions, and the global variables they name
-        self._owners: dict[int, tuple[str, Any]] = {}  # classes and modules
+        # Functions with the global variables that they name, and classes and modules.
+        self._globals: dict[types.FunctionType, tuple[str, ...]] = {}
+        self._owners: dict[int, tuple[str, Any]] = {}
         # Generators of the process advance alike on every rank.
         python: Any = random.random
         array: Any = numpy.random.rand
@@ -148,38 +130,30 @@ class Reachable:
             known = len(self._globals) + len(self._owners) + len(self.names)
             self._digests(content=False)
 
-    def digest(self) -> dict[tuple[str, int], Digest]:
+    def digest(self) -> Digests:
         """Return a digest for each place that holds a value, with the words for it."""
         return self._digests(content=True)
 
-    def _digests(self, *, content: bool) -> dict[tuple[str, int], Digest]:
+    def _digests(self, *, content: bool) -> Digests:
         digests = _Digests(self, self._own, content=content)
         return {(label, owner): digests.digest(value) for label, owner, value in self._places()}
 
     def variables(self) -> Iterator[tuple[str, int, Mapping[str, Any], str]]:
-        """Yield (words, owner, namespace, name) of the variables of modules and classes that the code names."""
+        """Yield (words, owner, namespace, name) of variables that the code names, in all scopes."""
         for function, names in list(self._globals.items()):
+            variables = function.__globals__
             for name in names:
-                yield (
-                    f"the global variable {name}",
-                    id(function.__globals__),
-                    function.__globals__,
-                    name,
-                )
+                yield f"the global variable {name}", id(variables), variables, name
         for label, owner in list(self._owners.values()):
-            for name, value in list(vars(owner).items()):
-                is_special = (
-                    label == "class" and name.startswith("__") and isinstance(value, _METHODS)
-                )
+            variables = vars(owner)
+            for name, value in list(variables.items()):
+                is_method = isinstance(value, _METHODS)
+                is_special = label == "class" and name.startswith("__") and is_method
                 if name == "__init__" and issubclass(owner, nn.Module):
                     continue  # its names would be taken for those of the forward
                 if name in self.names or is_special:
-                    yield (
-                        f"the variable {name} of the {label} {owner.__name__}",
-                        id(owner),
-                        vars(owner),
-                        name,
-                    )
+                    words = f"the variable {name} of the {label} {owner.__name__}"
+                    yield words, id(owner), variables, name
 
     def _places(self) -> Iterator[tuple[str, int, Any]]:
         for number, part in enumerate(self._module.modules()):
@@ -200,13 +174,12 @@ class Reachable:
         """Whether an attribute of the module holds more than its own plain state."""
         if isinstance(value, (*FUNCTIONS, *_GENERATORS)):
             return True
-        if (
-            name in ("_parameters", "_buffers", "_modules")
-            or name.endswith("_hooks")
-            or is_library(type(part))
-        ):
+        if name in TABLES or name.endswith("_hooks") or is_library(type(part)):
             return False
-        return name in self.names and not is_plain(value)
+        if name not in self.names:
+            return False
+        leaves = tree_leaves(value, is_leaf=lambda item: isinstance(item, collections.deque))
+        return not all(isinstance(leaf, _PLAIN) for leaf in leaves)
 
     def _places_of_function(self, function: types.FunctionType) -> Iterator[tuple[str, int, Any]]:
         name = function.__name__
@@ -217,11 +190,8 @@ class Reachable:
         if library:
             yield f"the function {name}", id(function), vars(function).get("__wrapped__")
             return
-        yield (
-            f"a default argument of {name}",
-            id(function),
-            (function.__defaults__, function.__kwdefaults__),
-        )
+        defaults = (function.__defaults__, function.__kwdefaults__)
+        yield f"a default argument of {name}", id(function), defaults
         yield f"an attribute of the function {name}", id(function), vars(function)
 
     def follow(self, value: Any) -> None:
@@ -229,9 +199,8 @@ class Reachable:
         if isinstance(value, types.FunctionType):
             self._follow_function(value)
         elif isinstance(value, type):
-            self._owners.update(
-                {id(base): ("class", base) for base in value.__mro__ if not is_library(base)}
-            )
+            bases = [base for base in value.__mro__ if not is_library(base)]
+            self._owners.update({id(base): ("class", base) for base in bases})
         elif isinstance(value, types.ModuleType) and not is_library(value):
             self._owners[id(value)] = ("module", value)
 
@@ -243,34 +212,31 @@ class Reachable:
             return
         collected: set[str] = set()
         namespace = function.__globals__
-        for code in codes(function.__code__):
+        for code in _codes(function.__code__):
             self.names.update(code.co_names)
-            self.names.update(
-                text for text in code.co_consts if isinstance(text, str)
-            )  # for getattr
+            # Texts may be names for getattr.
+            self.names.update(text for text in code.co_consts if isinstance(text, str))
             for name in sys.modules.keys() & set(code.co_names):  # imported in the function
                 self.follow(sys.modules[name])
             # Names of globals and of attributes are in one list; the instructions distinguish them.
             if _STORE_GLOBAL in code.co_code[::2] or not namespace.keys().isdisjoint(code.co_names):
-                instructions = dis.get_instructions(code)
-                collected.update(
-                    step.argval for step in instructions if step.opname in _GLOBAL_OPERATIONS
-                )
+                for step in dis.get_instructions(code):
+                    if step.opname in _GLOBAL_OPERATIONS:
+                        collected.add(step.argval)
         self._globals[function] = tuple(
             sorted(n for n in collected if n in namespace or not hasattr(builtins, n))
         )
 
 
 class _Digests:
-    """Makes digests of values; the code among them is followed. A value that was read before is not read again."""
+    """Makes digests of values, each read once; the code among them is followed."""
 
     def __init__(self, reachable: Reachable, own: set[int], *, content: bool) -> None:
         self._reachable = reachable
         self._own = own
         self._content = content
-        self._seen: dict[
-            int, tuple[int, Any]
-        ] = {}  # with the values, so that no other has the same identity
+        # With the values, so that no other has the same identity.
+        self._seen: dict[int, tuple[int, Any]] = {}
         self._incomparable: str | None = None
 
     def digest(self, value: Any) -> Digest:
@@ -281,15 +247,12 @@ class _Digests:
     def _digest(self, value: Any, depth: int) -> Hashable:
         kind = type(value)
         if kind in _NUMBERS or isinstance(value, _HASHED):
-            return (
-                repr(value) if kind in _NUMBERS else hash(value)
-            )  # not-a-number is equal to itself
+            # The text of not-a-number is equal to itself.
+            return repr(value) if kind in _NUMBERS else hash(value)
         if isinstance(value, torch.Tensor):
             return tensor_mark(value, content=self._content and not isinstance(value, nn.Parameter))
-        if (
-            isinstance(value, types.FunctionType | type | types.ModuleType)
-            or id(value) in self._own
-        ):
+        is_code = isinstance(value, types.FunctionType | type | types.ModuleType)
+        if is_code or id(value) in self._own:
             self._reachable.follow(value)
             return id(value)
         if id(value) in self._seen:
@@ -312,11 +275,8 @@ class _Digests:
         elif isinstance(value, types.BuiltinFunctionType):
             parts = [id(value), value.__self__]
         elif isinstance(value, numpy.ndarray):
-            parts = [
-                value.shape,
-                str(value.dtype),
-                value.flat[:: max(1, value.size // _SAMPLED)].tobytes(),
-            ]
+            sample = value.flat[:: max(1, value.size // _SAMPLED)]
+            parts = [value.shape, str(value.dtype), sample.tobytes()]
         elif isinstance(value, torch.Generator):
             parts = [value.get_state().numpy().tobytes()]
         elif isinstance(value, contextvars.ContextVar):
@@ -331,24 +291,19 @@ class _Digests:
     def _parts_of_object(self, value: Any) -> Iterable[Any]:
         """Return the parts of a copy of an object."""
         kind = type(value)
-        library = is_library(kind)
-        if (
-            library
-            and not isinstance(value, nn.Module)
-            and kind.__module__.partition(".")[0] not in _READ
-        ):
+        is_foreign = is_library(kind)
+        is_module = isinstance(value, nn.Module)
+        if is_foreign and not is_module and kind.__module__.partition(".")[0] not in _READ:
             return [id(value)]
         self._reachable.follow(kind)
         try:
             reduced: Any = value.__reduce_ex__(4)
-        except (
-            Exception
-        ):  # boundary: objects that cannot be copied, such as locks, may raise anything
+        except Exception:  # boundary: objects that cannot be copied, such as locks, raise anything
             reduced = ""
         if isinstance(reduced, str):
             return [id(value), getattr(value, "__dict__", None)]
         create, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
-        if not library and not isinstance(value, nn.Module):
+        if not is_foreign and not is_module:
             state = self._named(kind, state)
         return [create, arguments, state, *(items or ()), *(pairs or ())]
 
@@ -366,14 +321,10 @@ class _Digests:
         }
 
 
-def changed(
-    before: dict[tuple[str, int], Digest], after: dict[tuple[str, int], Digest]
-) -> str | None:
-    """Return words for the first place with a value that a call has changed or which cannot be compared."""
-    for place, (
-        content,
-        incomparable,
-    ) in after.items():  # a place that has gone is a hook or an attribute
+def changed(before: Digests, after: Digests) -> str | None:
+    """Return words for the first value that a call has changed, or which cannot be compared."""
+    # A place that has gone is a hook or an attribute.
+    for place, (content, incomparable) in after.items():
         if incomparable is not None:
             return f"uses {place[0]}, which cannot be compared ({incomparable})"
         if before.get(place) != (content, incomparable):

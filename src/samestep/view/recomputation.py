@@ -1,4 +1,4 @@
-"""Activation checkpointing switched off, or surrounded, where a recomputation alone could not be right."""
+"""Activation checkpointing switched off, or surrounded, where it alone could not be right."""
 
 from __future__ import annotations
 
@@ -11,16 +11,28 @@ import torch
 import torch.utils.checkpoint as checkpointing
 
 
-def checkpointing_off() -> AbstractContextManager[None]:
-    """Keep activations: with few rows memory is no question, and recomputation would leave region and lock step."""
-    return _replaced(_kept_activations, _nothing_around)
+@contextmanager
+def checkpointing_off() -> Iterator[None]:
+    """Keep activations: few rows need little, and a recomputation would leave the lock step."""
+
+    def compute(function: Callable[..., Any], preserve: bool, *arguments: Any) -> Any:
+        # Reentrant checkpoints have no gradients unless an argument requires one.
+        is_needed = any(isinstance(one, torch.Tensor) and one.requires_grad for one in arguments)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and is_needed):
+            return function(*arguments)
+
+    def do_nothing(*arguments: Any, **options: Any) -> Iterator[None]:
+        yield
+
+    with _replaced(compute, do_nothing):
+        yield
 
 
 @contextmanager
 def recomputation_inside(
     surroundings: Callable[[], AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Let the backward compute the parts that are checkpointed in this block inside of `surroundings`."""
+    """Let the backward compute the parts that this block checkpoints inside of `surroundings`."""
     apply: Any = checkpointing.CheckpointFunction.apply
     generator = checkpointing._checkpoint_without_reentrant_generator
 
@@ -45,8 +57,8 @@ def recomputation_inside(
 
 @contextmanager
 def _replaced(apply: Callable[..., Any], generator: Callable[..., Any]) -> Iterator[None]:
-    """Replace what `torch.utils.checkpoint.checkpoint` looks up at each call, with and without reentrant autograd."""
-    names: Any = checkpointing  # both are private
+    # `torch.utils.checkpoint.checkpoint` looks them up at each call. Both are private.
+    names: Any = checkpointing
     before = names.CheckpointFunction, names._checkpoint_without_reentrant_generator
     names.CheckpointFunction = SimpleNamespace(apply=apply)
     names._checkpoint_without_reentrant_generator = generator
@@ -54,16 +66,3 @@ def _replaced(apply: Callable[..., Any], generator: Callable[..., Any]) -> Itera
         yield
     finally:
         names.CheckpointFunction, names._checkpoint_without_reentrant_generator = before
-
-
-def _kept_activations(function: Callable[..., Any], preserve: bool, *arguments: Any) -> Any:
-    """Compute the function, with the gradients of reentrant checkpointing: none, unless an argument requires one."""
-    differentiable = any(
-        isinstance(value, torch.Tensor) and value.requires_grad for value in arguments
-    )
-    with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
-        return function(*arguments)
-
-
-def _nothing_around(*arguments: Any, **options: Any) -> Iterator[None]:
-    yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -157,29 +157,3 @@ def inside(region: Region | None) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
-
-
-class CallOperations(Protocol):
-    """Operations of a call so far (`samestep.view.operations.Operations`).
-
-    Attributes:
-        region: the rows that are computed; None for a whole call.
-        draws: shapes of the random draws, in order.
-        is_compared: whether the call is that of a trial, which draws as its parts do.
-    """
-
-    region: Region | None
-    draws: list[tuple[int, ...]]
-    is_compared: bool
-
-    def draw(self, shape: Sequence[int], make: Make, device: torch.device) -> torch.Tensor:
-        """Return the numbers of a random draw inside of a divided call, for the own rows."""
-        ...
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *error: Any) -> Any: ...
-
-
-# From the operations of the call, a function and its arguments: the result for the own rows.
-Rule = Callable[[CallOperations, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]

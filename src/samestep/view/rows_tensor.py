@@ -11,7 +11,6 @@ Decisions: docs/decisions/global-view.md
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -22,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.errors import RankDesyncError, RunError, SamestepError
-from samestep.view.crossings import RowBounds, crossing, cut, enter, gather
+from samestep.view.crossings import RowBounds, crossing, cut, gather
 from samestep.view.ranks import RaisedElsewhere, RowMessages
 from samestep.view.region import current_region
 
@@ -30,17 +29,6 @@ from samestep.view.region import current_region
 Rule = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 RULES: dict[Any, Rule] = {}
 METADATA: dict[Any, Rule] = {}  # rules of functions that may be called anywhere
-_SHOWS_TRACEBACKS = (
-    "traceback",
-    "rich.traceback",
-    "pdb",
-    "bdb",
-    "reprlib",
-    "_pytest._io.saferepr",
-    "pydevd",
-    "cgitb",
-)
-
 _LEAF = "leaf Variable that requires grad"  # in-place errors of torch, which all ranks raise
 REPLACED_MEMORY = (
     "a tensor that is divided between ranks is given other memory",
@@ -97,26 +85,23 @@ class Rows(torch.Tensor):
         if rule is not None:
             return rule(function, arguments, options)
         rule = RULES.get(function)
-        if rule is None or (
-            len(types) > 1 and not _CLASSES.issuperset(types)
-        ):  # others have operations of their own
-            return on_all_rows(function, arguments, options)
-        if current_region() is not None or in_function.get():
-            return on_all_rows(function, arguments, options)
-        try:
-            result = rule(function, arguments, options)
-        except (SamestepError, RecursionError):
-            raise
-        except RaisedElsewhere:
-            return on_all_rows(function, arguments, options)
-        except (
-            Exception
-        ) as error:  # boundary: the script's own exception comes from all rows, with their shape
-            in_backward = torch._C._current_graph_task_id() != -1  # private; a checkpoint ends so
-            if in_backward or _LEAF in str(error):
+        result = NotImplemented
+        # Other classes of tensors have operations of their own.
+        is_alone = len(types) == 1 or _CLASSES.issuperset(types)
+        is_outside = current_region() is None and not in_function.get()
+        if rule is not None and is_alone and is_outside:
+            try:
+                result = rule(function, arguments, options)
+            except (SamestepError, RecursionError):
                 raise
-            _require_raised_on_all(function, arguments, options, error)
-            result = NotImplemented
+            except RaisedElsewhere:
+                result = NotImplemented
+            except Exception as error:  # boundary: the script's own one comes from all rows, below
+                # A checkpoint ends its recomputation with an exception.
+                in_backward = torch._C._current_graph_task_id() != -1  # private
+                if in_backward or _LEAF in str(error):
+                    raise
+                _require_raised_on_all(function, arguments, options, error)
         if result is NotImplemented:
             return on_all_rows(function, arguments, options)
         return result
@@ -139,7 +124,8 @@ class Rows(torch.Tensor):
         for leaf in tree_leaves((arguments, options)):
             if isinstance(leaf, Rows) and leaf.requires_grad:
                 raise RunError(
-                    f"{function} received rows of a batch that require gradients, below the autograd of torch",
+                    f"{function} received rows of a batch that require gradients, "
+                    "below the autograd of torch",
                     expected="operations of torch that dispatch on the class of a tensor",
                     fix="give it a tensor that is whole, such as torch.stack(list(tensor))",
                     code="E_INCOMPATIBLE",
@@ -158,7 +144,8 @@ class Rows(torch.Tensor):
         if id(self) not in memo:
             copied = copy.deepcopy(self._rows_own, memo)
             if not is_apart(self):
-                copied.data.copy_(own_slice(gathered(self).detach(), self._rows_bounds))
+                bounds = self._rows_bounds
+                copied.data.copy_(gathered(self).detach()[bounds.start : bounds.stop])
             memo[id(self)] = Rows(copied, self._rows_bounds)
         return memo[id(self)]
 
@@ -196,12 +183,11 @@ class Memory:
         self._bounds = rows._rows_bounds
         self._offset = own.storage_offset()
         self._stride = max(own.stride(0), span)
-        self._joined: list[
-            tuple[weakref.ref[Rows], torch.Tensor, Any]
-        ] = []  # all rows with a graph, and their node
+        # All rows with a graph, and their node.
+        self._joined: list[tuple[weakref.ref[Rows], torch.Tensor, Any]] = []
 
     def all_rows(self, rows: Rows) -> torch.Tensor:
-        """Return the rows of all ranks of a tensor, as a function of the own ones if they have a graph.
+        """Return the rows of all ranks of a tensor, with the graph of the own ones.
 
         Raises:
             RunError: a graph would be that of values before a write.
@@ -218,7 +204,8 @@ class Memory:
             whole.grad_fn is not node for _, whole, node in self._joined
         ):
             raise RunError(
-                "rows of an output were written after they were gathered, and a view of the output is used",
+                "rows of an output were written after they were gathered, "
+                "and a view of the output is used",
                 expected="no view that was taken before the write, where gradients are needed",
                 fix="take the view after the write, or write into a clone",
                 code="E_INCOMPATIBLE",
@@ -231,7 +218,7 @@ class Memory:
         return whole
 
     def graph_of(self, rows: Rows) -> torch.Tensor:
-        """Return the tensor with the graph of a gathered tensor: the own rows, or all rows after a write."""
+        """Return the tensor with the graph of a gathered one: own rows, or all after a write."""
         for reference, whole, node in self._joined:
             if reference() is rows and whole.grad_fn is not node:
                 return whole
@@ -251,7 +238,7 @@ class Memory:
                 every = every.new_empty_strided(every.shape, strides).copy_(every)
             self.whole = every
             if self.is_gradient and not self._own.requires_grad:
-                self._own.data = own_slice(every, self._bounds)
+                self._own.data = every[self._bounds.start : self._bounds.stop]
                 self._version = self._own._version
         elif self.is_gradient and self._version != self._own._version:
             self.whole.copy_(self._bounds.gather([self._own.detach()]))
@@ -286,7 +273,7 @@ def own_rows(rows: Rows) -> torch.Tensor:
     """Return the own rows."""
     if is_apart(rows):
         return rows._rows_own
-    return cut_own(gathered(rows), rows._rows_bounds)
+    return cut(gathered(rows), rows._rows_bounds)[0]
 
 
 def graph_of(rows: Rows) -> torch.Tensor:
@@ -294,23 +281,6 @@ def graph_of(rows: Rows) -> torch.Tensor:
     if is_apart(rows):
         return rows._rows_own
     return memory_of(rows).graph_of(rows)
-
-
-def own_slice(whole: torch.Tensor, bounds: RowBounds) -> torch.Tensor:
-    """Return the own rows of a whole tensor; they share its memory."""
-    return whole[bounds.start : bounds.stop]
-
-
-def cut_own(whole: torch.Tensor, bounds: RowBounds) -> torch.Tensor:
-    """Return the own rows of a whole tensor; the gradient is gathered."""
-    (own,) = cut(whole, bounds)
-    return own
-
-
-def enter_own(whole: torch.Tensor, bounds: RowBounds) -> torch.Tensor:
-    """Return a replicated tensor for use with own rows; the gradient is the sum over ranks."""
-    (own,) = enter(whole, bounds.ranks, 1)
-    return own
 
 
 def is_rows(value: Any) -> bool:
@@ -326,7 +296,7 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_all_rows(value: Any) -> Any:
-    """Return arguments of a call with all rows. Lists and dictionaries, which the call may write, stay the same."""
+    """Return arguments of a call with all rows. Lists and dictionaries stay: it may write them."""
     if type(value) is Rows:
         return gathered(value)
     if type(value) is dict:
@@ -358,13 +328,15 @@ def on_all_rows(
     result = function(*arguments, **tree_map_only(Rows, whole_of, options))
     for rows, whole, node in wholes:
         own = rows._rows_own
-        base = own if own._base is None else own._base
+        base = own._base
+        if base is None:
+            base = own
         if whole.grad_fn is not node and base.is_leaf and base.requires_grad:
             leaf = whole.detach().clone().requires_grad_()
-            leaf = leaf if base is own else leaf.view_as(leaf)
-            function(
-                *[leaf if one is whole else one for one in arguments], **options
-            )  # raises torch's own error
+            if base is not own:
+                leaf = leaf.view_as(leaf)
+            exchanged = [leaf if one is whole else one for one in arguments]
+            function(*exchanged, **options)  # raises torch's own error for a write into a leaf
         if result is whole:  # in place
             return rows
     return result
@@ -386,9 +358,9 @@ def _require_raised_on_all(
         Exception: `error`, if other ranks have gone on.
     """
     rows = next(leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, Rows))
-    set_operation(rows, function)
     messages = rows._rows_bounds.ranks
     if isinstance(messages, RowMessages):
+        set_operation(rows, function)
         try:
             messages.require_raised_on_all()
         except RankDesyncError as desync:
@@ -396,7 +368,7 @@ def _require_raised_on_all(
 
 
 def is_large(own: torch.Tensor, bounds: RowBounds, limit: int) -> bool:
-    """Whether the own rows of a tensor can stay where they are: a plain tensor of at least `limit` bytes in all."""
+    """Whether own rows can stay where they are: a plain tensor of at least `limit` bytes in all."""
     if (
         type(own) is not torch.Tensor
         or own.layout is not torch.strided
@@ -419,13 +391,3 @@ def rows_of(own: torch.Tensor, bounds: RowBounds, limit: int) -> torch.Tensor:
     if is_large(own, bounds, limit):
         return Rows(own, bounds)
     return gather([own], bounds)
-
-
-def shows_traceback() -> bool:
-    """Whether a debugger, or code that shows a traceback, asks for the text of a tensor: on one rank, at any time."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(_SHOWS_TRACEBACKS):
-            return True
-        frame = frame.f_back
-    return False

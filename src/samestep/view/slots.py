@@ -192,10 +192,6 @@ class ParameterSlots:
             self._index[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
 
-    def held(self) -> set[int]:
-        """Return the indices of the tensors that have a slot; those of TorchScript have none."""
-        return {index for _, _, index in self._direct}
-
     def put(self, replacements: Sequence[torch.Tensor]) -> None:
         """Fill all slots.
 

@@ -1,14 +1,18 @@
-"""Trial of a kind of calls: a few rows, computed whole and in parts, in this process alone, without a trace.
+"""Trial of a kind of calls: a few rows, computed whole and in parts, in this process alone.
 
 The judge computes in float64, with parameters that are moved a little, so that zeros are not zero,
 and with rows in another order. Its tolerance is a constant. Every rank has the same whole batch and
-so comes to the same verdict.
+so comes to the same verdict. A trial leaves no trace, whatever the code of the script does.
 """
 
 from __future__ import annotations
 
+import io
+import logging
+import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -18,10 +22,13 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from samestep.distributed.device_reads import device_reads
+from samestep.distributed.devices import tf32_off
+from samestep.distributed.rng import preserved_generators
 from samestep.view.division import ComputedWhole, Division, WorkCounter, failure
 from samestep.view.lockstep import AllHere, Part, run_in_lockstep
 from samestep.view.operations import Operation
-from samestep.view.sandbox import sandbox
+from samestep.view.recomputation import checkpointing_off
+from samestep.view.slots import ModuleState
 from samestep.view.trial_run import Change, Run, Setting
 from samestep.view.verdict import Verdict, rows_factor
 
@@ -73,21 +80,18 @@ def try_division(
     """
     if not any(has_rows):
         raise ComputedWhole("has no argument with rows")
-    # The others may be as long as this batch by coincidence: a matrix of 4 prototypes, a batch of
-    # 4.
+    call = tree_flatten((arguments, options))
+    # Others may be as long as this batch by coincidence: a matrix of 4 prototypes, a batch of 4.
     alone = tuple(index == has_rows.index(True) for index in range(len(has_rows)))
     refusal: ComputedWhole | None = None
     for cut in dict.fromkeys((has_rows, alone)):
-        trial = partial(
-            _attempt, module, (forward, divided), tree_flatten((arguments, options)), cut, rows
-        )
+        attempt = partial(_attempt, module, (forward, divided), call, cut, rows)
         try:
             try:
-                return _by_parts(partial(trial, torch.float64, 1e-9))
-            except (
-                _DtypeRefused
-            ):  # the tolerance of float32 is one that rounding of a few rows does not reach
-                return _by_parts(partial(trial, torch.float32, 1e-4))
+                return _by_parts(partial(attempt, torch.float64, 1e-9))
+            except _DtypeRefused:
+                # A tolerance of float32 that rounding of a few rows does not reach.
+                return _by_parts(partial(attempt, torch.float32, 1e-4))
         except torch.OutOfMemoryError:
             refusal = refusal or ComputedWhole("does not fit into memory in the trial")
         except ComputedWhole as reason:
@@ -123,11 +127,20 @@ def _attempt(
     tensors = [*module.parameters(), *(leaf for leaf in call[0] if isinstance(leaf, torch.Tensor))]
     device = tensors[0].device
     device_reads.finish(device)  # a trial reads often, and sends nothing
-    with sandbox(module, device, dtype):
+    with _sandbox(module, device, dtype):
         setting = Setting(module, divided, call, has_rows, rows, dtype, device)
         division = _compare(setting, parts, tolerance)
         if divided is not forward:
-            _require_results_of(forward, setting, sum(parts), tolerance)
+            # A trace has the attributes and branches of the time when it was made, and no code
+            # that is not of tensors.
+            setting.select(sum(parts), None)
+            traced = Run(setting, 0, sum(parts))
+            own = Run(setting, 0, sum(parts), forward=forward)
+            with _refusing("fails in the trial", dtype, _Failed):
+                for run in (traced, own):
+                    with run.turn():
+                        run.compute()
+                Verdict(setting, own, own, [traced], tolerance).require_equal()
         known = list(division.operations)
         if setting.has_plain_masks:
             # It may not accept such masks, or compute something else for them.
@@ -194,48 +207,8 @@ def _compare(
     )
 
 
-def _require_results_of(
-    forward: Callable[..., Any], setting: Setting, rows: int, tolerance: float
-) -> None:
-    """Require that the function of divided calls has the results and effects of the module's own forward.
-
-    A trace has the attributes and branches of the time when it was made, and no code that is not of
-    tensors.
-
-    Raises:
-        ComputedWhole: it has not.
-    """
-    setting.select(rows, None)
-    traced = Run(setting, 0, rows)
-    own = Run(setting, 0, rows, forward=forward)
-    with _refusing("fails in the trial", setting.dtype, _Failed):
-        for run in (traced, own):
-            with run.turn():
-                run.compute()
-        Verdict(setting, own, own, [traced], tolerance).require_equal()
-
-
-@contextmanager
-def _refusing(reason: str, dtype: torch.dtype, kind: type[ComputedWhole]) -> Iterator[None]:
-    """Turn exceptions of the block into reasons to compute whole; lack of memory is raised unchanged."""
-    try:
-        yield
-    except (ComputedWhole, torch.OutOfMemoryError):
-        raise
-    except (
-        Exception
-    ) as error:  # boundary: whatever code of the script raises in a trial means whole
-        text = failure(reason, error)
-        is_refusal = isinstance(error, RuntimeError) and any(
-            word in str(error) for word in _DTYPE_WORDS
-        )
-        if dtype is torch.float64 and is_refusal:
-            raise _DtypeRefused(text) from None
-        raise kind(text) from None
-
-
 def _draw_factors(whole: Run, fewer: Run) -> tuple[int | None, ...]:
-    """Return for each random draw how many numbers it has per row, None if it does not depend on the rows."""
+    """Return for each draw its numbers per row; None if their count does not depend on the rows."""
     draws = whole.operations.draws
     others = fewer.operations.draws
     if len(draws) != len(others):
@@ -245,3 +218,52 @@ def _draw_factors(whole: Run, fewer: Run) -> tuple[int | None, ...]:
         return tuple(rows_factor(shape, other, whole.own, fewer.own) for shape, other in pairs)
     except ValueError as error:
         raise ComputedWhole(f"draws random numbers that do not follow the rows ({error})") from None
+
+
+@contextmanager
+def _refusing(reason: str, dtype: torch.dtype, kind: type[ComputedWhole]) -> Iterator[None]:
+    """Turn exceptions of the block into reasons to compute whole, except for lack of memory."""
+    try:
+        yield
+    except (ComputedWhole, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # boundary: whatever code of the script raises here means whole
+        names_dtype = any(word in str(error) for word in _DTYPE_WORDS)
+        if dtype is torch.float64 and isinstance(error, RuntimeError) and names_dtype:
+            kind = _DtypeRefused
+        raise kind(failure(reason, error)) from None
+
+
+@contextmanager
+def _sandbox(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Restore the module, generators and settings of torch after the block, and mute it.
+
+    Inside, activation checkpointing and compiled code are off, the default dtype is `dtype`, and
+    autocast is off.
+    """
+    with ExitStack() as stack:
+        stack.callback(ModuleState(module, hooks=True).restore)
+        stack.enter_context(preserved_generators(device))
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+        stack.callback(
+            torch.use_deterministic_algorithms,
+            torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        torch.set_default_dtype(dtype)
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        stack.enter_context(tf32_off())
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(sys.maxsize)
+        stack.enter_context(redirect_stdout(io.StringIO()))
+        stack.enter_context(redirect_stderr(io.StringIO()))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(checkpointing_off())
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled; the import is slow
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for kind in {"cpu", device.type}:
+            if torch.amp.is_autocast_available(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

@@ -1,14 +1,15 @@
-"""One computation of a trial, of all rows or of a part, on copies of all tensors."""
+"""One computation of a trial, of all rows or of a part, on converted copies of all tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from samestep.distributed.rng import generator_state, saved_generators, seed_generators
@@ -16,7 +17,6 @@ from samestep.view.division import ComputedWhole
 from samestep.view.leaves import flatten
 from samestep.view.lockstep import ThreadModes
 from samestep.view.operations import Operations
-from samestep.view.precision import Precision, converted
 from samestep.view.region import Exchange, Region, inside
 from samestep.view.slots import ModuleState, ParameterSlots
 
@@ -28,13 +28,26 @@ _LARGE = 1000.0  # times the value of a row
 # Change of the rows: masks of a batch with padding, or one row with large values, with other random
 # draws.
 Change = Literal["masks", "rows"]
+_REAL = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+_CONVERSIONS: dict[Callable[..., Any], torch.dtype] = {
+    **dict.fromkeys(
+        (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double),
+        torch.float32,
+    ),
+    **{getattr(torch.Tensor, name): torch.complex64 for name in ("cfloat", "cdouble")},
+}
+# Functions that take the precision of an array of NumPy.
+_FROM_ARRAYS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy})
+# The dtype of a view is the interpretation of its bits.
+_UNCHANGED = frozenset({torch.Tensor.view, torch.frombuffer})
 
 
 class Setting:
-    """Shared state of all runs of a trial: the module, its parameters in the trial's precision, and the rows.
+    """Shared state of all runs of a trial: the module, its converted parameters, and the rows.
 
     Args:
-        module: the module; its slots hold the copies during a run.
+        module: the module, whose slots hold the copies during a run.
         forward: function that computes a call.
         call: leaves of the arguments, and their structure.
         has_rows: leaves of the arguments that are cut.
@@ -60,7 +73,6 @@ class Setting:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.module = module
         self.forward = forward
         self.rows = batch
         self.dtype = dtype
@@ -71,35 +83,28 @@ class Setting:
         self._leaves, self._structure = call
         self._batch = batch
         self._inputs: list[Any] = []
-        self._inference = torch.is_inference_mode_enabled()
         self.modes = ThreadModes(device)
         self.base = ModuleState(module)
         # Those of the call that follows, so that it takes the same decisions by chance.
         self._restore_generators = saved_generators(device)
         self._slots = ParameterSlots(module, attributes=True)
-        held = self._slots.held()
         if any(is_lazy(tensor) for tensor in self._slots.tensors):
             raise ComputedWhole("has parameters without a shape")
-        if any(index not in held for index, _ in enumerate(module.parameters())):
-            raise ComputedWhole("has parameters of TorchScript")
-        noise = torch.randn(_NOISE, generator=torch.Generator().manual_seed(_SEED), dtype=dtype).to(
-            device
-        )
+        noise = torch.randn(_NOISE, generator=_choices(), dtype=dtype).to(device)
         self._copies: dict[int, nn.Parameter] = {}
         for index, tensor in enumerate(self._slots.tensors):
             if isinstance(tensor, nn.Parameter):
-                self._copies[index] = nn.Parameter(
-                    _moved(converted(tensor, dtype), noise), tensor.requires_grad
-                )
+                moved = _moved(_converted(tensor, dtype), noise)
+                self._copies[index] = nn.Parameter(moved, tensor.requires_grad)
         self.parameters = list(self._copies.values())
-        self._versions = {
-            index: 0 if self._inference else copy._version for index, copy in self._copies.items()
-        }
+        self._versions: list[int] = []
+        if not torch.is_inference_mode_enabled():  # tensors of which count no versions
+            self._versions = [parameter._version for parameter in self.parameters]
 
     def select(self, rows: int, change: Change | None) -> None:
         """Take some rows of the batch, in another order, as the arguments of the next runs."""
         self.rows = rows
-        order = torch.randperm(self._batch, generator=torch.Generator().manual_seed(_SEED))
+        order = torch.randperm(self._batch, generator=_choices())
         index = order[torch.arange(rows) % self._batch]
         self._inputs = []
         for leaf, cut in zip(self._leaves, self.has_rows, strict=True):
@@ -108,7 +113,7 @@ class Setting:
                 value = leaf.detach()
                 if cut:
                     value = value[index.to(leaf.device)]
-                value = _without_zeros(converted(value, self.dtype))
+                value = _without_zeros(_converted(value, self.dtype))
                 other = _other_value(value) if cut else None
                 if other is not None:
                     self.has_plain_masks = True
@@ -127,25 +132,26 @@ class Setting:
         Raises:
             ComputedWhole: one has.
         """
-        for index, copy in self._copies.items():
-            if not self._inference and copy._version != self._versions[index]:
+        for parameter, version in zip(self.parameters, self._versions, strict=False):
+            if parameter._version != version:
                 raise ComputedWhole("writes into a parameter")
 
     def begin(self) -> None:
-        """Put the module and the generators into their states before a run, with fresh copies of tensors."""
+        """Put the module and the generators into their first states, with new copies of tensors."""
         self.base.restore()
         fresh: list[torch.Tensor] = []
         for index, tensor in enumerate(self._slots.tensors):
-            copy = self._copies.get(index)
-            fresh.append(_without_zeros(converted(tensor, self.dtype)) if copy is None else copy)
+            copy: torch.Tensor | None = self._copies.get(index)
+            if copy is None:
+                copy = _without_zeros(_converted(tensor, self.dtype))
+            fresh.append(copy)
         self._slots.put(fresh)
         self._restore_generators()
 
     def arguments(self, start: int, stop: int) -> tuple[Any, dict[int, torch.Tensor]]:
-        """Return the (arguments, options) of a run, and the inputs that require gradients, by number of the leaf."""
-        copies: dict[
-            int, torch.Tensor
-        ] = {}  # by identity: attention asks whether query and key are one tensor
+        """Return (arguments, options) of a run, and inputs that require gradients, by leaf."""
+        # By identity: attention asks whether query and key are one tensor.
+        copies: dict[int, torch.Tensor] = {}
         wanted: dict[int, torch.Tensor] = {}
         leaves: list[Any] = []
         for number, (leaf, value) in enumerate(zip(self._leaves, self._inputs, strict=True)):
@@ -227,24 +233,27 @@ class Run:
             region = Region(setting.rows, *self.span, exchange, self._draw_factors)
         self.operations = Operations(region, is_compared=True)
         (arguments, options), self.wanted = setting.arguments(*self.span)
-        precision = Precision(setting.dtype, setting.device)
+        precision = _Precision(setting.dtype, setting.device)
         with setting.modes.installed(), precision, inside(region), self.operations:
             result = self._forward(*arguments, **options)
         self.outputs, self.structure = flatten(result)
         self.generators = generator_state(setting.device)
 
 
+def _choices() -> torch.Generator:
+    return torch.Generator().manual_seed(_SEED)
+
+
 def _moved(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Return a parameter moved by noise of 1 % of its standard deviation, at least 0.0001; 0.01 if all are equal."""
+    """Move a parameter by noise of 1 % of its deviation, at least 0.0001; 0.01 if all are equal."""
     if not (value.is_floating_point() or value.is_complex()) or not value.numel():
         return value
     scale = 0.01
     if value.numel() > 1:
         deviation = float(value.flatten()[:_NOISE].abs().std())
         if 0 < deviation < float("inf"):
-            scale *= max(
-                deviation, 0.01
-            )  # biases after one step; with less, means after batch norm were rounding
+            # At least, for biases after one step: with less, means after batch norm are rounding.
+            scale *= max(deviation, 0.01)
     return value.add_(_repeated(noise, value), alpha=scale)
 
 
@@ -255,18 +264,16 @@ def _repeated(noise: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _without_zeros(value: torch.Tensor) -> torch.Tensor:
-    """Let a tensor of zeros, or of their rounding, have small numbers that hide no term, and can be compared."""
+    """Give a tensor of zeros, or of their rounding, small numbers, which hide no term."""
     if value.is_floating_point() and value.numel() and float(value.abs().max()) < _ROUNDING:
         numbers = min(value.numel(), _NOISE)
-        noise = torch.rand(
-            numbers, generator=torch.Generator().manual_seed(_SEED), dtype=value.dtype
-        )
+        noise = torch.rand(numbers, generator=_choices(), dtype=value.dtype)
         value.add_(_repeated(noise, value), alpha=0.01)
     return value
 
 
 def _other_value(value: torch.Tensor) -> int | None:
-    """Return the value for padding if a tensor looks like a mask of rows without padding, otherwise None."""
+    """Return the value for padding if a tensor looks like a mask without padding, else None."""
     if not value.numel() or value.is_complex():
         return None
     if bool((value == 1).all()):
@@ -283,3 +290,59 @@ def _vary(value: torch.Tensor, other: int) -> None:
             value[row, ..., -1 - row % (value.shape[-1] - 1) :] = other
         elif row % 2:  # too short for different numbers
             value[row, ..., -1:] = other
+
+
+# --- precision ------------------------------------------------------------------------------------
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a copy without a graph; numbers that are not integers get the precision of `dtype`."""
+    if tensor.is_complex():
+        dtype = _COMPLEX[dtype]
+    elif not tensor.is_floating_point():
+        dtype = tensor.dtype
+    return tensor.detach().to(dtype, copy=True)
+
+
+class _Precision(TorchFunctionMode):
+    """Function mode of one precision: conversions to others, also by autocast, have no effect.
+
+    Autocast does not convert tensors of float64. In float32 it is switched off around each
+    operation.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self._device = device.type
+        complex_dtypes = (torch.complex32, *_COMPLEX.values())
+        self._dtypes = {
+            **dict.fromkeys(_REAL, dtype),
+            **dict.fromkeys(complex_dtypes, _COMPLEX[dtype]),
+        }
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        arguments: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = options or {}
+        if function in _CONVERSIONS:
+            return arguments[0].to(self._dtypes[_CONVERSIONS[function]])
+        if function not in _UNCHANGED:
+            arguments = [self._mapped(value) for value in arguments]
+            options = {name: self._mapped(value) for name, value in options.items()}
+        if self._dtype is torch.float32 and torch.is_autocast_enabled(self._device):
+            with torch.autocast(self._device, enabled=False):
+                return function(*arguments, **options)
+        result = function(*arguments, **options)
+        if function in _FROM_ARRAYS and result.dtype in self._dtypes:
+            return result.to(self._dtypes[result.dtype])
+        return result
+
+    def _mapped(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return self._dtypes.get(value, value)
+        return value

@@ -12,7 +12,6 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from samestep.view.division import ComputedWhole, Output
-from samestep.view.leaves import VALUES
 from samestep.view.slots import TABLES
 from samestep.view.trial_run import Run, Setting
 
@@ -22,7 +21,7 @@ _ABSENT = object()
 def rows_factor(
     whole: Sequence[int], fewer: Sequence[int], rows: int, fewer_rows: int
 ) -> int | None:
-    """Return how often the first dimension has the number of rows; None if the shape does not depend on the rows.
+    """Return how often the first dimension has the rows; None if the shape does not depend on them.
 
     Args:
         whole: shape with `rows` rows.
@@ -65,29 +64,32 @@ class Verdict:
             ComputedWhole: something differs.
         """
         runs = [self._fewer, *self._parts]
-        if any(run.operations.functions != self._whole.operations.functions for run in runs):
+        whole = self._whole
+        if any(run.operations.functions != whole.operations.functions for run in runs):
             raise ComputedWhole("its operations depend on the rows")
-        if any(run.structure != self._whole.structure for run in runs):
+        if any(run.structure != whole.structure for run in runs):
             raise ComputedWhole("the structure of its outputs depends on the rows")
         self._compare_generators()
-        if compares_numbers:
-            self._compare_numbers()
+        numbers = whole.operations.numbers
+        if compares_numbers and not all(
+            _same_value(numbers, part.operations.numbers, self._tolerance) for part in self._parts
+        ):
+            raise ComputedWhole("takes numbers out of tensors that depend on the rows")
         self._compare_written()
-        outputs = tuple(self._output(number) for number in range(len(self._whole.outputs)))
+        outputs = tuple(self._output(number) for number in range(len(whole.outputs)))
         if self._setting.grad:
             self._compare_gradients(outputs)
         return outputs
 
     def require_equal(self) -> None:
-        """Require that the only part, a trace with all rows, has the results and effects of the whole run.
+        """Require that the only part, a trace with all rows, does the same as the whole run.
 
         Raises:
             ComputedWhole: it has not.
         """
         (part,) = self._parts
-        is_equal = part.structure == self._whole.structure and all(
-            _same_value(one, other, self._tolerance)
-            for one, other in zip(self._whole.outputs, part.outputs, strict=True)
+        is_equal = part.structure == self._whole.structure and _same_value(
+            self._whole.outputs, part.outputs, self._tolerance
         )
         try:
             self._compare_generators()
@@ -104,18 +106,11 @@ class Verdict:
             if part.generators != self._whole.generators:
                 raise ComputedWhole("draws random numbers that depend on the rows")
 
-    def _compare_numbers(self) -> None:
-        numbers = self._whole.operations.numbers
-        for run in self._parts:
-            if not _same_value(numbers, run.operations.numbers, self._tolerance):
-                raise ComputedWhole("takes numbers out of tensors that depend on the rows")
-
     def _compare_written(self) -> None:
         for part in self._parts:
             names: dict[int, str] = {}  # of the attributes that hold containers, by identity
-            for (container, whole), (_, own) in zip(
-                self._whole.state.contents, part.state.contents, strict=True
-            ):
+            pairs = zip(self._whole.state.contents, part.state.contents, strict=True)
+            for (container, whole), (_, own) in pairs:
                 wholes = _by_key(whole)
                 owns = _by_key(own)
                 for key in {**wholes, **owns}:
@@ -143,9 +138,8 @@ class Verdict:
         try:
             factor = rows_factor(whole.shape, fewer.shape, self._setting.rows, self._fewer.own)
         except ValueError as error:
-            raise ComputedWhole(
-                f"returns a tensor whose size does not follow the rows ({error})"
-            ) from None
+            text = f"returns a tensor whose size does not follow the rows ({error})"
+            raise ComputedWhole(text) from None
         if factor is None:
             return Output(self._kind_without_rows(whole, parts))
         for part, run in zip(parts, self._parts, strict=True):
@@ -158,8 +152,6 @@ class Verdict:
     def _output_value(self, number: int) -> Output:
         """Return how an output is put together that is no tensor."""
         whole = self._whole.outputs[number]
-        if not isinstance(whole, VALUES):
-            raise ComputedWhole(f"returns an object of type {type(whole).__name__}")
         runs = (self._fewer, *self._parts)
         if all(_same_value(whole, run.outputs[number], self._tolerance) for run in runs):
             return Output("value")
@@ -175,19 +167,17 @@ class Verdict:
         tolerance = self._scale([whole, *parts])
         stacked = torch.stack(list(parts)).detach()
         constant = all(_close(whole, part, tolerance) for part in parts)
-        added = whole.dtype != torch.bool and _close(
-            whole, stacked.sum(0).to(whole.dtype), tolerance
-        )
+        total = stacked.sum(0).to(whole.dtype)
+        added = whole.dtype != torch.bool and _close(whole, total, tolerance)
         if constant and added and not whole.dim():
             # Zero in all parts: mean, sum or constant, which later rows would tell.
             raise ComputedWhole("returns a scalar that is zero in the trial")
         if constant and (whole.dim() or not _has_fractions(whole)):
             return "constant"
         if _has_fractions(whole):
-            weights = torch.tensor(
-                [part.own / self._setting.rows for part in self._parts], dtype=whole.dtype
-            )
-            if _close(whole, torch.tensordot(weights.to(whole.device), stacked, 1), tolerance):
+            shares = [part.own / self._setting.rows for part in self._parts]
+            weights = torch.tensor(shares, dtype=whole.dtype).to(whole.device)
+            if _close(whole, torch.tensordot(weights, stacked, 1), tolerance):
                 return "mean"
         if added:
             return "sum"
@@ -201,49 +191,24 @@ class Verdict:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 numbers = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
                 cotangents[number] = numbers.to(leaf.device, leaf.dtype)
-        parameters = [
-            parameter for parameter in self._setting.parameters if parameter.requires_grad
-        ]
+        parameters = [one for one in self._setting.parameters if one.requires_grad]
         inputs = list(self._whole.wanted)
         if not cotangents or not (parameters or inputs):
             return
-        whole = self._gradients([self._whole], parameters, [cotangents])
-        own_cotangents = [
-            {
-                number: self._own(cotangent, outputs[number], *part.span)
-                for number, cotangent in cotangents.items()
-            }
-            for part in self._parts
-        ]
-        divided = self._gradients(self._parts, parameters, own_cotangents)
+        whole = _gradients([self._whole], parameters, [cotangents])
+        own_cotangents = []
+        for part in self._parts:
+            own = {n: self._own(one, outputs[n], *part.span) for n, one in cotangents.items()}
+            own_cotangents.append(own)
+        divided = _gradients(self._parts, parameters, own_cotangents)
         count = len(parameters)
         scale = self._scale(whole[:count])
         for one, other in zip(whole[:count], divided[:count], strict=True):
             self._compare_gradient(one, other, scale, "parameters")
         for position, number in enumerate(inputs, start=count):
+            gradient = whole[position]
             joined = self._joined(number, divided[position :: len(inputs)])
-            self._compare_gradient(
-                whole[position], joined, self._scale([whole[position]]), "inputs"
-            )
-
-    def _gradients(
-        self,
-        runs: Sequence[Run],
-        parameters: Sequence[torch.Tensor],
-        cotangents: Sequence[dict[int, torch.Tensor]],
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of the parameters, summed over runs, and of the inputs of each run."""
-        gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
-            [
-                run.outputs[number]
-                for run, own in zip(runs, cotangents, strict=True)
-                for number in own
-            ],
-            [*parameters, *(tensor for run in runs for tensor in run.wanted.values())],
-            [cotangent for own in cotangents for cotangent in own.values()],
-            allow_unused=True,
-        )
-        return gradients
+            self._compare_gradient(gradient, joined, self._scale([gradient]), "inputs")
 
     def _own(self, cotangent: torch.Tensor, output: Output, start: int, stop: int) -> torch.Tensor:
         """Return the cotangent of a part of an output."""
@@ -279,8 +244,20 @@ class Verdict:
         return self._tolerance * _largest(tensors)
 
 
-# ----- comparison of tensors, numbers taken out of tensors, and attributes
-# -------------------------------------------
+def _gradients(
+    runs: Sequence[Run],
+    parameters: Sequence[torch.Tensor],
+    cotangents: Sequence[dict[int, torch.Tensor]],
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of the parameters, summed over runs, and of the inputs of each run."""
+    outputs = [run.outputs[i] for run, own in zip(runs, cotangents, strict=True) for i in own]
+    inputs = [*parameters, *(tensor for run in runs for tensor in run.wanted.values())]
+    seeds = [cotangent for own in cotangents for cotangent in own.values()]
+    gradients: tuple[Any, ...] = torch.autograd.grad(outputs, inputs, seeds, allow_unused=True)
+    return gradients
+
+
+# --- comparison of tensors, numbers and attributes ------------------------------------------------
 
 
 def _largest(tensors: Iterable[torch.Tensor | None]) -> float:
@@ -309,19 +286,16 @@ def _close(whole: torch.Tensor, divided: torch.Tensor, tolerance: float) -> bool
     NaN is equal to NaN, and an infinity to the same infinity. Integers and booleans are equal
     exactly.
     """
-    if (
-        whole.shape != divided.shape
-        or whole.dtype != divided.dtype
-        or whole.layout != divided.layout
-    ):
+    if whole.shape != divided.shape or whole.dtype != divided.dtype:
+        return False
+    if whole.layout != divided.layout:
         return False
     whole = _dense(whole)
     divided = _dense(divided)
     if not _has_fractions(whole):
         return torch.equal(whole, divided)
-    if (
-        not whole.numel() or float((whole - divided).abs().max()) <= tolerance
-    ):  # not so if it is NaN
+    # First the cheap question, whose answer is no for NaN.
+    if not whole.numel() or float((whole - divided).abs().max()) <= tolerance:
         return True
     return torch.allclose(whole, divided, rtol=0.0, atol=tolerance, equal_nan=True)
 
@@ -332,7 +306,7 @@ def _has_fractions(tensor: torch.Tensor) -> bool:
 
 
 def _same_value(whole: Any, divided: Any, tolerance: float) -> bool:
-    """Whether two numbers, tensors, arrays or containers are equal; the tolerance is relative to the largest value."""
+    """Whether two values or containers are equal, relative to the largest number of each leaf."""
     if whole is divided:
         return True
     leaves, spec = tree_flatten(whole)

@@ -1,9 +1,7 @@
-"""Watched call: the first call of a kind, computed whole, and its other effects than the outputs."""
+"""Watched call: the first call of a kind, computed whole, and its effects beside the outputs."""
 
 from __future__ import annotations
 
-import gc
-import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -12,20 +10,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.utils import checkpoint
-from torch.utils._pytree import (
-    tree_flatten,
-)  # private; the only one that opens classes registered with torch
+from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from samestep.distributed.devices import accelerator_module
-from samestep.view.backward_code import BackwardCode
-from samestep.view.graph import captures, sequence_number
+from samestep.view.graph import BackwardCode, captures, sequence_number
 from samestep.view.in_step import torch_generator
-from samestep.view.leaves import VALUES, below, flatten, is_held_elsewhere
-from samestep.view.operations import RULES, Compute, Operation, Operations, is_number
+from samestep.view.leaves import VALUES, TensorReference, flatten, is_held_elsewhere, kept_elsewhere
+from samestep.view.operations import RULES, Operation, Operations, is_number
 from samestep.view.reachable import FUNCTIONS, Reachable, changed, tensor_mark
 
 _ARGUMENTS = (
@@ -33,11 +27,8 @@ _ARGUMENTS = (
     *(torch.layout, torch.memory_format, range, slice, type(Ellipsis)),
 )
 _HOOKS = frozenset(
-    {
-        torch.Tensor.register_hook,
-        torch.Tensor.retain_grad,
-        torch.Tensor.register_post_accumulate_grad_hook,
-    }
+    getattr(torch.Tensor, name)
+    for name in ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
 )
 _SUMS = frozenset({torch.sum, torch.Tensor.sum})
 _EQUALS = frozenset({torch.eq, torch.Tensor.eq, torch.Tensor.__eq__})
@@ -45,9 +36,8 @@ _EQUALS = frozenset({torch.eq, torch.Tensor.eq, torch.Tensor.__eq__})
 _ANY_OR_ALL = frozenset(
     {torch.any, torch.all, torch.Tensor.any, torch.Tensor.all, torch._is_all_true}
 )
-_ALIGNED = (
-    torch._nested_tensor_from_mask_left_aligned
-)  # private; nn.TransformerEncoder asks it about its mask
+# Private: nn.TransformerEncoder asks it about its mask.
+_ALIGNED = torch._nested_tensor_from_mask_left_aligned
 
 
 @dataclass(frozen=True)
@@ -123,7 +113,7 @@ def watch(
             yield "returns an object that is kept elsewhere too"
         yield collected.reason
         yield _shared_memory(returned, [*received, *module.parameters(), *module.buffers()])
-        yield _survivors(module, [*received, *returned], recorder, uses_checkpointing)
+        yield kept_elsewhere(module, [*received, *returned], recorder.made, uses_checkpointing)
 
     is_first_again = structure != _structure(module)
     reason: str | None = "creates parameters, buffers or submodules"
@@ -142,25 +132,20 @@ def watch(
 
 
 def _reachable(module: nn.Module, received: Sequence[Any]) -> Reachable:
-    tensors = (
-        *module.parameters(),
-        *module.buffers(),
-        *(leaf for leaf in received if isinstance(leaf, torch.Tensor)),
-    )
-    classes = {
-        type(tensor) for tensor in tensors
-    }  # with a `__torch_function__` of the script that runs in the call
-    functions = [
-        leaf for leaf in received if isinstance(leaf, (*FUNCTIONS, types.BuiltinFunctionType))
-    ]
+    values = (*module.parameters(), *module.buffers(), *received)
+    # Their `__torch_function__`, if the script defines it, runs in the call.
+    classes = {type(value) for value in values if isinstance(value, torch.Tensor)}
+    code = (*FUNCTIONS, types.BuiltinFunctionType)
+    functions = [leaf for leaf in received if isinstance(leaf, code)]
     return Reachable(module, (functions, *classes, *_hooks_of_saved_tensors()))
 
 
 def _structure(module: nn.Module) -> list[Any]:
-    """Return the facts that a call changes which creates parameters, buffers or submodules. Buffers may be replaced."""
+    """Return facts that change where parameters, buffers or submodules are created."""
     collected: list[Any] = []
     for name, part in module.named_modules():
         parameters = [(key, id(value), type(value)) for key, value in part._parameters.items()]
+        # Names only: a call may replace buffers. Those of TorchScript cannot be iterated.
         collected.append((name, id(part), parameters, list(part._buffers.keys())))
     return collected
 
@@ -196,17 +181,16 @@ def _foreign_leaf(leaves: Sequence[Any], known: tuple[type, ...], verb: str) -> 
 
 
 def _hooks_of_saved_tensors() -> Sequence[Callable[..., Any]]:
-    """Return the present hooks of torch.utils.checkpoint and torch.autograd.graph.saved_tensors_hooks."""
-    hooks: Sequence[Callable[..., Any]] | None = (
-        torch._C._autograd._top_saved_tensors_default_hooks(True)
-    )  # private
+    """Return the present hooks of checkpoints and of `torch.autograd.graph.saved_tensors_hooks`."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # private
     return hooks or ()
 
 
 def _shared_memory(outputs: Iterable[Any], held: Iterable[Any]) -> str | None:
-    """Return a reason if outputs share memory with each other or with `held`; parts of a `chunk` do not overlap.
+    """Return a reason if outputs share memory with each other or with `held`.
 
     A script that writes into one of them would change the other, which gathered outputs cannot do.
+    Parts of a `chunk` share memory too, but do not overlap.
     """
     taken = {one.untyped_storage().data_ptr() for one in held if _has_memory(one)}
     owners: dict[int, torch.Tensor] = {}
@@ -227,16 +211,14 @@ def _has_memory(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel() > 0
 
 
-# ----- operations
-# ----------------------------------------------------------------------------------------------------
+# --- operations ----------------------------------------------------------------------------------
 
 
 class _Recorder(Operations):
     """Operations of a watched call, with their use of values of rows.
 
     A tensor that is computed from tensors with rows is tainted: in a divided call its value differs
-    between ranks. The taint is true if its first dimension has followed the rows of the batch all
-    the way.
+    between ranks. The taint is true if its first dimension has followed the rows all the way.
 
     Args:
         received: tensors among the arguments.
@@ -251,7 +233,7 @@ class _Recorder(Operations):
         super().__init__()
         self.reason: str | None = None
         self.saving: dict[Callable[..., Any], None] = {}
-        self.made: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.made: dict[int, TensorReference] = {}
         self._rows = next((tensor.shape[0] for tensor in received if tensor.dim()), 0)
         self._taints: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()
         # Scalars for any or all of a number of values.
@@ -263,13 +245,11 @@ class _Recorder(Operations):
     def note_attribute(self, tensor: torch.Tensor, value: Any) -> None:
         """Taint a part of a tainted tensor."""
         if isinstance(value, Node):
-            kind = getattr(
-                type(value), "_forward_cls", None
-            )  # private; the class of a function written in Python
-            if (
-                kind is None or kind.__module__ != checkpoint.__name__
-            ):  # torch 2.11 reads its own node
-                self._refuse("uses the graph of a tensor")  # to hook into it
+            # Private: the class of a function written in Python. A checkpoint reads its own node
+            # in torch 2.11; others would hook into it.
+            kind = getattr(type(value), "_forward_cls", None)
+            if kind is None or kind.__module__ != checkpoint.__name__:
+                self._refuse("uses the graph of a tensor")
         elif isinstance(value, torch.Tensor) and self._taint_of(tensor) is not None:
             self._taint(value, False)
 
@@ -278,47 +258,9 @@ class _Recorder(Operations):
         function: Callable[..., Any],
         arguments: Sequence[Any],
         options: Mapping[str, Any],
-        compute: Compute,
+        compute: Callable[[], Any],
     ) -> Any:
         """Compute an operation and note its use of values of rows."""
-        self._note_function(function, options)
-        tensors = list(_tensors((arguments, options)))
-        taints = {id(tensor): self._taint_of(tensor) for tensor in tensors}
-        is_tainted = any(taint is not None for taint in taints.values())
-        by_rows = is_tainted and False not in taints.values()
-        clean = [
-            one
-            for one in tensors
-            if is_tainted and taints[id(one)] is None and not one.is_inference()
-        ]
-        versions = [tensor._version for tensor in clean]
-        generators = None if function in RULES else _generators()
-        result = compute()
-        for tensor in _tensors(result):
-            if (
-                id(tensor) not in taints
-            ):  # else an operation in place, or `to` where nothing is to do
-                self.made[id(tensor)] = weakref.ref(tensor)
-            if is_tainted:
-                self._taint(tensor, by_rows)
-        for tensor, version in zip(clean, versions, strict=True):
-            if tensor._version != version:
-                self._taint(tensor, False)
-                if tensor._base is not None:
-                    self._taint(tensor._base, False)
-        if is_tainted and isinstance(result, torch.Tensor) and not result.dim():
-            self._note_condition(function, arguments, result, by_rows)
-        if (
-            is_tainted
-            and is_number(function, result)
-            and not self._is_condition(function, arguments, by_rows)
-        ):
-            self._refuse(f"turns values of rows into Python numbers ({_name(function)})")
-        if generators is not None and generators != _generators():
-            self._refuse(f"draws random numbers inside of {_name(function)}")
-        return result
-
-    def _note_function(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         self.saving.update(dict.fromkeys(_hooks_of_saved_tensors()))
         if function in _HOOKS:
             self._refuse("sets a hook of a tensor")
@@ -326,43 +268,66 @@ class _Recorder(Operations):
             self._refuse("calls backward")
         if options.get("sparse") is True:
             self._refuse("has sparse gradients")
+        tensors = _tensors((arguments, options))
+        taints = {id(tensor): self._taint_of(tensor) for tensor in tensors}
+        is_tainted = any(taint is not None for taint in taints.values())
+        by_rows = is_tainted and False not in taints.values()
+        clean: list[tuple[torch.Tensor, int]] = []
+        if is_tainted:
+            clean = [
+                (tensor, tensor._version)
+                for tensor in tensors
+                if taints[id(tensor)] is None and not tensor.is_inference()
+            ]
+        generators = None if function in RULES else _generators()
+        result = compute()
+        for tensor in _tensors(result):
+            # Else an operation in place, or `to` where nothing is to do.
+            if id(tensor) not in taints:
+                self.made[id(tensor)] = weakref.ref(tensor)
+            if is_tainted:
+                self._taint(tensor, by_rows)
+        for tensor, version in clean:
+            if tensor._version != version:
+                self._taint(tensor, False)
+                if tensor._base is not None:
+                    self._taint(tensor._base, False)
+        name = getattr(function, "__name__", repr(function)).strip("_")
+        if is_tainted and self._takes_numbers(function, arguments, result, by_rows):
+            self._refuse(f"turns values of rows into Python numbers ({name})")
+        if generators is not None and generators != _generators():
+            self._refuse(f"draws random numbers inside of {name}")
+        return result
 
-    def _note_condition(
-        self,
-        function: Callable[..., Any],
-        arguments: Sequence[Any],
-        result: torch.Tensor,
-        by_rows: bool,
-    ) -> None:
-        """Note a scalar that is `any` or `all` of values of rows."""
-        first, *others = arguments
-        if function in _ANY_OR_ALL or (function in _SUMS and first.dtype is torch.bool):
-            if by_rows or first in self._conditions:
-                self._conditions[result] = first.numel()
-        elif (
-            function in _EQUALS
-            and isinstance(first, torch.Tensor)
-            and self._conditions.get(first) == others[0]
-        ):
-            self._conditions[result] = 1  # `mask.sum() == mask.numel()` is `mask.all()`
-
-    def _is_condition(
-        self, function: Callable[..., Any], arguments: Sequence[Any], by_rows: bool
+    def _takes_numbers(
+        self, function: Callable[..., Any], arguments: Sequence[Any], result: Any, by_rows: bool
     ) -> bool:
-        """Whether a number is `any` or `all` of values of rows, which ranks compare in each call."""
-        if function is torch.Tensor.__bool__:
-            return arguments[0] in self._conditions
-        return function is _ALIGNED and by_rows
+        """Whether a function of tainted tensors has Python numbers as results.
+
+        Except for `any` and `all` of values of rows, which ranks compare in each call. Their
+        scalars are noted here.
+        """
+        if isinstance(result, torch.Tensor) and not result.dim():
+            first, *others = arguments
+            if function in _ANY_OR_ALL or (function in _SUMS and first.dtype is torch.bool):
+                if by_rows or first in self._conditions:
+                    self._conditions[result] = first.numel()
+            elif (
+                function in _EQUALS
+                and isinstance(first, torch.Tensor)
+                and self._conditions.get(first) == others[0]
+            ):
+                self._conditions[result] = 1  # `mask.sum() == mask.numel()` is `mask.all()`
+        if not is_number(function, result) or (function is _ALIGNED and by_rows):
+            return False
+        return function is not torch.Tensor.__bool__ or arguments[0] not in self._conditions
 
     def _taint(self, tensor: torch.Tensor, by_rows: bool) -> None:
         # With one row every dimension is a multiple of it.
-        has_rows = (
-            self._rows > 1
-            and tensor.dim() > 0
-            and tensor.shape[0] > 0
-            and tensor.shape[0] % self._rows == 0
-        )
-        self._taints[tensor] = by_rows and has_rows
+        if by_rows:
+            by_rows = self._rows > 1 and tensor.dim() > 0 and tensor.shape[0] > 0
+            by_rows = by_rows and tensor.shape[0] % self._rows == 0
+        self._taints[tensor] = by_rows
 
     def _taint_of(self, tensor: torch.Tensor) -> bool | None:
         """Return the taint of a tensor or of the base of a view, and None for another tensor."""
@@ -376,20 +341,8 @@ class _Recorder(Operations):
         self.reason = self.reason or reason
 
 
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", repr(function)).strip("_")
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in arguments or results of an operation."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _generators() -> tuple[int, ...]:
@@ -398,74 +351,3 @@ def _generators() -> tuple[int, ...]:
     if not module.is_initialized():
         return (torch_generator(),)
     return torch_generator(), *(generator.get_offset() for generator in module.default_generators)
-
-
-# ----- survivors
-# -----------------------------------------------------------------------------------------------------
-
-
-def _survivors(
-    module: nn.Module, leaves: Sequence[Any], recorder: _Recorder, uses_checkpointing: bool
-) -> str | None:
-    """Return a reason if tensors that the call made are kept by other ways than its outputs."""
-    known = {id(leaf) for leaf in leaves}
-    known.update(id(tensor) for tensor in module.parameters())
-    made = {number: reference for number, reference in recorder.made.items() if number not in known}
-    if not _held(made.values()):
-        return None
-    reason = _kept_by_module(module, made)
-    if (
-        reason is not None or not _held(made.values()) or uses_checkpointing
-    ):  # checkpoints keep inputs of their parts
-        return reason
-    gc.collect()  # tensors in cycles of objects
-    if all(_is_held_by_graph(reference) for reference in _held(made.values())):
-        return None
-    return "keeps a tensor of the call outside of the module"
-
-
-def _kept_by_module(module: nn.Module, made: dict[int, weakref.ref[torch.Tensor]]) -> str | None:
-    """Return a reason if attributes keep tensors with a graph; take tensors in attributes out of `made`."""
-    for part in module.modules():
-        for name, value in list(vars(part).items()):
-            for tensor in below(value):
-                reference = made.get(id(tensor))
-                if reference is None or reference() is not tensor:
-                    continue
-                if tensor.grad_fn is not None:
-                    return f"keeps a tensor with a graph in {type(part).__name__} ({name})"
-                del made[id(tensor)]
-    return None
-
-
-def _held(references: Iterable[weakref.ref[torch.Tensor]]) -> list[weakref.ref[torch.Tensor]]:
-    """Return the references to tensors that Python objects hold; a graph holds tensors without their Python objects."""
-    probe = [torch.empty(0)]
-    once = _holders(weakref.ref(probe[0]))
-    return [
-        reference
-        for reference in references
-        if reference() is not None and _holders(reference) >= once
-    ]
-
-
-def _holders(reference: weakref.ref[torch.Tensor]) -> int:
-    tensor = reference()
-    if tensor is None:
-        return 0
-    # Private; more than one: C++ objects hold the tensor, which together count as one holder of the
-    # Python object.
-    shared: bool = tensor._use_count() > 1  # type: ignore[attr-defined]
-    return sys.getrefcount(tensor) - int(shared)
-
-
-def _is_held_by_graph(reference: weakref.ref[torch.Tensor]) -> bool:
-    """Whether all objects that hold a tensor belong to the contexts of `autograd.Function`s."""
-    level = [reference()]
-    frame = sys._getframe()
-    for _ in range(3):
-        skipped = {id(level), id(frame)}
-        level = [holder for holder in gc.get_referrers(*level) if id(holder) not in skipped]
-        if any(isinstance(holder, BackwardCFunction) for holder in level):
-            return True
-    return False

@@ -96,12 +96,6 @@ def test_a_thousand_slots_are_filled_quickly() -> None:
     assert min(times) < 0.0005  # 0.05 ms on a quiet machine
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
-def test_parameters_of_torchscript_have_no_slot() -> None:
-    slots = ParameterSlots(torch.jit.script(nn.Linear(2, 2)))
-    assert slots.held() != {0, 1}
-
-
 def test_state_restores_attributes_and_containers() -> None:
     module = Tied()
     module.history = [1, 2]

@@ -133,74 +133,72 @@ def encoder(**options: Any) -> nn.Module:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-DIVIDED: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], tuple[Output, ...]]] = {
-    "linear": (lambda: nn.Linear(3, 2), lambda: (x(3),), (ROWS,)),
-    "assertion": (lambda: Call(asserted, layer=nn.Linear(3, 2)), lambda: (x(3),), (ROWS,)),
-    "bilinear": (lambda: nn.Bilinear(3, 4, 2), lambda: (x(3), x(4)), (ROWS,)),
-    "mlp": (lambda: nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), lambda: (x(3),), (ROWS,)),
-    "in-place": (lambda: nn.Sequential(nn.Linear(3, 8), nn.ReLU(inplace=True)), lambda: (x(3),), (ROWS,)),
-    "conv1d": (lambda: nn.Conv1d(3, 4, 3), lambda: (x(3, 8),), (ROWS,)),
-    "conv2d": (lambda: nn.Conv2d(3, 4, 3, padding=1, groups=1), lambda: (x(3, 6, 6),), (ROWS,)),
-    "transposed": (lambda: nn.ConvTranspose2d(3, 4, 2, stride=2), lambda: (x(3, 4, 4),), (ROWS,)),
-    "conv3d": (lambda: nn.Conv3d(1, 2, 2), lambda: (x(1, 3, 3, 3),), (ROWS,)),
-    "pooling": (lambda: nn.Sequential(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(2)), lambda: (x(2, 6, 6),), (ROWS,)),
-    "group norm": (lambda: nn.Sequential(nn.Conv2d(2, 4, 1), nn.GroupNorm(2, 4)), lambda: (x(2, 3, 3),), (ROWS,)),
-    "instance norm": (lambda: nn.InstanceNorm2d(2, affine=True), lambda: (x(2, 4, 4),), (ROWS,)),
-    "layer norm": (lambda: nn.LayerNorm(4), lambda: (x(3, 4),), (ROWS,)),
-    "rms norm": (lambda: nn.RMSNorm(4), lambda: (x(3, 4),), (ROWS,)),
-    "batch norm in eval": (lambda: nn.BatchNorm1d(4).eval(), lambda: (x(4),), (ROWS,)),
-    "embedding": (lambda: nn.Embedding(9, 4), lambda: (labels(9, 5),), (ROWS,)),
-    "sparse embedding": (lambda: nn.Embedding(9, 4, sparse=True), lambda: (labels(9, 5),), (ROWS,)),
-    "embedding bag": (lambda: nn.EmbeddingBag(9, 4), lambda: (labels(9, 5),), (ROWS,)),
-    "lstm": (lambda: nn.LSTM(3, 4, 2, batch_first=True), lambda: (x(5, 3),), None),
-    "gru": (
+def divided(
+    build: Callable[[], nn.Module],
+    arguments: Callable[[], tuple[Any, ...]] = lambda: (x(3),),
+    outputs: tuple[Output, ...] | None = (ROWS,),
+) -> Any:
+    return build, arguments, outputs
+
+
+DIVIDED = {
+    "linear": divided(lambda: nn.Linear(3, 2)),
+    "assertion": divided(lambda: Call(asserted, layer=nn.Linear(3, 2))),
+    "bilinear": divided(lambda: nn.Bilinear(3, 4, 2), lambda: (x(3), x(4))),
+    "mlp": divided(lambda: nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))),
+    "in-place": divided(lambda: nn.Sequential(nn.Linear(3, 8), nn.ReLU(inplace=True))),
+    "conv1d": divided(lambda: nn.Conv1d(3, 4, 3), lambda: (x(3, 8),)),
+    "conv2d": divided(lambda: nn.Conv2d(3, 4, 3, padding=1, groups=1), lambda: (x(3, 6, 6),)),
+    "transposed": divided(lambda: nn.ConvTranspose2d(3, 4, 2, stride=2), lambda: (x(3, 4, 4),)),
+    "conv3d": divided(lambda: nn.Conv3d(1, 2, 2), lambda: (x(1, 3, 3, 3),)),
+    "pooling": divided(lambda: nn.Sequential(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(2)), lambda: (x(2, 6, 6),)),
+    "group norm": divided(lambda: nn.Sequential(nn.Conv2d(2, 4, 1), nn.GroupNorm(2, 4)), lambda: (x(2, 3, 3),)),
+    "instance norm": divided(lambda: nn.InstanceNorm2d(2, affine=True), lambda: (x(2, 4, 4),)),
+    "layer norm": divided(lambda: nn.LayerNorm(4), lambda: (x(3, 4),)),
+    "rms norm": divided(lambda: nn.RMSNorm(4), lambda: (x(3, 4),)),
+    "batch norm in eval": divided(lambda: nn.BatchNorm1d(4).eval(), lambda: (x(4),)),
+    "embedding": divided(lambda: nn.Embedding(9, 4), lambda: (labels(9, 5),)),
+    "sparse embedding": divided(lambda: nn.Embedding(9, 4, sparse=True), lambda: (labels(9, 5),)),
+    "embedding bag": divided(lambda: nn.EmbeddingBag(9, 4), lambda: (labels(9, 5),)),
+    "lstm": divided(lambda: nn.LSTM(3, 4, 2, batch_first=True), lambda: (x(5, 3),), outputs=None),
+    "gru": divided(
         lambda: Call(lambda m, v: m.gru(v)[0], gru=nn.GRU(3, 4, batch_first=True, bidirectional=True)),
         lambda: (x(5, 3),),
-        (ROWS,),
     ),
-    "lstm cell": (lambda: nn.LSTMCell(3, 4), lambda: (x(3),), (ROWS, ROWS)),
-    "attention": (
+    "lstm cell": divided(lambda: nn.LSTMCell(3, 4), outputs=(ROWS, ROWS)),
+    "attention": divided(
         lambda: Call(lambda m, v: m.a(v, v, v), a=nn.MultiheadAttention(8, 2, batch_first=True)),
         lambda: (x(5, 8),),
-        (ROWS, ROWS),
+        outputs=(ROWS, ROWS),
     ),
-    "sdpa": (
+    "sdpa": divided(
         lambda: Call(
             lambda m, v: F.scaled_dot_product_attention(m.q(v), v, v, is_causal=True),
             q=nn.Linear(8, 8),
         ),
         lambda: (x(2, 5, 8),),
-        (ROWS,),
     ),
-    "encoder": (encoder, lambda: (x(5, 8),), (ROWS,)),
-    "encoder in eval": (lambda: encoder(norm_first=True).eval(), lambda: (x(5, 8),), (ROWS,)),
-    "transformer": (
-        lambda: nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True),
-        lambda: (x(5, 8), x(4, 8)),
-        (ROWS,),
+    "encoder": divided(encoder, lambda: (x(5, 8),)),
+    "encoder in eval": divided(lambda: encoder(norm_first=True).eval(), lambda: (x(5, 8),)),
+    "transformer": divided(
+        lambda: nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True), lambda: (x(5, 8), x(4, 8))
     ),
-    "masked attention": (
-        lambda: Call(attention_mask, layer=nn.Linear(4, 4)),
-        lambda: (x(5, 4), padding()),
-        (ROWS,),
-    ),
-    "rotary": (lambda: Call(rotary, layer=nn.Linear(4, 4)), lambda: (x(5, 4),), (ROWS,)),
-    "fourier": (lambda: Call(lambda m, v: torch.fft.rfft(m.l(v)).abs(), l=nn.Linear(4, 4)), lambda: (x(4),), (ROWS,)),
-    "complex": (lambda: nn.Linear(3, 2, dtype=torch.complex64), lambda: (torch.complex(x(3), x(3)),), (ROWS,)),
-    "interpolate": (
+    "masked attention": divided(lambda: Call(attention_mask, layer=nn.Linear(4, 4)), lambda: (x(5, 4), padding())),
+    "rotary": divided(lambda: Call(rotary, layer=nn.Linear(4, 4)), lambda: (x(5, 4),)),
+    "fourier": divided(lambda: Call(lambda m, v: torch.fft.rfft(m.l(v)).abs(), l=nn.Linear(4, 4)), lambda: (x(4),)),
+    "complex": divided(lambda: nn.Linear(3, 2, dtype=torch.complex64), lambda: (torch.complex(x(3), x(3)),)),
+    "interpolate": divided(
         lambda: Call(lambda m, v: F.interpolate(m.c(v), scale_factor=2, mode="bicubic"), c=nn.Conv2d(1, 1, 1)),
         lambda: (x(1, 4, 4),),
-        (ROWS,),
     ),
-    "grid sample": (
+    "grid sample": divided(
         lambda: Call(
             lambda m, v: F.grid_sample(v, F.affine_grid(m.l(v.flatten(1)).view(-1, 2, 3), v.shape)),
             l=nn.Linear(16, 6),
         ),
         lambda: (x(1, 4, 4),),
-        (ROWS,),
     ),
-    "ctc per row": (
+    "ctc per row": divided(
         lambda: Call(
             lambda m, v, y: F.ctc_loss(
                 m.l(v).log_softmax(-1).transpose(0, 1),
@@ -212,101 +210,71 @@ DIVIDED: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]],
             l=nn.Linear(3, 5),
         ),
         lambda: (x(6, 3), labels(4, 2)),
-        (ROWS,),
     ),
-    "two inputs, two outputs": (
+    "two inputs, two outputs": divided(
         lambda: Call(lambda m, a, b: (m.l(a) + b, m.l(b).sum(1)), l=nn.Linear(3, 3)),
         lambda: (x(3), x(3)),
-        (ROWS, ROWS),
+        outputs=(ROWS, ROWS),
     ),
-    "dictionaries": (
+    "dictionaries": divided(
         lambda: Call(blend_dictionary, layer=nn.Linear(3, 3)),
         lambda: ({"x": x(3), "y": x(3)},),
-        (ROWS, Output("mean"), Output("value"), Output("value")),
+        outputs=(ROWS, Output("mean"), Output("value"), Output("value")),
     ),
-    "mean loss": (lambda: Call(linear_loss, layer=nn.Linear(3, 2)), lambda: (x(3), "mean"), (Output("mean"),)),
-    "sum loss": (lambda: Call(linear_loss, layer=nn.Linear(3, 2)), lambda: (x(3), "sum"), (Output("sum"),)),
-    "mean loss with decay": (
+    "mean loss": divided(
+        lambda: Call(linear_loss, layer=nn.Linear(3, 2)), lambda: (x(3), "mean"), outputs=(Output("mean"),)
+    ),
+    "sum loss": divided(
+        lambda: Call(linear_loss, layer=nn.Linear(3, 2)), lambda: (x(3), "sum"), outputs=(Output("sum"),)
+    ),
+    "mean loss with decay": divided(
         lambda: Call(lambda m, v: m.l(v).square().mean() + 0.1 * m.l.weight.square().sum(), l=nn.Linear(3, 2)),
-        lambda: (x(3),),
-        (Output("mean"),),
+        outputs=(Output("mean"),),
     ),
-    "several items per row": (
+    "several items per row": divided(
         lambda: Call(lambda m, v: m.l(v).flatten(0, 1), l=nn.Linear(3, 3)),
         lambda: (x(5, 3),),
-        (Output("rows", 5),),
+        outputs=(Output("rows", 5),),
     ),
-    "straight through": (
-        lambda: Call(lambda m, v: m.b(StraightThrough.apply(m.a(v))), a=nn.Linear(3, 4), b=nn.Linear(4, 2)),
-        lambda: (x(3),),
-        (ROWS,),
+    "straight through": divided(
+        lambda: Call(lambda m, v: m.b(StraightThrough.apply(m.a(v))), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
     ),
-    "detached straight through": (
-        lambda: Call(rounded, layer=nn.Linear(3, 4)),
-        lambda: (x(3),),
-        (ROWS,),
+    "detached straight through": divided(lambda: Call(rounded, layer=nn.Linear(3, 4))),
+    "frozen part": divided(lambda: nn.Sequential(frozen(nn.Linear(3, 4)), nn.Linear(4, 2))),
+    "all frozen": divided(lambda: frozen(nn.Linear(3, 4))),
+    "unused part": divided(lambda: Call(lambda m, v: m.a(v), a=nn.Linear(3, 4), b=nn.Linear(3, 4))),
+    "tied weights": divided(tied, lambda: (labels(9, 5),)),
+    "checkpointing": divided(
+        lambda: Call(lambda m, v: checkpoint(m.b, m.a(v), use_reentrant=False), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
     ),
-    "frozen part": (lambda: nn.Sequential(frozen(nn.Linear(3, 4)), nn.Linear(4, 2)), lambda: (x(3),), (ROWS,)),
-    "all frozen": (lambda: frozen(nn.Linear(3, 4)), lambda: (x(3),), (ROWS,)),
-    "unused part": (lambda: Call(lambda m, v: m.a(v), a=nn.Linear(3, 4), b=nn.Linear(3, 4)), lambda: (x(3),), (ROWS,)),
-    "tied weights": (tied, lambda: (labels(9, 5),), (ROWS,)),
-    "checkpointing": (
-        lambda: Call(lambda m, v: checkpoint(m.b, m.a(v), use_reentrant=False), a=nn.Linear(3, 4), b=nn.Linear(4, 2)),
-        lambda: (x(3),),
-        (ROWS,),
+    "reentrant checkpointing": divided(
+        lambda: Call(lambda m, v: checkpoint(m.b, m.a(v), use_reentrant=True), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
     ),
-    "reentrant checkpointing": (
-        lambda: Call(lambda m, v: checkpoint(m.b, m.a(v), use_reentrant=True), a=nn.Linear(3, 4), b=nn.Linear(4, 2)),
-        lambda: (x(3),),
-        (ROWS,),
+    "bfloat16": divided(lambda: nn.Linear(3, 2).bfloat16(), lambda: (x(3).bfloat16(),)),
+    "casts inside": divided(lambda: Call(half_inside, a=nn.Linear(3, 4), b=nn.Linear(4, 3))),
+    "no parameters": divided(nn.Tanh, lambda: (x(3).requires_grad_(),)),
+    "gradient of an input": divided(lambda: nn.Linear(3, 2), lambda: (x(3).requires_grad_(),)),
+    "experts": divided(
+        lambda: Call(experts, gate=nn.Linear(3, 2), experts=nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]))
     ),
-    "bfloat16": (lambda: nn.Linear(3, 2).bfloat16(), lambda: (x(3).bfloat16(),), (ROWS,)),
-    "casts inside": (lambda: Call(half_inside, a=nn.Linear(3, 4), b=nn.Linear(4, 3)), lambda: (x(3),), (ROWS,)),
-    "no parameters": (nn.Tanh, lambda: (x(3).requires_grad_(),), (ROWS,)),
-    "gradient of an input": (lambda: nn.Linear(3, 2), lambda: (x(3).requires_grad_(),), (ROWS,)),
-    "experts": (
-        lambda: Call(experts, gate=nn.Linear(3, 2), experts=nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])),
-        lambda: (x(3),),
-        (ROWS,),
-    ),
-    "constant output": (
+    "constant output": divided(
         lambda: Call(lambda m, v: (m.l(v), m.l.weight * 2, torch.arange(6)), l=nn.Linear(3, 2)),
-        lambda: (x(3),),
-        (ROWS, Output("constant"), Output("constant")),
+        outputs=(ROWS, Output("constant"), Output("constant")),
     ),
-    "constant as long as a part": (
+    "constant as long as a part": divided(
         lambda: Call(lambda m, v: (v @ m.p, m.p.exp()), p=nn.Parameter(torch.randn(3, 3))),
-        lambda: (x(3),),
-        (ROWS, Output("constant")),
+        outputs=(ROWS, Output("constant")),
     ),
-    "masked logits": (
-        lambda: Call(lambda m, v: m.l(v).masked_fill(v > 0.5, float("-inf")), l=nn.Linear(3, 3)),
-        lambda: (x(3),),
-        (ROWS,),
+    "masked logits": divided(lambda: Call(lambda m, v: m.l(v).masked_fill(v > 0.5, float("-inf")), l=nn.Linear(3, 3))),
+    "weight norm": divided(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))),
+    "spectral norm": divided(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4))),
+    "hidden layer in a list": divided(lambda: Call(lambda m, v: m.layers[0](v), layers=[frozen(nn.Linear(3, 4))])),
+    "counter": divided(lambda: Call(counted, calls=0)),
+    "top k per row": divided(lambda: Call(lambda m, v: m.l(v).topk(2, 1), l=nn.Linear(3, 4)), outputs=(ROWS, ROWS)),
+    "branch on all rows": divided(
+        lambda: Call(lambda m, v: m.l(v) * (2 if (v > -100).all() else 1), l=nn.Linear(3, 4))
     ),
-    "weight norm": (
-        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)),
-        lambda: (x(3),),
-        (ROWS,),
-    ),
-    "spectral norm": (
-        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)),
-        lambda: (x(3),),
-        (ROWS,),
-    ),
-    "hidden layer in a list": (
-        lambda: Call(lambda m, v: m.layers[0](v), layers=[frozen(nn.Linear(3, 4))]),
-        lambda: (x(3),),
-        (ROWS,),
-    ),
-    "counter": (lambda: Call(counted, calls=0), lambda: (x(3),), (ROWS,)),
-    "top k per row": (lambda: Call(lambda m, v: m.l(v).topk(2, 1), l=nn.Linear(3, 4)), lambda: (x(3),), (ROWS, ROWS)),
-    "branch on all rows": (
-        lambda: Call(lambda m, v: m.l(v) * (2 if (v > -100).all() else 1), l=nn.Linear(3, 4)),
-        lambda: (x(3),),
-        (ROWS,),
-    ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -363,112 +331,83 @@ def layered(function: Callable[..., Any]) -> Callable[[], nn.Module]:
     return lambda: Call(function, layer=nn.Linear(3, 3))
 
 
-WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], str]] = {
-    "batch mean": (layered(lambda m, v: m.layer(v) - m.layer(v).mean(0)), lambda: (x(3),), "joins samples"),
-    "tiny joining term": (layered(tiny), lambda: (x(3),), "joins samples"),
-    "gate at zero": (
+def whole(build: Callable[[], nn.Module], reason: str, arguments: Any = lambda: (x(3),)) -> Any:
+    return build, arguments, reason
+
+
+WHOLE = {
+    "batch mean": whole(layered(lambda m, v: m.layer(v) - m.layer(v).mean(0)), "joins samples"),
+    "tiny joining term": whole(layered(tiny), "joins samples"),
+    "gate at zero": whole(
         lambda: Call(
             lambda m, v: m.l(v) + m.gate * m.l(v).mean(0), l=nn.Linear(3, 3), gate=nn.Parameter(torch.zeros(1))
         ),
-        lambda: (x(3),),
         "joins samples",
     ),
-    "joined in the backward only": (
-        layered(lambda m, v: m.layer(v) + (m.layer(v).mean(0) - m.layer(v).mean(0).detach())),
-        lambda: (x(3),),
-        "gradients",
+    "joined in the backward only": whole(
+        layered(lambda m, v: m.layer(v) + (m.layer(v).mean(0) - m.layer(v).mean(0).detach())), "gradients"
     ),
-    "contrastive logits": (layered(lambda m, v: clip(m, v, v)), lambda: (x(3),), "does not follow the rows"),
-    "contrastive loss": (
+    "contrastive logits": whole(layered(lambda m, v: clip(m, v, v)), "does not follow the rows"),
+    "contrastive loss": whole(
         layered(lambda m, a, b: F.cross_entropy(clip(m, a, b), torch.arange(len(a)))),
+        "joins samples",
         lambda: (x(3), x(3)),
-        "joins samples",
     ),
-    "joined behind -inf": (
-        layered(lambda m, v: (m.layer(v) + m.layer(v).mean(0)).masked_fill(v > 0.5, float("-inf"))),
-        lambda: (x(3),),
-        "joins samples",
+    "joined behind -inf": whole(
+        layered(lambda m, v: (m.layer(v) + m.layer(v).mean(0)).masked_fill(v > 0.5, float("-inf"))), "joins samples"
     ),
-    "loss over a mask of ones": (layered(masked_mean), lambda: (x(4, 3), torch.ones(BATCH, 4)), "joins samples"),
-    "loss over a mask of trues": (
-        layered(masked_mean),
-        lambda: (x(4, 3), torch.ones(BATCH, 4, dtype=torch.bool)),
-        "joins samples",
+    "loss over a mask of ones": whole(layered(masked_mean), "joins samples", lambda: (x(4, 3), torch.ones(BATCH, 4))),
+    "loss over a mask of trues": whole(
+        layered(masked_mean), "joins samples", lambda: (x(4, 3), torch.ones(BATCH, 4, dtype=torch.bool))
     ),
-    "keeps rows": (layered(keep), lambda: (x(3),), "writes kept"),
-    "mean in a buffer": (
-        lambda: buffered(lambda m, v: m.mean.lerp_(v.mean(0), 0.1) * 0 + v, mean=torch.zeros(3)),
-        lambda: (x(3),),
-        "writes mean",
+    "keeps rows": whole(layered(keep), "writes kept"),
+    "mean in a buffer": whole(
+        lambda: buffered(lambda m, v: m.mean.lerp_(v.mean(0), 0.1) * 0 + v, mean=torch.zeros(3)), "writes mean"
     ),
-    "codebook": (
-        lambda: buffered(codebook, codes=torch.randn(4, 3), counts=torch.zeros(4)),
-        lambda: (x(3),),
-        "writes counts",
+    "codebook": whole(lambda: buffered(codebook, codes=torch.randn(4, 3), counts=torch.zeros(4)), "writes counts"),
+    "list of losses": whole(
+        lambda: Call(lambda m, v: m.losses.append(float(v.detach().mean())) or v, losses=[]), "takes numbers out"
     ),
-    "list of losses": (
-        lambda: Call(lambda m, v: m.losses.append(float(v.detach().mean())) or v, losses=[]),
-        lambda: (x(3),),
-        "takes numbers out",
+    "softmax over the batch": whole(layered(lambda m, v: m.layer(v).softmax(0)), "joins samples"),
+    "sorted batch": whole(layered(lambda m, v: m.layer(v).sort(0).values), "joins samples"),
+    "flipped batch": whole(layered(lambda m, v: m.layer(v).flip(0)), "joins samples"),
+    "shifted batch": whole(layered(lambda m, v: m.layer(v).roll(1, 0)), "joins samples"),
+    "two copies of the batch": whole(layered(lambda m, v: torch.cat([m.layer(v), v])), "joins samples"),
+    "first row": whole(layered(lambda m, v: m.layer(v)[0]), "joins samples"),
+    "attention over the batch": whole(
+        lambda: Call(lambda m, v: m.a(v, v, v)[0], a=nn.MultiheadAttention(4, 1)), "joins samples", lambda: (x(5, 4),)
     ),
-    "softmax over the batch": (layered(lambda m, v: m.layer(v).softmax(0)), lambda: (x(3),), "joins samples"),
-    "sorted batch": (layered(lambda m, v: m.layer(v).sort(0).values), lambda: (x(3),), "joins samples"),
-    "flipped batch": (layered(lambda m, v: m.layer(v).flip(0)), lambda: (x(3),), "joins samples"),
-    "shifted batch": (layered(lambda m, v: m.layer(v).roll(1, 0)), lambda: (x(3),), "joins samples"),
-    "two copies of the batch": (layered(lambda m, v: torch.cat([m.layer(v), v])), lambda: (x(3),), "joins samples"),
-    "first row": (layered(lambda m, v: m.layer(v)[0]), lambda: (x(3),), "joins samples"),
-    "attention over the batch": (
-        lambda: Call(lambda m, v: m.a(v, v, v)[0], a=nn.MultiheadAttention(4, 1)),
-        lambda: (x(5, 4),),
-        "joins samples",
+    "position by row": whole(
+        lambda: Call(lambda m, v: v + m.p[: len(v)], p=nn.Parameter(torch.randn(BATCH, 3))), "joins samples"
     ),
-    "position by row": (
-        lambda: Call(lambda m, v: v + m.p[: len(v)], p=nn.Parameter(torch.randn(BATCH, 3))),
-        lambda: (x(3),),
-        "joins samples",
+    "batch norm": whole(lambda: Call(lambda m, v: (v - v.mean(0)) / (v.std(0) + 1)), "joins samples"),
+    "largest of the batch": whole(layered(lambda m, v: m.layer(v).max()), "joins samples"),
+    "norm of the batch": whole(layered(lambda m, v: m.layer(v).norm()), "joins samples"),
+    "loop over rows": whole(layered(lambda m, v: torch.stack([m.layer(row) for row in v])), "operations depend"),
+    "count": whole(layered(lambda m, v: (m.layer(v), (v > 0).sum().item())), "takes numbers out"),
+    "number of rows": whole(layered(lambda m, v: (m.layer(v), len(v) + 1)), "value that depends"),
+    "numpy per row": whole(
+        layered(lambda m, v: m.layer(v) + torch.tensor(numpy.random.rand(len(v), 1))), "outside of torch"
     ),
-    "batch norm": (lambda: Call(lambda m, v: (v - v.mean(0)) / (v.std(0) + 1)), lambda: (x(3),), "joins samples"),
-    "largest of the batch": (layered(lambda m, v: m.layer(v).max()), lambda: (x(3),), "joins samples"),
-    "norm of the batch": (layered(lambda m, v: m.layer(v).norm()), lambda: (x(3),), "joins samples"),
-    "loop over rows": (
-        layered(lambda m, v: torch.stack([m.layer(row) for row in v])),
-        lambda: (x(3),),
-        "operations depend",
+    "python per row": whole(
+        layered(lambda m, v: m.layer(v) + torch.tensor([[random.random()] for _ in range(len(v))])), "outside of torch"
     ),
-    "count": (layered(lambda m, v: (m.layer(v), (v > 0).sum().item())), lambda: (x(3),), "takes numbers out"),
-    "number of rows": (layered(lambda m, v: (m.layer(v), len(v) + 1)), lambda: (x(3),), "value that depends"),
-    "numpy per row": (
-        layered(lambda m, v: m.layer(v) + torch.tensor(numpy.random.rand(len(v), 1))),
-        lambda: (x(3),),
-        "outside of torch",
-    ),
-    "python per row": (
-        layered(lambda m, v: m.layer(v) + torch.tensor([[random.random()] for _ in range(len(v))])),
-        lambda: (x(3),),
-        "outside of torch",
-    ),
-    "torch without a rule": (
+    "torch without a rule": whole(
         layered(lambda m, v: m.layer(v) + torch._sample_dirichlet(v.double().exp()).to(v.dtype)),
-        lambda: (x(3),),
         "random numbers|UnknownDraw",
     ),
-    "object": (layered(lambda m, v: [m.layer(v), iter([1])]), lambda: (x(3),), "object of type list_iterator"),
-    "rows that pass a test": (layered(lambda m, v: m.layer(v)[v[:, 0] > 0]), lambda: (x(3),), "rows|joins"),
-    "batch in the second dimension": (layered(lambda m, v: m.layer(v).T), lambda: (x(3),), "does not follow"),
-    "only NaN": (layered(lambda m, v: m.layer(v) * float("nan")), lambda: (x(3),), "NaN"),
-    "zero scalar": (layered(lambda m, v: (m.layer(v) - 1e9).relu().sum()), lambda: (x(3),), "zero in the trial"),
-    "raises": (layered(lambda m, v: {}["missing"]), lambda: (x(3),), "KeyError"),
-    "lazy": (lambda: nn.LazyLinear(3), lambda: (x(3),), "without a shape"),
-    "torchscript": (lambda: torch.jit.script(nn.Linear(3, 3)), lambda: (x(3),), "TorchScript"),
-    "writes a parameter": (
-        layered(lambda m, v: m.layer.weight.detach().mul_(2).sum() + m.layer(v)),
-        lambda: (x(3),),
-        "writes into a parameter",
+    "rows that pass a test": whole(layered(lambda m, v: m.layer(v)[v[:, 0] > 0]), "rows|joins"),
+    "batch in the second dimension": whole(layered(lambda m, v: m.layer(v).T), "does not follow"),
+    "only NaN": whole(layered(lambda m, v: m.layer(v) * float("nan")), "NaN"),
+    "zero scalar": whole(layered(lambda m, v: (m.layer(v) - 1e9).relu().sum()), "zero in the trial"),
+    "raises": whole(layered(lambda m, v: {}["missing"]), "KeyError"),
+    "lazy": whole(lambda: nn.LazyLinear(3), "without a shape"),
+    "writes a parameter": whole(
+        layered(lambda m, v: m.layer.weight.detach().mul_(2).sum() + m.layer(v)), "writes into a parameter"
     ),
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole(name: str) -> None:
     build, arguments, reason = WHOLE[name]
@@ -578,16 +517,6 @@ def center(operations: Operations, function: Any, arguments: Any, options: Any) 
     return values - region.exchange.total(values.sum(0)) / region.rows
 
 
-def noise(operations: Operations, function: Any, arguments: Any, options: Any) -> torch.Tensor:
-    """Rule of `torch.randn`."""
-    if operations.region is None:
-        operations.draws.append(tuple(arguments))
-        return function(*arguments, **options)
-    return operations.draw(
-        arguments, lambda shape, generator: torch.randn(shape, generator=generator), torch.device("cpu")
-    )
-
-
 def centered(values: torch.Tensor) -> torch.Tensor:
     if torch.overrides.has_torch_function_unary(values):
         return torch.overrides.handle_torch_function(centered, (values,), values)
@@ -597,7 +526,6 @@ def centered(values: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def rules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(operations_module.RULES, centered, center)
-    monkeypatch.setitem(operations_module.RULES, torch.randn, noise)
 
 
 def test_a_rule_with_totals_makes_a_joining_layer_divisible(rules: None) -> None:

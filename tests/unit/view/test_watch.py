@@ -116,36 +116,6 @@ def remember(value: float, kept: list[float] = []) -> None:  # noqa: B006
     kept.append(value)
 
 
-class WritesGlobal(Net):
-    def after(self, x: Tensor) -> Tensor:
-        count_step()
-        return x
-
-
-class AppendsToGlobal(Net):
-    def after(self, x: Tensor) -> Tensor:
-        history.append(x.shape[0])
-        return x
-
-
-class CallsMethodOfGlobal(Net):
-    def after(self, x: Tensor) -> Tensor:
-        meter.update()
-        return x
-
-
-class CallsFunctionThroughMethod(Net):
-    def after(self, x: Tensor) -> Tensor:
-        meter.update_by_function()
-        return x
-
-
-class WritesClass(Net):
-    def after(self, x: Tensor) -> Tensor:
-        Meter.total += 1.0
-        return x
-
-
 class WritesOwnClass(Net):
     calls = 0
 
@@ -154,85 +124,30 @@ class WritesOwnClass(Net):
         return x
 
 
-class WritesDefault(Net):
+class Acts(Net):
+    """Calls a function of the test."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        super().__init__()
+        self.act = act
+
     def after(self, x: Tensor) -> Tensor:
-        remember(1.0)
+        self.act()
         return x
 
 
-class WritesGlobalTensor(Net):
-    def after(self, x: Tensor) -> Tensor:
-        table.add_(1)
-        return x
+def write_class() -> None:
+    Meter.total += 1.0
 
 
-class WritesArray(Net):
-    def after(self, x: Tensor) -> Tensor:
-        array[1] += 1
-        return x
+def write_array() -> None:
+    array[1] += 1
 
 
-class ChangesTeacher(Net):
-    def after(self, x: Tensor) -> Tensor:
-        teacher.weight.mul_(0.5)
-        return x
+def write_module() -> None:
+    import state_of_script  # type: ignore[import-not-found]
 
-
-class DrawsFromNumpy(Net):
-    def after(self, x: Tensor) -> Tensor:
-        return x * own_numpy.random()
-
-
-class DrawsFromPython(Net):
-    def after(self, x: Tensor) -> Tensor:
-        return x * own_python.random()
-
-
-class DrawsFromTorch(Net):
-    def after(self, x: Tensor) -> Tensor:
-        return x * torch.rand((), generator=own_torch)
-
-
-class Counts(Net):
-    def after(self, x: Tensor) -> Tensor:
-        return x * next(numbers)
-
-
-class ReadsStream(Net):
-    def after(self, x: Tensor) -> Tensor:
-        return x * next(stream)
-
-
-class FillsQueue(Net):
-    def after(self, x: Tensor) -> Tensor:
-        queue.append(1.0)
-        return x
-
-
-class ByName(Net):
-    def after(self, x: Tensor) -> Tensor:
-        getattr(meter, "update")()  # noqa: B009
-        return x
-
-
-class ChangesContext(Net):
-    def after(self, x: Tensor) -> Tensor:
-        context.set(context.get() + 1)
-        return x
-
-
-class ChangesNamespace(Net):
-    def after(self, x: Tensor) -> Tensor:
-        [namespace.seen.append(number) for number in range(2)]
-        return x
-
-
-class ImportsInside(Net):
-    def after(self, x: Tensor) -> Tensor:
-        import state_of_script  # type: ignore[import-not-found]
-
-        state_of_script.step += 1
-        return x
+    state_of_script.step += 1
 
 
 def objects_in_attributes() -> Iterator[tuple[str, Any, Callable[[Any, Tensor], Any]]]:
@@ -263,32 +178,35 @@ class UsesAttribute(Net):
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("act", "words"),
     [
-        (WritesGlobal, "changes the global variable steps"),
-        (AppendsToGlobal, "changes the global variable history"),
-        (CallsMethodOfGlobal, "changes the global variable meter"),
-        (CallsFunctionThroughMethod, "changes the global variable steps"),
-        (ByName, "changes the global variable meter"),
-        (WritesClass, "changes the variable total of the class Meter"),
-        (WritesOwnClass, "changes the variable calls of the class WritesOwnClass"),
-        (WritesDefault, "changes a default argument of remember"),
-        (WritesGlobalTensor, "changes the global variable table"),
-        (WritesArray, "changes the global variable array"),
-        (ChangesTeacher, "changes the global variable teacher"),
-        (DrawsFromNumpy, "changes the global variable own_numpy"),
-        (DrawsFromPython, "changes the global variable own_python"),
-        (DrawsFromTorch, "changes the global variable own_torch"),
-        (Counts, "uses the global variable numbers, which cannot be compared (count)"),
-        (ReadsStream, "uses the global variable stream, which cannot be compared (list_iterator)"),
-        (ChangesContext, "changes the global variable context"),
-        (ChangesNamespace, "changes the global variable namespace"),
-        (FillsQueue, "changes the global variable queue"),
+        (count_step, "changes the global variable steps"),
+        (lambda: history.append(0), "changes the global variable history"),
+        (lambda: meter.update(), "changes the global variable meter"),  # noqa: PLW0108
+        (lambda: meter.update_by_function(), "changes the global variable steps"),  # noqa: PLW0108
+        (lambda: getattr(meter, "update")(), "changes the global variable meter"),  # noqa: B009, PLW0108
+        (write_class, "changes the variable total of the class Meter"),
+        (lambda: remember(1.0), "changes a default argument of remember"),
+        (lambda: table.add_(1), "changes the global variable table"),
+        (write_array, "changes the global variable array"),
+        (lambda: teacher.weight.mul_(0.5), "changes the global variable teacher"),
+        (lambda: own_numpy.random(), "changes the global variable own_numpy"),  # noqa: PLW0108
+        (lambda: own_python.random(), "changes the global variable own_python"),  # noqa: PLW0108
+        (lambda: torch.rand((), generator=own_torch), "changes the global variable own_torch"),
+        (lambda: next(numbers), "uses the global variable numbers, which cannot be compared (count)"),
+        (lambda: next(stream), "uses the global variable stream, which cannot be compared (list_iterator)"),
+        (lambda: context.set(context.get() + 1), "changes the global variable context"),
+        (lambda: [namespace.seen.append(number) for number in range(2)], "changes the global variable namespace"),
+        (lambda: queue.append(1.0), "changes the global variable queue"),
     ],
 )
-def test_state_outside_is_a_reason(kind: type[nn.Module], words: str) -> None:
+def test_state_outside_is_a_reason(act: Callable[[], Any], words: str) -> None:
     with torch.no_grad():
-        assert call(kind(), data()).reason == words
+        assert call(Acts(act), data()).reason == words
+
+
+def test_variable_of_the_own_class_is_a_reason() -> None:
+    assert call(WritesOwnClass(), data()).reason == "changes the variable calls of the class WritesOwnClass"
 
 
 @pytest.mark.parametrize(("name", "value", "use"), list(objects_in_attributes()))
@@ -303,7 +221,7 @@ def test_state_of_a_module_of_the_script_is_a_reason(tmp_path: Path, monkeypatch
     state.__file__ = str(tmp_path / "state_of_script.py")
     state.step = 0
     monkeypatch.setitem(sys.modules, "state_of_script", state)
-    assert call(ImportsInside(), data()).reason == "changes the variable step of the module state_of_script"
+    assert call(Acts(write_module), data()).reason == "changes the variable step of the module state_of_script"
 
 
 def test_object_as_hook_is_a_reason() -> None:
@@ -475,6 +393,11 @@ def test_result_and_generators_are_those_of_the_plain_call() -> None:
     result = call(net, data()).result
     assert torch.equal(torch.get_rng_state(), state)
     assert result.shape == expected.shape
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+def test_torchscript_is_a_reason() -> None:
+    assert "torch.jit" in (call(torch.jit.script(nn.Linear(4, 4)), data()).reason or "")
 
 
 def test_exception_of_the_call_propagates() -> None:
