@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from helpers.models import Perceptron, seeded
 from samestep.distributed.world import World
-from samestep.tools.profile.recorder import StepRecorder
+from samestep.tools.profile_worker import StepRecorder
 
 
 @pytest.fixture

@@ -7,11 +7,21 @@ import pytest
 import torch
 
 from helpers.started import as_mpirun, as_srun
-from samestep.tools.doctor import doctor, software
-from samestep.tools.doctor.findings import Finding, judged
-from samestep.tools.doctor.gpus import Gpu, Nvidia, TorchDevices, check_gpus, parse_nvidia_smi
-from samestep.tools.doctor.machine import check_launcher
-from samestep.tools.doctor.software import check_packages, check_torch_build, check_variables, read_torch_build
+from samestep.tools import doctor
+from samestep.tools.doctor import (
+    Finding,
+    Gpu,
+    Nvidia,
+    TorchDevices,
+    check_gpus,
+    check_launcher,
+    check_packages,
+    check_torch_build,
+    check_variables,
+    judged,
+    parse_nvidia_smi,
+    read_torch_build,
+)
 
 GIB = 1 << 30
 A100 = Gpu("NVIDIA A100-SXM4-80GB", 80 * GIB, 0)
@@ -55,8 +65,8 @@ def test_launchers() -> None:
 @pytest.mark.parametrize(("package", "verdict"), [("torch", "fail"), ("sympy", "warn")])
 def test_missing_package(package: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samestep requires torch, which requires sympy."""
-    installed = software.installed_version
-    monkeypatch.setattr(software, "installed_version", lambda name: None if name == package else installed(name))
+    installed = doctor.installed_version
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None if name == package else installed(name))
     found = verdicts(check_packages())
     assert found["requirements of samestep" if package == "torch" else "requirements of torch"] == verdict
 

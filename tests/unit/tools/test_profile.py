@@ -4,7 +4,7 @@ from itertools import accumulate
 
 import pytest
 
-from samestep.tools.profile.phases import (
+from samestep.tools.profile import (
     PHASES,
     Collective,
     Interval,

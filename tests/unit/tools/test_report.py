@@ -3,7 +3,7 @@
 import numpy
 import pytest
 
-from samestep.tools.report.page import Chart, Series, draw, reduced, ticks
+from samestep.tools.report import Chart, Series, draw, reduced, ticks
 
 
 def series(values: list[float] | numpy.ndarray) -> Series:

@@ -1,9 +1,9 @@
-"""Report as one HTML page without scripts and other files, with charts as SVG; and as plain data."""
+"""`samestep report`: one HTML page without other files, with charts as SVG; and plain data."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import pairwise
@@ -14,11 +14,14 @@ from numpy.typing import NDArray
 
 from samestep.loggers.logger import format_metric
 from samestep.recipes.recipe_files import differences
-from samestep.tools.report.run import Run
+from samestep.tools.run_log import Run
 from samestep.tools.templates import render
 
 # Start of every report. Only a file with this start is overwritten.
-MARK = '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<meta name="generator" content="samestep report">'
+MARK = (
+    '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+    '<meta name="generator" content="samestep report">'
+)
 _TITLES = {
     "loss": "Training loss",
     "samples_per_second": "Samples per second",
@@ -41,8 +44,13 @@ class Series:
 
     run: int  # number of the run, which selects the color
     name: str
-    steps: Floats
+    steps: Floats  # ascending
     values: Floats
+
+    @classmethod
+    def of(cls, run: int, name: str, values: Mapping[int, float]) -> Series:
+        """Return the curve of values by step."""
+        return cls(run, name, *numpy.array(sorted(values.items())).reshape(-1, 2).T)
 
 
 @dataclass(frozen=True)
@@ -75,20 +83,18 @@ def summary(run: Run) -> dict[str, Any]:
     """Return the main numbers of a run as plain data."""
     evaluations = list(run.events.evaluations.values())
     best = [event for event in evaluations if event.get("is_best") is True]
-    steps, speed = run.events.curves["samples_per_second"].points()
-    losses = run.events.curves["loss"].points()[1].tolist()
+    speeds = list(run.events.curves["samples_per_second"].values())
+    losses = sorted(run.events.curves["loss"].items())
     return {
         "name": run.name,
         "folder": str(run.folder),
         "state": run.state,
         "steps": run.events.step,
         "resumed": len(run.events.resumed),
-        "train_loss": losses[-1] if losses else None,
-        "samples_per_second": float(numpy.median(speed)) if len(steps) else None,
-        "best": {"step": best[-1]["step"], **run.evaluation_values(best[-1])} if best else None,
-        "last": {"step": evaluations[-1]["step"], **run.evaluation_values(evaluations[-1])}
-        if evaluations
-        else None,
+        "train_loss": losses[-1][1] if losses else None,
+        "samples_per_second": float(numpy.median(speeds)) if speeds else None,
+        "best": _last_evaluation(run, best),
+        "last": _last_evaluation(run, evaluations),
         "ranks": [
             {
                 "rank": log.rank,
@@ -101,35 +107,33 @@ def summary(run: Run) -> dict[str, Any]:
     }
 
 
+def _last_evaluation(run: Run, events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    if not events:
+        return None
+    return {"step": events[-1]["step"], **run.evaluation_values(events[-1])}
+
+
 def charts(runs: Sequence[Run]) -> list[Chart]:
-    """Return the charts that have points: losses, metrics of evaluations, values of `World.log`, other curves."""
+    """Return the charts with points: losses, metrics of evaluations, then other values."""
     by_metric: dict[str, list[Series]] = {}
     by_curve: dict[str, list[Series]] = {name: [] for name in _TITLES}
     for number, run in enumerate(runs):
         for name, curve in run.events.curves.items():
-            by_curve.setdefault(name, []).append(Series(number, run.name, *curve.points()))
-        points = [
-            (step, run.evaluation_values(event))
-            for step, event in sorted(run.events.evaluations.items())
-        ]
-        for name in dict.fromkeys(name for _, values in points for name in values):
-            present = numpy.array(
-                [(step, values[name]) for step, values in points if name in values]
-            )
-            by_metric.setdefault(name, []).append(Series(number, run.name, *present.T))
-    results = [
-        Chart(_TITLES.get(name, f"Logged: {name}"), name, curves)
-        for name, curves in by_curve.items()
-    ]
+            by_curve.setdefault(name, []).append(Series.of(number, run.name, curve))
+        metrics: dict[str, dict[int, float]] = {}
+        for step, event in sorted(run.events.evaluations.items()):
+            for name, value in run.evaluation_values(event).items():
+                metrics.setdefault(name, {})[step] = value
+        for name, metric in metrics.items():
+            by_metric.setdefault(name, []).append(Series.of(number, run.name, metric))
+    titles = {name: _TITLES.get(name, f"Logged: {name}") for name in by_curve}
+    first, *others = (Chart(titles[name], name, curves) for name, curves in by_curve.items())
     evaluated = [
         Chart(f"Evaluation: {name}", name, curves, is_evaluation=True)
         for name, curves in by_metric.items()
     ]
-    return [
-        chart
-        for chart in (results[0], *evaluated, *results[1:])
-        if any(len(c.steps) for c in chart.curves)
-    ]
+    drawn = [first, *evaluated, *others]
+    return [chart for chart in drawn if any(len(curve.steps) for curve in chart.curves)]
 
 
 def format_number(name: str, value: float, *, is_metric: bool = True) -> str:
@@ -141,11 +145,9 @@ def format_number(name: str, value: float, *, is_metric: bool = True) -> str:
 
 def draw(chart: Chart) -> dict[str, Any]:
     """Return the lines, ticks and numbers of a chart for the template."""
-    finite = [numpy.isfinite(curve.values) for curve in chart.curves]
     xs = numpy.concatenate([curve.steps for curve in chart.curves])
-    ys = numpy.concatenate(
-        [curve.values[mask] for curve, mask in zip(chart.curves, finite, strict=True)]
-    )
+    ys = numpy.concatenate([curve.values for curve in chart.curves])
+    ys = ys[numpy.isfinite(ys)]
     left = xs.min()
     right = max(xs.max(), xs.min() + 1)
     low, high = (ys.min(), ys.max()) if len(ys) else (0.0, 1.0)
@@ -153,51 +155,49 @@ def draw(chart: Chart) -> dict[str, Any]:
     low = low - margin
     high = high + margin
 
-    def pixels(steps: Floats, values: Floats) -> str:
-        across = _LEFT + (_RIGHT - _LEFT) * (steps - left) / (right - left)
-        down = _BOTTOM - (_BOTTOM - _TOP) * (values - low) / (high - low)
-        return " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(across, down, strict=True))
+    def across(steps: Floats) -> Any:
+        return _LEFT + (_RIGHT - _LEFT) * (steps - left) / (right - left)
+
+    def down(values: Floats) -> Any:
+        return _BOTTOM - (_BOTTOM - _TOP) * (values - low) / (high - low)
 
     lines = []
     rows = []
-    for curve, mask in zip(chart.curves, finite, strict=True):
-        steps = curve.steps[mask]
+    for curve in chart.curves:
+        mask = numpy.isfinite(curve.values)
         values = curve.values[mask]
-        lines += [(curve.run, kind, pixels(*points)) for kind, points in reduced(steps, values)]
+        for kind, (steps, heights) in reduced(curve.steps[mask], values):
+            points = zip(across(steps), down(heights), strict=True)
+            lines.append((curve.run, kind, " ".join(f"{x:.1f},{y:.1f}" for x, y in points)))
         statistics = (values[-1], values.min(), values.max()) if len(values) else ()
-        texts = [
-            format_number(chart.name, float(value), is_metric=chart.is_evaluation)
-            for value in statistics
-        ]
+        is_metric = chart.is_evaluation
+        texts = [format_number(chart.name, float(one), is_metric=is_metric) for one in statistics]
         rows.append((curve.run, curve.name, texts, int((~mask).sum())))
-    x_ticks = [
-        (pixels(numpy.array([x]), numpy.array([low])).split(",")[0], f"{x:,.0f}")
-        for x in ticks(left, right)
-    ]
-    y_ticks = [
-        (pixels(numpy.array([left]), numpy.array([y])).split(",")[1], f"{y:.6g}")
-        for y in ticks(low, high)
-    ]
+    x_ticks = numpy.array(ticks(left, right))
+    y_ticks = numpy.array(ticks(low, high))
     return {
         "title": chart.title,
         "lines": lines,
         "rows": rows,
-        "x_ticks": x_ticks,
-        "y_ticks": y_ticks,
+        "x_ticks": [
+            (f"{at:.1f}", f"{x:,.0f}") for at, x in zip(across(x_ticks), x_ticks, strict=True)
+        ],
+        "y_ticks": [
+            (f"{at:.1f}", f"{y:.6g}") for at, y in zip(down(y_ticks), y_ticks, strict=True)
+        ],
     }
 
 
 def reduced(steps: Floats, values: Floats) -> list[tuple[str, tuple[Floats, Floats]]]:
-    """Return a short curve as it is; of a long one, minimum and maximum of each bucket, and a line of means."""
+    """Return a short curve as it is; of a long one, extremes of each bucket, and its means."""
     if len(steps) <= 2 * _BUCKETS:
         return [("line", (steps, values))]
     bounds = numpy.linspace(0, len(steps), _BUCKETS + 1).astype(int)
     buckets = [slice(begin, end) for begin, end in pairwise(bounds.tolist())]
-    extremes = {
-        bucket.start + int(find(values[bucket]))
-        for bucket in buckets
-        for find in (numpy.argmin, numpy.argmax)
-    }
+    extremes = set()
+    for bucket in buckets:
+        extremes.add(bucket.start + int(numpy.argmin(values[bucket])))
+        extremes.add(bucket.start + int(numpy.argmax(values[bucket])))
     chosen = sorted(extremes)
     middles = numpy.array([steps[bucket].mean() for bucket in buckets])
     means = numpy.array([values[bucket].mean() for bucket in buckets])
@@ -209,7 +209,6 @@ def ticks(least: float, most: float) -> list[float]:
     rough = (most - least) / 5
     power = 10.0 ** numpy.floor(numpy.log10(rough))
     step = power * next(factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-    return [
-        float(number * step)
-        for number in range(int(numpy.ceil(least / step)), int(most / step + 1e-9) + 1)
-    ]
+    first = int(numpy.ceil(least / step))
+    last = int(most / step + 1e-9)
+    return [float(number * step) for number in range(first, last + 1)]

@@ -10,8 +10,8 @@ from helpers.run_folders import START, make_run
 from samestep.config import MeshConfig
 from samestep.errors import InputError
 from samestep.recipes.recipe_files import load_recipe, recipe_data
-from samestep.tools.replay.diff import Comparison, compare_logs
-from samestep.tools.report.run import read_runs
+from samestep.tools.diff import Comparison, compare_logs
+from samestep.tools.run_log import read_runs
 
 
 def checksum(step: int, value: str) -> dict[str, Any]:

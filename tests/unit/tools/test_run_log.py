@@ -9,7 +9,7 @@ import pytest
 
 from helpers.rank_files import line, write_ranks
 from helpers.run_folders import START, step_event
-from samestep.tools.report.run import EventLog, read_json_lines, read_ranks
+from samestep.tools.run_log import EventLog, read_json_lines, read_ranks
 
 
 def log_of(path: Path, events: list[dict[str, Any]]) -> EventLog:
@@ -23,8 +23,7 @@ def step(number: int, **changes: Any) -> dict[str, Any]:
 
 
 def curve(log: EventLog, name: str) -> dict[float, float]:
-    steps, values = log.curves[name].points()
-    return dict(zip(steps.tolist(), values.tolist(), strict=True))
+    return dict(log.curves[name])
 
 
 def test_curves_of_steps_and_logged_values(tmp_path: Path) -> None:

@@ -1,29 +1,23 @@
-"""Content of a run directory: recipe, starts, events, and the files of its ranks."""
+"""Content of a run directory: recipe, starts, events, and the files of its ranks.
+
+`top`, `report`, `diff` and `push` read it. A line can be cut by a kill. Text has no control
+characters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy
-from numpy.typing import NDArray
-
 from samestep.errors import InputError
-from samestep.loggers.logger import to_json
+from samestep.loggers.logger import parse_json_line, to_json
 from samestep.recipes.recipe_files import read_yaml
+from samestep.report_limits import printable
 from samestep.runs import LOOP
-from samestep.tools.run_lines import (
-    parse_count,
-    parse_finite,
-    parse_line,
-    parse_number,
-    parse_text,
-    read_objects,
-    run_errors,
-)
 from samestep.units import plural
 
 _CURVES = ("loss", "lr", "grad_norm", "samples_per_second")
@@ -33,41 +27,101 @@ _NOT_METRICS = (
 )
 _NOTES = ("cache", "note", "skipped", "stop")
 _COUNTS = ("epoch", "step_in_epoch", "steps_in_epoch")  # of steps
+_MEANS = ("data_share", "wait_share", "cpu_percent", "samples_per_second")  # of ranks
 _MAX_LOGGED = 100
 
 
-class Curve:
-    """Values by step; of a step that occurs twice, the later value counts."""
+# --- values and lines ---------------------------------------------------------------------------
 
-    def __init__(self) -> None:
-        self._values: dict[int, float] = {}
 
-    def add(self, step: int, value: float) -> None:
-        """Add one point."""
-        self._values[step] = value
+def parse_number(value: object) -> float | None:
+    """Return a number, in which strings represent NaN and infinities; None for another value."""
+    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
-    def drop_after(self, step: int) -> None:
-        """Drop the points of later steps, which a run that continues after `step` computes again."""
-        self._values = {at: value for at, value in self._values.items() if at <= step}
 
-    def points(self) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:
-        """Return ascending steps and their values, which can be NaN and infinite."""
-        steps, values = numpy.array(sorted(self._values.items())).reshape(-1, 2).T
-        return steps, values
+def parse_finite(value: object) -> float | None:
+    """Return a finite number; None for any other value."""
+    number = parse_number(value)
+    return number if number is not None and abs(number) < float("inf") else None
+
+
+def parse_count(value: object) -> int | None:
+    """Return a non-negative integer below 2^53; None for any other value."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53:
+        return value
+    return None
+
+
+def parse_text(value: object) -> str:
+    """Return a string; empty for any other value."""
+    return value if isinstance(value, str) else ""
+
+
+def _cleaned(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value.replace("\n", " "))
+    if isinstance(value, dict):
+        return {_cleaned(name): _cleaned(item) for name, item in value.items()}
+    return [_cleaned(item) for item in value] if isinstance(value, list) else value
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the object of a line, in which `time` is a Unix timestamp; None without one."""
+    value = parse_json_line(line)
+    if value is None or parse_finite(value.get("time")) is None:
+        return None
+    cleaned: dict[str, Any] = _cleaned(value)
+    return cleaned
 
 
 def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the objects in a JSON-lines file, and the number of lines that a kill cut; nothing without a file."""
+    """Return the objects of a file, which may not exist, and the number of other lines."""
     content = path.read_bytes() if path.is_file() else b""
     values = [parse_line(line) for line in content.split(b"\n") if line.strip(b"\0 \t\r")]
     return [value for value in values if value is not None], values.count(None)
+
+
+def read_objects(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSON file with a list of objects.
+
+    Raises:
+        ValueError: the file is damaged.
+        OSError: the file cannot be read.
+    """
+    content = json.loads(path.read_bytes())
+    return [_cleaned(entry) for entry in content if isinstance(entry, dict)]
+
+
+@contextmanager
+def run_errors(folder: Path) -> Iterator[None]:
+    """Report an `OSError` of the block, which reads the directory of a run, as an `InputError`."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or folder} cannot be read: {error.strerror}",
+            expected="a run directory with readable files",
+            fix="correct the path or the permissions",
+            code="E_UNREADABLE",
+        ) from error
+
+
+# --- events -------------------------------------------------------------------------------------
 
 
 class EventLog:
     """Events of one run.
 
     Attributes:
-        curves: values of steps, and those of `World.log`, by name.
+        curves: values by step, of steps and those of `World.log`, by name; of a step that occurs
+            twice, the later value.
         checksums: checksums of the state by step, in hexadecimal digits.
         evaluations: events of evaluations by step.
         config: settings of a custom loop by the keys of a recipe; empty for a recipe.
@@ -79,7 +133,7 @@ class EventLog:
     """
 
     def __init__(self, path: Path) -> None:
-        self.curves = {name: Curve() for name in _CURVES}
+        self.curves: dict[str, dict[int, float]] = {name: {} for name in _CURVES}
         self.checksums: dict[int, str] = {}
         self.evaluations: dict[int, dict[str, Any]] = {}
         self.config: dict[str, Any] = {}
@@ -96,9 +150,8 @@ class EventLog:
         step = parse_count(event.get("step"))
         if not isinstance(kind, str) or (kind in ("step", "evaluation", "resume") and step is None):
             return False
-        if kind == "step" and any(
-            name in event and parse_count(event[name]) is None for name in _COUNTS
-        ):
+        counts = [event[name] for name in _COUNTS if name in event]
+        if kind == "step" and any(parse_count(count) is None for count in counts):
             return False
         self.end = event if kind in ("end", "failure") else None
         if step is not None:
@@ -108,9 +161,11 @@ class EventLog:
         elif kind in _NOTES:
             self.notes.append((event["time"], parse_text(event.get("text"))))
         elif kind in ("resume", "end", "failure"):
-            text = f"{'stopped' if event.get('stopped') is True else kind} at step {self.step}"
-            failure = f": {parse_text(event.get('text'))}" if kind == "failure" else ""
-            self.notes.append((event["time"], text + failure))
+            word = "stopped" if event.get("stopped") is True else kind
+            text = f"{word} at step {self.step}"
+            if kind == "failure":
+                text = f"{text}: {parse_text(event.get('text'))}"
+            self.notes.append((event["time"], text))
         return True
 
     def _add_at(self, step: int, kind: str, event: dict[str, Any]) -> None:
@@ -129,21 +184,25 @@ class EventLog:
         elif kind == "resume":
             self.step = step
             self.resumed.append(step)
-            for curve in self.curves.values():
-                curve.drop_after(step)
-            self.evaluations = {at: values for at, values in self.evaluations.items() if at <= step}
-            self.checksums = {at: value for at, value in self.checksums.items() if at <= step}
+            # The run computes later steps again.
+            dropped: list[dict[int, Any]] = [self.evaluations, self.checksums]
+            for values in (*dropped, *self.curves.values()):
+                for later in [at for at in values if at > step]:
+                    del values[later]
 
     def _add_values(self, step: int, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             number = parse_number(value)
             if number is not None and (name in self.curves or len(self.curves) < _MAX_LOGGED):
-                self.curves.setdefault(name, Curve()).add(step, number)
+                self.curves.setdefault(name, {})[step] = number
+
+
+# --- ranks --------------------------------------------------------------------------------------
 
 
 @dataclass
 class RankLog:
-    """Totals of the file of one rank; shares of time are means weighted by the time between lines."""
+    """Totals of the file of one rank; shares of time are weighted by the time between lines."""
 
     rank: int
     host: str = ""
@@ -154,17 +213,23 @@ class RankLog:
     unreadable: int = 0
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of `data_share`, `wait_share`, `cpu_percent` or `samples_per_second`; None if unknown."""
+        """Return the mean of a value, such as `data_share`; None if unknown."""
         if name in self.sums and self.seconds:
             return self.sums[name] / self.seconds
         return None
 
 
+def rank_files(folder: Path) -> dict[int, Path]:
+    """Return the files `rank-N.jsonl` in a folder, by rank."""
+    paths = {path.stem.removeprefix("rank-"): path for path in folder.glob("rank-*.jsonl")}
+    # The glob also matches names such as `rank-x` and `rank-00000000`.
+    ranks = {int(text): path for text, path in paths.items() if text.isdecimal() and len(text) < 7}
+    return dict(sorted(ranks.items()))
+
+
 def read_ranks(folder: Path) -> list[RankLog]:
     """Return the totals of `rank-N.jsonl` in a folder, by rank."""
-    paths = {path.stem.removeprefix("rank-"): path for path in folder.glob("rank-*.jsonl")}
-    numbers = sorted(int(text) for text in paths if text.isdecimal() and len(text) < 7)
-    return [_read_rank(number, paths[str(number)]) for number in numbers]
+    return [_read_rank(rank, path) for rank, path in rank_files(folder).items()]
 
 
 def _read_rank(rank: int, path: Path) -> RankLog:
@@ -172,13 +237,11 @@ def _read_rank(rank: int, path: Path) -> RankLog:
     log = RankLog(rank, unreadable=unreadable)
     previous: dict[str, Any] = {}
     for line in lines:
-        is_same_process = (line.get("pid"), line.get("host")) == (
-            previous.get("pid"),
-            previous.get("host"),
-        )
-        seconds = max(0.0, line["time"] - previous["time"]) if is_same_process and previous else 0.0
+        seconds = 0.0  # for the first line of a process
+        if previous and all(line.get(key) == previous.get(key) for key in ("pid", "host")):
+            seconds = max(0.0, line["time"] - previous["time"])
         log.seconds += seconds
-        for name in ("data_share", "wait_share", "cpu_percent", "samples_per_second"):
+        for name in _MEANS:
             value = parse_finite(line.get(name))
             if value is not None:
                 log.sums[name] = log.sums.get(name, 0.0) + value * seconds
@@ -188,6 +251,9 @@ def _read_rank(rank: int, path: Path) -> RankLog:
         log.host = parse_text(line.get("host"))
         previous = line
     return log
+
+
+# --- runs ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -205,7 +271,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`finished`, `stopped`, `failed`, or `not ended` if the run still trains or was killed."""
+        """`finished`, `stopped`, `failed`, or `not ended` of a run that trains or was killed."""
         if self.events.end is None:
             return "not ended"
         if self.events.end.get("event") == "failure":
@@ -216,16 +282,16 @@ class Run:
 
     def evaluation_values(self, event: Mapping[str, Any] | None) -> dict[str, float]:
         """Return the loss and the metrics of an evaluation, without values that are no numbers."""
-        values = {
-            name: parse_number(value)
-            for name, value in (event or {}).items()
-            if name not in _NOT_METRICS
+        values = {name: parse_number(value) for name, value in (event or {}).items()}
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None and name not in _NOT_METRICS
         }
-        return {name: value for name, value in values.items() if value is not None}
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Return the runs in directories, named after them, or by their paths if two directories have the same name.
+    """Return the runs in directories, named after them, or by their paths if names are equal.
 
     Raises:
         InputError: a directory is not a run, cannot be read, or is listed twice.
@@ -239,11 +305,9 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
                 fix="remove one of them",
             )
     names = [folder.name for folder in resolved]
-    is_unique = len(set(names)) == len(names)
-    return [
-        read_run(folder, name if is_unique else str(folder))
-        for folder, name in zip(folders, names, strict=True)
-    ]
+    if len(set(names)) < len(names):
+        names = list(map(str, folders))
+    return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
 
 
 def read_run(folder: Path, name: str) -> Run:
@@ -268,15 +332,16 @@ def read_run(folder: Path, name: str) -> Run:
         starts: list[dict[str, Any]] = []
         with suppress(FileNotFoundError, ValueError):  # missing, or damaged
             starts = read_objects(folder / "environment.json")
-        logs = {
-            "events.jsonl": events.unreadable,
-            **{f"ranks/rank-{log.rank}.jsonl": log.unreadable for log in ranks},
-        }
+        logs = {"events.jsonl": events.unreadable}
+        logs |= {f"ranks/rank-{log.rank}.jsonl": log.unreadable for log in ranks}
         remarks = [
             f"{file}: {plural(count, 'unreadable line')} skipped"
             for file, count in logs.items()
             if count
         ]
-        recipe = events.config if is_loop else recipe
-        text = to_json(recipe) if is_loop else path.read_text(encoding="utf-8")
+        if is_loop:
+            recipe = events.config
+            text = to_json(recipe)
+        else:
+            text = path.read_text(encoding="utf-8")
     return Run(folder, name, recipe, text, starts, events, ranks, remarks)
