@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import InputError
-from samestep.tools.audit.injection import install_hooks
+from samestep.tools.audit.audit import install_hooks
 
 PROGRAM = "import site, sys; before = set(sys.modules); site.addsitedir(sys.argv[1]); site.addsitedir(sys.argv[1]);"
 

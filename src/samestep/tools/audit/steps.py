@@ -1,4 +1,4 @@
-"""Observer of optimizer steps: samples of parameters, gradients and buffers, learning rates and schedules."""
+"""Observer of optimizer steps: parameters, gradients, buffers, learning rates and schedules."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from samestep.tools.audit.events import user_line
-from samestep.tools.audit.observers.session import Session
+from samestep.tools.audit.hooks import user_line
+from samestep.tools.audit.session import Session
 
 _TENSORS = 8  # of a step
 _FIRST_TENSORS = 64  # of the first and the last step
@@ -30,6 +30,7 @@ _FINALIZE_PRIORITY = 100  # before the temporary files of multiprocessing
 _VALUES = 1024  # of a tensor
 _SCHEDULE_FACTS = ("name", "period", "steps", "updates", "zero_updates", "line")
 
+Values = Mapping[str, torch.Tensor | None]
 Summaries = dict[str, list[float] | None]
 
 
@@ -64,13 +65,11 @@ class StepObserver:
         self._session = session
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._optimizer_count = 0
-        self._before: weakref.WeakKeyDictionary[Optimizer, dict[str, Any]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._before: weakref.WeakKeyDictionary[Optimizer, dict[str, Any]]
+        self._before = weakref.WeakKeyDictionary()
         self._named: weakref.WeakKeyDictionary[Optimizer, _Named] = weakref.WeakKeyDictionary()
-        self._schedules: weakref.WeakKeyDictionary[Optimizer, dict[int, _Schedule]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._schedules: weakref.WeakKeyDictionary[Optimizer, dict[int, _Schedule]]
+        self._schedules = weakref.WeakKeyDictionary()
         self._all_schedules: list[_Schedule] = []
         self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._replicas: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -84,29 +83,35 @@ class StepObserver:
             self._optimizers[optimizer] = self._optimizer_count
             self._optimizer_count += 1
         if self._session.is_observed:
-            self._before[optimizer] = self._parameters(
-                optimizer, step, _TENSORS if step else _FIRST_TENSORS
-            )
+            count = _TENSORS if step else _FIRST_TENSORS
+            self._before[optimizer] = self._parameters(optimizer, step, count)
 
     def ends(self, optimizer: Optimizer) -> None:
-        """Write the state of an optimizer step; a closure computes the gradients during the step."""
+        """Write the state of an optimizer step; a closure computes the gradients during it."""
+        session = self._session
+        number = self._optimizers[optimizer]
         before = self._before.pop(optimizer, None)
         if before is not None:
             named = self._named_parameters(optimizer).parameters
-            gradients = first_values({name: named[name].grad for name in before["values"]})
-            before["values"], before["gradients"] = summaries(before["values"], gradients)
-            self._session.emit(
-                "update", optimizer=self._optimizers[optimizer], **before, line=user_line()
-            )
-        self._session.optimizer = self._optimizers[optimizer]
-        self._count_schedules(optimizer)
-        self._finalize_process()
-        self._session.steps += 1
+            gradients = _first_values({name: named[name].grad for name in before["values"]})
+            before["values"], before["gradients"] = _summaries(before["values"], gradients)
+            session.emit("update", optimizer=number, **before, line=user_line())
+        session.optimizer = number
+        for schedule in self._schedules.get(optimizer, {}).values():
+            if schedule.updates:
+                schedule.per_update[schedule.since_update] += 1
+            schedule.since_update = 0
+            schedule.updates += 1
+            schedule.zero_updates += all(group.get("lr") == 0 for group in optimizer.param_groups)
+        if os.getpid() != self._finalized_pid:
+            # At the end of the process, also of multiprocessing, which runs no `atexit` functions.
+            self._finalized_pid = os.getpid()
+            Finalize(None, session.guarded(self._write_end), exitpriority=_FINALIZE_PRIORITY)
+        session.steps += 1
 
     def schedules(self, scheduler: LRScheduler) -> None:
         """Count a step of a scheduler."""
-        optimizer = scheduler.optimizer
-        schedules = self._schedules.setdefault(optimizer, {})
+        schedules = self._schedules.setdefault(scheduler.optimizer, {})
         if id(scheduler) not in schedules:
             schedules[id(scheduler)] = _Schedule(scheduler)
             self._all_schedules.append(schedules[id(scheduler)])
@@ -118,8 +123,7 @@ class StepObserver:
 
     def replicates(self, model: DistributedDataParallel) -> None:
         """Store the parameters with gradients that `DistributedDataParallel` reduces."""
-        size = torch.distributed.get_world_size()
-        if model.process_group.size() != size:
+        if model.process_group.size() != torch.distributed.get_world_size():
             return
         self._replicas.add(model)
         ignored = set(model.parameters_to_ignore)
@@ -128,7 +132,7 @@ class StepObserver:
                 self._names[id(parameter)] = (weakref.ref(parameter), name)
 
     def evaluates(self) -> None:
-        """At the begin of a pass, observe the buffers of the next forward if the model is in evaluation mode."""
+        """At the begin of a pass, observe buffers in the next forward in evaluation mode."""
         for model in self._replicas:
             module = model.module
             if module.training or not any(True for _ in module.buffers()):
@@ -146,19 +150,9 @@ class StepObserver:
         if module.training:
             return
         self._evaluations += 1
-        buffers = [
-            (name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()
-        ]
-        [values] = summaries(first_values(dict(buffers[:_FIRST_TENSORS])))
+        buffers = [(name, one) for name, one in module.named_buffers() if one.is_floating_point()]
+        [values] = _summaries(_first_values(dict(buffers[:_FIRST_TENSORS])))
         self._session.emit("evaluation", number=self._evaluations, buffers=values, line=user_line())
-
-    def _count_schedules(self, optimizer: Optimizer) -> None:
-        for schedule in self._schedules.get(optimizer, {}).values():
-            if schedule.updates:
-                schedule.per_update[schedule.since_update] += 1
-            schedule.since_update = 0
-            schedule.updates += 1
-            schedule.zero_updates += all(group.get("lr") == 0 for group in optimizer.param_groups)
 
     def _parameters(self, optimizer: Optimizer, step: int, count: int) -> dict[str, Any]:
         """Return first values of some parameters; each step selects others."""
@@ -170,47 +164,34 @@ class StepObserver:
             "replicated": named.is_replicated,
             "hooked": any(model._comm_hooks for model in self._replicas),
             "shapes": named.shapes,
-            "values": first_values({names[i]: named.parameters[names[i]] for i in indices}),
+            "values": _first_values({names[i]: named.parameters[names[i]] for i in indices}),
         }
 
     def _named_parameters(self, optimizer: Optimizer) -> _Named:
-        parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
-        key = (
-            len(self._names),
-            *((id(parameter), parameter.requires_grad) for parameter in parameters),
-        )
+        groups = optimizer.param_groups
+        parameters: list[torch.Tensor] = [one for group in groups for one in group["params"]]
+        key = (len(self._names), *((id(one), one.requires_grad) for one in parameters))
         named = self._named.get(optimizer)
         if named is None or named.key != key:
-            names = {self._name(i, parameter): parameter for i, parameter in enumerate(parameters)}
-            is_replicated = all(self._is_replicated(p) for p in parameters if p.requires_grad)
+            names: dict[str, torch.Tensor] = {}
+            is_replicated = True
+            for i, one in enumerate(parameters):
+                reference, name = self._names.get(id(one), (None, ""))
+                if reference is not None and reference() is one:
+                    names[name] = one
+                else:
+                    names[f"parameter {i}"] = one
+                    is_replicated &= not one.requires_grad
             shapes = repr([(name, list(parameter.shape)) for name, parameter in names.items()])
-            named = self._named[optimizer] = _Named(
-                key, names, is_replicated, zlib.crc32(shapes.encode())
-            )
+            named = _Named(key, names, is_replicated, zlib.crc32(shapes.encode()))
+            self._named[optimizer] = named
         return named
-
-    def _is_replicated(self, parameter: torch.Tensor) -> bool:
-        reference, _ = self._names.get(id(parameter), (None, ""))
-        return reference is not None and reference() is parameter
-
-    def _name(self, index: int, parameter: torch.Tensor) -> str:
-        if self._is_replicated(parameter):
-            return self._names[id(parameter)][1]
-        return f"parameter {index}"
-
-    def _finalize_process(self) -> None:
-        """Write the last state when the process ends, with `multiprocessing` too, which runs no `atexit` functions."""
-        if os.getpid() != self._finalized_pid:
-            self._finalized_pid = os.getpid()
-            Finalize(None, self._session.guarded(self._write_end), exitpriority=_FINALIZE_PRIORITY)
 
     def _write_end(self) -> None:
         session = self._session
         for optimizer, number in self._optimizers.items():
             state = self._parameters(optimizer, 0, _FIRST_TENSORS)
-            [values] = summaries(state.pop("values"))
+            [values] = _summaries(state.pop("values"))
             session.emit("end", optimizer=number, **state, values=values)
         for schedule in self._all_schedules:
             facts = {name: getattr(schedule, name) for name in _SCHEDULE_FACTS}
@@ -249,21 +230,32 @@ def observe_steps(session: Session) -> Callable[..., None]:
     return session.guarded(observer.evaluates)
 
 
-def first_values(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    """Return copies of the first values of tensors in float64, and None for tensors that cannot be compared."""
-    return {name: _first_values(tensor) for name, tensor in tensors.items()}
+def _first_values(tensors: Values) -> dict[str, torch.Tensor | None]:
+    """Return copies of first values in float64, and None for tensors that cannot be compared."""
+    result: dict[str, torch.Tensor | None] = {}
+    for name, tensor in tensors.items():
+        result[name] = None
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            continue
+        assert tensor is not None
+        if tensor.layout == torch.strided and tensor.is_floating_point() and tensor.numel():
+            values = tensor.detach()
+            if values.dim() > 1:
+                # Rows first: to flatten a tensor that is not contiguous copies all of it.
+                values = values[: 1 + _VALUES * len(values) // values.numel()]
+            result[name] = values.flatten()[:_VALUES].to(torch.float64, copy=True)
+    return result
 
 
-def summaries(*parts: Mapping[str, torch.Tensor | None]) -> list[Summaries]:
-    """Return norm and sum of each result of `first_values`."""
+def _summaries(*parts: Values) -> list[Summaries]:
+    """Return norm and sum of each result of `_first_values`."""
     values = [value for part in parts for value in part.values() if value is not None]
     if not values:
         return [dict.fromkeys(part) for part in parts]
     first = values[0]
     flat = torch.cat([value.to(first.device) for value in values]).cpu().numpy()
-    ends = np.cumsum([len(value) for value in values])
+    starts = [0, *np.cumsum([len(value) for value in values])[:-1]]
     with np.errstate(all="ignore"):
-        starts = [0, *ends[:-1]]
         norms = np.sqrt(np.add.reduceat(flat * flat, starts))
         sums = np.add.reduceat(flat, starts)
     pairs = iter(zip(norms.tolist(), sums.tolist(), strict=True))
@@ -271,20 +263,3 @@ def summaries(*parts: Mapping[str, torch.Tensor | None]) -> list[Summaries]:
         {name: None if value is None else [*next(pairs)] for name, value in part.items()}
         for part in parts
     ]
-
-
-def _first_values(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    is_plain = tensor is not None and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    if (
-        tensor is None
-        or not is_plain
-        or tensor.layout != torch.strided
-        or not tensor.is_floating_point()
-    ):
-        return None
-    if tensor.numel() == 0:
-        return None
-    tensor = tensor.detach()
-    if tensor.dim() > 1:  # rows first: to flatten a tensor that is not contiguous copies all of it
-        tensor = tensor[: 1 + _VALUES * len(tensor) // tensor.numel()]
-    return tensor.flatten()[:_VALUES].to(torch.float64, copy=True)

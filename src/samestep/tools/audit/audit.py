@@ -1,8 +1,10 @@
-"""Run of a command with observed Python processes.
+"""`samestep audit`: run of a command with observed Python processes, and the report of its events.
 
 Launchers replace `PYTHONPATH`, so a `.pth` file in the folder of installed packages calls the
 hooks. The file has no effect unless the variable SAMESTEP_AUDIT is set. It stays after the audit,
 since audits can run at the same time.
+
+Decisions: docs/decisions/proofs.md
 """
 
 from __future__ import annotations
@@ -15,14 +17,22 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import FrameType
 from typing import TextIO
 
+from rich.console import Console
+from rich.padding import Padding
+
 from samestep.distributed.env import environment_copy
 from samestep.distributed.signals import GROUP_SIGNALS
 from samestep.errors import InputError
+from samestep.tools.audit.data_findings import checkpoint_findings, data_findings, file_findings
+from samestep.tools.audit.step_findings import Finding, step_findings
+from samestep.tools.audit.worlds import group_worlds, read_events
+from samestep.units import plural
 
 _VARIABLE = "SAMESTEP_AUDIT"
 _PTH = "samestep-audit.pth"
@@ -52,15 +62,13 @@ def run_observed(
         writable.
     """
     install_hooks(Path(sysconfig.get_path("purelib")))
-    (folder / "settings.json").write_text(
-        json.dumps({"steps": steps, "without": list(without)}), encoding="utf-8"
-    )
+    settings = {"steps": steps, "without": list(without)}
+    (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     variables = environment_copy()
     # As in an activated environment: `python` and `torchrun` are those with the hooks in their
     # packages.
-    variables["PATH"] = (
-        f"{Path(sys.executable).parent}{os.pathsep}{variables.get('PATH', os.defpath)}"
-    )
+    programs = variables.get("PATH", os.defpath)
+    variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{programs}"
     variables[_VARIABLE] = str(folder)
     try:
         code = _run(command, variables, stdout=sys.stderr if quiet else None)
@@ -119,7 +127,77 @@ def install_hooks(packages: Path) -> None:
     except OSError as error:
         raise InputError(
             f"{path} cannot be written: {error.strerror}",
-            expected="a writable folder of installed packages: the audited processes load the hooks from it",
-            fix="use a virtual environment, or run `samestep audit` once with the rights to write there",
+            expected="a writable folder of installed packages: the audited processes load the "
+            "hooks from it",
+            fix="use a virtual environment, or run `samestep audit` once with the rights to write "
+            "there",
             code="E_OUTPUT",
         ) from error
+
+
+@dataclass(frozen=True)
+class WorldAnalysis:
+    """Findings of one world, and the extent of its observation."""
+
+    program: str
+    ranks: int
+    steps: int  # optimizer steps
+    findings: list[Finding]
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Result of an audit."""
+
+    worlds: list[WorldAnalysis]
+    failures: list[str]  # observers that failed, with the error
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The findings of all worlds."""
+        return [finding for world in self.worlds for finding in world.findings]
+
+
+def analyse(folder: Path) -> Analysis:
+    """Return the findings in the events of a folder, for worlds that trained or loaded data."""
+    processes = list(read_events(folder))
+    worlds = [
+        world
+        for world in group_worlds(processes)
+        if world.events("update")[0] or world.events("pass")[0]
+    ]
+    analyses = []
+    for world in worlds:
+        findings = (
+            *step_findings(world),
+            *file_findings(world),
+            *data_findings(world),
+            *checkpoint_findings(world, [other for other in worlds if other is not world]),
+        )
+        first: dict[tuple[str, str], Finding] = {}
+        for finding in findings:  # later epochs repeat a finding
+            first.setdefault((finding.name, finding.line), finding)
+        steps = (event.get("step", 0) + (event["kind"] == "update") for event in world.ranks[0])
+        count = max(steps, default=0)
+        analyses.append(WorldAnalysis(world.program, world.size, count, list(first.values())))
+    failures = {
+        f"{event['observer']}: {event['error']}": None
+        for events in processes
+        for event in events
+        if event["kind"] == "failure"
+    }
+    return Analysis(analyses, list(failures))
+
+
+def print_report(analysis: Analysis) -> None:
+    """Print the findings of each world, and the observed facts."""
+    console = Console(markup=False, highlight=False, soft_wrap=False)
+    for world in analysis.worlds:
+        for finding in world.findings:
+            console.print(f"{finding.name}  {finding.line or world.program}", soft_wrap=True)
+            console.print(Padding(finding.evidence, (0, 0, 0, 4)))
+        count = plural(len(world.findings), "finding")
+        extent = f"{plural(world.ranks, 'rank')}, {plural(world.steps, 'optimizer step')}"
+        print(f"{world.program}: {count}; {extent}")
+    for failure in analysis.failures:
+        print(f"not observed: {failure}")

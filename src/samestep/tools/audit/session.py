@@ -5,19 +5,21 @@ from __future__ import annotations
 import functools
 import operator
 import uuid
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from samestep.tools.audit.events import EventWriter
+from samestep.tools.audit.hooks import EventWriter
 
 _INTERVAL = 50  # steps between observations after the first ones
 
 
 class Session:
-    """Shared state of the observers.
+    """Shared state of the observers; each of them replaces a few functions of torch.
 
     Args:
         writer: the writer of this process.
@@ -31,9 +33,8 @@ class Session:
         self._limit = limit
         self._group: Any = None
         self._failures = 0
-        self.positions: Callable[[], list[list[int]]] = (
-            list  # numbers and batches of passes that have not ended
-        )
+        # Returns numbers and batches of passes that have not ended.
+        self.positions: Callable[[], list[list[int]]] = list
         self.steps = 0  # steps of all optimizers
         self.optimizer: int | None = None  # number of the optimizer of the last step
 
@@ -44,21 +45,17 @@ class Session:
 
     def emit(self, kind: str, **values: Any) -> None:
         """Write an event with the number of steps, and the world if it is new."""
-        self._find_world()
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if group is not None and group is not self._group:
+            self._group = group
+            # The first rank writes the name of the world to the store of its process group.
+            store = distributed_c10d._get_default_store()
+            identifier = store.compare_set("samestep-audit", "", uuid.uuid4().hex).decode()
+            self.writer.set_world(identifier, dist.get_rank(), dist.get_world_size())
         self.writer.write(kind, step=self.steps, **values)
 
-    def _find_world(self) -> None:
-        """Name the world by a text in the store of its process group, which the first rank writes."""
-        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        if group is None or group is self._group:
-            return
-        self._group = group
-        store = distributed_c10d._get_default_store()
-        identifier = store.compare_set("samestep-audit", "", uuid.uuid4().hex).decode()
-        self.writer.set_world(identifier, dist.get_rank(), dist.get_world_size())
-
     def guarded(self, observe: Callable[..., None]) -> Callable[..., None]:
-        """Return `observe` with its exceptions written as events."""
+        """Return `observe` with the first of its exceptions written as an event."""
 
         @functools.wraps(observe)
         def call(*args: Any, **kwargs: Any) -> None:
@@ -80,7 +77,13 @@ class Session:
 
 def sample_numbers(index: Any) -> list[int] | None:
     """Return the indices of a batch, or None if a sampler yields other keys."""
+    indices = index if isinstance(index, list | tuple) else [index]
     try:
-        return [operator.index(i) for i in (index if isinstance(index, list | tuple) else [index])]
+        return list(map(operator.index, indices))
     except TypeError:
         return None
+
+
+def state_hash(state: torch.Tensor) -> int:
+    """Return a hash of the state of a generator."""
+    return zlib.crc32(state.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""Observer of loaders: passes over data sets, samples of batches, random draws in fetches, counts of evaluations."""
+"""Observer of loaders: passes over data sets, samples, random draws, counts of evaluations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import PurePath
 from typing import Any
@@ -26,8 +27,8 @@ from torch.utils.data import (
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import fetch as torch_fetch
 
-from samestep.tools.audit.events import user_line
-from samestep.tools.audit.observers.session import Session, sample_numbers
+from samestep.tools.audit.hooks import user_line
+from samestep.tools.audit.session import Session, sample_numbers, state_hash
 
 _HASHED_BATCHES = 64  # of a pass
 _HASHED_VALUES = 64  # of a sample
@@ -36,19 +37,20 @@ _HASHED_ITEMS = 256  # of a list of a dataset
 _HASHED_VALUES_OF_DATASET = 4096
 _COUNT_SIZE = 64  # elements of a tensor that can contain the count of an evaluation
 _LIBRARIES = ("torch.", "accelerate.", "lightning.", "pytorch_lightning.", "transformers.")
+_PLAIN_BATCH_SAMPLERS = ("NoneType", "BatchSampler", "BatchSamplerShard")
 _FETCHES = 16  # observed batches per process
 
 
+@dataclass
 class _Pass:
     """One pass of an iterator over a dataset."""
 
-    def __init__(self, number: int, step: int, length: int | None) -> None:
-        self.number = number
-        self.step = step
-        self.length = length  # batches, None if unknown
-        self.pending: deque[Any] = deque()  # batches of indices that were drawn and not yet yielded
-        self.batches = 0
-        self.samples = 0
+    number: int
+    step: int
+    length: int | None  # batches, None if unknown
+    pending: deque[Any] = field(default_factory=deque)  # indices that were drawn and not yielded
+    batches: int = 0
+    samples: int = 0
 
 
 class LoadingObserver:
@@ -68,39 +70,50 @@ class LoadingObserver:
         self._loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._loader_count = 0
         self._last_ended: _Pass | None = None
+        self._fetches = 0
+        self._states: dict[str, int] = {}  # of generators before a fetch
 
     def begin(self, iterator: Any, loader: Any) -> None:
         """Write the dataset, the sampler and the line of a new pass."""
         self._before_pass()
+        dataset = iterator._dataset
         is_map = iterator._dataset_kind == torch_dataloader._DatasetKind.Map
-        if not is_map or not hasattr(iterator._dataset, "__len__"):
+        if not is_map or not hasattr(dataset, "__len__"):
             return
         if loader not in self._loaders:
             self._loaders[loader] = self._loader_count
             self._loader_count += 1
         self._count += 1
-        length = (
-            len(iterator._index_sampler) if hasattr(iterator._index_sampler, "__len__") else None
-        )
+        length = None
+        if hasattr(iterator._index_sampler, "__len__"):
+            length = len(iterator._index_sampler)
         current = _Pass(self._count, self._session.steps, length)
         self._passes[iterator] = self._latest[self._loaders[loader]] = current
-        sampler = _sampler(loader)
-        root, _ = _root(iterator._dataset, [])
+        # Libraries wrap batch samplers in batch samplers.
+        batch_sampler = loader.batch_sampler
+        while hasattr(batch_sampler, "batch_sampler"):
+            batch_sampler = batch_sampler.batch_sampler
+        sampler = getattr(batch_sampler, "sampler", loader.sampler)
+        root, _ = _root(dataset, [])
+        # Lightning divides the indices of a sampler among ranks, as those of a dataset.
+        drawing = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
+        # The ranks for which a sampler, or accelerate's batch sampler, divides the samples.
+        replicas = getattr(sampler, "num_replicas", None)
         self._session.emit(
             "pass",
             number=self._count,
             loader=self._loaders[loader],
             dataset=type(root).__name__,
-            samples=len(iterator._dataset),
+            samples=len(dataset),
             length=length,
-            subset=_subset_hash(iterator._dataset),
+            subset=_subset_hash(dataset),
             fingerprint=_fingerprint(root),
             sampler=type(sampler).__name__,
-            replacement=_draws_with_replacement(sampler),
-            complete=_is_complete(loader, sampler, len(iterator._dataset)),
+            replacement=bool(getattr(drawing, "replacement", False)),
+            complete=_is_complete(loader, sampler, len(dataset)),
             shuffled=isinstance(sampler, DistributedSampler) and sampler.shuffle,
             epoch=getattr(sampler, "epoch", None),
-            replicas=_replicas(loader, sampler),
+            replicas=replicas or getattr(loader.batch_sampler, "num_processes", None),
             batch=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             line=user_line(),
         )
@@ -125,28 +138,20 @@ class LoadingObserver:
         _, samples = _root(iterator._dataset, positions)
         hashes = _row_hashes(data, len(samples)) if current.batches <= _HASHED_BATCHES else []
         self._session.emit("batch", number=current.number, samples=samples, hashes=hashes)
-        if (
-            current.batches == current.length
-        ):  # libraries that know the length do not ask for another batch
-            self._end(current)
+        if current.batches == current.length:
+            self.ended(iterator)  # libraries that know the length do not ask for another batch
 
     def ended(self, iterator: Any) -> None:
         """Write the end of a complete pass, after the step of its last batch."""
         current = self._passes.get(iterator)
         if current is not None:
-            self._end(current)
-
-    def _end(self, current: _Pass) -> None:
-        self._last_ended = current
-        self._session.emit("pass_end", number=current.number, optimizer=self._session.optimizer)
+            self._last_ended = current
+            self._session.emit("pass_end", number=current.number, optimizer=self._session.optimizer)
 
     def positions(self) -> list[list[int]]:
-        """Return the numbers of the passes of known length that have begun and not ended, with their batches."""
-        return [
-            [one.number, one.batches]
-            for one in self._latest.values()
-            if 0 < one.batches < (one.length or 0)
-        ]
+        """Return numbers and batches of the passes of known length that have not ended."""
+        latest = self._latest.values()
+        return [[one.number, one.batches] for one in latest if 0 < one.batches < (one.length or 0)]
 
     def counted(self, tensor: Any, operation: Any) -> None:
         """Write that an evaluation reduces the number of samples of its pass."""
@@ -154,37 +159,51 @@ class LoadingObserver:
         is_sum = operation == dist.ReduceOp.SUM
         if current is None or not is_sum or current.step != self._session.steps:
             return
-        if (
-            not isinstance(tensor, torch.Tensor)
-            or tensor.numel() > _COUNT_SIZE
-            or tensor.is_complex()
-        ):
+        if not isinstance(tensor, torch.Tensor) or tensor.is_complex():
+            return
+        if tensor.numel() > _COUNT_SIZE:
             return
         values = tensor.detach().flatten().tolist()
         if current.samples in values:
-            position = values.index(current.samples)
-            self._session.emit(
-                "count",
-                number=current.number,
-                samples=current.samples,
-                at=position,
-                line=user_line(),
-            )
+            facts = {"number": current.number, "samples": current.samples}
+            at = values.index(current.samples)
+            self._session.emit("count", **facts, at=at, line=user_line())
+
+    def begins_fetch(self) -> None:
+        """Store the states of the generators before a batch, in loader workers too."""
+        self._fetches += 1
+        self._states = _generator_states() if self._fetches <= _FETCHES else {}
+
+    def ends_fetch(self, index: Any) -> None:
+        """Write the states of the generators that a batch used."""
+        before = self._states
+        self._states = {}
+        if not before:
+            return
+        after = _generator_states()
+        used = {name: [before[name], after[name]] for name in before if before[name] != after[name]}
+        samples = sample_numbers(index)
+        if used and samples is not None:
+            self._session.emit("fetch_draws", samples=samples, states=used)
 
 
-def observe_loading(session: Session, before_pass: Callable[[], None]) -> None:
-    """Observe the iterators of all loaders, and the reductions of counts."""
+def observe_loaders(session: Session, before_pass: Callable[[], None]) -> None:
+    """Observe the iterators and fetches of all loaders, and the reductions of counts."""
     observer = LoadingObserver(session, before_pass)
     session.positions = observer.positions
     begin = session.guarded(observer.begin)
     drawn = session.guarded(observer.drawn)
     yielded = session.guarded(observer.yielded)
     ended = session.guarded(observer.ended)
+    begins_fetch = session.guarded(observer.begins_fetch)
+    ends_fetch = session.guarded(observer.ends_fetch)
     base: Any = torch_dataloader._BaseDataLoaderIter
+    fetcher: Any = torch_fetch._MapDatasetFetcher
     init = base.__init__
     reset = base._reset
     next_index = base._next_index
     next_batch = base.__next__
+    fetch = fetcher.fetch
 
     def observed_init(self: Any, loader: Any) -> None:
         init(self, loader)
@@ -209,16 +228,22 @@ def observe_loading(session: Session, before_pass: Callable[[], None]) -> None:
         yielded(self, data)
         return data
 
+    def observed_fetch(self: Any, index: Any) -> Any:
+        begins_fetch()
+        data = fetch(self, index)
+        ends_fetch(index)
+        return data
+
     base.__init__ = observed_init
     base._reset = observed_reset
     base._next_index = observed_next_index
     base.__next__ = observed_next
-    _observe_counts(session.guarded(observer.counted))
+    fetcher.fetch = observed_fetch
+    if dist.is_available():
+        _observe_counts(session.guarded(observer.counted))
 
 
-def _observe_counts(counted: Any) -> None:
-    if not dist.is_available():
-        return
+def _observe_counts(counted: Callable[..., None]) -> None:
     all_reduce = dist.all_reduce
     reduce = dist.reduce
 
@@ -240,47 +265,19 @@ def _observe_counts(counted: Any) -> None:
         patched.reduce = observed_reduce
 
 
-def _sampler(loader: DataLoader[Any]) -> Any:
-    """Return the innermost sampler; libraries wrap batch samplers in batch samplers."""
-    batch_sampler: Any = loader.batch_sampler
-    while hasattr(batch_sampler, "batch_sampler"):
-        batch_sampler = batch_sampler.batch_sampler
-    return getattr(batch_sampler, "sampler", loader.sampler)
-
-
-def _replicas(loader: DataLoader[Any], sampler: Any) -> int | None:
-    """Return the number of ranks for which a sampler, or accelerate's batch sampler, divides the samples."""
-    replicas: int | None = getattr(sampler, "num_replicas", None) or getattr(
-        loader.batch_sampler, "num_processes", None
-    )
-    return replicas
-
-
-def _draws_with_replacement(sampler: Any) -> bool:
-    # Lightning divides the indices of a sampler among ranks, as those of a dataset.
-    return bool(
-        getattr(
-            getattr(getattr(sampler, "dataset", None), "_sampler", sampler), "replacement", False
-        )
-    )
-
-
 def _is_complete(loader: DataLoader[Any], sampler: Any, samples: int) -> bool:
-    """Whether a loader yields each sample of the dataset once, on one rank or on all ranks together."""
+    """Whether a loader yields each sample of the dataset once, on one rank or on all together."""
     # Other batch samplers can leave batches out: accelerate's SkipBatchSampler resumes within an
     # epoch.
-    is_plain = type(loader.batch_sampler).__name__ in (
-        "NoneType",
-        "BatchSampler",
-        "BatchSamplerShard",
-    )
+    is_plain = type(loader.batch_sampler).__name__ in _PLAIN_BATCH_SAMPLERS
     if not is_plain or not type(sampler).__module__.startswith(_LIBRARIES):
         return False
     if isinstance(sampler, RandomSampler):
         return not sampler.replacement and sampler.num_samples == samples
-    # A distributed sampler around another sampler, as of Lightning, has the length of that sampler.
-    is_distributed = isinstance(sampler, DistributedSampler) and len(sampler.dataset) == samples  # type: ignore[arg-type]
-    return is_distributed or isinstance(sampler, SequentialSampler)
+    if isinstance(sampler, DistributedSampler):
+        # Around another sampler, as of Lightning, it has the length of that sampler.
+        return len(sampler.dataset) == samples  # type: ignore[arg-type]
+    return isinstance(sampler, SequentialSampler)
 
 
 def _root(dataset: Any, positions: list[int]) -> tuple[Any, list[int]]:
@@ -310,17 +307,16 @@ def _fingerprint(dataset: Any) -> int | None:
     has_data = False
     result = 0
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
-        is_tensors = isinstance(value, tuple) and all(
-            isinstance(part, torch.Tensor) for part in value
-        )
-        for item in value if is_tensors else [value]:
+        items = [value]
+        if isinstance(value, tuple) and all(isinstance(part, torch.Tensor) for part in value):
+            items = list(value)
+        for item in items:
             description = _description(item)
             if description is None:
                 return None
             result = zlib.crc32(f"{name} {description}".encode(), result)
-            has_data |= (
-                hasattr(item, "__len__") and not isinstance(item, str) and len(item) == count
-            )
+            has_length = hasattr(item, "__len__") and not isinstance(item, str)
+            has_data |= has_length and len(item) == count
     if has_data and count > 1:
         return result
     return None
@@ -332,14 +328,13 @@ def _description(value: Any) -> str | None:
         value = torch.from_numpy(value)
     if isinstance(value, torch.Tensor) and value.is_contiguous():
         flat = value.detach().view(-1)
-        return f"{tuple(value.shape)} {flat[:: max(1, len(flat) // _HASHED_VALUES_OF_DATASET)].tolist()}"
+        step = max(1, len(flat) // _HASHED_VALUES_OF_DATASET)
+        return f"{tuple(value.shape)} {flat[::step].tolist()}"
     if isinstance(value, dict):
         value = list(value.items())
     if isinstance(value, list | tuple):
         items = value[:: max(1, len(value) // _HASHED_ITEMS)]
-        if all(map(_is_plain, items)):
-            return f"{len(value)} {items}"
-        return None
+        return f"{len(value)} {items}" if all(map(_is_plain, items)) else None
     if _is_plain(value):
         return repr(value)
     if hasattr(value, "__len__") or hasattr(value, "__getitem__"):
@@ -348,7 +343,7 @@ def _description(value: Any) -> str | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether the text of a value contains the value; the text of an object may contain its address."""
+    """Whether the text of a value contains it; that of an object may contain its address."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return isinstance(value, int | float | str | PurePath | None)
@@ -358,8 +353,7 @@ def _leaves(data: Any) -> Iterator[torch.Tensor]:
     if isinstance(data, torch.Tensor):
         yield data
     elif isinstance(data, dict):
-        for value in data.values():
-            yield from _leaves(value)
+        yield from _leaves(list(data.values()))
     elif isinstance(data, list | tuple):
         for value in data:
             yield from _leaves(value)
@@ -367,68 +361,17 @@ def _leaves(data: Any) -> Iterator[torch.Tensor]:
 
 def _row_hashes(data: Any, count: int) -> list[list[int]]:
     """Return hashes of the first values of each sample, for the first tensors of a batch."""
-    leaves = (
-        leaf for leaf in _leaves(data) if leaf.dim() > 0 and len(leaf) == count and leaf.numel() > 0
-    )
+    leaves = (one for one in _leaves(data) if one.dim() > 0 and len(one) == count and one.numel())
     hashes = []
     for leaf in islice(leaves, _HASHED_LEAVES):
         if leaf.layout == torch.strided:
-            rows = (
-                leaf.detach()
-                .reshape(count, -1)[:, :_HASHED_VALUES]
-                .contiguous()
-                .view(torch.uint8)
-                .cpu()
-                .numpy()
-            )
+            first = leaf.detach().reshape(count, -1)[:, :_HASHED_VALUES]
+            rows = first.contiguous().view(torch.uint8).cpu().numpy()
             hashes.append([zlib.crc32(row) for row in rows])
     return hashes
 
 
-class DrawObserver:
-    """Observer of the draws in `fetch`, in loader workers too."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._fetches = 0
-        self._before: dict[str, int] = {}
-
-    def begins_fetch(self) -> None:
-        """Store the states of the generators before a batch."""
-        self._fetches += 1
-        self._before = _states() if self._fetches <= _FETCHES else {}
-
-    def ends_fetch(self, index: Any) -> None:
-        """Write the states of the generators that a batch used."""
-        before = self._before
-        self._before = {}
-        if not before:
-            return
-        after = _states()
-        used = {name: [before[name], after[name]] for name in before if before[name] != after[name]}
-        samples = sample_numbers(index)
-        if used and samples is not None:
-            self._session.emit("fetch_draws", samples=samples, states=used)
-
-
-def observe_fetches(session: Session) -> None:
-    """Observe the fetches of map-style datasets."""
-    observer = DrawObserver(session)
-    begins = session.guarded(observer.begins_fetch)
-    ends = session.guarded(observer.ends_fetch)
-    patched: Any = torch_fetch._MapDatasetFetcher
-    fetch = patched.fetch
-
-    def observed_fetch(self: Any, index: Any) -> Any:
-        begins()
-        data = fetch(self, index)
-        ends(index)
-        return data
-
-    patched.fetch = observed_fetch
-
-
-def _states() -> dict[str, int]:
+def _generator_states() -> dict[str, int]:
     """Return hashes of the states of the generators of torch, Python and NumPy."""
     states = {"torch": state_hash(torch.get_rng_state()), "random": hash(random.getstate()[1])}
     numpy = sys.modules.get("numpy")
@@ -436,8 +379,3 @@ def _states() -> dict[str, int]:
         _, keys, position, *_ = numpy.random.get_state()
         states["numpy"] = zlib.crc32(keys.tobytes(), position)
     return states
-
-
-def state_hash(state: torch.Tensor) -> int:
-    """Return a hash of the state of a generator."""
-    return zlib.crc32(state.numpy().tobytes())
