@@ -162,8 +162,9 @@ def contenders(
                     resolve_mesh(changed.strategy, number, changed.microbatch_count)
                 except InputError as error:
                     reason = error.value
+            processes = 1 if way == "dp" else number
             if reason is None:
-                result.append(Contender(name, 1 if way == "dp" else number, number, changed))
+                result.append(Contender(name, processes, number, changed))
             else:
                 absent.append(Absent(name, number, reason))
     return result, absent

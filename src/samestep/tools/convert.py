@@ -110,10 +110,11 @@ def convert_recipe(file: Path, devices: int | None) -> ConvertedRecipe:
     for key in raw:
         if key not in known:
             meant = suggest(key, known)
+            fix = f"did you mean {meant}?" if meant else "remove the key if it has no effect"
             raise _refused(
                 f"{file}: {key} is not a key of the model's family in PaddleViT",
                 "keys of config.py in the family's folder; other models are not supported",
-                f"did you mean {meant}?" if meant else "remove the key if it has no effect",
+                fix,
             )
     renamed = {family.old_names.get(key, key): value for key, value in raw.items()}
     _require_types(file, renamed, family)

@@ -93,6 +93,10 @@ def judged(name: str, verdict: Verdict, value: str, expected: str, fix: str) -> 
     return Finding(name, verdict, value)
 
 
+def _verdict(passes: bool, otherwise: Verdict) -> Verdict:
+    return "pass" if passes else otherwise
+
+
 @dataclass(frozen=True)
 class Plan:
     """Planned processes on this machine, and the needs of a small model."""
@@ -180,11 +184,13 @@ def _conflicts(package: str) -> Iterator[Finding]:
         needed = f"{requirement.name}{requirement.specifier}"
         # Samestep uses all of its own requirements, and compiled operators load only with the torch
         # of their build; other requirements may never be used.
-        is_needed = package == "samestep" or needed.startswith("torch==")
+        severity: Verdict = "warn"
+        if package == "samestep" or needed.startswith("torch=="):
+            severity = "fail"
         value = f"{package} {version(package)} requires {needed}"
         yield Finding(
             f"requirements of {package}",
-            "fail" if is_needed else "warn",
+            severity,
             f"{value}; {installed or 'nothing'} is installed",
             "the required version",
             f"pip install --upgrade {package} '{needed}', in one command, from one index",
@@ -205,7 +211,7 @@ def check_torch_build(build: Mapping[str, Any], driver: str | None) -> Finding:
     hip = build.get("hip")
     return judged(
         "torch build",
-        "fail" if driver is not None and cuda is None and hip is None else "pass",
+        _verdict(driver is None or cuda is not None or hip is not None, "fail"),
         f"CUDA {cuda}, ROCm {hip}, NVIDIA driver {driver}",
         "a CUDA build of torch for GPUs",
         "pip install --force-reinstall torch torchvision, without +cpu, from the default index",
@@ -286,7 +292,8 @@ def parse_nvidia_smi(text: str) -> Nvidia:
         # Without support for the query, the value is `[N/A]`.
         total, used = (int(mib) << 20 if mib.isdecimal() else 0 for mib in memory)
         gpus.append(Gpu(name, total, used))
-    return Nvidia(rows[0][1] if rows else None, tuple(gpus))
+    drivers = [driver for _, driver, *_ in rows]
+    return Nvidia(next(iter(drivers), None), tuple(gpus))
 
 
 def check_gpus(nvidia: Nvidia, devices: TorchDevices | None) -> Iterator[Finding]:
@@ -301,7 +308,7 @@ def check_gpus(nvidia: Nvidia, devices: TorchDevices | None) -> Iterator[Finding
         names = devices.error or ", ".join(devices.gpus) or "none"
         yield judged(
             "GPUs",
-            "fail" if len(devices.gpus) < len(nvidia.gpus) else "pass",
+            _verdict(len(devices.gpus) >= len(nvidia.gpus), "fail"),
             f"{names}; {len(nvidia.gpus)} reported by the driver",
             "torch computes on each GPU",
             "unset CUDA_VISIBLE_DEVICES, unless intended; see torch build; nvidia-smi -q reports a "
@@ -310,7 +317,7 @@ def check_gpus(nvidia: Nvidia, devices: TorchDevices | None) -> Iterator[Finding
     for index, gpu in enumerate(nvidia.gpus):
         yield judged(
             f"memory of GPU {index}",
-            "warn" if gpu.memory_used > _DESKTOP_BYTES else "pass",
+            _verdict(gpu.memory_used <= _DESKTOP_BYTES, "warn"),
             f"{format_bytes(gpu.memory_used)} of {format_bytes(gpu.memory_total)} in use",
             "GPU memory is free before a run",
             "nvidia-smi lists the processes; end those that are left over from another run",
@@ -322,7 +329,7 @@ def check_gpus(nvidia: Nvidia, devices: TorchDevices | None) -> Iterator[Finding
             value = f"no direct access between GPUs {pairs}"
         yield judged(
             "GPU links",
-            "warn" if devices.unlinked else "pass",
+            _verdict(not devices.unlinked, "warn"),
             value,
             "GPUs copy directly to each other; otherwise NCCL copies through host memory, which is "
             "slower",
@@ -338,7 +345,7 @@ def _check_resources(plan: Plan) -> Iterator[Finding]:
     processors = usable_processors()
     yield judged(
         "processors",
-        "pass" if plan.processes <= processors else "warn",
+        _verdict(plan.processes <= processors, "warn"),
         f"{processors} of {os.cpu_count()} for {plan}",
         "one processor per rank; results are equal, but the run is slower",
         f"--processes {processors}, or a higher limit (docker run --cpus, resources.limits.cpu of "
@@ -400,7 +407,7 @@ def _check_folder(path: Path) -> Iterator[Finding]:
     yield Finding("runs folder", "pass", value)
     yield judged(
         "free space for runs",
-        "pass" if free >= _MIN_FREE_BYTES else "warn",
+        _verdict(free >= _MIN_FREE_BYTES, "warn"),
         format_bytes(free),
         "space for four checkpoints (weights and optimizer state): last two, best, and one being "
         "written",

@@ -59,7 +59,7 @@ class Plan:
     @property
     def steps(self) -> int:
         """Number of training steps."""
-        return self.warmup + self.active + (1 + self.traced if self.traced else 0)
+        return self.warmup + self.active + self.traced + (self.traced > 0)
 
 
 @dataclass(frozen=True)

@@ -72,19 +72,30 @@ class Clock:
 
 
 class StepRecorder:
-    """Records the steps of the first optimizer that steps in this process, without changes.
+    """Records the steps of a plan, of the first optimizer that steps in this process.
 
     A step ends with that of the optimizer. Its phases are the wait for data, up to the first
     forward with gradients; forward with the loss; backward; and the rest, up to the end of the
     step. A record costs one clock reading, without a wait for the device: some per step, and two
-    per collective. torch's profiler would slow small operators down.
+    per collective. torch's profiler would slow small operators down. The last step raises
+    `EndOfScript`.
+
+    Attributes:
+        measurements: the measurements of all ranks, after the last step.
+        is_stopped: a stop was requested.
+        steps: completed steps.
     """
 
-    def __init__(self) -> None:
-        self.is_on = False  # otherwise nothing is recorded
-        self.is_traced = False  # phases are annotations in the trace of torch's profiler
-        self._world: World | None = None
+    def __init__(self, plan: Plan) -> None:
+        self.measurements: Measurements | None = None
+        self.is_stopped = False
+        self.steps = 0
+        self._plan = plan
+        self._world: World
         self._clock: Clock
+        self._profiler: profile | None = None
+        self._is_on = False  # otherwise nothing is recorded
+        self._is_traced = False  # phases are annotations in the trace of torch's profiler
         self._marks: list[tuple[Phase, Any]] = []  # with times of the clock, as `_collectives`
         self._collectives: list[Collective] = []
         self._finished: list[tuple[list[tuple[Phase, Any]], list[Collective]]] = []
@@ -94,12 +105,15 @@ class StepRecorder:
         self._optimizer: torch.optim.Optimizer | None = None
         self._hooks = ExitStack()
 
-    def bind(self, world: World) -> None:
-        """Record the steps and the collectives of the process."""
+    def begin(self, world: World) -> None:
+        """Record the steps and the collectives of the process, in a world."""
         self._world = world
         self._clock = Clock(world.device)
         world.context.status.on_wait = lambda name: self._begin_collective()
-        self._hooks.callback(intercept_collectives(lambda: self.is_on, self._begin_user_collective))
+        self._hooks.callback(setattr, world.context.status, "on_wait", None)
+        self._hooks.callback(
+            intercept_collectives(lambda: self._is_on, self._begin_user_collective)
+        )
         for hook in (
             register_module_forward_pre_hook(self._begin_forward),
             register_optimizer_step_pre_hook(self._begin_optimizer),
@@ -118,22 +132,12 @@ class StepRecorder:
 
         torch.autograd.backward = timed
         self._hooks.callback(setattr, torch.autograd, "backward", backward)
+        self._begin_step()
 
     def close(self) -> None:
         """Stop recording."""
-        self.is_on = False
-        if self._world is not None:
-            self._world.context.status.on_wait = None
-            self._hooks.close()
-
-    def end_step(self) -> None:
-        """Called after each step; the next one begins afterwards."""
-
-    def begin(self) -> None:
-        """Begin a step with the wait for its data."""
-        self._marks = []
-        self._collectives = []
-        self._enter("data")
+        self._is_on = False
+        self._hooks.close()
 
     def phases(self) -> PhaseSeconds:
         """Return the mean seconds of each phase. On a GPU, this waits for the last step."""
@@ -145,100 +149,21 @@ class StepRecorder:
             steps.append(phase_seconds(begins, collectives))
         return {phase: mean(step[phase] for step in steps) for phase in PHASES}
 
-    def _begin_forward(self, module: Any, arguments: Any) -> None:
-        if self._phase in ("forward", "backward") or not torch.is_grad_enabled():
-            return
-        if threading.get_ident() == self._thread:
-            self._enter("forward")
-
-    def _begin_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._optimizer is None:
-            self._optimizer = optimizer
-        if optimizer is self._optimizer:
-            self._enter("optimizer")
-
-    def _end_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer is self._optimizer:
-            self._enter("other")
-            if self.is_on:
-                self._finished.append((self._marks, self._collectives))
-            self.end_step()
-
-    def _enter(self, phase: Phase) -> None:
-        """Begin a phase of the training thread."""
-        self._phase = phase
-        if self.is_on:
-            self._marks.append((phase, self._clock.now()))
-        if self._annotation is not None:
-            self._annotation.__exit__(None, None, None)
-            self._annotation = None
-        if self.is_traced:
-            self._annotation = record_function(f"samestep: {phase}")
-            self._annotation.__enter__()
-
-    def _begin_user_collective(self, is_blocking: bool) -> Callable[[], None] | None:
-        if is_blocking:
-            return self._begin_collective()
-        return None
-
-    def _begin_collective(self) -> Callable[[], None]:
-        begin = self._clock.now()
-        is_background = threading.get_ident() != self._thread
-
-        def end() -> None:
-            if self.is_on:
-                self._collectives.append(Collective(is_background, begin, self._clock.now()))
-
-        return end
-
-
-class ProfiledSteps(StepRecorder):
-    """Steps of a plan; the last one raises `EndOfScript`.
-
-    Attributes:
-        measurements: the measurements of all ranks, after the last step.
-        is_stopped: a stop was requested.
-        steps: completed steps.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.measurements: Measurements | None = None
-        self.is_stopped = False
-        self.steps = 0
-        self._plan = plan
-        self._world: World
-        self._profiler: profile | None = None
-
-    def begin_world(self, world: World) -> None:
-        """Begin to record the steps of a world."""
-        self.bind(world)
-        self._begin_next()
-
-    def end_step(self) -> None:
-        self.steps += 1
-        if self._profiler is not None:
-            self._profiler.step()
-        (self.is_stopped,) = any_rank(self._world, self._world.stop_requested)
-        if self.is_stopped or self.steps == self._plan.steps:
-            self._finish()
-        self._begin_next()
-
-    def _begin_next(self) -> None:
-        """Begin the next step, and the measured or traced steps if it is the first of them."""
+    def _begin_step(self) -> None:
+        """Begin a step with the wait for its data, and measure or trace from it on."""
         plan = self._plan
         measured = plan.warmup + plan.active
         if self.steps == plan.warmup:
             self._world.barrier()
-            self.is_on = True
+            self._is_on = True
         if self.steps == measured:
-            self.is_on = False
+            self._is_on = False
+            activities = [ProfilerActivity.CPU]
+            if is_accelerator(self._world.device):
+                activities.append(ProfilerActivity.CUDA)
             # One step warms torch's profiler up. TensorBoard's plugin reads the trace.
             self._profiler = profile(
-                activities=[
-                    ProfilerActivity.CPU,
-                    *[ProfilerActivity.CUDA] * is_accelerator(self._world.device),
-                ],
+                activities=activities,
                 schedule=schedule(wait=0, warmup=1, active=plan.traced, repeat=1),
                 on_trace_ready=tensorboard_trace_handler(
                     str(plan.folder / TRACES),
@@ -247,8 +172,35 @@ class ProfiledSteps(StepRecorder):
                 ),
             )
             self._profiler.start()
-        self.is_traced = self.steps > measured
-        self.begin()
+        self._is_traced = self.steps > measured
+        self._marks = []
+        self._collectives = []
+        self._enter("data")
+
+    def _begin_forward(self, module: Any, arguments: Any) -> None:
+        if self._phase in ("forward", "backward") or not torch.is_grad_enabled():
+            return
+        if threading.get_ident() == self._thread:
+            self._enter("forward")
+
+    def _begin_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._optimizer = self._optimizer or optimizer
+        if optimizer is self._optimizer:
+            self._enter("optimizer")
+
+    def _end_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer is not self._optimizer:
+            return
+        self._enter("other")
+        if self._is_on:
+            self._finished.append((self._marks, self._collectives))
+        self.steps += 1
+        if self._profiler is not None:
+            self._profiler.step()
+        (self.is_stopped,) = any_rank(self._world, self._world.stop_requested)
+        if self.is_stopped or self.steps == self._plan.steps:
+            self._finish()
+        self._begin_step()
 
     def _finish(self) -> None:
         """Gather the measurements of all ranks after the last step, and end the script."""
@@ -262,16 +214,41 @@ class ProfiledSteps(StepRecorder):
         world.barrier()  # no rank ends while another needs it
         raise EndOfScript
 
+    def _enter(self, phase: Phase) -> None:
+        """Begin a phase of the training thread."""
+        self._phase = phase
+        if self._is_on:
+            self._marks.append((phase, self._clock.now()))
+        if self._annotation is not None:
+            self._annotation.__exit__(None, None, None)
+            self._annotation = None
+        if self._is_traced:
+            self._annotation = record_function(f"samestep: {phase}")
+            self._annotation.__enter__()
+
+    def _begin_user_collective(self, is_blocking: bool) -> Callable[[], None] | None:
+        return self._begin_collective() if is_blocking else None
+
+    def _begin_collective(self) -> Callable[[], None]:
+        begin = self._clock.now()
+        is_background = threading.get_ident() != self._thread
+
+        def end() -> None:
+            if self._is_on:
+                self._collectives.append(Collective(is_background, begin, self._clock.now()))
+
+        return end
+
 
 def profile_recipe(recipe: Recipe, plan: Plan) -> Measurements | None:
     """Train the steps of the plan on this rank; return None if a stop was requested."""
-    steps = ProfiledSteps(plan)
+    recorder = StepRecorder(plan)
     with start_world(recipe, plan.options) as world, suppress(EndOfScript):
         built = build(recipe, plan.options, world)
-        steps.begin_world(world)
+        recorder.begin(world)
         for batch in endless(built.train):
             built.driver.step(batch)
-    return steps.measurements
+    return recorder.measurements
 
 
 def profile_script(script: Script, plan: Plan) -> Measurements | None:
@@ -281,17 +258,17 @@ def profile_script(script: Script, plan: Plan) -> Measurements | None:
         InputError: the script makes fewer steps.
     """
     rank, _ = rank_and_size()
-    steps = ProfiledSteps(plan)
+    recorder = StepRecorder(plan)
     assert plan.scratch is not None
     begin_experiment(plan.scratch)
-    process_state.on_world.append(steps.begin_world)
+    process_state.on_world.append(recorder.begin)
     run_logged(script.path, script.arguments, plan.folder / f"output-{rank}.log")
-    if steps.measurements is None and not steps.is_stopped:
+    if recorder.measurements is None and not recorder.is_stopped:
         raise InputError(
-            f"{script.path.name} made {steps.steps} of {plan.steps} steps of an optimizer",
+            f"{script.path.name} made {recorder.steps} of {plan.steps} steps of an optimizer",
             expected="a script that trains with samestep.parallel, for at least so many steps",
             fix="train for more epochs, or reduce --active; for other scripts, torch.profiler "
             "works under samestep run",
             code="E_SCRIPT",
         )
-    return steps.measurements
+    return recorder.measurements

@@ -49,7 +49,9 @@ def parse_number(value: object) -> float | None:
 def parse_finite(value: object) -> float | None:
     """Return a finite number; None for any other value."""
     number = parse_number(value)
-    return number if number is not None and abs(number) < float("inf") else None
+    if number is not None and abs(number) < float("inf"):
+        return number
+    return None
 
 
 def parse_count(value: object) -> int | None:
@@ -69,7 +71,9 @@ def _cleaned(value: Any) -> Any:
         return printable(value.replace("\n", " "))
     if isinstance(value, dict):
         return {_cleaned(name): _cleaned(item) for name, item in value.items()}
-    return [_cleaned(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_cleaned(item) for item in value]
+    return value
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
@@ -326,7 +330,6 @@ def read_run(folder: Path, name: str) -> Run:
                 fix="check the path",
                 code="E_NOT_A_RUN",
             )
-        recipe = {} if is_loop else dict(read_yaml(path))
         events = EventLog(folder / "events.jsonl")
         ranks = read_ranks(folder / "ranks")
         starts: list[dict[str, Any]] = []
@@ -339,9 +342,9 @@ def read_run(folder: Path, name: str) -> Run:
             for file, count in logs.items()
             if count
         ]
-        if is_loop:
-            recipe = events.config
-            text = to_json(recipe)
-        else:
+        recipe = events.config
+        text = to_json(recipe)
+        if not is_loop:
+            recipe = dict(read_yaml(path))
             text = path.read_text(encoding="utf-8")
     return Run(folder, name, recipe, text, starts, events, ranks, remarks)

@@ -70,7 +70,9 @@ def read_status(run: Path) -> RunStatus | None:
         is_loop = (run / LOOP).exists()
         if not is_loop and not (run / "recipe.yaml").exists():
             return None
-        epochs = None if is_loop else parse_count(read_yaml(run / "recipe.yaml").get("epochs"))
+        epochs = None
+        if not is_loop:
+            epochs = parse_count(read_yaml(run / "recipe.yaml").get("epochs"))
         lock = is_locked(run)  # before the events: a run logs its end while it holds the lock
         last_step, end, failure = _last_events(run / "events.jsonl")
         start: dict[str, Any] = {}
@@ -85,14 +87,20 @@ def read_status(run: Path) -> RunStatus | None:
     elif end is None and not start and not any(row.line for row in rows):
         state = "starting"
     epochs = epochs or parse_count(last_step.get("epochs"))
+    epoch = 0
+    if "epoch" in last_step:
+        epoch = 1 + (parse_count(last_step["epoch"]) or 0)
+    loss = last_step.get("loss")
+    if parse_number(loss) is None:
+        loss = None
     steps = (epochs or 0) * (parse_count(last_step.get("steps_in_epoch")) or 0)
     return RunStatus(
         state=state,
-        epoch=(parse_count(last_step["epoch"]) or 0) + 1 if "epoch" in last_step else 0,
+        epoch=epoch,
         epochs=epochs,
         step=parse_count(last_step.get("step")) or 0,
         steps=steps or None,
-        loss=last_step["loss"] if parse_number(last_step.get("loss")) is not None else None,
+        loss=loss,
         ranks=rows,
         failure=failure,
     )
@@ -104,7 +112,7 @@ def _last_lines(path: Path, size: int) -> list[bytes]:
         begin = max(0, file.seek(0, 2) - size)
         file.seek(begin)
         *lines, _ = file.read(size).split(b"\n")
-        return lines[1:] if begin else lines
+        return lines[begin > 0 :]  # the first line is not complete
     return []
 
 
@@ -122,7 +130,9 @@ def _last_events(path: Path) -> tuple[dict[str, Any], State | None, dict[str, An
         if kind == "step" and parse_count(event.get("step")) is not None:
             step = event
         elif kind == "end":
-            end = "stopped" if event.get("stopped") else "ended"
+            end = "ended"
+            if event.get("stopped"):
+                end = "stopped"
         elif kind == "failure":
             end = "failed"
             failure = {name: event.get(name) for name in ("code", "text")}
@@ -150,14 +160,18 @@ def _read_rank(rank: int, path: Path, is_running: bool) -> RankRow:
     age = round(max(0.0, time.time() - path.stat().st_mtime), 1)
     if is_running and line.get("host") == socket.gethostname() and not _is_alive(line):
         return RankRow(rank, "gone", age, line)
-    return RankRow(rank, "silent" if is_running and age >= SILENT_SECONDS else "active", age, line)
+    if is_running and age >= SILENT_SECONDS:
+        return RankRow(rank, "silent", age, line)
+    return RankRow(rank, "active", age, line)
 
 
 def _is_alive(line: Mapping[str, Any]) -> bool:
     """Return whether the process that wrote a line still runs; a later one reuses its number."""
     pid = parse_count(line.get("pid"))
+    if pid is None:
+        return False
     try:
-        process = psutil.Process(-1 if pid is None else min(pid, 2**31 - 1))
+        process = psutil.Process(min(pid, 2**31 - 1))
         is_same = process.create_time() <= line["time"] + _START_SECONDS
         return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.AccessDenied:

@@ -1,19 +1,23 @@
 """Tests of the recorded phases and collectives of a step."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from helpers.models import Perceptron, seeded
+from samestep.config import RunOptions
 from samestep.distributed.world import World
+from samestep.tools.profile import Plan
 from samestep.tools.profile_worker import StepRecorder
 
 
 @pytest.fixture
-def recorder() -> Iterator[StepRecorder]:
-    recorder = StepRecorder()
+def recorder(alone: World) -> Iterator[StepRecorder]:
+    plan = Plan(warmup=0, active=9, traced=0, folder=Path(), options=RunOptions())
+    recorder = StepRecorder(plan)
     yield recorder
     recorder.close()
 
@@ -35,9 +39,7 @@ def train(steps: int, *, collective: bool = False) -> torch.nn.Module:
 
 
 def test_phases_of_a_step_are_recorded(alone: World, recorder: StepRecorder) -> None:
-    recorder.bind(alone)
-    recorder.is_on = True
-    recorder.begin()
+    recorder.begin(alone)
     train(1)
     phases = recorder.phases()
     assert all(phases[phase] > 0 for phase in ("data", "forward", "backward", "optimizer"))
@@ -45,9 +47,7 @@ def test_phases_of_a_step_are_recorded(alone: World, recorder: StepRecorder) -> 
 
 
 def test_collectives_of_user_code_are_communication(alone: World, recorder: StepRecorder) -> None:
-    recorder.bind(alone)
-    recorder.is_on = True
-    recorder.begin()
+    recorder.begin(alone)
     train(1, collective=True)
     assert recorder.phases()["communication"] > 0
     backward = torch.autograd.backward
@@ -62,7 +62,5 @@ def test_recording_does_not_change_weights(alone: World, recorder: StepRecorder)
         return [parameter.detach().numpy().tobytes() for parameter in train(3).parameters()]
 
     expected = weights()
-    recorder.bind(alone)
-    recorder.is_on = True
-    recorder.begin()
+    recorder.begin(alone)
     assert weights() == expected

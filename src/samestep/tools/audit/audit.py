@@ -70,8 +70,9 @@ def run_observed(
     programs = variables.get("PATH", os.defpath)
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{programs}"
     variables[_VARIABLE] = str(folder)
+    stdout = sys.stderr if quiet else None
     try:
-        code = _run(command, variables, stdout=sys.stderr if quiet else None)
+        code = _run(command, variables, stdout)
     except OSError as error:
         raise InputError(
             f"{command[0]} cannot be started: {error.strerror}",

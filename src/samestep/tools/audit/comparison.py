@@ -231,8 +231,14 @@ def _gradient_cause(
 
 def _ends(reference: Trace, other: Trace) -> Iterator[Difference]:
     runs = f"{{}} on {reference.processes}, {{}} on {other.processes}"
-    counts = [_evaluation_counts(trace.world) for trace in (reference, other)]
-    for (step, ours), (_, theirs) in zip(*counts, strict=False):
+    # Reductions of the samples of an evaluation, each of all ranks.
+    counts = (
+        zip(*trace.world.events("count").values(), strict=False) for trace in (reference, other)
+    )
+    for one, many in zip(*counts, strict=False):
+        step = one[0]["step"]
+        ours = sum(event["samples"] for event in one)
+        theirs = sum(event["samples"] for event in many)
         if ours != theirs:
             text = runs.format(f"{ours:,} samples", f"{theirs:,}")
             yield Difference("evaluation", step, Cause.EVALUATION.value, [text])
@@ -241,15 +247,6 @@ def _ends(reference: Trace, other: Trace) -> Iterator[Difference]:
         text = runs.format(reference.steps, other.steps)
         step = min(reference.steps, other.steps)
         yield Difference("number of steps", step, Cause.LAST_BATCH.value, [text])
-
-
-def _evaluation_counts(world: World) -> list[tuple[int, int]]:
-    """Return step and total of each reduction of the samples of an evaluation."""
-    ranks = world.events("count").values()
-    return [
-        (events[0]["step"], sum(event["samples"] for event in events))
-        for events in zip(*ranks, strict=False)
-    ]
 
 
 # --- commands -----------------------------------------------------------------------------------

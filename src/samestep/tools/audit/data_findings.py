@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from samestep.tools.audit.step_findings import Finding, reduces_gradients
-from samestep.tools.audit.worlds import Event, Pass, World, matching_passes, passes
+from samestep.tools.audit.worlds import Pass, World, matching_passes, passes
 from samestep.units import plural
 
 _MIN_ORDER = 16  # samples; a shorter order repeats by chance
@@ -88,15 +88,14 @@ def _is_same_data(group: Group) -> bool:
             for leaf, hashes in enumerate(batch["hashes"]):
                 for sample, value in zip(batch["samples"], hashes, strict=True):
                     contents[leaf][sample].add((rank, value))
-    return any(_identifies_samples(values) for values in contents.values())
-
-
-def _identifies_samples(contents: dict[int, set[tuple[int, int]]]) -> bool:
-    """Whether a tensor differs between samples, and is the same for a sample on several ranks."""
-    values = [{value for _, value in pairs} for pairs in contents.values()]
-    shared = sum(len({rank for rank, _ in pairs}) > 1 for pairs in contents.values())
-    is_constant = all(len(hashes) == 1 for hashes in values)
-    return is_constant and shared >= _UNIQUE and len(set().union(*values)) == len(values)
+    for samples in contents.values():
+        # Whether the tensor differs between samples, and is the same for one on several ranks.
+        values = [{value for _, value in pairs} for pairs in samples.values()]
+        shared = sum(len({rank for rank, _ in pairs}) > 1 for pairs in samples.values())
+        is_unique = len(set().union(*values)) == len(values)
+        if is_unique and shared >= _UNIQUE and all(len(hashes) == 1 for hashes in values):
+            return True
+    return False
 
 
 def _evaluation(world: World, group: Group) -> Iterator[Finding]:
@@ -174,7 +173,16 @@ def _equal_augmentation(world: World) -> Iterator[Finding]:
 
 
 def _equal_dropout(world: World) -> Iterator[Finding]:
-    calls = [_dropouts(world.ranks[rank]) for rank in range(world.size)]
+    calls: list[dict[tuple[Any, ...], tuple[list[int], str]]] = []  # samples and line, by rank
+    for rank in range(world.size):
+        samples: list[int] = []
+        calls.append({})
+        for event in world.ranks[rank]:
+            if event["kind"] == "batch":
+                samples = event["samples"]
+            elif event["kind"] == "dropout":
+                key = (event["step"], event["call"], *event["shape"], event["state"])
+                calls[rank][key] = (samples, event["line"])
     for rank in range(1, world.size):
         equal = [
             line
@@ -185,19 +193,6 @@ def _equal_dropout(world: World) -> Iterator[Finding]:
             text = f"ranks 0 and {rank} make {len(equal)} calls of dropout with equal masks for"
             yield Finding("equal-random-draws", f"{text} different samples", equal[0])
             return
-
-
-def _dropouts(events: list[Event]) -> dict[tuple[Any, ...], tuple[list[int], str]]:
-    """Return the samples and the line of each call of dropout, by step, call, shape and state."""
-    samples: list[int] = []
-    result = {}
-    for event in events:
-        if event["kind"] == "batch":
-            samples = event["samples"]
-        elif event["kind"] == "dropout":
-            key = (event["step"], event["call"], *event["shape"], event["state"])
-            result[key] = (samples, event["line"])
-    return result
 
 
 def _are_disjoint(first: list[int], second: list[int]) -> bool:
@@ -241,25 +236,17 @@ def checkpoint_findings(world: World, others: Iterable[World]) -> Iterator[Findi
     if not line or not trained:
         return
     first = trained[0]
-    for other in others:
-        for name, done, before in _saved_within_epoch(other, keys):
-            names = ("dataset", "samples", "length")
-            is_same_epoch = all(before.info[key] == first.info[key] for key in names)
+    epoch = [first.info[key] for key in ("dataset", "samples", "length")]
+    for events in (events for other in others for events in other.ranks.values()):
+        numbered = {one.info["number"]: one.info for one in passes(events) if one.trains}
+        saved = (one for one in events if one["kind"] == "saved" and one["key"] in keys)
+        for event, (number, done) in ((one, at) for one in saved for at in one["positions"]):
+            info = numbered.get(number, {})
+            if [info.get(key) for key in ("dataset", "samples", "length")] != epoch:
+                continue
             # Steps follow the first batches: a loop can skip them.
-            begins = len(first.batches) > done
-            if is_same_epoch and begins and first.batches[done]["step"] > first.info["step"]:
-                text = f"{name} is saved after {done} of {before.info['length']} batches of an"
+            if len(first.batches) > done and first.batches[done]["step"] > first.info["step"]:
+                text = f"{event['name']} is saved after {done} of {info['length']} batches of an"
                 text = f"{text} epoch; the run that loads it begins with the first batch"
                 yield Finding("lost-position", text, line)
                 return
-
-
-def _saved_within_epoch(world: World, keys: list[list[int]]) -> Iterator[tuple[str, int, Pass]]:
-    """Yield each loaded file with the number of batches before its save, and their pass."""
-    for events in world.ranks.values():
-        numbered = {one.info["number"]: one for one in passes(events) if one.trains}
-        for event in events:
-            if event["kind"] == "saved" and event["key"] in keys:
-                for number, done in event["positions"]:
-                    if number in numbered:
-                        yield event["name"], done, numbered[number]

@@ -200,18 +200,24 @@ class FileObserver:
             self._paths.add(name)
             self._session.emit("file", path=name, line=line)
 
-    def saved(self, file: Any) -> None:
+    def saves(self, obj: Any, f: Any, *_: Any, **__: Any) -> None:
+        """Write the path of a checkpoint, which torch writes without Python's `open`."""
+        if isinstance(f, str | os.PathLike):
+            self.written(f)
+
+    def saved(self, _: None, obj: Any, f: Any, *__: Any, **___: Any) -> None:
         """Write the positions of unfinished passes at a save."""
         positions = self._session.positions()
-        if positions:
-            name = os.fsdecode(file)
-            self._session.emit("saved", key=_key(file), name=name, positions=positions)
+        if positions and isinstance(f, str | os.PathLike):
+            name = os.fsdecode(f)
+            self._session.emit("saved", key=_key(f), name=name, positions=positions)
 
-    def loaded(self, file: Any) -> None:
+    def loaded(self, _: Any, f: Any, *__: Any, **___: Any) -> None:
         """Write that a file is loaded."""
-        self._session.emit("loaded", key=_key(file))
+        if isinstance(f, str | os.PathLike):
+            self._session.emit("loaded", key=_key(f))
 
-    def state_loaded(self) -> None:
+    def state_loaded(self, *_: Any, **__: Any) -> None:
         """Write that an optimizer loads its state."""
         self._session.emit("optimizer_loaded", line=user_line())
 
@@ -223,46 +229,15 @@ def _key(file: Any) -> list[int]:
 
 
 def observe_files(session: Session) -> None:
-    """Observe opened files, checkpoints, and optimizers that load a state.
-
-    Torch writes checkpoints without Python's `open`.
-    """
+    """Observe opened files, checkpoints, and optimizers that load a state."""
     observer = FileObserver(session)
     opened = session.guarded(observer.opened)
-    written = session.guarded(observer.written)
-    saved = session.guarded(observer.saved)
-    loaded = session.guarded(observer.loaded)
-    state_loaded = session.guarded(observer.state_loaded)
-    patched: Any = torch
-    optimizer: Any = Optimizer
-    save = torch.save
-    load = torch.load
-    load_state = optimizer.load_state_dict
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and len(arguments) == 3 and isinstance(arguments[2], int):
             opened(arguments[0], arguments[2])
 
-    def observed_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        is_path = isinstance(f, str | os.PathLike)
-        if is_path:
-            written(f)
-        result = save(obj, f, *args, **kwargs)
-        if is_path:
-            saved(f)
-        return result
-
-    def observed_load(f: Any, *args: Any, **kwargs: Any) -> Any:
-        result = load(f, *args, **kwargs)
-        if isinstance(f, str | os.PathLike):
-            loaded(f)
-        return result
-
-    def observed_load_state(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state_loaded()
-        return load_state(self, *args, **kwargs)
-
     sys.addaudithook(hook)
-    patched.save = observed_save
-    patched.load = observed_load
-    optimizer.load_state_dict = observed_load_state
+    session.observe(torch, "save", before=observer.saves, after=observer.saved)
+    session.observe(torch, "load", after=observer.loaded)
+    session.observe(Optimizer, "load_state_dict", before=observer.state_loaded)

@@ -117,19 +117,16 @@ class _TorchFinder:
             def load_and_observe(module: ModuleType) -> None:
                 sys.meta_path.remove(self)
                 load(module)
-                self._install_observers()
+                # Here, since these modules import torch.
+                from samestep.tools.audit.functions import observe_files, observe_functions
+                from samestep.tools.audit.loaders import observe_loaders
+                from samestep.tools.audit.session import Session
+                from samestep.tools.audit.steps import observe_steps
+
+                session = Session(self._writer, self._steps, self._without)
+                observe_loaders(session, before_pass=observe_steps(session))
+                observe_functions(session)
+                observe_files(session)
 
             spec.loader.exec_module = load_and_observe  # type: ignore[method-assign]
         return spec
-
-    def _install_observers(self) -> None:
-        # Here, since these modules import torch.
-        from samestep.tools.audit.functions import observe_files, observe_functions
-        from samestep.tools.audit.loaders import observe_loaders
-        from samestep.tools.audit.session import Session
-        from samestep.tools.audit.steps import observe_steps
-
-        session = Session(self._writer, self._steps, self._without)
-        observe_loaders(session, before_pass=observe_steps(session))
-        observe_functions(session)
-        observe_files(session)

@@ -73,7 +73,7 @@ class LoadingObserver:
         self._fetches = 0
         self._states: dict[str, int] = {}  # of generators before a fetch
 
-    def begin(self, iterator: Any, loader: Any) -> None:
+    def begin(self, _: None, iterator: Any, loader: Any) -> None:
         """Write the dataset, the sampler and the line of a new pass."""
         self._before_pass()
         dataset = iterator._dataset
@@ -94,7 +94,11 @@ class LoadingObserver:
         while hasattr(batch_sampler, "batch_sampler"):
             batch_sampler = batch_sampler.batch_sampler
         sampler = getattr(batch_sampler, "sampler", loader.sampler)
-        root, _ = _root(dataset, [])
+        root = dataset
+        subset = 0  # hash of the positions of all subsets
+        while type(root) is Subset:
+            subset = zlib.crc32(repr([int(i) for i in root.indices]).encode(), subset)
+            root = root.dataset
         # Lightning divides the indices of a sampler among ranks, as those of a dataset.
         drawing = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
         # The ranks for which a sampler, or accelerate's batch sampler, divides the samples.
@@ -106,7 +110,7 @@ class LoadingObserver:
             dataset=type(root).__name__,
             samples=len(dataset),
             length=length,
-            subset=_subset_hash(dataset),
+            subset=subset,
             fingerprint=_fingerprint(root),
             sampler=type(sampler).__name__,
             replacement=bool(getattr(drawing, "replacement", False)),
@@ -118,7 +122,12 @@ class LoadingObserver:
             line=user_line(),
         )
 
-    def drawn(self, iterator: Any, index: Any) -> None:
+    def resets(self, _: None, iterator: Any, loader: Any, first_iter: bool = False) -> None:
+        """Begin a pass of an iterator with persistent workers after the first one."""
+        if not first_iter:
+            self.begin(None, iterator, loader)
+
+    def drawn(self, index: Any, iterator: Any) -> None:
         """Store a batch of indices until its data are yielded."""
         current = self._passes.get(iterator)
         if current is not None:
@@ -129,13 +138,16 @@ class LoadingObserver:
         current = self._passes.get(iterator)
         if current is None:
             return
-        positions = sample_numbers(current.pending.popleft())
-        if positions is None:
+        samples = sample_numbers(current.pending.popleft())
+        if samples is None:
             del self._passes[iterator]
             return
         current.batches += 1
-        current.samples += len(positions)
-        _, samples = _root(iterator._dataset, positions)
+        current.samples += len(samples)
+        dataset = iterator._dataset
+        while type(dataset) is Subset:
+            samples = [int(dataset.indices[i]) for i in samples]
+            dataset = dataset.dataset
         hashes = _row_hashes(data, len(samples)) if current.batches <= _HASHED_BATCHES else []
         self._session.emit("batch", number=current.number, samples=samples, hashes=hashes)
         if current.batches == current.length:
@@ -153,10 +165,16 @@ class LoadingObserver:
         latest = self._latest.values()
         return [[one.number, one.batches] for one in latest if 0 < one.batches < (one.length or 0)]
 
-    def counted(self, tensor: Any, operation: Any) -> None:
+    def reduces(
+        self, tensor: Any, dst: Any = None, op: Any = dist.ReduceOp.SUM, *_: Any, **__: Any
+    ) -> None:
+        """Write that an evaluation reduces the number of samples of its pass to one rank."""
+        self.all_reduces(tensor, op)
+
+    def all_reduces(self, tensor: Any, op: Any = dist.ReduceOp.SUM, *_: Any, **__: Any) -> None:
         """Write that an evaluation reduces the number of samples of its pass."""
         current = self._last_ended
-        is_sum = operation == dist.ReduceOp.SUM
+        is_sum = op == dist.ReduceOp.SUM
         if current is None or not is_sum or current.step != self._session.steps:
             return
         if not isinstance(tensor, torch.Tensor) or tensor.is_complex():
@@ -169,12 +187,12 @@ class LoadingObserver:
             at = values.index(current.samples)
             self._session.emit("count", **facts, at=at, line=user_line())
 
-    def begins_fetch(self) -> None:
+    def begins_fetch(self, *_: Any) -> None:
         """Store the states of the generators before a batch, in loader workers too."""
         self._fetches += 1
         self._states = _generator_states() if self._fetches <= _FETCHES else {}
 
-    def ends_fetch(self, index: Any) -> None:
+    def ends_fetch(self, _: Any, fetcher: Any, index: Any) -> None:
         """Write the states of the generators that a batch used."""
         before = self._states
         self._states = {}
@@ -191,33 +209,10 @@ def observe_loaders(session: Session, before_pass: Callable[[], None]) -> None:
     """Observe the iterators and fetches of all loaders, and the reductions of counts."""
     observer = LoadingObserver(session, before_pass)
     session.positions = observer.positions
-    begin = session.guarded(observer.begin)
-    drawn = session.guarded(observer.drawn)
     yielded = session.guarded(observer.yielded)
     ended = session.guarded(observer.ended)
-    begins_fetch = session.guarded(observer.begins_fetch)
-    ends_fetch = session.guarded(observer.ends_fetch)
     base: Any = torch_dataloader._BaseDataLoaderIter
-    fetcher: Any = torch_fetch._MapDatasetFetcher
-    init = base.__init__
-    reset = base._reset
-    next_index = base._next_index
     next_batch = base.__next__
-    fetch = fetcher.fetch
-
-    def observed_init(self: Any, loader: Any) -> None:
-        init(self, loader)
-        begin(self, loader)
-
-    def observed_reset(self: Any, loader: Any, first_iter: bool = False) -> None:
-        reset(self, loader, first_iter)
-        if not first_iter:  # an iterator with persistent workers begins a new pass
-            begin(self, loader)
-
-    def observed_next_index(self: Any) -> Any:
-        index = next_index(self)
-        drawn(self, index)
-        return index
 
     def observed_next(self: Any) -> Any:
         try:
@@ -228,41 +223,15 @@ def observe_loaders(session: Session, before_pass: Callable[[], None]) -> None:
         yielded(self, data)
         return data
 
-    def observed_fetch(self: Any, index: Any) -> Any:
-        begins_fetch()
-        data = fetch(self, index)
-        ends_fetch(index)
-        return data
-
-    base.__init__ = observed_init
-    base._reset = observed_reset
-    base._next_index = observed_next_index
     base.__next__ = observed_next
-    fetcher.fetch = observed_fetch
-    if dist.is_available():
-        _observe_counts(session.guarded(observer.counted))
-
-
-def _observe_counts(counted: Callable[..., None]) -> None:
-    all_reduce = dist.all_reduce
-    reduce = dist.reduce
-
-    def observed_all_reduce(
-        tensor: Any, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any
-    ) -> Any:
-        counted(tensor, op)
-        return all_reduce(tensor, op, *args, **kwargs)
-
-    def observed_reduce(
-        tensor: Any, dst: Any = None, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any
-    ) -> Any:
-        counted(tensor, op)
-        return reduce(tensor, dst, op, *args, **kwargs)
-
+    session.observe(base, "__init__", after=observer.begin)
+    session.observe(base, "_reset", after=observer.resets)
+    session.observe(base, "_next_index", after=observer.drawn)
+    fetcher = torch_fetch._MapDatasetFetcher
+    session.observe(fetcher, "fetch", before=observer.begins_fetch, after=observer.ends_fetch)
     for module in (dist, distributed_c10d):
-        patched: Any = module
-        patched.all_reduce = observed_all_reduce
-        patched.reduce = observed_reduce
+        session.observe(module, "all_reduce", before=observer.all_reduces)
+        session.observe(module, "reduce", before=observer.reduces)
 
 
 def _is_complete(loader: DataLoader[Any], sampler: Any, samples: int) -> bool:
@@ -278,23 +247,6 @@ def _is_complete(loader: DataLoader[Any], sampler: Any, samples: int) -> bool:
         # Around another sampler, as of Lightning, it has the length of that sampler.
         return len(sampler.dataset) == samples  # type: ignore[arg-type]
     return isinstance(sampler, SequentialSampler)
-
-
-def _root(dataset: Any, positions: list[int]) -> tuple[Any, list[int]]:
-    """Return the dataset below all subsets, and positions in it."""
-    while type(dataset) is Subset:
-        positions = [int(dataset.indices[i]) for i in positions]
-        dataset = dataset.dataset
-    return dataset, positions
-
-
-def _subset_hash(dataset: Any) -> int:
-    """Return a hash of the positions of the subsets around a dataset, 0 for none."""
-    result = 0
-    while type(dataset) is Subset:
-        result = zlib.crc32(repr([int(i) for i in dataset.indices]).encode(), result)
-        dataset = dataset.dataset
-    return result
 
 
 def _fingerprint(dataset: Any) -> int | None:

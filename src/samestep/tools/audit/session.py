@@ -18,6 +18,10 @@ from samestep.tools.audit.hooks import EventWriter
 _INTERVAL = 50  # steps between observations after the first ones
 
 
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
 class Session:
     """Shared state of the observers; each of them replaces a few functions of torch.
 
@@ -45,7 +49,7 @@ class Session:
 
     def emit(self, kind: str, **values: Any) -> None:
         """Write an event with the number of steps, and the world if it is new."""
-        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        group = dist.group.WORLD if dist.is_initialized() else None
         if group is not None and group is not self._group:
             self._group = group
             # The first rank writes the name of the world to the store of its process group.
@@ -67,6 +71,27 @@ class Session:
                     self._report(observe.__qualname__, error)
 
         return call
+
+    def observe(
+        self,
+        owner: Any,
+        name: str,
+        *,
+        before: Callable[..., None] = _ignore,
+        after: Callable[..., None] = _ignore,
+    ) -> None:
+        """Replace a function by one that also calls `before(*args)` and `after(result, *args)`."""
+        original = getattr(owner, name)
+        begin = self.guarded(before)
+        end = self.guarded(after)
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            begin(*args, **kwargs)
+            result = original(*args, **kwargs)
+            end(result, *args, **kwargs)
+            return result
+
+        setattr(owner, name, observed)
 
     def _report(self, name: str, error: Exception) -> None:
         try:

@@ -249,7 +249,13 @@ def _losses(world: World, updates: list[Update]) -> Iterator[Finding]:
     ]
     if 2 * len(steps) < len(calls):  # several losses per batch; fewer at the end of an epoch
         return
-    unequal = [events for events in steps if _are_means_of_means(events)]
+    unequal = []  # with equal weights in the gradient
+    for events in steps:
+        sizes = [event["count"] for event in events]
+        scales = [event["scale"] for event in events]
+        is_equal = min(scales) > 0 and max(scales) - min(scales) <= _TOLERANCE * max(scales)
+        if is_equal and min(sizes) > 0 and max(sizes) >= _COUNT_RATIO * min(sizes):
+            unequal.append(events)
     if len(unequal) >= _MIN_UPDATES and 2 * len(unequal) >= len(steps):
         counts = [event["count"] for event in unequal[0]]
         first = unequal[0][0]
@@ -259,15 +265,8 @@ def _losses(world: World, updates: list[Update]) -> Iterator[Finding]:
         yield Finding("loss-normalisation", text, first["line"])
 
 
-def _are_means_of_means(events: list[Event]) -> bool:
-    counts = [event["count"] for event in events]
-    scales = [event["scale"] for event in events]
-    is_equal = min(scales) > 0 and max(scales) - min(scales) <= _TOLERANCE * max(scales)
-    return bool(is_equal and min(counts) > 0 and max(counts) >= _COUNT_RATIO * min(counts))
-
-
 def batches_per_update(world: World) -> float:
     """Return the usual number of batches of training between two optimizer steps."""
     trained = [one for one in passes(world.ranks[0]) if one.trains]
     steps = Counter(batch["step"] for one in trained for batch in one.batches)
-    return median(steps.values()) if steps else 0
+    return median(steps.values() or [0])

@@ -109,7 +109,7 @@ class StepObserver:
             Finalize(None, session.guarded(self._write_end), exitpriority=_FINALIZE_PRIORITY)
         session.steps += 1
 
-    def schedules(self, scheduler: LRScheduler) -> None:
+    def schedules(self, scheduler: LRScheduler, *_: Any, **__: Any) -> None:
         """Count a step of a scheduler."""
         schedules = self._schedules.setdefault(scheduler.optimizer, {})
         if id(scheduler) not in schedules:
@@ -121,7 +121,7 @@ class StepObserver:
         schedule.since_update += 1
         schedule.line = schedule.line or user_line()
 
-    def replicates(self, model: DistributedDataParallel) -> None:
+    def replicates(self, _: None, model: DistributedDataParallel, *__: Any, **___: Any) -> None:
         """Store the parameters with gradients that `DistributedDataParallel` reduces."""
         if model.process_group.size() != torch.distributed.get_world_size():
             return
@@ -142,17 +142,16 @@ class StepObserver:
             def observe(module: torch.nn.Module, _: Any, handles: list[Any] = handles) -> None:
                 # A hook that stays would be part of a saved or copied module.
                 handles.pop().remove()
-                self._observe_buffers(module)
+                if module.training:
+                    return
+                self._evaluations += 1
+                named = module.named_buffers()
+                buffers = [(name, one) for name, one in named if one.is_floating_point()]
+                [values] = _summaries(_first_values(dict(buffers[:_FIRST_TENSORS])))
+                facts = {"number": self._evaluations, "buffers": values}
+                self._session.emit("evaluation", **facts, line=user_line())
 
             handles.append(module.register_forward_pre_hook(observe))
-
-    def _observe_buffers(self, module: torch.nn.Module) -> None:
-        if module.training:
-            return
-        self._evaluations += 1
-        buffers = [(name, one) for name, one in module.named_buffers() if one.is_floating_point()]
-        [values] = _summaries(_first_values(dict(buffers[:_FIRST_TENSORS])))
-        self._session.emit("evaluation", number=self._evaluations, buffers=values, line=user_line())
 
     def _parameters(self, optimizer: Optimizer, step: int, count: int) -> dict[str, Any]:
         """Return first values of some parameters; each step selects others."""
@@ -208,25 +207,10 @@ def observe_steps(session: Session) -> Callable[..., None]:
     observer = StepObserver(session)
     begins = session.guarded(observer.begins)
     ends = session.guarded(observer.ends)
-    schedules = session.guarded(observer.schedules)
-    replicates = session.guarded(observer.replicates)
     register_optimizer_step_pre_hook(lambda optimizer, *_: begins(optimizer))
     register_optimizer_step_post_hook(lambda optimizer, *_: ends(optimizer))
-    scheduler: Any = LRScheduler
-    replica: Any = DistributedDataParallel
-    step = scheduler.step
-    init = replica.__init__
-
-    def observed_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        schedules(self)
-        return step(self, *args, **kwargs)
-
-    def observed_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        replicates(self)
-
-    scheduler.step = observed_step
-    replica.__init__ = observed_init
+    session.observe(LRScheduler, "step", before=observer.schedules)
+    session.observe(DistributedDataParallel, "__init__", after=observer.replicates)
     return session.guarded(observer.evaluates)
 
 
