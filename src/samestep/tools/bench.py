@@ -131,13 +131,8 @@ def contenders(
 ) -> tuple[list[Contender], list[Absent]]:
     """Return the variants, one device first as the baseline, and those that cannot run.
 
-    Args:
-        recipe: recipe of all variants.
-        devices: numbers of devices.
-        strategies: additional strategies.
-        available: number of devices; None if ranks can share a device, as on a CPU.
-        ways: names of the variants, some of `WAYS`.
-        accumulate: numbers of parts of a batch, each a variant.
+    With None available devices, ranks can share a device, as on a CPU. `accumulate` has numbers of
+    parts of a batch, each a variant.
     """
     selected = {None, *ways}
     if "accumulate" in ways and 1 in accumulate:
@@ -212,14 +207,8 @@ def compare(
 
     Every round contains all variants, those with equally many ranks in the same processes: a
     machine that becomes slower affects all variants alike. A request to stop ends the comparison
-    with the results so far.
-
-    Args:
-        contenders: variants; the first is the baseline.
-        absent: variants that cannot run.
-        plan: rounds, steps and epochs.
-        report: receives progress messages.
-        save: receives the results so far after each variant and each round.
+    with the results so far, which `save` receives after each variant and each round. The first
+    variant is the baseline. `report` receives messages.
 
     Raises:
         RankError: the first variant failed.
@@ -388,17 +377,10 @@ def compare_workers(
     plan: Plan,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Time the recipe with each number of loader processes on each number of devices.
+    """Time the recipe with each number of loader processes of a rank on each number of devices.
 
-    Args:
-        recipe: recipe of all trials, which no number of loader processes changes.
-        counts: loader processes of a rank; the first is the baseline.
-        devices: numbers of ranks.
-        plan: rounds and steps.
-        report: receives progress messages.
-
-    Returns:
-        Plain data; the fastest number is the smallest one that is about as fast as the fastest.
+    The first number is the baseline, and the fastest the smallest one that is about as fast as the
+    fastest.
 
     Raises:
         RankError: a rank failed, such as one without memory for its loader processes.

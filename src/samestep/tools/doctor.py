@@ -126,15 +126,7 @@ class Plan:
 def check_machine(
     plan: Plan, nvidia: Nvidia, runs: Path, *, quick: bool, preload: Sequence[str]
 ) -> Iterator[Finding]:
-    """Run all checks.
-
-    Args:
-        plan: planned run, with which memory and limits are compared.
-        nvidia: result of `read_nvidia`.
-        runs: runs folder.
-        quick: skip the self-test, so that torch is not imported.
-        preload: modules that the fork server imports.
-    """
+    """Run all checks; `quick` skips the self-test, so that torch is not imported."""
     variables = relevant_variables()
     devices = None
     self_test = Finding("self-test", "info", "skipped")

@@ -147,18 +147,9 @@ def _relative_difference(outputs: Any, others: Any) -> float:
 
 
 def write_repository(run: Path, which: str, certificate: Path | None, out: Path) -> dict[str, Any]:
-    """Write weights, recipe, certificate and model card into the empty folder `out`.
+    """Write weights, recipe, certificate and model card of the checkpoint `which` into `out`.
 
-    No code of the recipe is executed.
-
-    Args:
-        run: directory of the run.
-        which: checkpoint, such as `last` or `best`.
-        certificate: file of a certificate, or None.
-        out: the folder.
-
-    Returns:
-        Step, metrics and SHA-256.
+    Return step, metrics and SHA-256. No code of the recipe is executed.
 
     Raises:
         InputError: there is no such run, or the certificate is not one.

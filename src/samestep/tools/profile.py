@@ -126,12 +126,9 @@ class Measurements:
 def phase_seconds(
     marks: Sequence[tuple[Phase, float]], collectives: Sequence[Collective]
 ) -> PhaseSeconds:
-    """Return the seconds of phases. Exposed communication counts only as communication.
+    """Return the seconds of phases of a step; exposed communication is only communication.
 
-    Args:
-        marks: phases of the training thread with their begins; the last mark is the end of the
-            step.
-        collectives: collective operations of the step.
+    A mark is the begin of a phase of the training thread; the last mark is the end of the step.
     """
     segments = [(phase, (begin, end)) for (phase, begin), (_, end) in pairwise(marks)]
     # The training thread waits in these intervals.

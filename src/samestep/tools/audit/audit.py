@@ -45,17 +45,10 @@ _LINE = (
 def run_observed(
     command: Sequence[str], folder: Path, steps: int, *, quiet: bool, without: Sequence[str] = ()
 ) -> int:
-    """Run a command to its end, and write the events of its Python processes to a folder.
+    """Run a command to its end, and write the events of its Python processes to an empty folder.
 
-    Args:
-        command: program and arguments.
-        folder: an empty folder.
-        steps: number of optimizer steps that are observed one by one.
-        quiet: redirect the command's standard output to standard error.
-        without: parts of the model to turn off; see `Session`.
-
-    Returns:
-        The exit code; 128 + N after signal N.
+    Return the exit code; 128 + N after signal N. With `quiet`, the command's standard output
+    becomes standard error. For `steps` and `without` see `Session`.
 
     Raises:
         InputError: the command cannot be started, or the folder of installed packages is not

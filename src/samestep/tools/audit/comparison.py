@@ -298,15 +298,8 @@ def compare_commands(
 ) -> tuple[int, list[ProgramComparison]]:
     """Run the reference command, compare, and repeat both commands without parts of the model.
 
-    Args:
-        reference: command on the other number of processes.
-        command: the audited command.
-        observed: folder with the events of the audited command.
-        folder: folder for the events of the further runs.
-        run: runs a command.
-
-    Returns:
-        The exit code of the reference command, and a comparison for each program.
+    Return the exit code of the reference command, and a comparison for each program. The folder
+    `observed` has the events of the audited command; those of further runs are written to `folder`.
     """
     events = folder / "reference"
     events.mkdir()

@@ -27,11 +27,7 @@ _is_user: dict[str, bool] = {}  # by file
 
 
 class EventWriter:
-    """Writer of the events of this process; a forked process opens its own file.
-
-    Args:
-        folder: the folder of the audit.
-    """
+    """Writer of the events of this process; a forked process opens its own file in the folder."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

@@ -54,12 +54,7 @@ class _Pass:
 
 
 class LoadingObserver:
-    """Observer of all map-style loaders of a process.
-
-    Args:
-        session: the state of the observers.
-        before_pass: called when a loader begins a pass.
-    """
+    """Observer of all map-style loaders of a process; `before_pass` is called before each pass."""
 
     def __init__(self, session: Session, before_pass: Callable[[], None]) -> None:
         self._session = session

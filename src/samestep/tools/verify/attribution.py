@@ -69,14 +69,7 @@ _EXPERIMENTS = {
 
 
 class Attribution:
-    """Experiments on one pair of runs.
-
-    Args:
-        runner: runs the experiments.
-        reference: the first run.
-        other: the run that differs.
-        tolerance: of rounding; None for equal bits.
-    """
+    """Experiments on a run that differs from a reference; without a tolerance, in any bit."""
 
     def __init__(
         self, runner: TrialRunner, reference: Record, other: Record, tolerance: Tolerance | None
@@ -166,14 +159,18 @@ class Attribution:
             exact = self._runner.run(self._one, double=True)
             again = self._runner.repeat(exact, double=True)
             size = _largest_distance(compare(exact, again, None), repeated.step)
-            cause = Cause.KERNEL if size < _ROUNDING else Cause.MODEL_RANDOM
             # Rounding differs because the order of sums does; anything larger, random numbers.
+            cause = Cause.MODEL_RANDOM
+            if size < _ROUNDING:
+                cause = Cause.KERNEL
             return Finding(cause, repeated, (evidence, _rounding_text(size)))
         cause = _UNSEEDED_CAUSES.get(repeated.stage, Cause.UNKNOWN)
         seen = "this does not depend on the seed alone"
         if repeated.stage == "before":
-            cause = Cause.INITIAL_WEIGHTS if repeated.step <= 1 else Cause.UNSYNCHRONISED
             seen = "the state is not seeded, or changes between steps"
+            cause = Cause.UNSYNCHRONISED
+            if repeated.step <= 1:
+                cause = Cause.INITIAL_WEIGHTS
         return Finding(cause, repeated, (evidence, seen))
 
     def _check_options(self, first: Difference) -> Finding | None:
@@ -322,16 +319,17 @@ class Attribution:
             evidence = (seen, "ranks changed it after the backward")
             return Finding(Cause.UNSYNCHRONISED, first, evidence)
         size = self._float64_distance(first)
-        cause = Cause.REDUCTION if size < _ROUNDING else Cause.UNKNOWN
+        cause = Cause.UNKNOWN
+        if size < _ROUNDING:
+            cause = Cause.REDUCTION
         return Finding(cause, first, (seen, _rounding_text(size)))
 
     def _scale(self, first: Difference, seen: str) -> Finding | None:
         """Return a finding if the gradient is too long by a power of the number of processes."""
         norm, other = (note["norm"] for note in self._notes(first))
-        ratio = other / norm if norm else 1.0
         by = self._many / (self._one or 1)  # plain Python is one process
         for factor in (by, 1 / by, by**2, 1 / by**2):
-            if factor != 1 and abs(ratio / factor - 1) < _SAME_RATIO:
+            if norm and factor != 1 and abs(other / norm / factor - 1) < _SAME_RATIO:
                 evidence = (
                     f"the gradient is {factor:g} times as long: one summation over processes, or "
                     "one division by their number, too many"
@@ -416,4 +414,6 @@ def _rounding_text(size: float) -> str:
 def _largest_distance(comparison: Comparison, step: int) -> float:
     """Return the largest distance up to a step; infinity if a difference has none."""
     sizes = [d.distance for d in comparison.differences if d.step <= step and d.stage != "before"]
-    return max((float("inf") if size is None else size for size in sizes), default=0.0)
+    if None in sizes:
+        return float("inf")
+    return max((size for size in sizes if size is not None), default=0.0)

@@ -205,13 +205,8 @@ def compare(
 ) -> Comparison:
     """Compare `other` with `reference`; also the ranks of `other`, bit for bit.
 
-    Order, inputs, targets and rates have to be equal under any tolerance.
-
-    Args:
-        reference: the first trial.
-        other: the second trial.
-        tolerance: of rounding; None for equal bits.
-        texts: lines of repeated runs of the reference, by quantity; None compares none.
+    Without a tolerance, all bits have to be equal; order, inputs, targets and rates always. `texts`
+    has lines of repeated runs of the reference, by quantity; None compares none.
     """
     result = Comparison(other.label or described(other.processes))
     weights = {name for notes in reference.steps.values() for name in notes[0]["weights"]}
@@ -413,8 +408,9 @@ class _StepComparer:
 
 
 def _call_name(call: Note) -> str:
-    mode = "evaluation" if call["evaluation"] else "training"
-    return f"{call['module']} in {mode}"
+    if call["evaluation"]:
+        return f"{call['module']} in evaluation"
+    return f"{call['module']} in training"
 
 
 def _settings_detail(one: list[Any], other: list[Any]) -> str:

@@ -44,9 +44,7 @@ def apply_to_process(interventions: Interventions, folder: Path, rank: int) -> N
 class ModelInterventions:
     """Interventions in modules and optimizers.
 
-    Args:
-        interventions: the interventions.
-        accuracy: of gradients that ranks exchange, if it is below that of the weights.
+    The accuracy is that of gradients that ranks exchange, if it is below that of the weights.
     """
 
     def __init__(self, interventions: Interventions, accuracy: float) -> None:

@@ -53,14 +53,8 @@ class Observer:
 
     A note of a step has the events since the step before: batches of loaders, outermost calls of
     the modules that the script gives to `samestep.parallel`, or of all modules, losses of
-    backwards, then the gradients and the state of the optimizer.
-
-    Args:
-        trial: the trial.
-        rank: this rank.
-        size: number of ranks.
-        file: file of the notes.
-        ends_script: whether the script ends after the steps of the trial.
+    backwards, then the gradients and the state of the optimizer. With `ends_script`, the script
+    ends after the steps of the trial.
 
     Attributes:
         rank: this rank.
@@ -74,7 +68,7 @@ class Observer:
         self.rank = rank
         self._size = size
         self._file = file
-        self._most_steps = trial.steps if ends_script else None
+        self._ends_script = ends_script
         self._interventions = ModelInterventions(trial.interventions, trial.accuracy)
         self._tensors = StepTensors(trial.folder, trial.reference, keeps=rank == 0)
         self._labels: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -100,8 +94,9 @@ class Observer:
         @wraps(backward)
         def observed_backward(tensors: Any, *arguments: Any, **options: Any) -> None:
             if not self._is_inside and torch._C._current_graph_task_id() == -1:
-                roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-                self._losses += [float(root.detach()) for root in roots if root.numel() == 1]
+                for root in (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
+                    if root.numel() == 1:
+                        self._losses.append(float(root.detach()))
             backward(tensors, *arguments, **options)
 
         torch.autograd.backward = observed_backward
@@ -112,11 +107,9 @@ class Observer:
         _observe_loaders(self._add_batch)
 
     def observe_calls(self, outermost: Mapping[str, Any] | None = None) -> None:
-        """Observe calls of modules; permanent.
+        """Observe calls of the modules that the script gives to `samestep.parallel`; permanent.
 
-        Args:
-            outermost: options of division, to observe the outermost calls of all modules with
-                parameters; None for the modules that the script gives to `samestep.parallel`.
+        With options of division, the outermost calls of all modules with parameters are observed.
         """
         self._outermost = outermost
         call = nn.Module.__call__
@@ -137,16 +130,16 @@ class Observer:
 
     def end(self, kind: str, **facts: Any) -> None:
         """Note the end of the script, regular or not, with the events since the last step."""
-        view = process_state.view
-        device = torch.device("cpu") if process_state.world is None else process_state.world.device
-        name = "cpu"
-        if is_accelerator(device):
-            name = accelerator_module().get_device_name(device)
-        facts["summaries"] = [
-            {name: getattr(summary, name) for name in _SUMMARY}
-            for summary in ([] if view is None else view.modules)
-        ]
-        self._write_step(kind, step=(self._steps or 0) + 1, eps=self._eps, device=name, **facts)
+        world = process_state.world
+        device = "cpu"
+        if world is not None and is_accelerator(world.device):
+            device = accelerator_module().get_device_name(world.device)
+        summaries = []
+        if process_state.view is not None:
+            for one in process_state.view.modules:
+                summaries.append({name: getattr(one, name) for name in _SUMMARY})
+        facts |= {"eps": self._eps, "device": device, "summaries": summaries}
+        self._write_step(kind, step=(self._steps or 0) + 1, **facts)
 
     def _add_batch(self, indices: Any, data: Any, *, is_last: bool) -> None:
         """Note a batch of a loader, with hashes of its data."""
@@ -155,7 +148,9 @@ class Observer:
         self.last_event = time.monotonic()
         tensors = (leaf for _, leaf in leaves(data) if isinstance(leaf, torch.Tensor))
         first = next(tensors, None)
-        rows = len(first) if first is not None and first.dim() else 0
+        rows = 0
+        if first is not None and first.dim():
+            rows = len(first)
         batch = {
             "order": indices,
             "size": rows if indices is None else len(indices),
@@ -185,7 +180,9 @@ class Observer:
         if self._modules > 1:
             label = f"{label} {self._modules}"
         self._labels[module] = label
-        before = {} if is_unchanged else _digests(self._state())
+        before = {}
+        if not is_unchanged:
+            before = _digests(self._state())
         self.write("module", {"name": label, "options": dict(options), "before": before})
 
     def _is_own(self, module: nn.Module) -> bool:
@@ -210,10 +207,9 @@ class Observer:
             batch["evaluation"] = is_evaluation
         self._unused.clear()
         number = sum(call["evaluation"] == is_evaluation for call in self._calls)
-        key = f"{'evaluation' if is_evaluation else 'call'} {number}"
-        with self._interventions.call(
-            module, (arguments, options), self._steps or 0, number
-        ) as inputs:
+        key = f"evaluation {number}" if is_evaluation else f"call {number}"
+        step = self._steps or 0
+        with self._interventions.call(module, (arguments, options), step, number) as inputs:
             note = {"module": self._labels[module], "key": key, "evaluation": is_evaluation}
             note["arguments"] = digest_any(inputs)
             self._calls.append(note)
@@ -243,13 +239,15 @@ class Observer:
         if self._before is None:
             self._before = _digests(self._state())
             if self._steps is None:
-                killed = self._trial.killed
-                self._steps = 0 if killed is None else steps_before(killed, self._before)
+                self._steps = 0
+                if self._trial.killed is not None:
+                    self._steps = steps_before(self._trial.killed, self._before)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._begin()
         assert self._steps is not None
-        if self._most_steps is not None and self._steps >= self._most_steps:
+        is_last = self._trial.steps is not None and self._steps >= self._trial.steps
+        if self._ends_script and is_last:
             if process_state.world is not None:
                 process_state.world.barrier()  # no rank ends while another needs it
             raise EndOfScript
@@ -359,7 +357,7 @@ class Observer:
                     if name in parameters:
                         own.setdefault(name, {})[slot] = value
                 for name, slot, complete in split.full_values(parameters, own):
-                    result[f"{name}/{slot}" if slot else name] = complete
+                    result["/".join(filter(None, (name, slot)))] = complete
         return result
 
     def _observed_clipping(self, name: str, clip: Callable[..., Any]) -> Callable[..., Any]:
@@ -377,7 +375,7 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
     for path, part in module.named_modules():
         for key, buffer in part.named_buffers(recurse=False):
             if key not in part._non_persistent_buffers_set:
-                yield (f"{path}.{key}" if path else key), buffer
+                yield ".".join(filter(None, (path, key))), buffer
 
 
 def _digests(state: Mapping[str, Any]) -> dict[str, str]:
@@ -432,7 +430,9 @@ def _observe_loaders(add_batch: Callable[..., None]) -> None:
     def observed_batch(self: Any) -> Any:
         data = next_batch(self)
         asked = self.__dict__.get("_asked_indices")
-        self._read_indices = asked.popleft() if asked else None
+        self._read_indices = None
+        if asked:
+            self._read_indices = asked.popleft()
         if not isinstance(self, _OwnRowsIterator):
             add(self, data)
         return data

@@ -49,7 +49,7 @@ def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         data = dict(enumerate(data))
     if isinstance(data, Mapping):
         for key, value in data.items():
-            yield from leaves(value, f"{path}.{key}" if path else str(key))
+            yield from leaves(value, ".".join(filter(None, (path, str(key)))))
     else:
         yield path, data
 
@@ -110,11 +110,8 @@ def max_abs(tensor: torch.Tensor) -> float:
 class StepTensors:
     """Tensors of a step by kind (arguments, outputs, gradients, state, optimizer) and name.
 
-    Args:
-        folder: folder of the trial.
-        reference: folder of the trial with the tensors to measure distances from; None to write
-            tensors.
-        keeps: whether this is rank 0; the other ranks only take part in collectives.
+    They are written to the folder of the trial, or their distances from those of the trial in the
+    folder `reference` are measured. Only rank 0 `keeps` them; others take part in collectives.
     """
 
     def __init__(self, folder: Path, reference: Path | None, *, keeps: bool = True) -> None:
@@ -134,7 +131,7 @@ class StepTensors:
                     if whole.is_complex():  # safetensors has pairs of real numbers
                         whole = torch.view_as_real(whole)
                     if self._keeps:
-                        key = f"{kind}/{name}/{path}" if path else f"{kind}/{name}"
+                        key = "/".join(filter(None, (kind, name, path)))
                         self._tensors[key] = whole.cpu().contiguous().clone()
 
     def end_step(self, step: int) -> dict[str, dict[str, float]]:
@@ -154,7 +151,9 @@ class StepTensors:
             save_file(tensors, self._folder / f"{step}.safetensors")
             return {}
         file = self._reference / "tensors" / f"{step}.safetensors"
-        reference = load_file(file) if file.exists() else {}
+        reference: dict[str, torch.Tensor] = {}
+        if file.exists():
+            reference = load_file(file)
         self._find_rounded(tensors, reference)
         return self._distances(tensors, reference)
 

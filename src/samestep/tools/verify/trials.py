@@ -88,8 +88,10 @@ def read_record(folder: Path, processes: int, failure: Failure | None = None) ->
     events: list[tuple[Note, ...]] = []
     for rank in range(processes or 1):
         file = folder / f"rank-{rank}.jsonl"
-        text = file.read_text(encoding="utf-8") if file.exists() else ""
-        events.append(tuple(json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()))
+        lines = []
+        if file.exists():
+            lines = file.read_text(encoding="utf-8").split("\n")[:-1]
+        events.append(tuple(map(json.loads, lines)))
     return Record(processes, folder, tuple(events), failure)
 
 
@@ -245,13 +247,10 @@ class TrialRunner:
         """Run a trial with further `options` of `Trial`."""
         folder = self._folder / f"trial-{next(self._numbers)}"
         folder.mkdir()
-        trial = Trial(
-            **{**vars(self.conditions), "interventions": interventions},
-            folder=folder,
-            processes=processes,
-            reference=reference.folder if reference else None,
-            **options,
-        )
+        if reference is not None:
+            options["reference"] = reference.folder
+        conditions = {**vars(self.conditions), "interventions": interventions}
+        trial = Trial(**conditions, folder=folder, processes=processes, **options)
         failure = None
         try:
             run_on_ranks(

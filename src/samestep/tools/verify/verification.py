@@ -59,15 +59,8 @@ def verify(
 ) -> dict[str, Any]:
     """Run the subject on numbers of processes, compare with the first, and return a certificate.
 
-    Args:
-        subject: recipe or script.
-        processes: numbers of processes; the first is the reference.
-        conditions: settings of all trials.
-        folder: parent of a temporary folder for trials.
-        kill_at: repeat each run with a kill in this step and a resume on `resume_on` processes.
-        resume_on: number of processes after the kill.
-        preload: modules that all ranks import.
-        progress: called with a description before each run.
+    With `kill_at`, each run is repeated with a kill in this step and a resume on `resume_on`
+    processes. Trials are written below `folder`. `progress` gets a description before each run.
 
     Raises:
         RankError: the subject fails on the first number of processes.
@@ -284,15 +277,16 @@ def _conditions_data(
 
 def _comparison_data(comparison: Comparison) -> dict[str, Any]:
     first_bit = first_of(comparison.differences)
-    distances = {name: comparison.distance(key) for key, name in QUANTITIES.items()}
+    distances: dict[str, str | None] = {}
+    for key, name in QUANTITIES.items():
+        size = comparison.distance(key)
+        distances[name] = None if size is None else f"{size:.1e}"
     return {
         "processes": comparison.label,
         "holds": comparison.first is None,
         "first_difference": first_bit.location if first_bit else None,
         "quantities": {name: comparison.verdict(key) for key, name in QUANTITIES.items()},
-        "distances": {
-            name: None if size is None else f"{size:.1e}" for name, size in distances.items()
-        },
+        "distances": distances,
         "compared": {QUANTITIES[key]: number for key, number in comparison.compared.items()},
     }
 
@@ -325,7 +319,7 @@ def write_certificate(data: dict[str, Any], folder: Path) -> None:
 def summary(data: dict[str, Any]) -> str:
     """Return the result in one sentence."""
     if data["holds"]:
-        equality = "bit for bit" if data["level"] == "bits" else "within rounding"
+        equality = {"bits": "bit for bit", "rounding": "within rounding"}[data["level"]]
         return f"holds: {len(data['comparisons']) + 1} runs computed the same, {equality}"
     causes = "; ".join(finding["cause"] for finding in data["findings"])
     return f"does not hold: {causes}"

@@ -96,15 +96,14 @@ def _run_recipe(recipe: Recipe, trial: Trial) -> None:
             checkpoint = checkpoints.find("last")
             batches.cursor = load(checkpoint, driver.training).cursor
             driver.steps = int(checkpoint.resolve().name.removeprefix("step-"))
-        for _ in train(driver, batches) if driver.steps < trial.steps else ():
+        trained = train(driver, batches)
+        while driver.steps < trial.steps and next(trained, None) is not None:
             if trial.kill_at is not None:
                 progress = Progress(step=driver.steps, cursor=batches.cursor)
                 files = pack(driver.training, progress, keep=world.is_main)
                 if world.is_main:
                     checkpoints.write(progress.step, files, is_best=False)
                 world.barrier()  # the kill of the last rank must not interrupt the write
-            if driver.steps >= trial.steps:
-                break
         # The last batch of the epoch, unless the earlier steps included it.
         if batches.cursor.samples:
             last = (len(batches) - 1) * batches.batch_size
