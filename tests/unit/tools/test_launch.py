@@ -1,4 +1,4 @@
-"""Launch of a trial: a stop request during a trial ends the command, also if the trial returns a result."""
+"""Launch of a trial: a stop request ends the command, which can only be started again."""
 
 import pytest
 
@@ -13,5 +13,5 @@ def test_stopped_trial_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(launch, "run_workers", stop)
     with pytest.raises(StoppedError, match="stopped on request") as caught:
-        run_on_ranks("workers.signals", "interrupt_launch", processes=1, preload=())
+        run_on_ranks("module", "function", processes=1, preload=())
     assert caught.value.fix == "start the command again"
