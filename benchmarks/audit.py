@@ -18,7 +18,7 @@ from typing import Any
 
 from machine import Spread, describe_machine, machine_line, markdown_table, save
 
-from samestep.tools.audit.injection import install_hooks
+from samestep.tools.audit.audit import install_hooks
 
 HERE = Path(__file__).parent
 OBSERVED = 50  # steps that are observed one by one

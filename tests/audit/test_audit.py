@@ -13,7 +13,7 @@ import pytest
 from helpers.system import Done, Running, samestep
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_FAILED, EXIT_INPUT
 from samestep.tools.audit.comparison import GLOBAL_BATCH
-from samestep.tools.audit.findings import NAMES
+from samestep.tools.audit.step_findings import NAMES
 from samestep.tools.audit.worlds import group_worlds
 from samestep.tools.verify.causes import Cause
 

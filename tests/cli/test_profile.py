@@ -12,7 +12,7 @@ import pytest
 
 from helpers.system import answer, here, samestep, tree
 from samestep.errors import EXIT_DONE, EXIT_INPUT
-from samestep.tools.profile.phases import PHASES
+from samestep.tools.profile import PHASES
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "bottlenecks.yaml"
 SAVING = Path(__file__).parents[1] / "helpers" / "saving_loop.py"

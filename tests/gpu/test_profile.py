@@ -7,7 +7,7 @@ import torch
 
 from helpers.system import answer, here
 from samestep.errors import EXIT_DONE
-from samestep.tools.profile.phases import PHASES
+from samestep.tools.profile import PHASES
 
 pytestmark = [
     pytest.mark.gpu,

@@ -56,14 +56,13 @@ class Options(JsonOption):
 def run(options: Options) -> int:
     """Run, analyse and print; return 3 with findings, or the exit code of a failed command."""
     # Imported here: the other commands do not need these modules.
-    from samestep.tools.audit.analysis import analyse, print_report
+    from samestep.tools.audit.audit import analyse, print_report, run_observed
     from samestep.tools.audit.comparison import (
         ProgramComparison,
         compare_commands,
         print_comparisons,
         reference_command,
     )
-    from samestep.tools.audit.injection import run_observed
 
     command = list(options.script_arguments)
     if not command:

@@ -27,7 +27,7 @@ from samestep.errors import EXIT_DONE, EXIT_STOPPED, InputError
 from samestep.loggers.logger import to_json
 from samestep.recipes.recipe_files import recipe_data
 from samestep.tools.bench import ACCUMULATE, DEVICES, WAYS, WORKERS, Plan
-from samestep.tools.timing import describe_machine
+from samestep.tools.launch import describe_machine
 
 
 def _ways(text: str) -> tuple[str, ...]:

@@ -18,9 +18,8 @@ from samestep.runs import LOOP
 from samestep.units import plural
 
 if TYPE_CHECKING:
-    from samestep.tools.replay.diff import Comparison, Replays
-    from samestep.tools.replay.launch import Replayed, Subject
-    from samestep.tools.report.run import Run
+    from samestep.tools.diff import Comparison, Replayed, Replays, Subject
+    from samestep.tools.run_log import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +47,8 @@ class Options(JsonOption, LaunchOptions):
 
 def run(options: Options) -> int:
     """Compare and print; return 0 without a difference, otherwise 3."""
-    from samestep.tools.replay.diff import compare_logs
-    from samestep.tools.report.run import read_runs
+    from samestep.tools.diff import compare_logs
+    from samestep.tools.run_log import read_runs
 
     if len(options.folders) > 2 or (len(options.folders) == 1 and options.step is None):
         fix = "samestep diff RUN RUN, or samestep diff RUN --step N"
@@ -125,8 +124,7 @@ def _replayed(replayed: Replayed) -> str:
 
 def _replay(runs: list[Run], after: int, step: int, options: Options) -> Replays:
     """Compute one or two runs again, from a checkpoint before the last checksum up to `step`."""
-    from samestep.tools.replay.diff import no_checksum, replay_and_compare
-    from samestep.tools.replay.launch import ReplayOptions
+    from samestep.tools.diff import ReplayOptions, no_checksum, replay_and_compare
 
     subjects = []
     for run in runs:
@@ -142,7 +140,7 @@ def _replay(runs: list[Run], after: int, step: int, options: Options) -> Replays
 
 def _subject(run: Run, begin: int, step: int, options: Options) -> Subject:
     """Return a run to compute from a checkpoint at or before `begin`, on the ranks of `step` unless set."""
-    from samestep.tools.replay.launch import Subject
+    from samestep.tools.diff import Subject
 
     starts = [start for start in run.starts if start.get("from_step", 0) < step]
     start = starts[-1] if starts else {}

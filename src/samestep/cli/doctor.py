@@ -16,7 +16,7 @@ from samestep.distributed.env import cache_folder
 from samestep.distributed.resources import usable_processors
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE
 from samestep.report_limits import printable
-from samestep.tools.doctor.findings import Finding, Plan, Verdict
+from samestep.tools.doctor import Finding, Plan, Verdict, check_machine, read_nvidia
 from samestep.units import format_bytes
 
 
@@ -49,10 +49,6 @@ def run(options: Options) -> int:
     if options.caches or options.clear_caches:
         _show_caches(options)
         return EXIT_DONE
-    # Imported here to keep other commands fast.
-    from samestep.tools.doctor.doctor import check_machine
-    from samestep.tools.doctor.gpus import read_nvidia
-
     nvidia = read_nvidia()
     usable = usable_processors()
     processes = len(nvidia.gpus) or usable

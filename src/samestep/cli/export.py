@@ -84,7 +84,7 @@ def run(options: Options) -> int:
 
 def _export_to_hub(options: Options, repository: str) -> int:
     """Write the files of a repository, and upload them or move them to `--out`."""
-    from samestep.tools.hub import upload, write_repository
+    from samestep.tools.export import upload, write_repository
 
     if options.like is not None or options.format != "safetensors":
         raise option_conflict("--hub with --format or --like")

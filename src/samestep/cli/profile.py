@@ -40,8 +40,8 @@ class Options(JsonOption, BatchOptions, StrategyOptions, LoaderOptions, SubjectO
 def run(options: Options) -> int:
     """Train, measure and print."""
     # Imported here: the other commands do not need these modules.
-    from samestep.tools.profile.profile import Plan, Script, profile, profile_data, show
-    from samestep.tools.timing import describe_machine
+    from samestep.tools.launch import describe_machine
+    from samestep.tools.profile import Plan, Script, profile, profile_data, show
 
     script = options.script()
     if script is not None:

@@ -35,8 +35,8 @@ class Options(JsonOption):
 def run(options: Options) -> int:
     """Write the page and print its path."""
     # Imported here: the other commands do not need these modules.
-    from samestep.tools.report.page import MARK, report_page, summary
-    from samestep.tools.report.run import read_runs
+    from samestep.tools.report import MARK, report_page, summary
+    from samestep.tools.run_log import read_runs
 
     runs = read_runs(options.folders)
     out = options.out

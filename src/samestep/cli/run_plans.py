@@ -20,7 +20,7 @@ from samestep.recipes.recipe_files import (
 )
 from samestep.recipes.trust import require_trusted
 from samestep.runs import LOOP
-from samestep.tools.run_lines import run_errors
+from samestep.tools.run_log import run_errors
 
 
 @dataclass(frozen=True)

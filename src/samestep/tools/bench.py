@@ -14,7 +14,7 @@ from samestep.config import Recipe, RunOptions, StrategyConfig, resolve_mesh
 from samestep.errors import InputError
 from samestep.launcher.launch import RankError, StoppedError
 from samestep.loggers.logger import format_metric
-from samestep.tools.timing import Spread, Timing, run_trial
+from samestep.tools.launch import run_on_ranks
 from samestep.units import plural
 
 SINGLE = "one device"
@@ -26,8 +26,35 @@ ACCUMULATE = (4,)  # parts of a batch, by default
 WORKERS = (0, 1, 2, 4, 8)  # loader processes of `--workers`
 _ALIKE = 0.02  # relative difference of speeds that count as equal
 WARMUP_STEPS = 3  # of a trial, which allocate memory and select kernels
-_TRIALS = "samestep.tools.trials"
 _MAX_WIDTH = 200
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Means over some steps."""
+
+    step_seconds: float  # time of a step, including the wait for its batch
+    data_share: float  # part of that time spent waiting for batches
+    samples_per_second: float  # over all ranks
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, first and third quartile."""
+
+    median: float
+    q1: float
+    q3: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        if len(values) == 1:  # quantiles need two
+            values = [*values, *values]
+        q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, q1, q3)
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ± {(self.q3 - self.q1) / 2:.2f}"
 
 
 @dataclass(frozen=True)
@@ -52,96 +79,13 @@ class Absent:
     reason: str
 
 
-def contenders(
-    recipe: Recipe,
-    devices: Sequence[int],
-    strategies: Sequence[StrategyConfig],
-    available: int | None,
-    *,
-    ways: Sequence[str] = WAYS,
-    accumulate: Sequence[int] = ACCUMULATE,
-) -> tuple[list[Contender], list[Absent]]:
-    """Return the variants to compare, one device first as the baseline, and the variants that cannot run.
-
-    Args:
-        recipe: recipe of all variants.
-        devices: numbers of devices.
-        strategies: additional strategies.
-        available: number of devices; None if ranks can share a device, as on a CPU.
-        ways: names of the variants, some of `WAYS`.
-        accumulate: numbers of parts of a batch, each a variant.
-    """
-    selected = set(ways)
-    if "accumulate" in ways and 1 in accumulate:
-        selected.add("ddp")  # one part is the plain variant
-    result: list[Contender] = []
-    absent: list[Absent] = []
-    for number in sorted({1, *devices}):
-        for way, name, changes in _variants(number, strategies, accumulate):
-            if way is not None and way not in selected:
-                continue
-            if available is not None and number > available:
-                absent.append(
-                    Absent(name, number, f"this machine has {plural(available, 'device')}")
-                )
-                continue
-            try:
-                step = replace(recipe.step, **changes.pop("step", {}))
-                changed = replace(recipe, step=step, **changes)
-                resolve_mesh(changed.strategy, number, changed.microbatch_count)
-            except InputError as error:
-                absent.append(Absent(name, number, error.value))
-                continue
-            processes = 1 if way == "dp" else number
-            if way == "dp" and available is None:
-                absent.append(Absent(name, number, "torch's nn.DataParallel needs GPUs"))
-            else:
-                result.append(Contender(name, processes, number, changed))
-    return result, absent
-
-
-def _variants(
-    number: int, strategies: Sequence[StrategyConfig], accumulate: Sequence[int]
-) -> Iterator[tuple[str | None, str, dict[str, Any]]]:
-    """Yield way, name and changed keys of the variants for a number of devices, the plain one first.
-
-    The baseline and the layouts have no way: they belong to every comparison.
-    """
-    plain: dict[str, Any] = {"strategy": StrategyConfig()}
-    if number == 1:
-        prefix = ""
-        yield None, SINGLE, {**plain}
-    else:
-        prefix = "ddp, "
-        yield "ddp", "ddp", {**plain}
-    for several in dict.fromkeys(accumulate):
-        if several > 1:
-            yield "accumulate", f"{prefix}{several} parts", {**plain, "accumulate": several}
-    yield "bf16", f"{prefix}bf16", {**plain, "step": {"precision": "bf16"}}
-    yield "exact", f"{prefix}exact", {**plain, "step": {"reduction": "exact"}}
-    if number > 1:
-        yield "dp", "nn.DataParallel", {**plain}
-        yield "local_bn", "ddp, local BN", {**plain, "step": {"batch_norm": "local"}}
-        compressed = StrategyConfig(name="ddp", hook="bf16")
-        yield "compression", "ddp, bf16 compression", {**plain, "strategy": compressed}
-        for strategy in strategies:
-            sizes = ", ".join(f"{axis} {size}" for axis, size in strategy.mesh.sizes.items())
-            yield (
-                None,
-                f"{strategy.name} ({sizes})" if sizes else strategy.name,
-                {**plain, "strategy": strategy},
-            )
-
-
 @dataclass(frozen=True)
 class Trained:
-    """Result of the training of a variant."""
+    """Result of the training of a variant; of all ranks, the one that needs the most memory."""
 
     evaluation: dict[str, float]  # the loss and the metrics of the recipe
-    held: (
-        int  # bytes of parameters, gradients, buffers and optimizer state; the largest of all ranks
-    )
-    peak: int | None  # peak GPU memory in bytes, the largest of all ranks; None on a CPU
+    held: int  # bytes of parameters, gradients, buffers and optimizer state
+    peak: int | None  # peak GPU memory in bytes; None on a CPU
     samples_in_epoch: int
 
 
@@ -165,10 +109,91 @@ class Plan:
     preload: tuple[str, ...]  # modules that all ranks import
 
     def run(self, function: str, *arguments: Any, processes: int) -> Any:
-        """Run a function of `samestep.tools.trials` on all ranks."""
-        return run_trial(
-            _TRIALS, function, *arguments, self.options, processes=processes, preload=self.preload
+        """Run a function of `bench_worker` on all ranks."""
+        return run_on_ranks(
+            "samestep.tools.bench_worker",
+            function,
+            *arguments,
+            self.options,
+            processes=processes,
+            preload=self.preload,
         )
+
+
+def contenders(
+    recipe: Recipe,
+    devices: Sequence[int],
+    strategies: Sequence[StrategyConfig],
+    available: int | None,
+    *,
+    ways: Sequence[str] = WAYS,
+    accumulate: Sequence[int] = ACCUMULATE,
+) -> tuple[list[Contender], list[Absent]]:
+    """Return the variants, one device first as the baseline, and those that cannot run.
+
+    With None available devices, ranks can share a device, as on a CPU. `accumulate` has numbers of
+    parts of a batch, each a variant.
+    """
+    selected = {None, *ways}
+    if "accumulate" in ways and 1 in accumulate:
+        selected.add("ddp")  # one part is the plain variant
+    result: list[Contender] = []
+    absent: list[Absent] = []
+    for number in sorted({1, *devices}):
+        for way, name, changes in _variants(number, strategies, accumulate):
+            if way not in selected:
+                continue
+            reason = None
+            if available is not None and number > available:
+                reason = f"this machine has {plural(available, 'device')}"
+            elif way == "dp" and available is None:
+                reason = "torch's nn.DataParallel needs GPUs"
+            else:
+                try:
+                    step = replace(recipe.step, **changes.pop("step", {}))
+                    changed = replace(
+                        recipe, **{"strategy": StrategyConfig(), "step": step, **changes}
+                    )
+                    resolve_mesh(changed.strategy, number, changed.microbatch_count)
+                except InputError as error:
+                    reason = error.value
+            processes = 1 if way == "dp" else number
+            if reason is None:
+                result.append(Contender(name, processes, number, changed))
+            else:
+                absent.append(Absent(name, number, reason))
+    return result, absent
+
+
+def _variants(
+    number: int, strategies: Sequence[StrategyConfig], accumulate: Sequence[int]
+) -> Iterator[tuple[str | None, str, dict[str, Any]]]:
+    """Yield way, name and changed keys of the variants for a number of devices, the plain first.
+
+    The baseline and the layouts have no way: they belong to every comparison.
+    """
+    prefix = ""
+    if number == 1:
+        yield None, SINGLE, {}
+    else:
+        prefix = "ddp, "
+        yield "ddp", "ddp", {}
+    for several in dict.fromkeys(accumulate):
+        if several > 1:
+            yield "accumulate", f"{prefix}{several} parts", {"accumulate": several}
+    yield "bf16", f"{prefix}bf16", {"step": {"precision": "bf16"}}
+    yield "exact", f"{prefix}exact", {"step": {"reduction": "exact"}}
+    if number > 1:
+        yield "dp", "nn.DataParallel", {}
+        yield "local_bn", "ddp, local BN", {"step": {"batch_norm": "local"}}
+        compressed = StrategyConfig(name="ddp", hook="bf16")
+        yield "compression", "ddp, bf16 compression", {"strategy": compressed}
+        for strategy in strategies:
+            sizes = ", ".join(f"{axis} {size}" for axis, size in strategy.mesh.sizes.items())
+            name: str = strategy.name
+            if sizes:
+                name = f"{name} ({sizes})"
+            yield None, name, {"strategy": strategy}
 
 
 def compare(
@@ -182,14 +207,8 @@ def compare(
 
     Every round contains all variants, those with equally many ranks in the same processes: a
     machine that becomes slower affects all variants alike. A request to stop ends the comparison
-    with the results so far.
-
-    Args:
-        contenders: variants; the first is the baseline.
-        absent: variants that cannot run.
-        plan: rounds, steps and epochs.
-        report: receives progress messages.
-        save: receives the results so far after each variant and each round.
+    with the results so far, which `save` receives after each variant and each round. The first
+    variant is the baseline. `report` receives messages.
 
     Raises:
         RankError: the first variant failed.
@@ -232,12 +251,11 @@ def compare(
 
 def _time_round(rows: Sequence[Row], plan: Plan, *, is_reversed: bool) -> None:
     for processes in sorted({row.contender.processes for row in rows}, reverse=is_reversed):
-        group = [row for row in rows if row.contender.processes == processes][
-            :: -1 if is_reversed else 1
-        ]
-        timings = plan.run(
-            "time_contenders", [row.contender for row in group], plan.steps, processes=processes
-        )
+        group = [row for row in rows if row.contender.processes == processes]
+        if is_reversed:
+            group.reverse()
+        variants = [row.contender for row in group]
+        timings = plan.run("time_contenders", variants, plan.steps, processes=processes)
         for row, timing in zip(group, timings, strict=True):
             row.rounds.append(timing)
 
@@ -245,40 +263,35 @@ def _time_round(rows: Sequence[Row], plan: Plan, *, is_reversed: bool) -> None:
 def comparison_data(plan: Plan, rows: Sequence[Row], absent: Sequence[Absent]) -> dict[str, Any]:
     """Return the results of all variants, with speeds relative to the first."""
     rounds = min(len(row.rounds) for row in rows)  # an interrupted round is left out
-    return {
-        "epochs": plan.epochs,
-        "steps": plan.steps,
-        "ways": [_row_data(row, rows[0], rounds) for row in rows],
-        "not_run": [asdict(variant) for variant in absent],
-    }
+    ways = []
+    for row in rows:
+        data: dict[str, Any] = {
+            "name": row.contender.name,
+            "devices": row.contender.devices,
+            "processes": row.contender.processes,
+            "microbatches": row.contender.recipe.microbatches,
+            "samples_per_second": None,
+            "speed_up": None,
+            "efficiency": None,
+            "epoch_seconds": None,
+            "data_share": None,
+            "memory_held_bytes": row.trained.held,
+            "memory_peak_bytes": row.trained.peak,
+            "evaluation": row.trained.evaluation,
+            "rounds": [asdict(timing) for timing in row.rounds[:rounds]],
+        }
+        if rounds:
+            data |= _speeds(row.rounds[:rounds], rows[0].rounds[:rounds])
+            data["efficiency"] = data["speed_up"]["median"] / row.contender.devices
+            median = data["samples_per_second"]["median"]
+            data["epoch_seconds"] = row.trained.samples_in_epoch / median
+        ways.append(data)
+    not_run = [asdict(variant) for variant in absent]
+    return {"epochs": plan.epochs, "steps": plan.steps, "ways": ways, "not_run": not_run}
 
 
-def _row_data(row: Row, baseline: Row, rounds: int) -> dict[str, Any]:
-    contender = row.contender
-    trained = row.trained
-    data: dict[str, Any] = {
-        "name": contender.name,
-        "devices": contender.devices,
-        "processes": contender.processes,
-        "microbatches": contender.recipe.microbatches,
-        **dict.fromkeys(
-            ("samples_per_second", "speed_up", "efficiency", "epoch_seconds", "data_share")
-        ),
-        "memory_held_bytes": trained.held,
-        "memory_peak_bytes": trained.peak,
-        "evaluation": trained.evaluation,
-        "rounds": [asdict(timing) for timing in row.rounds[:rounds]],
-    }
-    if not rounds:
-        return data
-    data |= speeds_of(row.rounds[:rounds], baseline.rounds[:rounds])
-    data["efficiency"] = data["speed_up"]["median"] / contender.devices
-    data["epoch_seconds"] = trained.samples_in_epoch / data["samples_per_second"]["median"]
-    return data
-
-
-def speeds_of(timings: Sequence[Timing], base: Sequence[Timing]) -> dict[str, Any]:
-    """Return the speed of trials, relative to those of the baseline in the same rounds, and the share of waits."""
+def _speeds(timings: Sequence[Timing], base: Sequence[Timing]) -> dict[str, Any]:
+    """Return the speed, also relative to a baseline of the same rounds, and the share of waits."""
     speeds = [timing.samples_per_second for timing in timings]
     speed_ups = [own / other.samples_per_second for own, other in zip(speeds, base, strict=True)]
     return {
@@ -298,7 +311,8 @@ def show(data: dict[str, Any]) -> None:
     rounds = len(data["ways"][0]["rounds"])
     metric = first_metric(data["ways"])
     print(
-        f"\nspeed-up    relative to one device in the same round: median of {rounds} ± half the interquartile range"
+        "\nspeed-up    relative to one device in the same round: "
+        f"median of {rounds} ± half the interquartile range"
     )
     if not data["complete"]:
         print("stopped     before the end: these are the results so far")
@@ -311,10 +325,10 @@ def show(data: dict[str, Any]) -> None:
 def first_metric(ways: Sequence[dict[str, Any]]) -> str | None:
     """Return the first metric of the recipe, or `loss` without metrics; None without evaluation."""
     values = ways[0]["evaluation"]
-    names = (
-        name for name in values if name not in ("loss", "samples") and not name.startswith("loss_")
-    )
-    return next(names, "loss" if values else None)
+    for name in values:
+        if name not in ("loss", "samples") and not name.startswith("loss_"):
+            return str(name)
+    return "loss" if values else None
 
 
 def table(ways: Sequence[dict[str, Any]]) -> Table:
@@ -324,44 +338,36 @@ def table(ways: Sequence[dict[str, Any]]) -> Table:
     shown = Table(box=None, pad_edge=False, header_style="bold")
     last = None
     for way in ways:
-        memory = (
-            way["memory_held_bytes"]
-            if way["memory_peak_bytes"] is None
-            else way["memory_peak_bytes"]
-        )
+        memory = way["memory_peak_bytes"]
+        if memory is None:
+            memory = way["memory_held_bytes"]
+        speeds = dict.fromkeys(("samples/s", "epoch", "speed-up", "efficiency"), "-")
+        if way["speed_up"] is not None:  # otherwise interrupted before a measurement
+            speeds = {
+                "samples/s": f"{way['samples_per_second']['median']:,.0f}",
+                "epoch": f"{way['epoch_seconds']:.3g} s",
+                "speed-up": str(Spread(**way["speed_up"])),
+                "efficiency": f"{way['efficiency']:.0%}",
+            }
         cells = {
             "devices": str(way["devices"]) if way["devices"] != last else "",
             "variant": way["name"],
-            **_speed_cells(way),
+            **speeds,
             "waits for data": f"{way['data_share'] or 0:.0%}",
             "peak MiB" if is_peak else "MiB held": f"{memory / 2**20:,.1f}",
         }
         if metric is not None:
             cells[metric] = format_metric(metric, way["evaluation"][metric])
-        if not shown.columns:
+        if last is None:
             for name in cells:
-                shown.add_column(
-                    name,
-                    justify="left" if name == "variant" else "right",
-                    no_wrap=name != "devices",
-                )
+                shown.add_column(name, justify="right", no_wrap=name != "devices")
+            shown.columns[1].justify = "left"
         shown.add_row(*cells.values())
         last = way["devices"]
     return shown
 
 
-def _speed_cells(way: dict[str, Any]) -> dict[str, str]:
-    if way["speed_up"] is None:  # interrupted before a measurement
-        return dict.fromkeys(("samples/s", "epoch", "speed-up", "efficiency"), "-")
-    return {
-        "samples/s": f"{way['samples_per_second']['median']:,.0f}",
-        "epoch": f"{way['epoch_seconds']:.3g} s",
-        "speed-up": Spread(**way["speed_up"]).format(".2f"),
-        "efficiency": f"{way['efficiency']:.0%}",
-    }
-
-
-# --- loader processes ---
+# --- loader processes ---------------------------------------------------------------------------
 
 
 def compare_workers(
@@ -371,14 +377,10 @@ def compare_workers(
     plan: Plan,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Time the recipe with each number of loader processes on each number of devices; return plain data.
+    """Time the recipe with each number of loader processes of a rank on each number of devices.
 
-    Args:
-        recipe: recipe of all trials, which no number of loader processes changes.
-        counts: loader processes of a rank; the first is the baseline.
-        devices: numbers of ranks.
-        plan: rounds and steps.
-        report: receives progress messages.
+    The first number is the baseline, and the fastest the smallest one that is about as fast as the
+    fastest.
 
     Raises:
         RankError: a rank failed, such as one without memory for its loader processes.
@@ -389,30 +391,17 @@ def compare_workers(
     for number in devices:
         report(f"{plural(len(counts), 'number')} of loader processes on {plural(number, 'device')}")
         rounds = plan.run("time_workers", recipe, counts, plan.rounds, plan.steps, processes=number)
-        compared = [_row(number, count, position, rounds) for position, count in enumerate(counts)]
-        rows += compared
-        fastest.append({"devices": number, "workers": _fewest_of_fastest(compared)})
+        by_count = list(zip(*rounds, strict=True))
+        speed_ups: dict[int, float] = {}
+        for count, timings in zip(counts, by_count, strict=True):
+            speeds = _speeds(timings, by_count[0])
+            speed_ups[count] = speeds["speed_up"]["median"]
+            timed = [asdict(timing) for timing in timings]
+            rows.append({"devices": number, "workers": count, **speeds, "rounds": timed})
+        least = (1 - _ALIKE) * max(speed_ups.values())
+        fewest = min(count for count, speed_up in speed_ups.items() if speed_up >= least)
+        fastest.append({"devices": number, "workers": fewest})
     return {"steps": plan.steps, "workers": rows, "fastest": fastest}
-
-
-def _row(
-    devices: int, count: int, position: int, rounds: Sequence[Sequence[Timing]]
-) -> dict[str, Any]:
-    timings = [timings[position] for timings in rounds]
-    speeds = speeds_of(timings, [timings[0] for timings in rounds])
-    return {
-        "devices": devices,
-        "workers": count,
-        **speeds,
-        "rounds": [asdict(timing) for timing in timings],
-    }
-
-
-def _fewest_of_fastest(rows: Sequence[dict[str, Any]]) -> int:
-    """Return the smallest number of loader processes among those that are about as fast as the fastest."""
-    speed_ups: dict[int, float] = {row["workers"]: row["speed_up"]["median"] for row in rows}
-    least = (1 - _ALIKE) * max(speed_ups.values())
-    return min(count for count, speed_up in speed_ups.items() if speed_up >= least)
 
 
 def show_workers(data: dict[str, Any]) -> None:
@@ -425,7 +414,7 @@ def show_workers(data: dict[str, Any]) -> None:
             str(row["devices"]),
             str(row["workers"]),
             f"{row['samples_per_second']['median']:,.0f}",
-            Spread(**row["speed_up"]).format(".2f"),
+            str(Spread(**row["speed_up"])),
             f"{row['data_share']:.0%}",
         )
     Console().print(table)

@@ -1,4 +1,7 @@
-"""Conversion of YAML files of PaddleViT's ViT, DeiT and Swin to recipes; `paddle_keys.yaml` has the keys."""
+"""`samestep convert`: recipes from YAML files of PaddleViT's ViT, DeiT and Swin.
+
+The keys of these files are in `paddle_keys.yaml`.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +48,8 @@ class Family(NamedTuple):
 def _read_family(fields: dict[str, Any]) -> Family:
     defaults = fields.pop("defaults", {})
     without = fields.pop("without", ())
-    entries = {
-        name: entry
-        for name, entry in (_TABLE["keys"] | fields.pop("keys", {})).items()
-        if name not in without
-    }
-    keys = {name: Key(**entry) for name, entry in entries.items()}
+    entries = (_TABLE["keys"] | fields.pop("keys", {})).items()
+    keys = {name: Key(**entry) for name, entry in entries if name not in without}
     keys |= {name: keys[name]._replace(default=default) for name, default in defaults.items()}
     return Family(**{"required": {}, "keys": keys, **fields})
 
@@ -68,7 +67,9 @@ class ConvertedKey(NamedTuple):
     reason: str = ""
 
     def __str__(self) -> str:
-        value = f"{self.key} = {self.value}" + (" (PaddleViT's default)" if self.is_default else "")
+        value = f"{self.key} = {self.value}"
+        if self.is_default:
+            value = f"{value} (PaddleViT's default)"
         if self.targets:
             return f"{value} -> {', '.join(self.targets)}"
         return f"{value}: omitted, {self.reason}"
@@ -96,29 +97,24 @@ def convert_recipe(file: Path, devices: int | None) -> ConvertedRecipe:
     """
     raw = dict(_leaves(read_yaml(file)))
     if any(raw.pop("BASE", None) or ()):
-        raise _refused(
-            f"{file} includes other files by BASE",
-            "all keys in one file",
-            "copy the keys into the file",
-        )
+        problem = f"{file} includes other files by BASE"
+        raise _refused(problem, "all keys in one file", "copy the keys into the file")
     kind = str(raw.get("MODEL.TYPE", "ViT"))
     name = str(raw.get("MODEL.NAME", "")).lower()
     if kind.lower() not in FAMILIES or "distilled" in name:
+        problem = f"{file}: MODEL.TYPE is {kind}, MODEL.NAME is {name}"
         families = f"{', '.join(FAMILIES)}, without distillation"
-        raise _refused(
-            f"{file}: MODEL.TYPE is {kind}, MODEL.NAME is {name}", families, "write a recipe"
-        )
+        raise _refused(problem, families, "write a recipe")
     family = FAMILIES[kind.lower()]
     known = [*family.keys, *family.old_names]
     for key in raw:
         if key not in known:
             meant = suggest(key, known)
-            fix = (
-                "remove the key if it has no effect" if meant is None else f"did you mean {meant}?"
-            )
-            expected = "keys of config.py in the family's folder; other models are not supported"
+            fix = f"did you mean {meant}?" if meant else "remove the key if it has no effect"
             raise _refused(
-                f"{file}: {key} is not a key of the model's family in PaddleViT", expected, fix
+                f"{file}: {key} is not a key of the model's family in PaddleViT",
+                "keys of config.py in the family's folder; other models are not supported",
+                fix,
             )
     renamed = {family.old_names.get(key, key): value for key, value in raw.items()}
     _require_types(file, renamed, family)
@@ -129,12 +125,19 @@ def convert_recipe(file: Path, devices: int | None) -> ConvertedRecipe:
         steps = values["TRAIN.ACCUM_ITER"]
         raise RecipeError(
             f"{file}: DATA.BATCH_SIZE is {size} samples per device, accumulated over {steps} steps",
-            expected="a number of devices; batch_size counts the samples of one update on all devices",
+            expected="a number of devices; batch_size counts the samples of one update on all "
+            "devices",
             fix=f"for example --devices-meant 8, for a batch_size of {size * steps * 8}",
             code="E_BATCH_SIZE",
         )
     settings = _settings(values, devices, family)
-    recipe = _nested(settings)
+    recipe: dict[str, Any] = {}
+    for target, value in settings.items():
+        *parents, name = target.split(".")
+        node = recipe
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = list(value) if isinstance(value, tuple) else value
     make_recipe(recipe, (), origin=str(file))
     return ConvertedRecipe(recipe, tuple(_converted_keys(raw, settings, family)))
 
@@ -163,42 +166,29 @@ def _require_types(file: Path, values: Values, family: Family) -> None:
         is_unset = value is None and (key.default is None or name == "TRAIN.GRAD_CLIP")
         if kind is None or is_unset:
             continue
-        if not isinstance(value, _COMPATIBLE.get(kind, kind)) or (
-            isinstance(value, bool) and kind is not bool
-        ):
-            raise _refused(
-                f"{file}: {name} is {value!r}",
-                f"{kind.__name__}, as in config.py",
-                "correct the file",
-            )
+        is_wrong_bool = isinstance(value, bool) and kind is not bool
+        if is_wrong_bool or not isinstance(value, _COMPATIBLE.get(kind, kind)):
+            problem = f"{file}: {name} is {value!r}"
+            raise _refused(problem, f"{kind.__name__}, as in config.py", "correct the file")
 
 
 def _require_convertible(file: Path, values: Values, family: Family) -> None:
     rate = values["TRAIN.BASE_LR"]
-    heads = values["MODEL.NUM_HEADS"]
+    end = values["TRAIN.END_LR"]
     dim = values["MODEL.EMBED_DIM"]
     head_size = values.get("MODEL.ATTN_HEAD_SIZE")
-    decay = values["TRAIN.MODEL_EMA_DECAY"]
-    schedule = values["TRAIN.LR_SCHEDULER.NAME"]
-    optimizer = values["TRAIN.OPTIMIZER.NAME"]
-    is_head_size = head_size is None or head_size * heads == dim
+    is_head_size = head_size is None or head_size * values["MODEL.NUM_HEADS"] == dim
+    has_cosine = values["TRAIN.LR_SCHEDULER.NAME"] in ("warmupcosine", "cosine")
+    has_optimizer = values["TRAIN.OPTIMIZER.NAME"] in ("AdamW", "SGD")
+    has_decay = not values["TRAIN.MODEL_EMA"] or values["TRAIN.MODEL_EMA_DECAY"] is not None
     rules = {
         "DATA.IMAGE_CHANNELS": (values["DATA.IMAGE_CHANNELS"] == 3, "3 channels"),
         "MODEL.ATTN_HEAD_SIZE": (is_head_size, "MODEL.EMBED_DIM / MODEL.NUM_HEADS, or none"),
-        "TRAIN.LR_SCHEDULER.NAME": (
-            schedule in ("warmupcosine", "cosine"),
-            "warmupcosine or cosine",
-        ),
-        "TRAIN.OPTIMIZER.NAME": (optimizer in ("AdamW", "SGD"), "AdamW or SGD"),
+        "TRAIN.LR_SCHEDULER.NAME": (has_cosine, "warmupcosine or cosine"),
+        "TRAIN.OPTIMIZER.NAME": (has_optimizer, "AdamW or SGD"),
         "TRAIN.BASE_LR": (rate > 0, "above 0"),
-        "TRAIN.END_LR": (
-            0 <= values["TRAIN.END_LR"] <= rate,
-            f"between 0 and TRAIN.BASE_LR, {rate}",
-        ),
-        "TRAIN.MODEL_EMA_DECAY": (
-            not values["TRAIN.MODEL_EMA"] or decay is not None,
-            "a number with TRAIN.MODEL_EMA",
-        ),
+        "TRAIN.END_LR": (0 <= end <= rate, f"between 0 and TRAIN.BASE_LR, {rate}"),
+        "TRAIN.MODEL_EMA_DECAY": (has_decay, "a number with TRAIN.MODEL_EMA"),
         **{key: (values[key] == value, str(value)) for key, value in family.required.items()},
     }
     for key, (is_valid, expected) in rules.items():
@@ -207,17 +197,18 @@ def _require_convertible(file: Path, values: Values, family: Family) -> None:
 
 
 def _settings(values: Values, devices: int, family: Family) -> dict[str, Any]:
-    """Return the values of recipe keys: those that one key sets, and those that depend on several."""
-    keys = family.keys.items()
-    flat = {
-        target: values[name] for name, key in keys for target in key.to if values[name] is not None
-    }
+    """Return the values of recipe keys, which one key or several keys of the file set."""
+    flat: dict[str, Any] = {}
+    for name, key in family.keys.items():
+        if values[name] is not None:
+            flat |= dict.fromkeys(key.to, values[name])
+    model = values["MODEL.NAME"] if values["MODEL.NAME"] in family.names else family.model
     batch_size = values["DATA.BATCH_SIZE"] * values["TRAIN.ACCUM_ITER"] * devices
     flat |= {
         "data.name": "images",
         "data.options.interpolation": "bicubic",
         "data.options.augment": dict(family.augment),
-        "model.name": f"timm:{values['MODEL.NAME'] if values['MODEL.NAME'] in family.names else family.model}",
+        "model.name": f"timm:{model}",
         "loss.name": "cross_entropy",
         "loss.options.label_smoothing": values["TRAIN.SMOOTHING"] or 0.0,
         "optimizer.name": values["TRAIN.OPTIMIZER.NAME"].lower(),
@@ -232,58 +223,40 @@ def _settings(values: Values, devices: int, family: Family) -> dict[str, Any]:
     }
     if values["DATA.DATA_PATH"] is not None:
         root = Path(values["DATA.DATA_PATH"])
-        has_lists = (root / "train_list.txt").is_file()
-        train, validation = ("train_list.txt", "val_list.txt") if has_lists else ("train", "val")
-        flat |= {
-            "data.options.path": str(root / train),
-            "data.options.evaluation_path": str(root / validation),
-        }
-        flat["data.name"] = "image_list" if has_lists else "images"
+        flat["data.options.path"] = str(root / "train")
+        flat["data.options.evaluation_path"] = str(root / "val")
+        if (root / "train_list.txt").is_file():
+            flat["data.name"] = "image_list"
+            flat["data.options.path"] = str(root / "train_list.txt")
+            flat["data.options.evaluation_path"] = str(root / "val_list.txt")
     if values["MODEL.MLP_DIM"] is not None:
         flat["model.options.mlp_ratio"] = values["MODEL.MLP_DIM"] / values["MODEL.EMBED_DIM"]
     if values["MODEL.PRETRAINED"] is not None:
-        flat["model.pretrained"] = (
-            f"{values['MODEL.PRETRAINED'].removesuffix('.pdparams')}.pdparams"
-        )
+        weights = values["MODEL.PRETRAINED"].removesuffix(".pdparams")
+        flat["model.pretrained"] = f"{weights}.pdparams"
     if values["TRAIN.LINEAR_SCALED_LR"] is not None:
         flat["learning_rate.rule"] = "linear"
-    unused = {"ema"} if values["TRAIN.MODEL_EMA"] else {"ema", "ema.decay"}
-    unused |= {"schedule.warmup_epochs"} if values["TRAIN.LR_SCHEDULER.NAME"] == "cosine" else set()
-    is_sgd = flat["optimizer.name"] == "sgd"
-    unused |= {
-        f"optimizer.options.{name}" for name in (("betas", "eps") if is_sgd else ("momentum",))
-    }
+    unused = {"ema", "optimizer.options.momentum"}
+    if flat["optimizer.name"] == "sgd":
+        unused = {"ema", "optimizer.options.betas", "optimizer.options.eps"}
+    if not values["TRAIN.MODEL_EMA"]:
+        unused.add("ema.decay")
+    if values["TRAIN.LR_SCHEDULER.NAME"] == "cosine":
+        unused.add("schedule.warmup_epochs")
     return {target: value for target, value in flat.items() if target not in unused}
 
 
-def _nested(flat: Values) -> dict[str, Any]:
-    recipe: dict[str, Any] = {}
-    for target, value in flat.items():
-        *parents, name = target.split(".")
-        node = recipe
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = list(value) if isinstance(value, tuple) else value
-    return recipe
-
-
 def _converted_keys(raw: Values, settings: Values, family: Family) -> Iterator[ConvertedKey]:
-    """Yield every key of the file, then every default that sets something or would augment images."""
+    """Yield keys of the file, then defaults that set something or would augment images."""
     keys = family.keys
-    is_set = {parent for target in settings for parent in (target, target.rpartition(".")[0])}
-    targets = {
-        name: tuple(target for target in key.to if target in is_set) for name, key in keys.items()
-    }
+    is_set = {*settings, *(target.rpartition(".")[0] for target in settings)}
+    targets = {name: tuple(one for one in key.to if one in is_set) for name, key in keys.items()}
     for old, value in raw.items():
         name = family.old_names.get(old, old)
-        yield ConvertedKey(
-            old, value, False, targets[name], keys[name].reason or "no effect with the other keys"
-        )
+        reason = keys[name].reason or "no effect with the other keys"
+        yield ConvertedKey(old, value, False, targets[name], reason)
     present = {family.old_names.get(key, key) for key in raw}
     for name, key in keys.items():
-        if (
-            name not in present
-            and key.default is not None
-            and (targets[name] or key.reason == AUGMENT)
-        ):
+        has_effect = targets[name] or key.reason == AUGMENT
+        if name not in present and key.default is not None and has_effect:
             yield ConvertedKey(name, key.default, True, targets[name], key.reason)

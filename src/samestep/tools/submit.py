@@ -1,4 +1,4 @@
-"""Files of jobs for Slurm and Kubernetes, from the templates in `templates`, and the commands that submit them."""
+"""`samestep submit`: files of jobs for Slurm and Kubernetes, and the commands that submit them."""
 
 from __future__ import annotations
 
@@ -31,20 +31,24 @@ class Job:
     def __post_init__(self) -> None:
         # The name is a part of file names and of shell commands.
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
-            expected = (
-                "letters, digits, periods, hyphens and underscores, with a letter or digit first"
+            raise InputError(
+                f"--name {self.name}",
+                "letters, digits, periods, hyphens and underscores, with a letter or digit first",
+                "--name first",
+                code="E_VALUE",
             )
-            raise InputError(f"--name {self.name}", expected, "--name first", code="E_VALUE")
+        # With no ranks on a node, the last remainder would divide by zero.
         has_equal_nodes = (
             self.per_node > 0
             and self.maximum % self.nodes == 0
             and self.minimum % self.per_node == 0
         )
         if not has_equal_nodes or self.minimum > self.maximum or 0 < self.gpus < self.per_node:
+            resources = f"--nodes {self.nodes} --gpus {self.gpus}"
             raise InputError(
-                f"--processes {self.minimum}:{self.maximum} with --nodes {self.nodes} --gpus {self.gpus}",
-                expected="the same number of ranks on each node, at most one per GPU; MIN <= MAX",
-                fix=f"--processes {self.nodes * max(1, self.gpus)}",
+                f"--processes {self.minimum}:{self.maximum} with {resources}",
+                "the same number of ranks on each node, at most one per GPU; MIN <= MAX",
+                f"--processes {self.nodes * max(1, self.gpus)}",
                 code="E_PROCESSES",
             )
 
@@ -59,7 +63,7 @@ class Job:
         return self.maximum // self.nodes
 
     def arguments_of(self, subject: str, runs: str) -> list[str]:
-        """Return the arguments of Python or torchrun for one rank, with paths of the machine of the rank."""
+        """Return the arguments of Python or torchrun for a rank, with paths of its machine."""
         if self.is_script:
             return [subject, *self.parameters]
         overrides = ["--set", *self.parameters] if self.parameters else []
@@ -92,20 +96,18 @@ def kubernetes_submission(job: Job) -> Submission:
         InputError: image or volume are missing, or the name does not fit.
     """
     if job.image is None or job.volume is None:
-        expected = (
-            "an image with Samestep, and a persistent volume claim that all nodes can write to"
-        )
-        fix = "--image registry.example.com/team/samestep:1 --volume NAME"
         raise InputError(
-            "kubernetes without --image or --volume", expected, fix, code="E_OPTION_CONFLICT"
+            "kubernetes without --image or --volume",
+            "an image with Samestep, and a persistent volume claim that all nodes can write to",
+            "--image registry.example.com/team/samestep:1 --volume NAME",
+            code="E_OPTION_CONFLICT",
         )
     name = re.sub("[^a-z0-9]+", "-", job.name.lower()).strip("-")
     # Kubernetes appends the index of a pod and random text, to at most 63 characters (RFC 1123).
     if len(name) > 40 or not name[0].isalpha():
         expected = "a letter first, and at most 40 characters"
-        raise InputError(
-            f"--name {job.name}", expected, "--name with a shorter name", code="E_VALUE"
-        )
+        fix = "--name with a shorter name"
+        raise InputError(f"--name {job.name}", expected, fix, code="E_VALUE")
     subject = "train.py" if job.is_script else "recipe.yaml"
     # The agents have no common store: an agent of torch 2.13 that was in an earlier round does not
     # publish its store for an agent that joins or replaces another one, and both wait.

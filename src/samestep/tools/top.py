@@ -1,4 +1,4 @@
-"""State of a run and its ranks for `samestep top`, read from the ends of the files in its directory."""
+"""`samestep top`: state of a run and its ranks, from the ends of the files in its directory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ import psutil
 from samestep.checkpoint.lock import is_locked
 from samestep.recipes.recipe_files import read_yaml
 from samestep.runs import LOOP
-from samestep.tools.run_lines import parse_count, parse_line, parse_number, read_objects, run_errors
+from samestep.tools.run_log import (
+    parse_count,
+    parse_line,
+    parse_number,
+    rank_files,
+    read_objects,
+    run_errors,
+)
 
 SILENT_SECONDS = 10.0
 _EVENT_BYTES = 1 << 18  # some hundred steps
 _RANK_BYTES = 1 << 16  # some hundred lines, of which only the last is used
 _MAX_RANKS = 100_000
 _START_SECONDS = 10.0  # error of the start time of a process
-_COUNTS = ("step", "epoch", "steps_in_epoch")
 # starting: no rank has written. failed: rank 0 has logged a failure. dead: no process holds the
 # lock, and the run has logged no end.
 State = Literal["starting", "running", "stopped", "ended", "failed", "dead"]
@@ -37,9 +43,7 @@ class RankRow:
     # missing: no line at all.
     sign: Literal["active", "silent", "gone", "missing"] = "missing"
     age_seconds: float | None = None  # since the last line
-    line: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # last line, as documented in docs/guides/runs.md
+    line: Mapping[str, Any] = field(default_factory=dict)  # last line; see docs/guides/runs.md
 
 
 @dataclass(frozen=True)
@@ -66,109 +70,108 @@ def read_status(run: Path) -> RunStatus | None:
         is_loop = (run / LOOP).exists()
         if not is_loop and not (run / "recipe.yaml").exists():
             return None
-        epochs = None if is_loop else parse_count(read_yaml(run / "recipe.yaml").get("epochs"))
+        epochs = None
+        if not is_loop:
+            epochs = parse_count(read_yaml(run / "recipe.yaml").get("epochs"))
         lock = is_locked(run)  # before the events: a run logs its end while it holds the lock
-        log = _LastEvents(last_lines(run / "events.jsonl", _EVENT_BYTES))
+        last_step, end, failure = _last_events(run / "events.jsonl")
         start: dict[str, Any] = {}
         with suppress(FileNotFoundError, ValueError, IndexError):  # missing, or being written
             start = read_objects(run / "environment.json")[-1]
-        rows = read_ranks(
-            run / "ranks",
-            parse_count(start.get("processes")),
-            is_running=bool(lock) or log.end is None,
-        )
-    state: State = log.end or "dead"
-    if lock or (log.end is None and any(row.sign == "active" for row in rows)):
-        state = (
-            "running"  # without a lock: before rank 0 locks the directory, or no support for locks
-        )
-    elif log.end is None and not start and not any(row.line for row in rows):
+        processes = parse_count(start.get("processes"))
+        rows = _read_ranks(run / "ranks", processes, is_running=bool(lock) or end is None)
+    state: State = end or "dead"
+    # Without a lock: before rank 0 locks the directory, or no support for locks.
+    if lock or (end is None and any(row.sign == "active" for row in rows)):
+        state = "running"
+    elif end is None and not start and not any(row.line for row in rows):
         state = "starting"
-    step, epoch, steps_in_epoch = (parse_count(log.step.get(name)) or 0 for name in _COUNTS)
-    epochs = epochs or parse_count(log.step.get("epochs"))
-    steps = (epochs or 0) * steps_in_epoch
+    epochs = epochs or parse_count(last_step.get("epochs"))
+    epoch = 0
+    if "epoch" in last_step:
+        epoch = 1 + (parse_count(last_step["epoch"]) or 0)
+    loss = last_step.get("loss")
+    if parse_number(loss) is None:
+        loss = None
+    steps = (epochs or 0) * (parse_count(last_step.get("steps_in_epoch")) or 0)
     return RunStatus(
         state=state,
-        epoch=epoch + 1 if "epoch" in log.step else 0,
+        epoch=epoch,
         epochs=epochs,
-        step=step,
+        step=parse_count(last_step.get("step")) or 0,
         steps=steps or None,
-        loss=log.step["loss"] if parse_number(log.step.get("loss")) is not None else None,
+        loss=loss,
         ranks=rows,
-        failure=log.failure,
+        failure=failure,
     )
 
 
-def last_lines(path: Path, size: int) -> list[bytes]:
+def _last_lines(path: Path, size: int) -> list[bytes]:
     """Return the complete lines among the last `size` bytes of a file, which may not exist yet."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         begin = max(0, file.seek(0, 2) - size)
         file.seek(begin)
         *lines, _ = file.read(size).split(b"\n")
-        if begin:
-            return lines[1:]
-        return lines
+        return lines[begin > 0 :]  # the first line is not complete
     return []
 
 
-class _LastEvents:
-    """Last step, and end of a run."""
-
-    def __init__(self, lines: Sequence[bytes]) -> None:
-        self.step: dict[str, Any] = {}
-        self.end: Literal["ended", "stopped", "failed"] | None = (
-            None  # if the last event is the end of the run
-        )
-        self.failure: dict[str, Any] = {}
-        for line in lines:
-            self._add(parse_line(line) or {})
-
-    def _add(self, event: dict[str, Any]) -> None:
+def _last_events(path: Path) -> tuple[dict[str, Any], State | None, dict[str, Any]]:
+    """Return the event of the last step, the end of the run after it, and its failure."""
+    step: dict[str, Any] = {}
+    end: State | None = None
+    failure: dict[str, Any] = {}
+    for line in _last_lines(path, _EVENT_BYTES):
+        event = parse_line(line) or {}
         kind = event.get("event")
         if kind in ("step", "resume"):
-            self.end = None
-            self.failure = {}
+            end = None
+            failure = {}
         if kind == "step" and parse_count(event.get("step")) is not None:
-            self.step = event
+            step = event
         elif kind == "end":
-            self.end = "stopped" if event.get("stopped") else "ended"
+            end = "ended"
+            if event.get("stopped"):
+                end = "stopped"
         elif kind == "failure":
-            self.end = "failed"
-            self.failure = {name: event.get(name) for name in ("code", "text")}
+            end = "failed"
+            failure = {name: event.get(name) for name in ("code", "text")}
+    return step, end, failure
 
 
-def read_ranks(folder: Path, processes: int | None, *, is_running: bool) -> list[RankRow]:
-    """Return one row for each of the ranks of the last start, or for each file if their number is unknown."""
-    if processes is not None and processes > _MAX_RANKS:  # damaged
-        processes = None
-    rows = {rank: RankRow(rank) for rank in range(processes or 0)}
-    for path in folder.glob("rank-*.jsonl"):
-        number = path.stem.removeprefix("rank-")
-        if number.isdecimal() and len(number) < 7 and (processes is None or int(number) in rows):
-            rows[int(number)] = _read_rank(int(number), path, is_running)
-    return [rows[rank] for rank in sorted(rows)]
+def _read_ranks(folder: Path, processes: int | None, *, is_running: bool) -> list[RankRow]:
+    """Return a row for each rank of the last start, or for each file if their number is unknown."""
+    files = rank_files(folder)
+    ranks = list(files)
+    if processes is not None and processes <= _MAX_RANKS:  # otherwise damaged
+        ranks = list(range(processes))
+    return [
+        _read_rank(rank, files[rank], is_running) if rank in files else RankRow(rank)
+        for rank in ranks
+    ]
 
 
 def _read_rank(rank: int, path: Path, is_running: bool) -> RankRow:
-    line = next(
-        (line for text in reversed(last_lines(path, _RANK_BYTES)) if (line := parse_line(text))),
-        None,
-    )
+    lines = map(parse_line, reversed(_last_lines(path, _RANK_BYTES)))
+    line = next(filter(None, lines), None)
     if line is None:
         return RankRow(rank)
-    age = round(
-        max(0.0, time.time() - path.stat().st_mtime), 1
-    )  # the clock of another machine can be wrong
+    # The clock of another machine can be wrong.
+    age = round(max(0.0, time.time() - path.stat().st_mtime), 1)
     if is_running and line.get("host") == socket.gethostname() and not _is_alive(line):
         return RankRow(rank, "gone", age, line)
-    return RankRow(rank, "silent" if is_running and age >= SILENT_SECONDS else "active", age, line)
+    if is_running and age >= SILENT_SECONDS:
+        return RankRow(rank, "silent", age, line)
+    return RankRow(rank, "active", age, line)
 
 
 def _is_alive(line: Mapping[str, Any]) -> bool:
-    """Return whether the process that wrote a line still runs; a process started later has only reused its number."""
+    """Return whether the process that wrote a line still runs; a later one reuses its number."""
     pid = parse_count(line.get("pid"))
+    if pid is None:
+        return False
     try:
-        process = psutil.Process(-1 if pid is None else min(pid, 2**31 - 1))
+        process = psutil.Process(min(pid, 2**31 - 1))
         is_same = process.create_time() <= line["time"] + _START_SECONDS
         return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.AccessDenied:

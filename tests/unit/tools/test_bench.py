@@ -15,6 +15,8 @@ from samestep.tools.bench import (
     Contender,
     Plan,
     Row,
+    Spread,
+    Timing,
     Trained,
     compare_workers,
     comparison_data,
@@ -22,8 +24,7 @@ from samestep.tools.bench import (
     first_metric,
     table,
 )
-from samestep.tools.timing import Spread, Timing
-from samestep.tools.trials import train_contender
+from samestep.tools.bench_worker import train_contender
 
 
 @pytest.fixture

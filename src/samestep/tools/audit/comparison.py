@@ -1,4 +1,4 @@
-"""`samestep audit --against`: a training on two numbers of processes compared, and experiments that find a cause."""
+"""`samestep audit --against`: a training on two numbers of processes, and experiments on causes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from samestep.errors import InputError
-from samestep.tools.audit.events import read_events
-from samestep.tools.audit.findings import batches_per_update, differs
-from samestep.tools.audit.worlds import Event, World, group_worlds, matching_passes
+from samestep.tools.audit.step_findings import Summary, batches_per_update, differs
+from samestep.tools.audit.worlds import Event, World, group_worlds, matching_passes, read_events
 from samestep.tools.verify.causes import Cause
 from samestep.units import plural
 
@@ -21,13 +19,7 @@ TOLERANCE = 1e-3  # relative, of norms and losses; ranks add in another order
 _DRIFT = TOLERANCE / 20  # a distance of the step before that shows growing rounding
 _SAME_RATIO = 1e-3
 _STAGES = (
-    "parameters",
-    "samples",
-    "inputs",
-    "loss",
-    "gradients",
-    "learning rates",
-    "evaluation",
+    *("parameters", "samples", "inputs", "loss", "gradients", "learning rates", "evaluation"),
     "number of steps",
 )
 GLOBAL_BATCH = "global batch size"
@@ -37,6 +29,7 @@ _OPTIONS = ("--nproc-per-node", "--nproc_per_node", "--num-processes", "--num_pr
 _PARTS = {"dropout": "dropout", "batch norm": "batch_norm"}
 _PART_CAUSES = {"dropout": Cause.MODEL_RANDOM.value, "batch norm": Cause.BATCH_NORM.value}
 
+# Function of command, folder and parts to turn off; returns the exit code.
 Run = Callable[[Sequence[str], Path, Sequence[str]], int]
 
 
@@ -60,9 +53,7 @@ class Trace:
     """Observations of one training, over all ranks."""
 
     world: World
-    batches: list[list[Event]] = field(
-        default_factory=list
-    )  # for each optimizer step, of all ranks
+    batches: list[list[Event]] = field(default_factory=list)  # of all ranks, by optimizer step
     losses: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
     updates: dict[tuple[int, int], list[Event]] = field(default_factory=lambda: defaultdict(list))
 
@@ -72,15 +63,11 @@ class Trace:
         trace = cls(world)
         size = max(1, round(batches_per_update(world)))
         for group in matching_passes(world):
-            if all(one.trains for one in group.values()):
-                length = max(len(one.batches) for one in group.values())
-                for start in range(0, length, size):
-                    batches = [
-                        batch
-                        for one in group.values()
-                        for batch in one.batches[start : start + size]
-                    ]
-                    trace.batches.append(batches)
+            ranks = [one.batches for one in group.values() if one.trains]
+            if len(ranks) == len(group):
+                for start in range(0, max(map(len, ranks)), size):
+                    stop = start + size
+                    trace.batches.append([one for batches in ranks for one in batches[start:stop]])
         for rank in range(world.size):
             for event in world.ranks[rank]:
                 if event["kind"] == "loss":
@@ -89,16 +76,15 @@ class Trace:
                     trace.updates[event["step"], event["optimizer"]].append(event)
         return trace
 
-    def has(self, kind: str) -> bool:
-        """Whether a kind of event was observed."""
-        return any(
-            event["kind"] == kind for events in self.world.ranks.values() for event in events
-        )
-
     @property
     def steps(self) -> int:
         """Number of optimizer steps of rank 0."""
         return 1 + max(step for step, _ in self.updates)
+
+    @property
+    def processes(self) -> str:
+        """Number of ranks as text."""
+        return plural(self.world.size, "process")
 
 
 def first_difference(reference: Trace, other: Trace) -> Difference | None:
@@ -112,23 +98,18 @@ def first_difference(reference: Trace, other: Trace) -> Difference | None:
 
 
 def _samples(reference: Trace, other: Trace) -> Iterator[Difference]:
-    size = sum(len(batch["samples"]) for batch in reference.batches[0]) if reference.batches else 0
     for one, many in zip(reference.batches, other.batches, strict=False):
-        ours, theirs = (
-            Counter(sample for batch in batches for sample in batch["samples"])
-            for batches in (one, many)
-        )
+        ours = Counter(sample for batch in one for sample in batch["samples"])
+        theirs = Counter(sample for batch in many for sample in batch["samples"])
         step = one[-1]["step"]
         if ours != theirs:
-            yield Difference("samples", step, *_sample_cause(reference, other, ours, theirs, size))
+            cause, evidence = _sample_cause(reference, other, ours, theirs)
+            yield Difference("samples", step, cause, evidence)
             return
-        ours_hashes = _hashes(one)
-        theirs_hashes = _hashes(many)
-        different = [
-            key
-            for key in ours_hashes.keys() & theirs_hashes.keys()
-            if ours_hashes[key] != theirs_hashes[key]
-        ]
+        hashes = _hashes(one)
+        others = _hashes(many)
+        keys = hashes.keys() & others.keys()
+        different = [key for key in keys if hashes[key] != others[key]]
         if different:
             count = len({sample for _, sample in different})
             leaf, sample = min(different)
@@ -139,24 +120,27 @@ def _samples(reference: Trace, other: Trace) -> Iterator[Difference]:
 
 
 def _sample_cause(
-    reference: Trace, other: Trace, ours: Counter[int], theirs: Counter[int], size: int
+    reference: Trace, other: Trace, ours: Counter[int], theirs: Counter[int]
 ) -> tuple[str, list[str]]:
-    """Return the cause of different samples in one step; `size` is that of a full batch of the reference."""
-    runs = [_processes(trace) for trace in (reference, other)]
-    sizes = f"{plural(ours.total(), 'sample')} on {runs[0]}, {plural(theirs.total(), 'sample')} on {runs[1]}"
-    if ours.total() < size:
-        is_padded = theirs.total() > ours.total() and ours <= theirs
-        rule = ["the others are padding, which repeats samples"] if is_padded else []
-        return Cause.LAST_BATCH.value, [sizes, *rule]
-    if ours.total() != theirs.total():
-        is_product = theirs.total() * reference.world.size == ours.total() * other.world.size
-        rule = (
-            ["the batch size is one of a process, so the number of processes changes it"]
-            if is_product
-            else []
-        )
-        return GLOBAL_BATCH, [sizes, *rule]
-    return Cause.DATA_ORDER.value, [f"{sizes}, of which {(ours & theirs).total()} are equal"]
+    """Return the cause of different samples in one step."""
+    total = ours.total()
+    other_total = theirs.total()
+    evidence = [
+        f"{plural(total, 'sample')} on {reference.processes}, "
+        f"{plural(other_total, 'sample')} on {other.processes}"
+    ]
+    if total < sum(len(batch["samples"]) for batch in reference.batches[0]):
+        if other_total > total and ours <= theirs:
+            evidence.append("the others are padding, which repeats samples")
+        return Cause.LAST_BATCH.value, evidence
+    if total != other_total:
+        if other_total * reference.world.size == total * other.world.size:
+            evidence.append(
+                "the batch size is one of a process, so the number of processes changes it"
+            )
+        return GLOBAL_BATCH, evidence
+    equal = (ours & theirs).total()
+    return Cause.DATA_ORDER.value, [f"{evidence[0]}, of which {equal} are equal"]
 
 
 def _hashes(batches: list[Event]) -> dict[tuple[int, int], set[int]]:
@@ -170,120 +154,102 @@ def _hashes(batches: list[Event]) -> dict[tuple[int, int], set[int]]:
 
 
 def _values(reference: Trace, other: Trace) -> Iterator[Difference]:
-    """Yield the first difference of parameters, losses, gradients and learning rates in each observed step."""
+    """Yield the first difference of parameters, losses, gradients and learning rates."""
     before = 0.0  # largest distance of the step before
     for key in sorted(reference.updates.keys() & other.updates.keys()):
-        one = reference.updates[key]
+        one = reference.updates[key][0]
         many = other.updates[key]
         step = key[0]
-        distances = [0.0]
-        for quantity, (ours, theirs) in _quantities(reference, other, one[0], many[0]).items():
-            distances += [
+        largest = 0.0
+        for quantity, pairs in _quantities(reference, other, one, many[0]).items():
+            sizes = [
                 abs(a[0] - b[0]) / max(a[0], b[0])
-                for a, b in zip(ours, theirs, strict=False)
-                if _both(a, b)
+                for a, b in pairs
+                if a and b and max(a[0], b[0]) > 0
             ]
-            if any(differs(a, b, TOLERANCE) for a, b in zip(ours, theirs, strict=False)):
-                evidence = [f"the largest relative distance is {max(distances):.1e}"]
+            largest = max([largest, *sizes])
+            if any(differs(a, b, TOLERANCE) for a, b in pairs):
+                evidence = [f"the largest relative distance is {largest:.1e}"]
                 cause = Cause.UNKNOWN.value
                 if step == 0 and quantity == "parameters":
                     cause = Cause.INITIAL_WEIGHTS.value
                 elif before > _DRIFT:
-                    evidence.append(
-                        f"it was {before:.1e} in the step before: rounding, which grows"
-                    )
                     cause = Cause.REDUCTION.value
+                    text = f"it was {before:.1e} in the step before: rounding, which grows"
+                    evidence.append(text)
                 elif quantity == "gradients":
-                    cause, texts = _gradient_cause(reference, other, step, many)
+                    cause, texts = _gradient_cause(reference, other, one, many)
                     evidence += texts
                 yield Difference(quantity, step, cause, evidence)
                 return
-        if one[0]["rates"] != many[0]["rates"]:
-            text = f"{one[0]['rates']} on {_processes(reference)}, {many[0]['rates']} on {_processes(other)}"
+        if one["rates"] != many[0]["rates"]:
+            text = f"{one['rates']} on {reference.processes}"
+            text = f"{text}, {many[0]['rates']} on {other.processes}"
             yield Difference("learning rates", step, Cause.LEARNING_RATE.value, [text])
             return
-        before = max(distances)
+        before = largest
 
 
 def _quantities(
     reference: Trace, other: Trace, one: Event, many: Event
-) -> dict[str, tuple[list[Any], list[Any]]]:
-    """Return summaries in both runs. Names of parameters depend on wrappers, their order does not."""
-    losses = [_mean_loss(trace.losses.get(one["step"], [])) for trace in (reference, other)]
-    is_same = losses[0] is not None and losses[1] is not None and losses[0][1] == losses[1][1]
-    pairs = [[[loss[0], loss[0]]] if is_same and loss is not None else [] for loss in losses]
-    return {
-        "parameters": ([*one["values"].values()], [*many["values"].values()]),
-        "loss": (pairs[0], pairs[1]),
-        "gradients": ([*one["gradients"].values()], [*many["gradients"].values()]),
-    }
-
-
-def _mean_loss(events: list[Event]) -> tuple[float, int] | None:
-    """Return the mean loss over all targets of a step, and their number."""
-    count = sum(event["count"] for event in events)
-    if count:
-        return (sum(event["value"] * event["count"] for event in events) / count, count)
-    return None
-
-
-def _both(first: list[float] | None, second: list[float] | None) -> bool:
-    return first is not None and second is not None and max(first[0], second[0]) > 0
+) -> dict[str, list[tuple[Summary, Summary]]]:
+    """Return pairs of summaries. Names of parameters depend on wrappers, their order does not."""
+    result = {}
+    for quantity, name in (("parameters", "values"), ("gradients", "gradients")):
+        result[quantity] = list(zip(one[name].values(), many[name].values(), strict=False))
+    # Means over all targets of a step, if both runs have equally many.
+    losses = [trace.losses.get(one["step"], []) for trace in (reference, other)]
+    counts = [sum(event["count"] for event in events) for events in losses]
+    means: list[tuple[Summary, Summary]] = []
+    if counts[0] == counts[1] > 0:
+        sums = [sum(event["value"] * event["count"] for event in events) for events in losses]
+        ours, theirs = (total / counts[0] for total in sums)
+        means.append(([ours, ours], [theirs, theirs]))
+    return {"parameters": result["parameters"], "loss": means, "gradients": result["gradients"]}
 
 
 def _gradient_cause(
-    reference: Trace, other: Trace, step: int, many: list[Event]
+    reference: Trace, other: Trace, one: Event, many: list[Event]
 ) -> tuple[str, list[str]]:
     first = many[0]["gradients"]
     if any(differs(first[name], event["gradients"].get(name)) for event in many for name in first):
         return Cause.UNSYNCHRONISED.value, ["the gradients differ between ranks"]
-    pairs = zip(
-        reference.updates[step, many[0]["optimizer"]][0]["gradients"].values(),
-        first.values(),
-        strict=False,
-    )
-    ratios = [theirs[0] / ours[0] for ours, theirs in pairs if _both(ours, theirs) and ours[0] > 0]
+    pairs = zip(one["gradients"].values(), first.values(), strict=False)
+    ratios = [theirs[0] / ours[0] for ours, theirs in pairs if ours and theirs and ours[0] > 0]
     factor = other.world.size / reference.world.size
     for expected in (factor, 1 / factor, factor**2, 1 / factor**2):
-        if (
-            factor != 1
-            and ratios
-            and all(abs(ratio / expected - 1) < _SAME_RATIO for ratio in ratios)
-        ):
-            text = f"the gradients are {expected:g} times as long: one sum over processes, or one division, too many"
-            return Cause.LOSS.value, [text]
-    counts = {event["count"] for event in other.losses.get(step, [])}
+        is_same = all(abs(ratio / expected - 1) < _SAME_RATIO for ratio in ratios)
+        if factor != 1 and ratios and is_same:
+            text = f"the gradients are {expected:g} times as long: one sum over processes, or one"
+            return Cause.LOSS.value, [f"{text} division, too many"]
+    counts = {event["count"] for event in other.losses.get(one["step"], [])}
     if len(counts) > 1:
-        text = f"ranks average over {min(counts):,} to {max(counts):,} targets, and their means have equal weights"
-        return Cause.LOSS.value, [text]
+        text = f"ranks average over {min(counts):,} to {max(counts):,} targets, and their means"
+        return Cause.LOSS.value, [f"{text} have equal weights"]
     return Cause.UNKNOWN.value, []
 
 
 def _ends(reference: Trace, other: Trace) -> Iterator[Difference]:
-    counts = [_evaluation_counts(trace.world) for trace in (reference, other)]
-    for (step, ours), (_, theirs) in zip(*counts, strict=False):
+    runs = f"{{}} on {reference.processes}, {{}} on {other.processes}"
+    # Reductions of the samples of an evaluation, each of all ranks.
+    counts = (
+        zip(*trace.world.events("count").values(), strict=False) for trace in (reference, other)
+    )
+    for one, many in zip(*counts, strict=False):
+        step = one[0]["step"]
+        ours = sum(event["samples"] for event in one)
+        theirs = sum(event["samples"] for event in many)
         if ours != theirs:
-            text = f"{ours:,} samples on {_processes(reference)}, {theirs:,} on {_processes(other)}"
+            text = runs.format(f"{ours:,} samples", f"{theirs:,}")
             yield Difference("evaluation", step, Cause.EVALUATION.value, [text])
             break
     if reference.steps != other.steps:
-        text = f"{reference.steps} on {_processes(reference)}, {other.steps} on {_processes(other)}"
-        yield Difference(
-            "number of steps", min(reference.steps, other.steps), Cause.LAST_BATCH.value, [text]
-        )
+        text = runs.format(reference.steps, other.steps)
+        step = min(reference.steps, other.steps)
+        yield Difference("number of steps", step, Cause.LAST_BATCH.value, [text])
 
 
-def _evaluation_counts(world: World) -> list[tuple[int, int]]:
-    """Return step and total of each reduction of the samples of an evaluation."""
-    events = world.events("count")
-    return [
-        (each[0]["step"], sum(event["samples"] for event in each))
-        for each in zip(*events.values(), strict=False)
-    ]
-
-
-def _processes(trace: Trace) -> str:
-    return f"{trace.world.size} process{'' if trace.world.size == 1 else 'es'}"
+# --- commands -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -294,6 +260,11 @@ class ProgramComparison:
     processes: tuple[int, int]  # of the reference, of the command
     steps: int  # observed in both
     difference: Difference | None
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the cause of the difference is unknown."""
+        return self.difference is not None and self.difference.cause == Cause.UNKNOWN.value
 
 
 def reference_command(command: Sequence[str], processes: int) -> list[str]:
@@ -325,41 +296,80 @@ def reference_command(command: Sequence[str], processes: int) -> list[str]:
 def compare_commands(
     reference: Sequence[str], command: Sequence[str], observed: Path, folder: Path, run: Run
 ) -> tuple[int, list[ProgramComparison]]:
-    """Run the reference command, compare it with the observed one, and repeat both without parts of the model.
+    """Run the reference command, compare, and repeat both commands without parts of the model.
 
-    Args:
-        reference: command on the other number of processes.
-        command: the audited command.
-        observed: folder with the events of the audited command.
-        folder: folder for the events of the further runs.
-        run: function of command, folder and parts to turn off; returns the exit code.
-
-    Returns:
-        The exit code of the first command that failed, or 0, and a comparison for each program.
+    Return the exit code of the reference command, and a comparison for each program. The folder
+    `observed` has the events of the audited command; those of further runs are written to `folder`.
     """
-    events = _new(folder / "reference")
+    events = folder / "reference"
+    events.mkdir()
     code = run(reference, events, ())
     if code:
         return code, []
-    pairs = _pairs(_traces(events), _traces(observed))
+    pairs = _pairs(events, observed)
     results = [_compare(*pair) for pair in pairs]
-    parts = [
-        part
-        for part, kind in _PARTS.items()
-        if any(trace.has(kind) for pair in pairs for trace in pair)
-    ]
+    kinds = {
+        event["kind"]
+        for pair in pairs
+        for trace in pair
+        for events_of_rank in trace.world.ranks.values()
+        for event in events_of_rank
+    }
+    parts = [part for part, kind in _PARTS.items() if kind in kinds]
     subsets = [subset for size in range(1, len(parts) + 1) for subset in combinations(parts, size)]
     for number, subset in enumerate(subsets):
-        if not any(map(_needs_experiment, results)):
+        if not any(result.is_unknown for result in results):
             break
-        folders = [_new(folder / f"{name}-{number}") for name in ("reference", "command")]
-        codes = [
-            run(one, path, subset) for one, path in zip((reference, command), folders, strict=True)
-        ]
+        folders = [folder / f"{name}-{number}" for name in ("reference", "command")]
+        codes = []
+        for one, path in zip((reference, command), folders, strict=True):
+            path.mkdir()
+            codes.append(run(one, path, subset))
         if not any(codes):
-            changed = [_compare(*pair) for pair in _pairs(*map(_traces, folders))]
+            changed = [_compare(*pair) for pair in _pairs(*folders)]
             results = [_attributed(*pair, subset) for pair in zip(results, changed, strict=True)]
     return 0, results
+
+
+def _pairs(reference: Path, other: Path) -> list[tuple[Trace, Trace]]:
+    """Return the trainings of two commands, in the order of their programs."""
+    runs = []
+    for folder in (reference, other):
+        worlds = [world for world in group_worlds(read_events(folder)) if world.events("update")[0]]
+        runs.append([Trace.of(one) for one in sorted(worlds, key=lambda world: world.program)])
+    programs = [[trace.world.program for trace in traces] for traces in runs]
+    if programs[0] != programs[1]:
+        raise InputError(
+            f"trainings of {programs[0]} on the other number of processes, and of {programs[1]}",
+            expected="the same trainings by both commands",
+            fix="audit a command with one training, of which all ranks run on this machine",
+            code="E_NOTHING_OBSERVED",
+        )
+    return list(zip(*runs, strict=True))
+
+
+def _compare(reference: Trace, other: Trace) -> ProgramComparison:
+    sizes = (reference.world.size, other.world.size)
+    steps = len(reference.updates.keys() & other.updates.keys())
+    return ProgramComparison(other.world.program, sizes, steps, first_difference(reference, other))
+
+
+def _attributed(
+    before: ProgramComparison, after: ProgramComparison, parts: Sequence[str]
+) -> ProgramComparison:
+    """Return the comparison with its cause, if there is no difference without parts of a model."""
+    difference = before.difference
+    remaining = after.difference
+    if difference is None or not before.is_unknown:
+        return before
+    end = "nothing differs"
+    if remaining is not None:
+        if remaining.order_key <= difference.order_key:
+            return before
+        end = f"first difference in the {remaining.quantity} of step {remaining.step}"
+    evidence = [*difference.evidence, f"both run again without {' and '.join(parts)}: {end}"]
+    cause = ", ".join(_PART_CAUSES[part] for part in parts)
+    return replace(before, difference=replace(difference, cause=cause, evidence=evidence))
 
 
 def print_comparisons(comparisons: Sequence[ProgramComparison]) -> None:
@@ -369,67 +379,8 @@ def print_comparisons(comparisons: Sequence[ProgramComparison]) -> None:
         if one.difference is None:
             print(f"{runs}: equal to rounding in {one.steps} observed steps")
             continue
-        print(
-            f"{runs}: the first difference is in the {one.difference.quantity} of step {one.difference.step}"
-        )
+        place = f"the {one.difference.quantity} of step {one.difference.step}"
+        print(f"{runs}: the first difference is in {place}")
         print(f"    cause: {one.difference.cause}")
         for text in one.difference.evidence:
             print(f"    {text}")
-
-
-def _new(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
-
-
-def _traces(folder: Path) -> list[Trace]:
-    """Return the trainings of a command, in the order of their programs."""
-    worlds = [world for world in group_worlds(read_events(folder)) if world.events("update")[0]]
-    return [Trace.of(world) for world in sorted(worlds, key=lambda world: world.program)]
-
-
-def _pairs(references: list[Trace], others: list[Trace]) -> list[tuple[Trace, Trace]]:
-    programs = [[trace.world.program for trace in traces] for traces in (references, others)]
-    if programs[0] != programs[1]:
-        raise InputError(
-            f"trainings of {programs[0]} on the other number of processes, and of {programs[1]}",
-            expected="the same trainings by both commands",
-            fix="audit a command with one training, of which all ranks run on this machine",
-            code="E_NOTHING_OBSERVED",
-        )
-    return list(zip(references, others, strict=True))
-
-
-def _compare(reference: Trace, other: Trace) -> ProgramComparison:
-    sizes = (reference.world.size, other.world.size)
-    steps = len(reference.updates.keys() & other.updates.keys())
-    return ProgramComparison(other.world.program, sizes, steps, first_difference(reference, other))
-
-
-def _needs_experiment(comparison: ProgramComparison) -> bool:
-    difference = comparison.difference
-    return difference is not None and difference.cause == Cause.UNKNOWN.value
-
-
-def _attributed(
-    before: ProgramComparison, after: ProgramComparison, parts: Sequence[str]
-) -> ProgramComparison:
-    """Return the comparison with its cause, if the difference disappears without parts of the model."""
-    if before.difference is None or not _needs_experiment(before):
-        return before
-    remaining = after.difference
-    if remaining is not None and remaining.order_key <= before.difference.order_key:
-        return before
-    end = (
-        "nothing differs"
-        if remaining is None
-        else f"first difference in the {remaining.quantity} of step {remaining.step}"
-    )
-    text = f"both run again without {' and '.join(parts)}: {end}"
-    cause = ", ".join(_PART_CAUSES[part] for part in parts)
-    return replace(
-        before,
-        difference=replace(
-            before.difference, cause=cause, evidence=[*before.difference.evidence, text]
-        ),
-    )

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
+
+
+def read_events(folder: Path) -> Iterator[list[Event]]:
+    """Yield the events of each process; the last line of a killed process can be incomplete."""
+    for path in sorted(folder.glob("*.jsonl")):
+        lines = path.read_text(encoding="utf-8").split("\n")
+        yield [json.loads(line) for line in lines[:-1]]
+
+
+def _lists() -> defaultdict[int, list[Event]]:
+    return defaultdict(list)
 
 
 @dataclass
@@ -16,28 +29,28 @@ class World:
 
     size: int
     program: str  # script of the first process
-    ranks: dict[int, list[Event]] = field(
-        default_factory=lambda: defaultdict(list)
-    )  # events of each rank
-    children: dict[int, list[Event]] = field(
-        default_factory=lambda: defaultdict(list)
-    )  # of their loader workers
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all ranks were observed."""
-        return len(self.ranks) == self.size
+    ranks: dict[int, list[Event]] = field(default_factory=_lists)  # events of each rank
+    children: dict[int, list[Event]] = field(default_factory=_lists)  # of their loader workers
 
     def events(self, kind: str) -> dict[int, list[Event]]:
         """Return the events of one kind, for each rank in order."""
-        return {
-            rank: [e for e in self.ranks[rank] if e["kind"] == kind] for rank in sorted(self.ranks)
-        }
+        ranks = sorted(self.ranks)
+        return {rank: [e for e in self.ranks[rank] if e["kind"] == kind] for rank in ranks}
 
 
 def group_worlds(processes: Iterable[list[Event]]) -> list[World]:
-    """Return the worlds of a command with all of their ranks, and processes without a group as worlds of one rank."""
+    """Return the worlds of which all ranks were observed.
+
+    A process without a group is a world of one rank.
+    """
     worlds: dict[str, World] = {}
+
+    def ranks_of(identity: list[Any], *, is_child: bool = False) -> list[Event]:
+        """Return the list of the events of a rank, or of its children."""
+        identifier, rank, size = identity
+        world = worlds.setdefault(identifier, World(size, header["program"]))
+        return (world.children if is_child else world.ranks)[rank]
+
     for header, *others in filter(None, processes):  # a killed process can have no complete event
         identity = header["world"]
         is_child = identity is not None
@@ -46,28 +59,15 @@ def group_worlds(processes: Iterable[list[Event]]) -> list[World]:
             if event["kind"] == "world":
                 identity = event["world"]
                 is_child = False
-                _add(worlds, header, identity, before)
+                ranks_of(identity).extend(before)
                 before = []
             elif identity is None:
                 before.append(event)
             else:
-                _add(worlds, header, identity, [event], is_child=is_child)
+                ranks_of(identity, is_child=is_child).append(event)
         if before:
-            _add(worlds, header, [f"process {header['pid']}", 0, 1], before)
-    return [world for world in worlds.values() if world.is_complete]
-
-
-def _add(
-    worlds: dict[str, World],
-    header: Event,
-    identity: list[Any],
-    events: list[Event],
-    *,
-    is_child: bool = False,
-) -> None:
-    identifier, rank, size = identity
-    world = worlds.setdefault(identifier, World(size, header["program"]))
-    (world.children if is_child else world.ranks)[rank].extend(events)
+            ranks_of([f"process {header['pid']}", 0, 1]).extend(before)
+    return [world for world in worlds.values() if len(world.ranks) == world.size]
 
 
 @dataclass
@@ -102,7 +102,8 @@ def passes(events: list[Event]) -> list[Pass]:
             current.last_step = event["step"]
             current.has_ended = event["kind"] == "pass_end"
             current.optimizer = event.get("optimizer")
-            current.batches += [event] * (event["kind"] == "batch")
+            if not current.has_ended:
+                current.batches.append(event)
     return list(result.values())
 
 

@@ -1,1 +1,1 @@
-"""`samestep verify`: evidence that N processes compute the same as one, and causes of differences."""
+"""`samestep verify`: comparison of N processes with one, and causes of differences."""

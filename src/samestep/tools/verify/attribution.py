@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from samestep.launcher.failure import Failure
 from samestep.tools.verify.causes import Cause, Finding
 from samestep.tools.verify.compare import (
     TEXTS,
@@ -18,7 +17,7 @@ from samestep.tools.verify.compare import (
     compare,
     first_of,
 )
-from samestep.tools.verify.trials import PLAIN, Note, Record, TrialRunner, described
+from samestep.tools.verify.trials import Note, Record, TrialRunner, described
 
 # Errors of a rank that performs other operations than the others.
 _DESYNC_ERRORS = ("RankDesyncError", "PeerLostError")
@@ -47,23 +46,30 @@ _UNSEEDED_CAUSES = {
     "rates": Cause.LEARNING_RATE,
     "settings": Cause.SETTINGS,
 }
+# Stages of which the first difference names the cause without an experiment, and the evidence.
+_PRINTED = (
+    "weights, losses and outputs of all calls are equal, but not what rank 0 prints or writes"
+)
+_OBVIOUS_CAUSES = {
+    "arguments": (
+        Cause.DATA_ORDER,
+        "batches of loaders and earlier calls are equal; the script gives other values to the "
+        "model",
+    ),
+    "settings": (Cause.SETTINGS, "settings of the step differ"),
+    **dict.fromkeys(TEXTS, (Cause.EVALUATION, _PRINTED)),
+}
 _EXPERIMENTS = {
     Cause.THREADS: "with one thread per rank",
-    Cause.MODEL_RANDOM: "without its random numbers (generators seeded by call, or evaluation mode)",
+    Cause.MODEL_RANDOM: "without its random numbers (generators seeded by call, or evaluation "
+    "mode)",
     Cause.LEARNING_RATE: "with the learning rates of the reference",
     Cause.BATCH_NORM: "with layers of batch statistics in evaluation mode",
 }
 
 
 class Attribution:
-    """Experiments on one pair of runs.
-
-    Args:
-        runner: runs the experiments.
-        reference: the first run.
-        other: the run that differs.
-        tolerance: of rounding; None for equal bits.
-    """
+    """Experiments on a run that differs from a reference; without a tolerance, in any bit."""
 
     def __init__(
         self, runner: TrialRunner, reference: Record, other: Record, tolerance: Tolerance | None
@@ -77,63 +83,61 @@ class Attribution:
 
     def find(self, first: Difference | None) -> Finding:
         """Return the cause of the first difference; None stands for a failure before one."""
-        resume = self._check_resume(first)
-        if resume is not None:
-            return resume
+        if self._other.label:
+            uninterrupted = self._runner.run(self._many, self._reference)
+            if not compare(self._reference, uninterrupted, self._tolerance).failing:
+                seen = f"the uninterrupted run of {described(self._many)} equals the reference"
+                return Finding(Cause.RESUME, first, (seen, *self._failure_text()))
         failure = self._other.failure
         if first is None and failure is not None and failure.code == "E_RANK_BATCH":
             # A loader of Samestep has compared the ranks before the script got the batch.
             alone = self._runner.run(self._many, self._reference, reads_alone=True)
             first = compare(self._reference, alone, self._tolerance).first
-            self._other = alone if first is not None else self._other
+            if first is not None:
+                self._other = alone
         if first is None or first.stage in ("steps", "calls"):
             return self._end_of_run(first)
-        finding = (
+        return (
             self._check_repetition(first)
             or self._check_options(first)
             or self._check_rounding(first)
+            or self._by_stage(first)
         )
-        return finding or self._by_stage(first)
 
     def _by_stage(self, first: Difference) -> Finding:
+        if first.quantity == "evaluation" and first.stage != "outputs":
+            seen = "the evaluation reads or computes other samples"
+            return Finding(Cause.EVALUATION, first, (seen, *filter(None, [first.detail])))
+        if first.stage in _OBVIOUS_CAUSES:
+            cause, seen = _OBVIOUS_CAUSES[first.stage]
+            detail = filter(None, [first.detail])
+            return Finding(cause, first, (seen, *detail, *self._failure_text()))
         methods = {
             "order": self._order,
             "inputs": self._inputs,
             "targets": self._inputs,
-            "arguments": self._arguments,
             "rates": self._learning_rates,
-            "settings": self._settings,
             "outputs": self._forward,
             "loss": self._loss,
             "gradients": self._backward,
-            **dict.fromkeys(TEXTS, self._printed),
         }
-        if first.quantity == "evaluation" and first.stage != "outputs":
-            seen = "the evaluation reads or computes other samples"
-            return Finding(Cause.EVALUATION, first, (seen, *filter(None, [first.detail])))
         return methods.get(first.stage, self._state)(first)
 
     def _notes(self, first: Difference) -> tuple[Note, Note]:
-        """Return the notes on the step of a difference: of both runs, or of two ranks of the second."""
-        notes = [self._note(self._other, first.step, rank) for rank in first.ranks or (0,)]
-        if first.ranks is None:
-            notes.insert(0, self._note(self._reference, first.step, 0))
+        """Return the notes on a step of both runs, or of two ranks of the second."""
+        sources = [(self._reference, 0), (self._other, 0)]
+        if first.ranks is not None:
+            sources = [(self._other, rank) for rank in first.ranks]
+        notes = []
+        for record, rank in sources:
+            if first.step in record.steps:
+                notes.append(record.steps[first.step][rank])
+            else:  # the step was not finished
+                events = reversed(record.events[rank])
+                notes.append(next(note for note in events if note.get("step") == first.step))
         return notes[0], notes[1]
 
-    def _note(self, record: Record, step: int, rank: int) -> Note:
-        if step in record.steps:
-            return record.steps[step][rank]
-        return next(note for note in reversed(record.events[rank]) if note.get("step") == step)
-
-    def _check_resume(self, first: Difference | None) -> Finding | None:
-        """Return a finding if the killed and resumed run differs, but the uninterrupted run does not."""
-        if not self._other.label:
-            return None
-        uninterrupted = self._runner.run(self._many, self._reference)
-        if compare(self._reference, uninterrupted, self._tolerance).failing:
-            return None
-        evidence = f"the uninterrupted run of {described(self._many)} equals the reference"
-        return Finding(Cause.RESUME, first, (evidence, *_failure_text(self._other.failure)))
+    # --- causes that any stage can have ---------------------------------------------------------
 
     def _check_repetition(self, first: Difference) -> Finding | None:
         """Return a finding if two runs of the reference differ."""
@@ -146,38 +150,41 @@ class Attribution:
         repeated = first_of([difference for difference in failing if difference.ranks is None])
         if repeated is None:
             return None
-        return self._unrepeated(repeated)
+        evidence = f"{described(self._one)}, run twice, differ between the runs"
+        evidence = f"{evidence}: {repeated.location}"
+        if repeated.stage in ("inputs", "targets"):
+            finding = self._inputs(repeated)
+            return Finding(finding.cause, repeated, (evidence, *finding.evidence))
+        if repeated.stage in ("outputs", "loss", "gradients"):
+            exact = self._runner.run(self._one, double=True)
+            again = self._runner.repeat(exact, double=True)
+            size = _largest_distance(compare(exact, again, None), repeated.step)
+            # Rounding differs because the order of sums does; anything larger, random numbers.
+            cause = Cause.MODEL_RANDOM
+            if size < _ROUNDING:
+                cause = Cause.KERNEL
+            return Finding(cause, repeated, (evidence, _rounding_text(size)))
+        cause = _UNSEEDED_CAUSES.get(repeated.stage, Cause.UNKNOWN)
+        seen = "this does not depend on the seed alone"
+        if repeated.stage == "before":
+            seen = "the state is not seeded, or changes between steps"
+            cause = Cause.UNSYNCHRONISED
+            if repeated.step <= 1:
+                cause = Cause.INITIAL_WEIGHTS
+        return Finding(cause, repeated, (evidence, seen))
 
-    def _unrepeated(self, first: Difference) -> Finding:
-        """Return the cause of a difference of two runs of the reference."""
-        evidence = f"{described(self._one)}, run twice, differ between the runs: {first.location}"
-        if first.stage in ("inputs", "targets"):
-            finding = self._inputs(first)
-            return Finding(finding.cause, first, (evidence, *finding.evidence))
-        if first.stage in ("outputs", "loss", "gradients"):
-            return self._repeat_in_double(first, evidence)
-        if first.stage == "before":
-            cause = Cause.INITIAL_WEIGHTS if first.step <= 1 else Cause.UNSYNCHRONISED
-            return Finding(
-                cause, first, (evidence, "the state is not seeded, or changes between steps")
-            )
-        cause = _UNSEEDED_CAUSES.get(first.stage, Cause.UNKNOWN)
-        return Finding(cause, first, (evidence, "this does not depend on the seed alone"))
-
-    def _repeat_in_double(self, first: Difference, evidence: str) -> Finding:
-        """Return the cause of different arithmetic in two equal runs: the order of sums, or random numbers."""
-        exact = self._runner.run(self._one, double=True)
-        size = _largest_distance(
-            compare(exact, self._runner.repeat(exact, double=True), None), first.step
-        )
-        if size < _ROUNDING:
-            rounding = f"in float64 the distance is at most {size:.1e}: rounding, in another order each time"
-            return Finding(Cause.KERNEL, first, (evidence, rounding))
-        return Finding(
-            Cause.MODEL_RANDOM,
-            first,
-            (evidence, f"in float64 the distance is {size:.1e}: not rounding"),
-        )
+    def _check_options(self, first: Difference) -> Finding | None:
+        """Return a finding if options of `samestep.parallel` depend on the number of processes."""
+        if first.stage not in ("outputs", "loss", "gradients", "after"):
+            return None
+        for ours, theirs in zip(self._reference.modules, self._other.modules, strict=False):
+            for key, cause in _OPTION_CAUSES.items():
+                one = ours["options"].get(key)
+                other = theirs["options"].get(key)
+                if one != other:
+                    evidence = f"samestep.parallel has {key}={one!r} and {key}={other!r}"
+                    return Finding(cause, first, (evidence,))
+        return None
 
     def _check_rounding(self, first: Difference) -> Finding | None:
         """Return a finding if equal bits are required of a fast reduction."""
@@ -185,118 +192,95 @@ class Attribution:
         if not is_fast or first.distance is None or first.stage in TEXTS or first.ranks is not None:
             return None
         evidence = f"the distance is {first.distance:.1e}"
-        size = float("inf")
         threads = self._threads(first, evidence)
-        if threads is None:
-            size = self._float64_distance(first)
-        if size >= _ROUNDING:
+        if threads is not None:
             return threads
+        size = self._float64_distance(first)
+        if size >= _ROUNDING:
+            return None
         return Finding(Cause.REDUCTION, first, (evidence, _rounding_text(size)))
-
-    def _check_options(self, first: Difference) -> Finding | None:
-        """Return a finding if the options of `samestep.parallel` depend on the number of processes."""
-        for ours, theirs in zip(self._reference.modules, self._other.modules, strict=False):
-            for key, cause in _OPTION_CAUSES.items():
-                values = ours["options"].get(key), theirs["options"].get(key)
-                if values[0] != values[1] and first.stage in (
-                    "outputs",
-                    "loss",
-                    "gradients",
-                    "after",
-                ):
-                    evidence = f"samestep.parallel has {key}={values[0]!r} and {key}={values[1]!r}"
-                    return Finding(cause, first, (evidence,))
-        return None
 
     def _end_of_run(self, first: Difference | None) -> Finding:
         """Return the cause of an early end, or of a different number of steps or calls."""
         failure = self._other.failure
-        error = _failure_text(failure)
+        error = self._failure_text()
         is_stuck = any(note["kind"] == "stuck" for notes in self._other.events for note in notes)
         is_other_path = first is not None and first.stage == "calls" and first.ranks is not None
         if is_stuck or is_other_path or (failure is not None and failure.kind in _DESYNC_ERRORS):
-            steps = [
-                len([note for note in notes if note["kind"] == "step"])
-                for notes in self._other.events
-            ]
-            counts = ", ".join(
-                f"rank {rank} made {number} steps" for rank, number in enumerate(steps)
+            ranks = range(len(self._other.events))
+            counts = (
+                f"rank {rank} made {len(self._other.notes('step', rank))} steps" for rank in ranks
             )
-            return Finding(Cause.DIVERGED, first, (counts, *error))
-        if failure is not None and _GENERATORS in failure.title:
-            return Finding(Cause.MODEL_RANDOM, first, error)
-        if failure is not None and failure.code in _FAILURE_CAUSES:
-            return Finding(_FAILURE_CAUSES[failure.code], first, error)
+            return Finding(Cause.DIVERGED, first, (", ".join(counts), *error))
+        if failure is not None:
+            cause = _FAILURE_CAUSES.get(failure.code or "", Cause.FAILED)
+            if _GENERATORS in failure.title:
+                cause = Cause.MODEL_RANDOM
+            return Finding(cause, first, error)
         missing = self._reference.steps.get(first.step) if first else None
-        if failure is None and first is not None and missing is not None:
+        if first is not None and missing is not None:
             batches = missing[0]["batches"]
             if any(batch["is_last"] for batch in batches):
                 evidence = (
-                    f"step {first.step}, the last batch of the epoch with {batches[-1]['size']} samples, is present on "
-                    f"{described(self._one)} and missing on {described(self._many)}"
+                    f"step {first.step}, the last batch of the epoch with {batches[-1]['size']} "
+                    f"samples, is present on {described(self._one)} and missing on "
+                    f"{described(self._many)}"
                 )
                 return Finding(Cause.LAST_BATCH, first, (evidence,))
-        if failure is not None:
-            return Finding(Cause.FAILED, first, error)
-        return Finding(
-            Cause.DATA_ORDER,
-            first,
-            (f"{len(self._reference.steps)} and {len(self._other.steps)} steps",),
-        )
+        counts_text = f"{len(self._reference.steps)} and {len(self._other.steps)} steps"
+        return Finding(Cause.DATA_ORDER, first, (counts_text,))
+
+    # --- causes by the stage of the first difference --------------------------------------------
 
     def _order(self, first: Difference) -> Finding:
-        """Return the cause of different indices: another last batch of the epoch, or another order."""
-        assert first.number is not None
+        """Return the cause of different indices: another last batch of the epoch, or order."""
+        number = first.number
+        assert number is not None
         notes = self._notes(first)
-        batches = [
-            note["batches"][first.number] for note in notes if first.number < len(note["batches"])
-        ]
-        evidence = (first.detail, *_failure_text(self._other.failure))
-        is_last = any(batch["is_last"] for batch in batches) and (first.step, first.number) != (
-            1,
-            0,
-        )
+        batches = [note["batches"][number] for note in notes if number < len(note["batches"])]
+        is_first = first.step == 1 and number == 0
+        is_last = any(batch["is_last"] for batch in batches) and not is_first
         if is_last and first.ranks is None and len(batches) == 2:
-            earlier = "all earlier steps have equal samples; this step has"
-            return Finding(Cause.LAST_BATCH, first, (f"{earlier} {first.detail}",))
-        return Finding(Cause.DATA_ORDER, first, evidence)
+            seen = f"all earlier steps have equal samples; this step has {first.detail}"
+            return Finding(Cause.LAST_BATCH, first, (seen,))
+        return Finding(Cause.DATA_ORDER, first, (first.detail, *self._failure_text()))
 
     def _inputs(self, first: Difference) -> Finding:
-        """Return the cause of different inputs or targets at equal indices: other samples, or another augmentation."""
+        """Return the cause of different batches at equal indices: samples, or augmentation."""
         assert first.number is not None
         ours, theirs = (note["batches"][first.number] for note in self._notes(first))
         repeated = self._runner.run(1, repeat_samples=True).folder
-        for file, action, kind in (
-            ("differing", "read", "samples"),
-            ("collated", "collated", "batches"),
+        for action, kind, name in (
+            ("read", "samples", "differing.txt"),
+            ("collated", "batches", "collated.txt"),
         ):
-            differing = repeated / f"{file}.txt"
-            if differing.exists():
-                number = len(set(differing.read_text(encoding="utf-8").split()))
+            file = repeated / name
+            if file.exists():
+                number = len(set(file.read_text(encoding="utf-8").split()))
                 evidence = (
-                    f"{action} twice in one process with equal states of the seeded generators, {number} {kind} differ"
-                    ": they depend on another source of random numbers"
+                    f"{action} twice in one process with equal states of the seeded generators, "
+                    f"{number} {kind} differ: they depend on another source of random numbers"
                 )
                 return Finding(Cause.AUGMENTATION, first, (evidence,))
-        changed = set(theirs["rows"]) - set(ours["rows"])
-        known = {row for notes in self._reference.events for row in _rows(notes)}
-        if changed <= known:
+        known = {
+            row
+            for notes in self._reference.events
+            for note in notes
+            for batch in note.get("batches", ())
+            for row in batch["rows"]
+        }
+        if set(theirs["rows"]) - set(ours["rows"]) <= known:
             evidence = "indices are equal, but stand for other samples of the dataset"
             return Finding(Cause.DATA_ORDER, first, (evidence,))
         equal = "read twice in one process, samples are equal"
         if ours["targets"] != theirs["targets"]:
-            evidence = "targets differ together with inputs: equal indices stand for other samples of the dataset"
+            evidence = (
+                "targets differ together with inputs: equal indices stand for other samples of the "
+                "dataset"
+            )
             return Finding(Cause.DATA_ORDER, first, (equal, evidence))
-        return Finding(
-            Cause.AUGMENTATION,
-            first,
-            (equal, "samples depend on the process or on the time of its start"),
-        )
-
-    def _arguments(self, first: Difference) -> Finding:
-        """Return the cause of other arguments of a call although batches and earlier calls are equal."""
-        seen = "batches of loaders and earlier calls are equal; the script gives other values to the model"
-        return Finding(Cause.DATA_ORDER, first, (seen, *_failure_text(self._other.failure)))
+        evidence = "samples depend on the process or on the time of its start"
+        return Finding(Cause.AUGMENTATION, first, (equal, evidence))
 
     def _learning_rates(self, first: Difference) -> Finding:
         evidence = f"learning rates are {first.detail}"
@@ -304,30 +288,27 @@ class Attribution:
         finding = self._experiment(first, Cause.LEARNING_RATE, (evidence,), learning_rates=rates)
         return finding or Finding(Cause.LEARNING_RATE, first, (evidence,))
 
-    def _settings(self, first: Difference) -> Finding:
-        return Finding(Cause.SETTINGS, first, (f"settings of the step differ: {first.detail}",))
-
     def _forward(self, first: Difference) -> Finding:
-        seen = f"arguments and weights are equal; the outputs of call {(first.number or 0) + 1} of {first.module} differ"
-        is_local = any(
-            note["options"].get("batch_norm") == "local" for note in self._reference.modules
-        )
+        call = f"call {(first.number or 0) + 1} of {first.module}"
+        seen = f"arguments and weights are equal; the outputs of {call} differ"
+        options = [note["options"] for note in self._reference.modules]
         finding = self._threads(first, seen)
-        if finding is None and is_local:
+        if finding is None and any(option.get("batch_norm") == "local" for option in options):
             evidence = (seen, "samestep.parallel has batch_norm='local'")
             finding = self._experiment(first, Cause.BATCH_NORM, evidence, without_norms=True)
-        finding = finding or self._experiment(
-            first, Cause.MODEL_RANDOM, (seen,), seed_generators=True
+        return (
+            finding
+            or self._experiment(first, Cause.MODEL_RANDOM, (seen,), seed_generators=True)
+            or self._experiment(first, Cause.MODEL_RANDOM, (seen,), eval_mode=True)
+            or Finding(Cause.UNKNOWN, first, (seen, *self._float64_text(first)))
         )
-        finding = finding or self._experiment(first, Cause.MODEL_RANDOM, (seen,), eval_mode=True)
-        return finding or Finding(Cause.UNKNOWN, first, (seen, *self._float64_text(first)))
 
     def _loss(self, first: Difference) -> Finding:
         seen = "arguments, weights and outputs of all calls are equal, the loss differs"
         finding = self._threads(first, seen)
-        return finding or Finding(
-            Cause.LOSS, first, (seen, first.detail, *self._float64_text(first))
-        )
+        if finding is not None:
+            return finding
+        return Finding(Cause.LOSS, first, (seen, first.detail, *self._float64_text(first)))
 
     def _backward(self, first: Difference) -> Finding:
         seen = "outputs of all calls and losses are equal, the gradient differs"
@@ -335,26 +316,23 @@ class Attribution:
         if finding is not None:
             return finding
         if first.ranks is not None:
-            return Finding(
-                Cause.UNSYNCHRONISED, first, (seen, "ranks changed it after the backward")
-            )
+            evidence = (seen, "ranks changed it after the backward")
+            return Finding(Cause.UNSYNCHRONISED, first, evidence)
         size = self._float64_distance(first)
-        return Finding(
-            Cause.REDUCTION if size < _ROUNDING else Cause.UNKNOWN,
-            first,
-            (seen, _rounding_text(size)),
-        )
+        cause = Cause.UNKNOWN
+        if size < _ROUNDING:
+            cause = Cause.REDUCTION
+        return Finding(cause, first, (seen, _rounding_text(size)))
 
     def _scale(self, first: Difference, seen: str) -> Finding | None:
-        """Return a finding if the gradient is that of the reference times a power of the number of processes."""
+        """Return a finding if the gradient is too long by a power of the number of processes."""
         norm, other = (note["norm"] for note in self._notes(first))
-        ratio = other / norm if norm else 1.0
-        by = self._many / self._one
+        by = self._many / (self._one or 1)  # plain Python is one process
         for factor in (by, 1 / by, by**2, 1 / by**2):
-            if factor != 1 and abs(ratio / factor - 1) < _SAME_RATIO:
+            if norm and factor != 1 and abs(other / norm / factor - 1) < _SAME_RATIO:
                 evidence = (
-                    f"the gradient is {factor:g} times as long: one summation over processes, or one division by their "
-                    "number, too many"
+                    f"the gradient is {factor:g} times as long: one summation over processes, or "
+                    "one division by their number, too many"
                 )
                 return Finding(Cause.LOSS, first, (seen, evidence))
         return None
@@ -362,64 +340,47 @@ class Attribution:
     def _state(self, first: Difference) -> Finding:
         """Return the cause of a state that differs before or after a step with equal gradients."""
         if first.stage == "before" and first.step <= 1:
-            return Finding(
-                Cause.INITIAL_WEIGHTS, first, ("weights or buffers differ before the first step",)
-            )
+            evidence = "weights or buffers differ before the first step"
+            return Finding(Cause.INITIAL_WEIGHTS, first, (evidence,))
+        seen = "gradients and losses are equal, the state after the step differs"
         if first.stage == "before":
             seen = f"equal after step {first.step - 1}; changed between two steps"
-        else:
-            seen = "gradients and losses are equal, the state after the step differs"
-        kind = "tensor of the optimizer state"
-        if first.stage != "optimizer":
-            weights = {
-                name for notes in self._reference.steps.values() for name in notes[0]["weights"]
-            }
-            kind = "parameter" if first.tensor in weights else "buffer"
+        steps = self._reference.steps.values()
+        kind = "buffer"
+        if first.stage == "optimizer":
+            kind = "tensor of the optimizer state"
+        elif any(first.tensor in notes[0]["weights"] for notes in steps):
+            kind = "parameter"
         return Finding(Cause.UNSYNCHRONISED, first, (seen, f"{first.tensor} is a {kind}"))
 
-    def _printed(self, first: Difference) -> Finding:
-        evidence = (
-            "weights, losses and outputs of all calls are equal, but not what rank 0 prints or writes",
-        )
-        return Finding(Cause.EVALUATION, first, (*evidence, first.detail))
-
-    def _threads_differ(self, first: Difference) -> str | None:
-        if first.stage in TEXTS or not self._note_exists(first):
-            return None
-        one, other = (note["threads"] for note in self._notes(first))
-        if one == other:
-            return None
-        return f"ranks compute with {one} and {other} threads"
-
-    def _note_exists(self, first: Difference) -> bool:
-        return first.step in self._reference.steps and first.step in self._other.steps
+    # --- experiments ----------------------------------------------------------------------------
 
     def _threads(self, first: Difference, seen: str) -> Finding | None:
-        counts = self._threads_differ(first)
-        if counts is None:
+        """Return a finding if ranks compute with different numbers of threads, to effect."""
+        if first.step not in self._reference.steps or first.step not in self._other.steps:
             return None
-        if self._compare_under(single_thread=True).first is not None:
+        one, other = (note["threads"] for note in self._notes(first))
+        if one == other or self._compare_under(single_thread=True).first is not None:
             return None  # ranks and threads both change the order of sums
+        counts = f"ranks compute with {one} and {other} threads"
         return self._experiment(first, Cause.THREADS, (seen, counts), single_thread=True)
 
     def _experiment(
         self, first: Difference, cause: Cause, evidence: tuple[str, ...], **changes: Any
     ) -> Finding | None:
-        """Return the cause if, under the intervention, the difference disappears or only a later one remains."""
+        """Return the cause if the difference disappears, or only a later one remains."""
         remaining = self._compare_under(**changes).first
         if remaining is not None and remaining.order_key <= first.order_key:
             return None
-        one = described(PLAIN) if self._one == PLAIN else self._one
+        result = "are equal"
+        if remaining is not None:
+            result = f"differ later only: {remaining.location}"
+        one = self._one or described(self._one)
         runs = f"{one} and {described(self._many)}"
-        result = (
-            f"{runs} are equal"
-            if remaining is None
-            else f"{runs} differ later only: {remaining.location}"
-        )
-        return Finding(cause, first, (*evidence, f"{_EXPERIMENTS[cause]}, {result}"))
+        return Finding(cause, first, (*evidence, f"{_EXPERIMENTS[cause]}, {runs} {result}"))
 
     def _compare_under(self, **changes: Any) -> Comparison:
-        """Repeat both runs under interventions and compare with the tolerance of the verification."""
+        """Repeat both runs under interventions, and compare them with the same tolerance."""
         reference = self._runner.run(self._one, **changes)
         measured = self._runner.run(self._many, reference, **changes)
         return compare(reference, measured, self._tolerance)
@@ -430,31 +391,29 @@ class Attribution:
         return (_rounding_text(self._float64_distance(first)),)
 
     def _float64_distance(self, first: Difference) -> float:
-        """Return the largest distance in float64 up to a step; infinity if the subject does not run in it."""
+        """Return the largest distance in float64 up to a step; infinity if it cannot run."""
         reference = self._runner.run(self._one, double=True)
         measured = self._runner.run(self._many, reference, double=True)
         if measured.failure is not None or not measured.steps:
             return float("inf")
         return _largest_distance(compare(reference, measured, None), first.step)
 
-
-def _rows(notes: tuple[Note, ...]) -> set[str]:
-    return {row for note in notes for batch in note.get("batches", ()) for row in batch["rows"]}
-
-
-def _failure_text(failure: Failure | None) -> tuple[str, ...]:
-    """Return the error without expectation and fix, since a finding has its own fix."""
-    text = failure.text.removeprefix("error: ").partition("\n  expected: ")[0] if failure else ""
-    if text:
-        return (text,)
-    return ()
+    def _failure_text(self) -> tuple[str, ...]:
+        """Return the error without expectation and fix, since a finding has its own fix."""
+        if self._other.failure is None:
+            return ()
+        text = self._other.failure.text.removeprefix("error: ").partition("\n  expected: ")[0]
+        return tuple(filter(None, [text]))
 
 
 def _rounding_text(size: float) -> str:
-    return f"in float64 the distance is {size:.1e}: {'rounding' if size < _ROUNDING else 'not rounding'}"
+    kind = "rounding" if size < _ROUNDING else "not rounding"
+    return f"in float64 the distance is {size:.1e}: {kind}"
 
 
 def _largest_distance(comparison: Comparison, step: int) -> float:
-    """Return the largest distance up to a step; infinity if something differs that has no distance."""
+    """Return the largest distance up to a step; infinity if a difference has none."""
     sizes = [d.distance for d in comparison.differences if d.step <= step and d.stage != "before"]
-    return max((float("inf") if size is None else size for size in sizes), default=0.0)
+    if None in sizes:
+        return float("inf")
+    return max((size for size in sizes if size is not None), default=0.0)

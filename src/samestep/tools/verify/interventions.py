@@ -26,11 +26,10 @@ from samestep.tools.verify.tensor_comparison import digest_any
 from samestep.tools.verify.trials import Interventions
 
 _Generator = torch.Generator | numpy.random.Generator | numpy.random.RandomState | random.Random
-_PERTURBATION_SEED = 0
 
 
 def apply_to_process(interventions: Interventions, folder: Path, rank: int) -> None:
-    """Apply the interventions that precede the subject; permanent, since a trial has its own processes."""
+    """Apply the interventions that precede the subject, for the rest of this process."""
     if interventions.single_thread:
         torch.set_num_threads(1)
         torch.set_num_threads = lambda nthreads: None
@@ -45,20 +44,16 @@ def apply_to_process(interventions: Interventions, folder: Path, rank: int) -> N
 class ModelInterventions:
     """Interventions in modules and optimizers.
 
-    Args:
-        interventions: the interventions.
-        accuracy: of gradients that ranks exchange, if it is below that of the weights.
+    The accuracy is that of gradients that ranks exchange, if it is below that of the weights.
     """
 
     def __init__(self, interventions: Interventions, accuracy: float) -> None:
         self._interventions = interventions
         self._accuracy = accuracy
-        self._generator = torch.Generator().manual_seed(
-            _PERTURBATION_SEED
-        )  # the script's streams stay as they are
-        self._unperturbed: dict[
-            torch.Tensor, torch.Tensor
-        ] = {}  # values of parameters until the step
+        # An own generator: the script's streams stay as they are.
+        self._generator = torch.Generator().manual_seed(0)
+        # Values of parameters until the step.
+        self._unperturbed: dict[torch.Tensor, torch.Tensor] = {}
 
     def prepare(self, module: nn.Module) -> None:
         """Change a module before its first call."""
@@ -95,40 +90,36 @@ class ModelInterventions:
             for group, rate in zip(optimizer.param_groups, rates[step], strict=True):
                 group["lr"] = rate
         with torch.no_grad():
-            for parameter in _parameters(optimizer):
-                if parameter in self._unperturbed:
-                    parameter.copy_(self._unperturbed.pop(parameter))
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter in self._unperturbed:
+                        parameter.copy_(self._unperturbed.pop(parameter))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Perturb the weights that an optimizer has changed."""
         if self._interventions.perturbed:
-            self._perturb(_parameters(optimizer))
+            for group in optimizer.param_groups:
+                self._perturb(group["params"])
 
     def _perturb_until_step(self, module: nn.Module) -> None:
-        """Perturb weights by the accuracy in which they are used, until the step, which has that of the weights."""
+        """Perturb weights by the accuracy of their use; the step has that of the weights."""
         kind = next((parameter.device.type for parameter in module.parameters()), "cpu")
         accuracy = self._accuracy
         if torch.is_autocast_enabled(kind):
             accuracy = max(accuracy, torch.finfo(torch.get_autocast_dtype(kind)).eps)
         if self._interventions.perturbed and accuracy:
-            new = [
-                parameter for parameter in module.parameters() if parameter not in self._unperturbed
-            ]
+            new = [one for one in module.parameters() if one not in self._unperturbed]
             self._unperturbed |= {parameter: parameter.detach().clone() for parameter in new}
             self._perturb(new, accuracy)
 
     def _perturb(self, parameters: Sequence[torch.Tensor], eps: float = 0.0) -> None:
-        """Move each element by a unit in the last place, or by `eps`, up or down: the size of an error of rounding."""
+        """Move elements by a unit in the last place, or `eps`: the size of an error of rounding."""
         with torch.no_grad():
             for parameter in parameters:
                 if parameter.is_floating_point() and not nn.parameter.is_lazy(parameter):
                     own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                     signs = torch.randint(0, 2, own.shape, generator=self._generator) * 2 - 1
                     own.mul_(1 + max(eps, torch.finfo(own.dtype).eps) * signs.to(own))
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _to_double(value: Any) -> Any:
@@ -148,45 +139,38 @@ def _seed(generator: _Generator, seed: int) -> None:
 
 
 def _repeat_samples(folder: Path) -> None:
-    """Patch the loaders of torch to read samples and to collate twice with equal states of the seeded generators.
+    """Patch torch's loaders to read and collate twice with equal states of seeded generators.
 
     The indices of samples that differ are written to `differing.txt`, that of the first one of a
     batch whose collation differs to `collated.txt`.
     """
     fetch: Callable[..., Any] = _MapDatasetFetcher.fetch
 
+    def call_twice(call: Callable[[], Any], index: Any, file: str) -> Any:
+        with preserved_generators():
+            first = call()
+        with preserved_generators():
+            second = call()
+        if digest_any(first) != digest_any(second):
+            with (folder / file).open("a", encoding="utf-8") as opened:
+                opened.write(f"{index}\n")
+        return first
+
     def fetch_twice(self: Any, indices: Any) -> Any:
         listed = list(indices) if self.auto_collation else [indices]
         samples = []
         for index in listed:
-            first, second = _twice(partial(self.dataset.__getitem__, index))
-            samples.append(first)
-            if digest_any(first) != digest_any(second):
-                _append(folder / "differing.txt", index)
+            read = partial(self.dataset.__getitem__, index)
+            samples.append(call_twice(read, index, "differing.txt"))
         if self.auto_collation:
-            first, second = _twice(partial(self.collate_fn, samples))
-            if digest_any(first) != digest_any(second):
-                _append(folder / "collated.txt", listed[0])
+            call_twice(partial(self.collate_fn, samples), listed[0], "collated.txt")
         return fetch(self, indices)
 
     _MapDatasetFetcher.fetch = fetch_twice  # type: ignore[method-assign]
 
 
-def _twice(read: Callable[[], Any]) -> tuple[Any, Any]:
-    with preserved_generators():
-        first = read()
-    with preserved_generators():
-        second = read()
-    return first, second
-
-
-def _append(file: Path, index: Any) -> None:
-    with file.open("a", encoding="utf-8") as opened:
-        opened.write(f"{index}\n")
-
-
 def _reorder_directories(rank: int) -> None:
-    """Patch listings of directories, which have an arbitrary order: sorted, reversed on odd ranks, rotated by rank."""
+    """Patch listings of directories, whose order is arbitrary: one order per rank."""
     list_names = os.listdir
     scan = os.scandir
 

@@ -1,4 +1,4 @@
-"""Observation of a script from outside: batches, calls of divided modules, losses, and steps of optimizers."""
+"""Observation of a script from outside: batches, calls of modules, losses, and optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import Any, TextIO
@@ -21,7 +22,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from samestep.data.own_rows import _OwnRowsIterator
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.launcher.job import process_state
 from samestep.launcher.worker import EndOfScript
@@ -40,6 +43,9 @@ from samestep.tools.verify.trials import Trial, steps_before
 # Functions that change gradients between the backward and the step; their numbers are settings of
 # the step.
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
+_SUMMARY = ("module", "divided", "watched", "whole", "reasons")
+
+Tensors = Mapping[str, torch.Tensor]
 
 
 class Observer:
@@ -47,14 +53,8 @@ class Observer:
 
     A note of a step has the events since the step before: batches of loaders, outermost calls of
     the modules that the script gives to `samestep.parallel`, or of all modules, losses of
-    backwards, then the gradients and the state of the optimizer.
-
-    Args:
-        trial: the trial.
-        rank: this rank.
-        size: number of ranks.
-        file: file of the notes.
-        ends_script: whether the script ends after the steps of the trial.
+    backwards, then the gradients and the state of the optimizer. With `ends_script`, the script
+    ends after the steps of the trial.
 
     Attributes:
         rank: this rank.
@@ -68,21 +68,19 @@ class Observer:
         self.rank = rank
         self._size = size
         self._file = file
-        self._most_steps = trial.steps if ends_script else None
+        self._ends_script = ends_script
         self._interventions = ModelInterventions(trial.interventions, trial.accuracy)
         self._tensors = StepTensors(trial.folder, trial.reference, keeps=rank == 0)
         self._labels: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._outermost: Mapping[str, Any] | None = (
-            None  # options of the modules of an unchanged script
-        )
+        # Options of the modules of an unchanged script.
+        self._outermost: Mapping[str, Any] | None = None
         self._modules = 0  # that were observed
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._process = os.getpid()
         self._eps = 0.0  # accuracy of the least accurate weights
         self._is_inside = False  # of a call of a module
-        self._steps: int | None = (
-            None  # None before the first call: a resumption continues after some step
-        )
+        # None before the first call, since a resumption continues after some step.
+        self._steps: int | None = None
         self._begin_step()
         self.last_event = time.monotonic()
 
@@ -96,8 +94,9 @@ class Observer:
         @wraps(backward)
         def observed_backward(tensors: Any, *arguments: Any, **options: Any) -> None:
             if not self._is_inside and torch._C._current_graph_task_id() == -1:
-                roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-                self._losses += [float(root.detach()) for root in roots if root.numel() == 1]
+                for root in (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
+                    if root.numel() == 1:
+                        self._losses.append(float(root.detach()))
             backward(tensors, *arguments, **options)
 
         torch.autograd.backward = observed_backward
@@ -105,13 +104,12 @@ class Observer:
             clipping = self._observed_clipping(name, getattr(nn.utils, name))
             setattr(nn.utils, name, clipping)
             setattr(sys.modules["torch.nn.utils.clip_grad"], name, clipping)
+        _observe_loaders(self._add_batch)
 
     def observe_calls(self, outermost: Mapping[str, Any] | None = None) -> None:
-        """Observe calls of modules; permanent.
+        """Observe calls of the modules that the script gives to `samestep.parallel`; permanent.
 
-        Args:
-            outermost: options of division, to observe the outermost calls of all modules with
-                parameters; None for the modules that the script gives to `samestep.parallel`.
+        With options of division, the outermost calls of all modules with parameters are observed.
         """
         self._outermost = outermost
         call = nn.Module.__call__
@@ -125,21 +123,34 @@ class Observer:
         nn.Module.__call__ = observed  # type: ignore[method-assign]
 
     def write(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """Write one line, and flush the file: a killed rank leaves the lines of all earlier events."""
+        """Write one line, and flush the file: a killed rank leaves the lines of earlier events."""
         self.last_event = time.monotonic()
         self._file.write(json.dumps({"kind": kind, **facts}, default=str) + "\n")
         self._file.flush()
 
-    def add_batch(self, indices: Any, data: Any, *, is_last: bool) -> None:
-        """Note a batch of a loader: indices of its samples if they are known, hashes of its data, end of the epoch."""
+    def end(self, kind: str, **facts: Any) -> None:
+        """Note the end of the script, regular or not, with the events since the last step."""
+        world = process_state.world
+        device = "cpu"
+        if world is not None and is_accelerator(world.device):
+            device = accelerator_module().get_device_name(world.device)
+        summaries = []
+        if process_state.view is not None:
+            for one in process_state.view.modules:
+                summaries.append({name: getattr(one, name) for name in _SUMMARY})
+        facts |= {"eps": self._eps, "device": device, "summaries": summaries}
+        self._write_step(kind, step=(self._steps or 0) + 1, **facts)
+
+    def _add_batch(self, indices: Any, data: Any, *, is_last: bool) -> None:
+        """Note a batch of a loader, with hashes of its data."""
         if os.getpid() != self._process:
             return
         self.last_event = time.monotonic()
-        _, first = next(
-            ((path, leaf) for path, leaf in leaves(data) if isinstance(leaf, torch.Tensor)),
-            ("", None),
-        )
-        rows = len(first) if first is not None and first.dim() else 0
+        tensors = (leaf for _, leaf in leaves(data) if isinstance(leaf, torch.Tensor))
+        first = next(tensors, None)
+        rows = 0
+        if first is not None and first.dim():
+            rows = len(first)
         batch = {
             "order": indices,
             "size": rows if indices is None else len(indices),
@@ -152,50 +163,30 @@ class Observer:
         self._batches.append(batch)
         self._unused.append(batch)
 
-    def end(self, kind: str, **facts: Any) -> None:
-        """Note the end of the script, regular or not, with the events since the last step and the divided calls."""
-        view = process_state.view
-        summaries = [] if view is None else view.modules
-        device = torch.device("cpu") if process_state.world is None else process_state.world.device
-        is_gpu = is_accelerator(device)
-        self._write_step(
-            kind,
-            step=(self._steps or 0) + 1,
-            eps=self._eps,
-            device=accelerator_module().get_device_name(device) if is_gpu else "cpu",
-            summaries=[
-                {
-                    name: getattr(summary, name)
-                    for name in ("module", "divided", "watched", "whole", "reasons")
-                }
-                for summary in summaries
-            ],
-            **facts,
-        )
-
-    # --- modules and calls
-    # -------------------------------------------------------------------------
+    # --- modules and calls ----------------------------------------------------------------------
 
     def _add_module(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         """Note an argument of `samestep.parallel`."""
         if module in self._labels:
             return
         self._interventions.prepare(module)
-        floating = [
-            parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()
-        ]
-        self._eps = max([self._eps, *(torch.finfo(dtype).eps for dtype in floating)])
+        dtypes = {one.dtype for one in module.parameters() if one.is_floating_point()}
+        self._eps = max([self._eps, *(torch.finfo(dtype).eps for dtype in dtypes)])
         is_unchanged = self._outermost is not None
         if is_unchanged and self._modules:
             gc.collect()  # the state has no modules of which only cycles are left
         self._modules += 1
-        label = type(module).__name__ + (f" {self._modules}" if self._modules > 1 else "")
+        label = type(module).__name__
+        if self._modules > 1:
+            label = f"{label} {self._modules}"
         self._labels[module] = label
-        before = {} if is_unchanged else _digests(self._state())
+        before = {}
+        if not is_unchanged:
+            before = _digests(self._state())
         self.write("module", {"name": label, "options": dict(options), "before": before})
 
     def _is_own(self, module: nn.Module) -> bool:
-        """Whether a call is one of the script, of an observed module, and not part of another call."""
+        """Whether a call is one of the script, of an observed module, and not part of another."""
         is_part = self._is_inside or torch._C._current_graph_task_id() != -1
         if is_part or threading.current_thread() is not threading.main_thread():
             return False
@@ -216,10 +207,9 @@ class Observer:
             batch["evaluation"] = is_evaluation
         self._unused.clear()
         number = sum(call["evaluation"] == is_evaluation for call in self._calls)
-        key = f"{'evaluation' if is_evaluation else 'call'} {number}"
-        with self._interventions.call(
-            module, (arguments, options), self._steps or 0, number
-        ) as inputs:
+        key = f"evaluation {number}" if is_evaluation else f"call {number}"
+        step = self._steps or 0
+        with self._interventions.call(module, (arguments, options), step, number) as inputs:
             note = {"module": self._labels[module], "key": key, "evaluation": is_evaluation}
             note["arguments"] = digest_any(inputs)
             self._calls.append(note)
@@ -233,8 +223,7 @@ class Observer:
         self._tensors.add("outputs", {key: outputs})
         return outputs
 
-    # --- steps
-    # -------------------------------------------------------------------------------------
+    # --- steps ----------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
         self._before: dict[str, str] | None = None  # hashes of the state before the first call
@@ -250,29 +239,29 @@ class Observer:
         if self._before is None:
             self._before = _digests(self._state())
             if self._steps is None:
-                killed = self._trial.killed
-                self._steps = 0 if killed is None else steps_before(killed, self._before)
+                self._steps = 0
+                if self._trial.killed is not None:
+                    self._steps = steps_before(self._trial.killed, self._before)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._begin()
         assert self._steps is not None
-        if self._most_steps is not None and self._steps >= self._most_steps:
+        is_last = self._trial.steps is not None and self._steps >= self._trial.steps
+        if self._ends_script and is_last:
             if process_state.world is not None:
                 process_state.world.barrier()  # no rank ends while another needs it
             raise EndOfScript
         if self._trial.kill_at == self._steps + 1 and self.rank == self._size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         self._interventions.before_step(optimizer, self._steps)
-        named = self._parameters(optimizer)
-        gradients = self._complete(
-            {name: one.grad for name, one in named.items() if one.grad is not None}
-        )
+        named = self._parameters(optimizer).items()
+        gradients = self._complete({name: one.grad for name, one in named if one.grad is not None})
+        squares = sum(float(full(value).double().square().sum()) for value in gradients.values())
         self._of_optimizer = {
             "rates": [float(group["lr"]) for group in optimizer.param_groups],
             "settings": [*self._clippings, *map(_settings, optimizer.param_groups)],
             "gradients": _digests(gradients),
-            "norm": sum(float(full(value).double().square().sum()) for value in gradients.values())
-            ** 0.5,
+            "norm": squares**0.5,
         }
         self._tensors.add("gradients", gradients)
 
@@ -281,13 +270,14 @@ class Observer:
         self._steps += 1
         named = self._parameters(optimizer)
         state = {**named, **self._state()}
-        slots = {
-            f"{name}/{slot}": value
-            for name, parameter in named.items()
-            for slot, value in optimizer.state.get(parameter, {}).items()
-            if isinstance(value, torch.Tensor)
-        }
-        slots = self._complete(slots)
+        slots = self._complete(
+            {
+                f"{name}/{slot}": value
+                for name, parameter in named.items()
+                for slot, value in optimizer.state.get(parameter, {}).items()
+                if isinstance(value, torch.Tensor)
+            }
+        )
         after = _digests(state)
         self._tensors.add("state", state)
         self._tensors.add("optimizer", slots)
@@ -318,73 +308,63 @@ class Observer:
 
     def _parameters(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
         """Return the parameters of an optimizer by name."""
-        references = [reference() for reference in self._optimizers]
-        if not any(other is optimizer for other in references):
+        known = [reference() for reference in self._optimizers]
+        if not any(other is optimizer for other in known):
             self._optimizers.append(weakref.ref(optimizer))
-            references.append(optimizer)
-        number = next(
-            index for index, other in enumerate(references, start=1) if other is optimizer
-        )
+            known.append(optimizer)
+        number = next(i for i, other in enumerate(known, start=1) if other is optimizer)
         names = {id(parameter): name for name, parameter in self._named(nn.Module.named_parameters)}
-        parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
+        parameters = (one for group in optimizer.param_groups for one in group["params"])
         return {
             names.get(id(parameter), f"parameter {index} of optimizer {number}"): parameter
             for index, parameter in enumerate(parameters)
         }
 
+    def _prefixed(self) -> list[tuple[nn.Module, str]]:
+        """Return all observed modules; the names of those after the first begin with the class."""
+        labels = list(self._labels.items())
+        return [(module, f"{label}: " if " " in label else "") for module, label in labels]
+
     def _named(
         self, entries: Callable[[nn.Module], Iterable[tuple[str, torch.Tensor]]]
     ) -> list[tuple[str, Any]]:
-        """Return named tensors of all observed modules; those after the first have the class in the name."""
-        result: dict[
-            int, tuple[str, Any]
-        ] = {}  # by identity: calls of a module and of its parts may be observed
-        for module, label in list(self._labels.items()):
-            prefix = f"{label}: " if " " in label else ""
+        """Return named tensors of all observed modules, once each: modules share tensors."""
+        result: dict[int, tuple[str, Any]] = {}
+        for module, prefix in self._prefixed():
             for name, value in entries(module):
                 if not nn.parameter.is_lazy(value):
                     result.setdefault(id(value), (prefix + name, value))
         return list(result.values())
 
     def _state(self) -> dict[str, torch.Tensor]:
-        """Return the parameters and the persistent buffers of all observed modules, by name; a collective."""
-        state = dict(self._named(nn.Module.named_parameters)) | dict(
-            self._named(_persistent_buffers)
-        )
-        return self._complete(state)
+        """Return parameters and persistent buffers of all modules, by name; a collective."""
+        parameters = self._named(nn.Module.named_parameters)
+        return self._complete(dict([*parameters, *self._named(_persistent_buffers)]))
 
-    def _complete(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return values of parameters by `NAME` or `NAME/SLOT`, complete if ranks have parts of a module.
+    def _complete(self, values: Tensors) -> dict[str, torch.Tensor]:
+        """Return values of parameters by `NAME` or `NAME/SLOT`, those of parts of ranks complete.
 
-        A collective for such modules.
+        A collective for modules with such parts.
         """
         result = dict(values)
-        for module, label in list(self._labels.items()):
+        for module, prefix in self._prefixed():
             split = split_of(module)
             if split is not None:
-                prefix = f"{label}: " if " " in label else ""
-                parameters = {
-                    prefix + name: parameter for name, parameter in module.named_parameters()
-                }
+                parameters = {prefix + name: one for name, one in module.named_parameters()}
                 own: dict[str, dict[str, torch.Tensor]] = {}
                 for key, value in values.items():
                     name, _, slot = key.partition("/")
                     if name in parameters:
                         own.setdefault(name, {})[slot] = value
-                for name, slot, full in split.full_values(parameters, own):
-                    result[f"{name}/{slot}" if slot else name] = full
+                for name, slot, complete in split.full_values(parameters, own):
+                    result["/".join(filter(None, (name, slot)))] = complete
         return result
 
     def _observed_clipping(self, name: str, clip: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(clip)
         def observed(parameters: Any, *arguments: Any, **options: Any) -> Any:
-            numbers = [
-                float(value)
-                for value in (*arguments, *options.values())
-                if isinstance(value, int | float)
-            ]
+            values = (*arguments, *options.values())
+            numbers = [float(value) for value in values if isinstance(value, int | float)]
             self._clippings.append({name: numbers})
             return clip(parameters, *arguments, **options)
 
@@ -395,7 +375,7 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
     for path, part in module.named_modules():
         for key, buffer in part.named_buffers(recurse=False):
             if key not in part._non_persistent_buffers_set:
-                yield (f"{path}.{key}" if path else key), buffer
+                yield ".".join(filter(None, (path, key))), buffer
 
 
 def _digests(state: Mapping[str, Any]) -> dict[str, str]:
@@ -403,10 +383,73 @@ def _digests(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a parameter group, except for its learning rate; a checkpoint turns tuples into lists."""
-    numbers = {
-        key: value for key, value in group.items() if isinstance(value, float | int | tuple | list)
-    }
+    """Return the numbers of a parameter group, except for its learning rate."""
+    # Lists too: a checkpoint turns tuples into lists.
     return {
-        key: value for key, value in numbers.items() if key not in ("params", "lr", "initial_lr")
+        key: value
+        for key, value in group.items()
+        if isinstance(value, float | int | tuple | list)
+        and key not in ("params", "lr", "initial_lr")
     }
+
+
+def _observe_loaders(add_batch: Callable[..., None]) -> None:
+    """Call `add_batch(indices, data, is_last=...)` for each batch of a loader; permanent.
+
+    Iterators of torch ask for indices in the order of their batches, also ahead for workers. Those
+    of Samestep read own rows and complete them to batches.
+    """
+    next_index: Callable[..., Any] = _BaseDataLoaderIter._next_index
+    next_batch: Callable[..., Any] = _BaseDataLoaderIter.__next__
+    next_whole: Callable[..., Any] = _OwnRowsIterator.__next__
+    reset: Callable[..., Any] = _BaseDataLoaderIter._reset
+
+    def add(iterator: Any, data: Any) -> None:
+        indices = iterator._read_indices
+        if not isinstance(indices, list | tuple):
+            indices = [indices]
+        try:
+            indices = [int(index) for index in indices]
+        except (TypeError, ValueError):  # keys of another type
+            indices = None
+        try:
+            is_last = iterator._num_yielded >= len(iterator)
+        except TypeError:  # the loader does not know its length
+            is_last = False
+        add_batch(indices, data, is_last=is_last)
+
+    def observed_reset(self: Any, *arguments: Any, **options: Any) -> None:
+        self._asked_indices = deque()
+        reset(self, *arguments, **options)
+
+    def observed_index(self: Any) -> Any:
+        indices = next_index(self)
+        self.__dict__.setdefault("_asked_indices", deque()).append(indices)
+        return indices
+
+    def observed_batch(self: Any) -> Any:
+        data = next_batch(self)
+        asked = self.__dict__.get("_asked_indices")
+        self._read_indices = None
+        if asked:
+            self._read_indices = asked.popleft()
+        if not isinstance(self, _OwnRowsIterator):
+            add(self, data)
+        return data
+
+    def observed_whole(self: Any) -> Any:
+        # Calls are nested after a batch without a usable sample.
+        is_nested = self.__dict__.get("_is_observed", False)
+        self._is_observed = True
+        try:
+            data = next_whole(self)
+        finally:
+            self._is_observed = is_nested
+        if not is_nested:
+            add(self, data)
+        return data
+
+    _BaseDataLoaderIter._reset = observed_reset  # type: ignore[method-assign]
+    _BaseDataLoaderIter._next_index = observed_index  # type: ignore[method-assign]
+    _BaseDataLoaderIter.__next__ = observed_batch  # type: ignore[method-assign]
+    _OwnRowsIterator.__next__ = observed_whole  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Comparison of tensors: digests of all bits, distances from a reference, and elements that are rounding."""
+"""Comparison of tensors: digests of all bits, distances from a reference, and rounded elements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without its graph, complete if ranks have parts or rows of it; then a collective."""
+    """Return a tensor without its graph; a collective that completes it if ranks have parts."""
     if isinstance(tensor, DTensor):
         local: torch.Tensor = tensor.to_local()
         return Division.of(tensor).full_tensor(local.detach())
@@ -31,7 +31,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return a hash of the dtype, the shape and every bit of a tensor; a collective if it is divided."""
+    """Return a hash of dtype, shape and every bit of a tensor; a collective if it is divided."""
     # A contiguous copy, so that strides do not matter; viewed as bytes, since NumPy has no
     # bfloat16.
     flat = full(tensor).to("cpu").contiguous().reshape(-1)
@@ -45,15 +45,17 @@ def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of nested lists, tuples and mappings with their paths, such as `1.mask`."""
     if is_dataclass(data) and not isinstance(data, type):
         data = {field.name: getattr(data, field.name) for field in fields(data)}
-    if isinstance(data, Mapping | list | tuple):
-        for key, value in data.items() if isinstance(data, Mapping) else enumerate(data):
-            yield from leaves(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(data, list | tuple):
+        data = dict(enumerate(data))
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from leaves(value, ".".join(filter(None, (path, str(key)))))
     else:
         yield path, data
 
 
 def digest_any(data: Any) -> str:
-    """Return a hash of nested data; objects other than tensors and plain values enter by the name of their class."""
+    """Return a hash of nested data, with other objects than tensors and plain values by class."""
     result = hashlib.sha256()
     for path, leaf in leaves(data):
         if isinstance(leaf, torch.Tensor):
@@ -67,7 +69,7 @@ def digest_any(data: Any) -> str:
 
 
 def digest_rows(data: Any, rows: int) -> list[str]:
-    """Return one hash per sample, of the first tensor with one row per sample; empty without such a tensor."""
+    """Return one hash per sample, of the first tensor with one row per sample, if there is one."""
     for _, leaf in leaves(data):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows:
             return [digest(row) for row in leaf]
@@ -75,18 +77,11 @@ def digest_rows(data: Any, rows: int) -> list[str]:
 
 
 def distance(value: torch.Tensor, reference: torch.Tensor, min_scale: float = 0.0) -> float:
-    """Return the largest difference of two elements, relative to the largest element of `reference`.
+    """Return the largest difference of two elements, relative to the largest one of `reference`.
 
-    The scale is per tensor and not per element: elements that cancel to almost zero have no
-    accuracy.
-
-    Args:
-        value: tensor to compare.
-        reference: tensor with the scale.
-        min_scale: lower bound of the scale.
-
-    Returns:
-        Infinity if shapes, dtypes or the positions of non-finite elements differ.
+    The scale is per tensor and not per element, and at least `min_scale`: elements that cancel to
+    almost zero have no accuracy. The result is infinity if shapes, dtypes or the positions of
+    non-finite elements differ.
     """
     if value.shape != reference.shape or value.dtype != reference.dtype:
         return float("inf")
@@ -113,13 +108,10 @@ def max_abs(tensor: torch.Tensor) -> float:
 
 
 class StepTensors:
-    """Tensors of one step by kind (arguments, outputs, gradients, state, optimizer) and name, on rank 0.
+    """Tensors of a step by kind (arguments, outputs, gradients, state, optimizer) and name.
 
-    Args:
-        folder: folder of the trial.
-        reference: folder of the trial with the tensors to measure distances from; None to write
-            tensors.
-        keeps: whether this is rank 0; the other ranks only take part in collectives.
+    They are written to the folder of the trial, or their distances from those of the trial in the
+    folder `reference` are measured. Only rank 0 `keeps` them; others take part in collectives.
     """
 
     def __init__(self, folder: Path, reference: Path | None, *, keeps: bool = True) -> None:
@@ -136,15 +128,14 @@ class StepTensors:
             for path, leaf in leaves(value):
                 if isinstance(leaf, torch.Tensor):
                     whole = full(leaf).resolve_conj()
+                    if whole.is_complex():  # safetensors has pairs of real numbers
+                        whole = torch.view_as_real(whole)
                     if self._keeps:
-                        key = f"{kind}/{name}/{path}" if path else f"{kind}/{name}"
-                        stored = (
-                            torch.view_as_real(whole) if whole.is_complex() else whole
-                        )  # as safetensors has it
-                        self._tensors[key] = stored.cpu().contiguous().clone()
+                        key = "/".join(filter(None, (kind, name, path)))
+                        self._tensors[key] = whole.cpu().contiguous().clone()
 
     def end_step(self, step: int) -> dict[str, dict[str, float]]:
-        """Write the tensors, or return their distances from the reference by kind and name, if not zero.
+        """Write the tensors, or return their distances by kind and name, if not zero.
 
         A gradient that is zero in exact arithmetic, such as that of the bias of an attention key,
         is rounding, which optimizers such as Adam scale to a full step. Elements with small
@@ -160,22 +151,22 @@ class StepTensors:
             save_file(tensors, self._folder / f"{step}.safetensors")
             return {}
         file = self._reference / "tensors" / f"{step}.safetensors"
-        reference = load_file(file) if file.exists() else {}
+        reference: dict[str, torch.Tensor] = {}
+        if file.exists():
+            reference = load_file(file)
         self._find_rounded(tensors, reference)
         return self._distances(tensors, reference)
 
     def _find_rounded(
         self, tensors: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
     ) -> None:
-        gradients = {
-            name: value for name, value in reference.items() if name.startswith("gradients/")
-        }
-        small = _MIN_SCALE * max(map(max_abs, gradients.values()), default=0.0)
-        for key, expected in gradients.items():
+        expected = {key: value for key, value in reference.items() if key.startswith("gradients/")}
+        small = _MIN_SCALE * max(map(max_abs, expected.values()), default=0.0)
+        for key, value in expected.items():
             gradient = tensors.get(key)
-            if gradient is not None and expected.shape == gradient.shape:
-                size = expected.double().abs()
-                difference = (gradient.double() - expected.double()).abs()
+            if gradient is not None and value.shape == gradient.shape:
+                size = value.double().abs()
+                difference = (gradient.double() - value.double()).abs()
                 accuracy = torch.finfo(gradient.dtype).eps ** 0.5
                 rounded = (size < small) & (difference > accuracy * size)
                 name = key.partition("/")[2]
@@ -196,14 +187,13 @@ class StepTensors:
             if expected is None:
                 distances[name] = float("inf")
             elif digest(tensor) != digest(expected):
-                min_scale = _MIN_SCALE * largest[kind]
-                distances[name] = size = distance(tensor, expected, min_scale)
+                scale = _MIN_SCALE * largest[kind]
+                distances[name] = size = distance(tensor, expected, scale)
                 rounded = self._rounded.get(name.partition("/")[0])
                 if rounded is None or not rounded.shape == tensor.shape == expected.shape:
                     continue
                 if kind in ("state", "optimizer") and bool(rounded.any()):
                     result.setdefault("rounding", {})[name] = size
-                    distances[name] = distance(
-                        torch.where(rounded, expected, tensor), expected, min_scale
-                    )
+                    kept = torch.where(rounded, expected, tensor)
+                    distances[name] = distance(kept, expected, scale)
         return result

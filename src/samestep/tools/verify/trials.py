@@ -14,17 +14,13 @@ from typing import Any
 from samestep.config import DeviceKind, Recipe
 from samestep.errors import RunError
 from samestep.launcher.failure import Failure
-from samestep.launcher.launch import LaunchConfig, RankError, StoppedError, run_workers
-from samestep.launcher.pickling import ByName
+from samestep.launcher.launch import LaunchConfig, RankError
 from samestep.launcher.watchdog import HANG_AFTER
-from samestep.tools.timing import stop_errors
-from samestep.tools.verify.written import restore_files
+from samestep.tools.launch import run_on_ranks
+from samestep.tools.verify.texts import restore_files
 from samestep.units import plural
 
-_WORKER = "samestep.tools.verify.worker"
-PLAIN = (
-    0  # number of processes that stands for plain Python: one process, in which nothing is divided
-)
+PLAIN = 0  # number of processes of plain Python: one process, in which nothing is divided
 
 Note = Mapping[str, Any]
 
@@ -40,13 +36,17 @@ class Record:
     label: str = ""  # description, if the trial was killed and resumed
     resumed_at: int | None = None  # first step after the resumption
 
+    def notes(self, kind: str, rank: int = 0) -> list[Note]:
+        """Return the notes of one rank of one kind."""
+        if self.events:
+            return [note for note in self.events[rank] if note["kind"] == kind]
+        return []
+
     @cached_property
     def steps(self) -> dict[int, tuple[Note, ...]]:
         """Notes of all ranks on the steps that every rank finished, by number."""
-        by_rank = [
-            {note["step"]: note for note in notes if note["kind"] == "step"}
-            for notes in self.events
-        ]
+        ranks = range(len(self.events))
+        by_rank = [{note["step"]: note for note in self.notes("step", rank)} for rank in ranks]
         shared = set(by_rank[0]).intersection(*by_rank[1:]) if by_rank else set()
         return {number: tuple(steps[number] for steps in by_rank) for number in sorted(shared)}
 
@@ -58,15 +58,8 @@ class Record:
     @property
     def is_exact(self) -> bool:
         """Whether the script promises equal bits."""
-        return bool(self.modules) and all(
-            note["options"].get("reduction") == "exact" for note in self.modules
-        )
-
-    def notes(self, kind: str, rank: int = 0) -> list[Note]:
-        """Return the notes of one rank of one kind."""
-        if self.events:
-            return [note for note in self.events[rank] if note["kind"] == kind]
-        return []
+        reductions = {note["options"].get("reduction") for note in self.modules}
+        return reductions == {"exact"}
 
     @property
     def end(self) -> Note:
@@ -74,17 +67,13 @@ class Record:
         return next(iter([*self.notes("end"), *self.notes("unfinished")]), {})
 
     @cached_property
-    def output(self) -> list[str]:
-        """Lines that rank 0 printed."""
-        file = self.folder / "output-0.log"
-        if file.exists():
-            return file.read_text(encoding="utf-8", errors="replace").splitlines()
-        return []
-
-    @property
     def texts(self) -> dict[str, list[str]]:
         """Lines that rank 0 printed, and those of the files that it has written, by quantity."""
-        return {"printed": self.output, "files": list(self.end.get("files", []))}
+        printed = []
+        file = self.folder / "output-0.log"
+        if file.exists():
+            printed = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        return {"printed": printed, "files": list(self.end.get("files", []))}
 
 
 def described(processes: int) -> str:
@@ -99,26 +88,28 @@ def read_record(folder: Path, processes: int, failure: Failure | None = None) ->
     events: list[tuple[Note, ...]] = []
     for rank in range(processes or 1):
         file = folder / f"rank-{rank}.jsonl"
-        text = file.read_text(encoding="utf-8") if file.exists() else ""
-        events.append(tuple(json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()))
+        lines = []
+        if file.exists():
+            lines = file.read_text(encoding="utf-8").split("\n")[:-1]
+        events.append(tuple(map(json.loads, lines)))
     return Record(processes, folder, tuple(events), failure)
 
 
 def join(first: Record, second: Record, label: str) -> Record:
-    """Join the records of a killed trial and of its resumption; a step in both counts from the second."""
+    """Join the records of a killed trial and of its resumption; of both, the second counts."""
     begin = min(second.steps, default=max(first.steps, default=0) + 1)
     events: list[tuple[Note, ...]] = []
     for rank in range(second.processes):
         # Rank 0 stands in for a rank that the first trial lacks: all ranks have equal notes.
-        before = first.events[min(rank, first.processes - 1)]
-        earlier = [note for note in before if note["kind"] == "step" and note["step"] < begin]
+        before = first.notes("step", min(rank, first.processes - 1))
+        earlier = (note for note in before if note["step"] < begin)
         events.append((*earlier, *second.events[rank]))
     return Record(second.processes, second.folder, tuple(events), second.failure, label, begin)
 
 
 def steps_before(folder: Path, begin: Mapping[str, str]) -> int:
-    """Return the number of steps of a killed trial after which its resumption continues, by hashes of the weights."""
-    steps = [note for note in read_record(folder, 1).events[0] if note["kind"] == "step"]
+    """Return the steps of a killed trial before its resumption, by hashes of the weights."""
+    steps = read_record(folder, 1).notes("step")
     equal = (note["step"] for note in reversed(steps) if note["weights"].items() <= begin.items())
     return int(next(equal, 0))
 
@@ -136,29 +127,24 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Interventions:
-    """Changes made for an experiment; a quantity that is held constant cannot be the cause of a difference."""
+    """Changes made for an experiment; a quantity that is held constant cannot be the cause."""
 
     double: bool = False
     perturbed: bool = False  # the weights move by a unit in the last place before each step
     single_thread: bool = False
-    learning_rates: tuple[tuple[float, ...], ...] | None = (
-        None  # of the parameter groups, by step from 1
-    )
+    # Of the parameter groups, by step from 1.
+    learning_rates: tuple[tuple[float, ...], ...] | None = None
     seed_generators: bool = False  # generators of the model are seeded before each of its calls
     without_norms: bool = False  # layers with statistics of a batch are in evaluation mode
     eval_mode: bool = False  # the model is in evaluation mode
-    repeat_samples: bool = (
-        False  # read every sample and collate every batch twice; record those that differ
-    )
+    # Read every sample and collate every batch twice; record those that differ.
+    repeat_samples: bool = False
     reads_alone: bool = False  # each rank reads whole batches, without the others
     other_orders: bool = False  # each rank has its own order of sets and of directory entries
 
     def __str__(self) -> str:
-        return ", ".join(
-            name.replace("_", " ")
-            for name, value in vars(self).items()
-            if value not in (None, False)
-        )
+        changed = (name for name, value in vars(self).items() if value not in (None, False))
+        return ", ".join(name.replace("_", " ") for name in changed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +155,7 @@ class Conditions:
     interventions: Interventions = field(default_factory=Interventions)
     device: DeviceKind = "auto"  # of a recipe
     requires_bits: bool | None = None  # None: as the subject promises
-    accuracy: float = (
-        0.0  # of gradients that ranks exchange in fewer bits than those of the weights
-    )
+    accuracy: float = 0.0  # of gradients that ranks exchange in fewer bits than the weights have
     patience: float = 120.0  # seconds without progress after which a rank ends
 
 
@@ -181,9 +165,7 @@ class Trial(Conditions):
 
     folder: Path  # output folder; each rank writes `rank-R.jsonl`
     processes: int
-    reference: Path | None = (
-        None  # folder of a trial with tensors, to measure distances; None writes them
-    )
+    reference: Path | None = None  # folder of the trial with tensors; None writes them
     kill_at: int | None = None  # the last rank kills itself in this step
     killed: Path | None = None  # folder of the killed trial that this one resumes
 
@@ -194,7 +176,10 @@ class Trial(Conditions):
 
 
 class TrialRunner:
-    """Runs the trials of one verification in subfolders of `folder`; `progress` gets a text before each trial."""
+    """Runs the trials of one verification in subfolders of `folder`.
+
+    `progress` gets a text before each trial.
+    """
 
     def __init__(
         self,
@@ -208,7 +193,7 @@ class TrialRunner:
         self.subject = subject
         self.conditions = conditions
         self._folder = folder
-        self._preload = (*preload, _WORKER)
+        self._preload = preload
         self._progress = progress
         self._numbers = count(1)
         self._records: dict[tuple[int, Interventions, Path | None], Record] = {}
@@ -234,7 +219,7 @@ class TrialRunner:
     def run_killed(
         self, processes: int, kill_at: int, resume_on: int, reference: Record, **changes: Any
     ) -> Record:
-        """Run until the last rank is killed in a step, then resume from the subject's files on other processes.
+        """Run until the last rank is killed in a step, then resume on `resume_on` processes.
 
         Raises:
             RunError: the run ended before the kill.
@@ -245,7 +230,7 @@ class TrialRunner:
         first = self._launch(processes, interventions, reference, kill_at=kill_at)
         if first.failure is None or first.failure.by_signal is None:
             raise RunError(
-                f"the run on {processes} processes ended before a rank was killed in step {kill_at}",
+                f"on {processes} processes, no rank was killed before the end: step {kill_at}",
                 expected="a training step with this number",
                 fix="choose --kill-at within the steps of the subject, and within --steps",
                 code="E_NOTHING_OBSERVED",
@@ -262,36 +247,32 @@ class TrialRunner:
         """Run a trial with further `options` of `Trial`."""
         folder = self._folder / f"trial-{next(self._numbers)}"
         folder.mkdir()
-        conditions = vars(self.conditions) | {"interventions": interventions}
-        origin = reference.folder if reference else None
-        trial = Trial(**conditions, folder=folder, processes=processes, reference=origin, **options)
-        run = ByName(_WORKER, "run")
+        if reference is not None:
+            options["reference"] = reference.folder
+        conditions = {**vars(self.conditions), "interventions": interventions}
+        trial = Trial(**conditions, folder=folder, processes=processes, **options)
         failure = None
-        own_seeds = interventions.other_orders
-        config = LaunchConfig(
-            HANG_AFTER, grace=None, log_dir=folder / "logs", has_own_hash_seeds=own_seeds
-        )
-        with stop_errors("the verification was stopped before the certificate"):
-            try:
-                result = run_workers(
-                    run,
-                    self.subject,
-                    trial,
-                    processes=processes or 1,
-                    launch_config=config,
-                    preload=self._preload,
-                )
-            except RankError as error:
-                result = None
-                failure = error.failure
-            finally:
-                for changed in (folder, trial.killed):
-                    if changed is not None and trial.kill_at is None:
-                        restore_files(changed)
-            if result is not None and result.stop_signal is not None:
-                raise StoppedError("stopped")
-        if trial.kill_at is None:
-            shutil.rmtree(
-                trial.scratch, ignore_errors=True
-            )  # otherwise checkpoints of all trials occupy the disk
+        try:
+            run_on_ranks(
+                "samestep.tools.verify.worker",
+                "run",
+                self.subject,
+                trial,
+                processes=processes or 1,
+                preload=self._preload,
+                config=LaunchConfig(
+                    HANG_AFTER,
+                    log_dir=folder / "logs",
+                    has_own_hash_seeds=interventions.other_orders,
+                ),
+            )
+        except RankError as error:
+            failure = error.failure
+        finally:
+            # A killed trial leaves its files for the trial that resumes it, which restores both.
+            for changed in (folder, trial.killed):
+                if changed is not None and trial.kill_at is None:
+                    restore_files(changed)
+        if trial.kill_at is None:  # otherwise checkpoints of all trials occupy the disk
+            shutil.rmtree(trial.scratch, ignore_errors=True)
         return read_record(folder, processes, failure)

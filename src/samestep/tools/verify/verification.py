@@ -1,4 +1,4 @@
-"""Verification of one subject, and its certificate: JSON, a table for the terminal, and a self-contained HTML page.
+"""Verification of one subject, and its certificate: JSON, a table for the terminal, and HTML.
 
 Decisions: docs/decisions/proofs.md
 """
@@ -31,11 +31,10 @@ from samestep.tools.verify.compare import (
     compare,
     first_of,
 )
-from samestep.tools.verify.printed import Printed
+from samestep.tools.verify.texts import Printed
 from samestep.tools.verify.trials import (
     PLAIN,
     Conditions,
-    Note,
     Record,
     Subject,
     TrialRunner,
@@ -58,17 +57,10 @@ def verify(
     preload: tuple[str, ...] = (),
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Run the subject on each number of processes, compare with the first, and return the certificate as plain data.
+    """Run the subject on numbers of processes, compare with the first, and return a certificate.
 
-    Args:
-        subject: recipe or script.
-        processes: numbers of processes; the first is the reference.
-        conditions: settings of all trials.
-        folder: parent of a temporary folder for trials.
-        kill_at: repeat each run with a kill in this step and a resume on `resume_on` processes.
-        resume_on: number of processes after the kill.
-        preload: modules that all ranks import.
-        progress: called with a description before each run.
+    With `kill_at`, each run is repeated with a kill in this step and a resume on `resume_on`
+    processes. Trials are written below `folder`. `progress` gets a description before each run.
 
     Raises:
         RankError: the subject fails on the first number of processes.
@@ -76,35 +68,38 @@ def verify(
     """
     with TemporaryDirectory(prefix=".trials-", dir=folder) as trials:
         runner = TrialRunner(subject, conditions, Path(trials), preload=preload, progress=progress)
-        specification = _specification(runner, processes[0])
-        reference = _run_reference(runner, specification)
+        reference = _run_reference(runner, processes[0])
         tolerance = _measure_tolerance(runner, reference)
-        remaining = processes if specification == PLAIN else processes[1:]
+        remaining = processes if reference.processes == PLAIN else processes[1:]
         plans: list[Plan] = [partial(runner.run, number) for number in remaining] or [runner.repeat]
         if kill_at is not None:
             assert resume_on is not None
-            plans += [
-                partial(runner.run_killed, number, kill_at, resume_on) for number in processes
-            ]
+            for number in processes:
+                plans.append(partial(runner.run_killed, number, kill_at, resume_on))
         others = [plan(reference) for plan in plans]
         comparisons = _compare(runner, reference, others, tolerance)
         notes = list(others[-1].end.get("readings", []))
         if tolerance is not None and not conditions.interventions.double:
-            notes += _accept_rounding(runner, specification, plans, comparisons)
-        findings = _attribute_first(runner, reference, others, comparisons, tolerance)
-        notes += [] if findings else _rounding_note(others, tolerance)
-        if (
-            not findings
-            and subject.script is not None
-            and not subject.is_unchanged
-            and max(processes) > 1
-        ):
+            notes += _accept_rounding(runner, reference.processes, plans, comparisons)
+        findings: list[Finding] = []
+        # The other comparisons mostly fail for the same cause as the first one.
+        for other, comparison in zip(others, comparisons, strict=True):
+            if comparison.first is not None or other.failure is not None:
+                attribution = Attribution(runner, reference, other, tolerance)
+                findings = [attribution.find(comparison.first)]
+                break
+        else:
+            notes += _rounding_note(others, tolerance)
+        is_own_loop = subject.script is not None and not subject.is_unchanged
+        if not findings and is_own_loop and max(processes) > 1:
             findings = _check_orders(runner, max(processes), reference, tolerance)
         runs = [run for run in (reference, *others) if not run.label and run.processes != PLAIN]
         return {
-            **_conditions_data(subject, conditions, reference, tolerance, holds=not findings),
+            "format": FORMAT,
+            "holds": not findings,
+            **_conditions_data(subject, conditions, reference, tolerance),
             "comparisons": [_comparison_data(comparison) for comparison in comparisons],
-            "calls": {str(run.processes): _calls_data(run) for run in runs},
+            "calls": {str(run.processes): list(run.end.get("summaries", [])) for run in runs},
             "findings": [finding.data(is_unchanged=subject.is_unchanged) for finding in findings],
             "notes": notes,
             "environment": _environment(runs[0]),
@@ -112,23 +107,21 @@ def verify(
         }
 
 
-def _specification(runner: TrialRunner, first: int) -> int:
-    """Return the number of processes of the reference.
+def _run_reference(runner: TrialRunner, first: int) -> Record:
+    """Run the reference.
 
     The reference of an unchanged script is plain Python, unless equal bits are required, or its
-    data sets draw random
-    numbers: those are a function of the index of a sample on any number of processes, one included.
+    data sets draw random numbers: those are a function of the index of a sample on any number of
+    processes, one included.
     """
-    if not runner.subject.is_unchanged or runner.conditions.requires_bits:
-        return first
-    draws = runner.run(first, _run_reference(runner, PLAIN)).end.get("draws", False)
-    if draws:
-        return first
-    return PLAIN
+    if runner.subject.is_unchanged and not runner.conditions.requires_bits:
+        plain = _require_steps(runner, runner.run(PLAIN))
+        if not runner.run(first, plain).end.get("draws", False):
+            return plain
+    return _require_steps(runner, runner.run(first))
 
 
-def _run_reference(runner: TrialRunner, processes: int) -> Record:
-    reference = runner.run(processes)
+def _require_steps(runner: TrialRunner, reference: Record) -> Record:
     failure = reference.failure
     name = runner.subject.name
     has_own_group = failure is not None and failure.code == "E_LAUNCH"
@@ -137,22 +130,25 @@ def _run_reference(runner: TrialRunner, processes: int) -> Record:
     problem = "does not use samestep.parallel"
     expected = "a script that gives its model to samestep.parallel"
     if runner.subject.is_unchanged:
-        problem = (
-            "distributes its work itself" if has_own_group else "calls no module with parameters"
-        )
+        problem = "calls no module with parameters"
         expected = "a script for one process that trains a torch.nn.Module"
+        if has_own_group:
+            problem = "distributes its work itself"
     if has_own_group or not reference.modules:
         raise InputError(
             f"{name} {problem}",
             expected=expected,
-            fix=f"samestep audit -- COMMAND for a script with DistributedDataParallel, such as torchrun {name}",
+            fix="samestep audit -- COMMAND for a script with DistributedDataParallel, such as "
+            f"torchrun {name}",
             code="E_NOTHING_OBSERVED",
         )
     if not reference.steps:
         raise InputError(
             f"{name} made no step of an optimizer",
-            expected="a script that trains with an optimizer of torch.optim, and begins before its last step",
-            fix="see docs/start/own-loop.md; pass {folder} as the folder of checkpoints without CheckpointManager",
+            expected="a script that trains with an optimizer of torch.optim, and begins before "
+            "its last step",
+            fix="see docs/start/own-loop.md; pass {folder} as the folder of checkpoints without "
+            "CheckpointManager",
             code="E_NOTHING_OBSERVED",
         )
     return reference
@@ -169,16 +165,13 @@ def _measure_tolerance(runner: TrialRunner, reference: Record) -> Tolerance | No
 def _compare(
     runner: TrialRunner, reference: Record, others: Sequence[Record], tolerance: Tolerance | None
 ) -> list[Comparison]:
-    """Compare the runs; if printed numbers differ, without those that differ between two equal runs."""
+    """Compare the runs, without printed numbers that differ between two equal runs."""
     perturbed = reference.texts
     if tolerance is not None:
         perturbed = runner.run(reference.processes, reference, perturbed=True).texts
-    comparisons = [
-        compare(reference, other, tolerance, _printed(reference, perturbed)) for other in others
-    ]
-    if not any(
-        comparison.verdict(text) == "differs" for comparison in comparisons for text in TEXTS
-    ):
+    printed = _printed(reference, perturbed)
+    comparisons = [compare(reference, other, tolerance, printed) for other in others]
+    if all(one.verdict(text) != "differs" for one in comparisons for text in TEXTS):
         return comparisons
     repeated = runner.repeat(reference).texts
     # Numbers that vary between equal runs by more than rounding, such as times, count as varying in
@@ -190,7 +183,8 @@ def _compare(
         ]
         for text, lines in reference.texts.items()
     }
-    return [compare(reference, other, tolerance, _printed(reference, varying)) for other in others]
+    printed = _printed(reference, varying)
+    return [compare(reference, other, tolerance, printed) for other in others]
 
 
 def _printed(reference: Record, repeated: Mapping[str, Sequence[str]]) -> dict[str, Printed]:
@@ -200,48 +194,33 @@ def _printed(reference: Record, repeated: Mapping[str, Sequence[str]]) -> dict[s
 def _accept_rounding(
     runner: TrialRunner, processes: int, plans: Sequence[Plan], comparisons: list[Comparison]
 ) -> list[str]:
-    """Accept differences beyond the tolerance that are rounding in float64; return a note on them."""
+    """Accept differences beyond the tolerance that are rounding in float64, and note them."""
     notes = []
     for number, (plan, comparison) in enumerate(zip(plans, comparisons, strict=True)):
         first = comparison.first
-        if first is None or any(
-            one.distance is None or one.ranks is not None for one in comparison.failing
-        ):
+        failing = comparison.failing
+        if first is None or any(one.distance is None or one.ranks for one in failing):
             continue
         reference = runner.run(processes, double=True)
         perturbed = runner.run(processes, reference, double=True, perturbed=True)
+        tolerance = Tolerance.of(reference, perturbed)
         printed = _printed(reference, perturbed.texts)
-        exact = compare(
-            reference, plan(reference, double=True), Tolerance.of(reference, perturbed), printed
-        )
+        exact = compare(reference, plan(reference, double=True), tolerance, printed)
         comparisons[number] = accepted(comparison, exact)
         if comparisons[number] is not comparison:
             size = max((one.distance or 0.0 for one in exact.differences), default=0.0)
             notes.append(
-                f"{comparison.label}: beyond the tolerance from {first.location}; in float64 all differences are at "
-                f"most {size:.1e}, so this is rounding, which decides otherwise somewhere, as in a ReLU"
+                f"{comparison.label}: beyond the tolerance from {first.location}; in float64 all "
+                f"differences are at most {size:.1e}, so this is rounding, which decides otherwise "
+                "somewhere, as in a ReLU"
             )
     return notes
-
-
-def _attribute_first(
-    runner: TrialRunner,
-    reference: Record,
-    others: Sequence[Record],
-    comparisons: Sequence[Comparison],
-    tolerance: Tolerance | None,
-) -> list[Finding]:
-    """Return the cause of the first comparison that fails; the other comparisons mostly fail for the same cause."""
-    for other, comparison in zip(others, comparisons, strict=True):
-        if comparison.first is not None or other.failure is not None:
-            return [Attribution(runner, reference, other, tolerance).find(comparison.first)]
-    return []
 
 
 def _check_orders(
     runner: TrialRunner, processes: int, reference: Record, tolerance: Tolerance | None
 ) -> list[Finding]:
-    """Return a finding if a script depends on the order of a set, or of the entries of a directory."""
+    """Return a finding if results depend on the order of a set, or of a directory's entries."""
     other = runner.run(processes, reference, other_orders=True)
     first = compare(reference, other, tolerance).first
     if first is not None and tolerance is not None and processes != reference.processes:
@@ -249,17 +228,17 @@ def _check_orders(
         first = compare(runner.run(processes, reference), other, None).first
     if first is None and other.failure is None:
         return []
-    seen = "results differ with another hash seed (PYTHONHASHSEED) and order of directory listings on each rank"
-    text = (
-        []
-        if other.failure is None
-        else [other.failure.text.removeprefix("error: ").splitlines()[0]]
-    )
-    return [Finding(Cause.ARBITRARY_ORDER, first, (seen, *text))]
+    evidence = [
+        "results differ with another hash seed (PYTHONHASHSEED) and order of directory listings on "
+        "each rank"
+    ]
+    if other.failure is not None:
+        evidence.append(other.failure.text.removeprefix("error: ").splitlines()[0])
+    return [Finding(Cause.ARBITRARY_ORDER, first, tuple(evidence))]
 
 
 def _rounding_note(others: Sequence[Record], tolerance: Tolerance | None) -> list[str]:
-    """Return a note on parameters whose updates are rounding that the optimizer scales to a full step."""
+    """Return a note on parameters whose updates are rounding that the optimizer scales up."""
     names: dict[str, None] = {}
     for other in others:
         for step, notes in other.steps.items():
@@ -269,23 +248,19 @@ def _rounding_note(others: Sequence[Record], tolerance: Tolerance | None) -> lis
     if not names:
         return []
     return [
-        f"{', '.join(names)}: some elements have gradients of zero except for rounding, which the optimizer scales to "
-        "a full step; these elements are not compared"
+        f"{', '.join(names)}: some elements have gradients of zero except for rounding, which the "
+        "optimizer scales to a full step; these elements are not compared"
     ]
 
 
+# --- certificate --------------------------------------------------------------------------------
+
+
 def _conditions_data(
-    subject: Subject,
-    conditions: Conditions,
-    reference: Record,
-    tolerance: Tolerance | None,
-    *,
-    holds: bool,
+    subject: Subject, conditions: Conditions, reference: Record, tolerance: Tolerance | None
 ) -> dict[str, Any]:
-    steps = [notes[0] for notes in reference.steps.values()]
+    batches = [one for notes in reference.steps.values() for one in notes[0]["batches"]]
     return {
-        "format": FORMAT,
-        "holds": holds,
         "subject": subject.name,
         "arguments": list(subject.arguments),
         "recipe": recipe_data(subject.recipe) if subject.recipe is not None else None,
@@ -296,13 +271,28 @@ def _conditions_data(
         "double": conditions.interventions.double,
         "modules": [{"name": note["name"], **note["options"]} for note in reference.modules],
         "steps": list(reference.steps),
-        "samples": sum(
-            batch["size"] for step in steps for batch in step["batches"] if not batch["evaluation"]
-        ),
+        "samples": sum(batch["size"] for batch in batches if not batch["evaluation"]),
+    }
+
+
+def _comparison_data(comparison: Comparison) -> dict[str, Any]:
+    first_bit = first_of(comparison.differences)
+    distances: dict[str, str | None] = {}
+    for key, name in QUANTITIES.items():
+        size = comparison.distance(key)
+        distances[name] = None if size is None else f"{size:.1e}"
+    return {
+        "processes": comparison.label,
+        "holds": comparison.first is None,
+        "first_difference": first_bit.location if first_bit else None,
+        "quantities": {name: comparison.verdict(key) for key, name in QUANTITIES.items()},
+        "distances": distances,
+        "compared": {QUANTITIES[key]: number for key, number in comparison.compared.items()},
     }
 
 
 def _environment(reference: Record) -> dict[str, Any]:
+    threads = {note["threads"] for notes in reference.steps.values() for note in notes}
     return {
         "device": reference.end.get("device"),
         "machine": platform.machine(),
@@ -310,15 +300,8 @@ def _environment(reference: Record) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": version("torch"),
         "samestep": version("samestep"),
-        "threads": sorted(
-            {note["threads"] for notes in reference.steps.values() for note in notes}
-        ),
+        "threads": sorted(threads),
     }
-
-
-def _calls_data(record: Record) -> list[Note]:
-    """Return for each module how many of its calls were divided, and why others were not."""
-    return list(record.end.get("summaries", []))
 
 
 def write_certificate(data: dict[str, Any], folder: Path) -> None:
@@ -336,51 +319,53 @@ def write_certificate(data: dict[str, Any], folder: Path) -> None:
 def summary(data: dict[str, Any]) -> str:
     """Return the result in one sentence."""
     if data["holds"]:
-        equality = "bit for bit" if data["level"] == "bits" else "within rounding"
+        equality = {"bits": "bit for bit", "rounding": "within rounding"}[data["level"]]
         return f"holds: {len(data['comparisons']) + 1} runs computed the same, {equality}"
     causes = "; ".join(finding["cause"] for finding in data["findings"])
     return f"does not hold: {causes}"
 
 
 def table(data: dict[str, Any]) -> str:
-    """Return the verdicts with one line per quantity and one column per run; the last column is the tolerance."""
+    """Return a line per quantity and a column of verdicts per run; the last one is the tolerance.
+
+    A row of files is present only if some run has written files.
+    """
     runs = data["comparisons"]
-    labels = [_short(run["processes"]) for run in runs]
+    labels = []
+    for run in runs:  # `3` for `3 processes`, and `2 > 4` for `2, killed in step 3, then 4`
+        first, _, rest = run["processes"].partition(", killed in step ")
+        if rest:
+            labels.append(f"{first} > {rest.rpartition(' ')[2]}")
+        else:
+            labels.append(first.partition(" ")[0])
+    is_written = any(run["quantities"][QUANTITIES["files"]] != "-" for run in runs)
+    names = [name for key, name in QUANTITIES.items() if key != "files" or is_written]
     rows = {f"against {data['reference'].partition(' ')[0]}, on": labels}
-    rows |= {name: [run["quantities"][name] for run in runs] for name in _rows(runs)}
+    rows |= {name: [run["quantities"][name] for run in runs] for name in names}
     if data["tolerances"]:
         labels.append("at most")
-        for name in _rows(runs):
+        for name in names:
             rows[name].append(data["tolerances"].get(name, ""))
-    columns = [max(len(label), 9) + 2 for label in labels]
-    width = max(len(name) for name in rows) + 2
-    return "\n".join(
-        (
-            name.ljust(width)
-            + "".join(cell.rjust(size) for cell, size in zip(cells, columns, strict=True))
-        ).rstrip()
-        for name, cells in rows.items()
-    )
-
-
-def _rows(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the quantities of the table: files only if some were written."""
-    is_written = any(run["quantities"][QUANTITIES["files"]] != "-" for run in runs)
-    return [name for key, name in QUANTITIES.items() if key != "files" or is_written]
+    widths = [max(len(label), 9) + 2 for label in labels]
+    width = max(map(len, rows)) + 2
+    lines = []
+    for name, cells in rows.items():
+        columns = (cell.rjust(size) for cell, size in zip(cells, widths, strict=True))
+        lines.append((name.ljust(width) + "".join(columns)).rstrip())
+    return "\n".join(lines)
 
 
 def calls_text(data: dict[str, Any]) -> str:
-    """Return one line for each module and number of processes: divided calls, and why others were whole."""
+    """Return a line per module and number of processes: divided calls, and why others were not."""
     lines = []
     for processes, modules in data["calls"].items():
         for module in modules:
-            whole = module["watched"] + module["whole"]
-            reasons = f": {'; '.join(module['reasons'])}" if module["reasons"] else ""
-            first = (
-                f" ({module['watched']} of them the first of a kind)" if module["watched"] else ""
-            )
-            counts = f"{module['divided']} divided, {whole} whole{first}{reasons}"
-            lines.append(f"calls of {module['module']} on {processes}: {counts}")
+            text = f"{module['divided']} divided, {module['watched'] + module['whole']} whole"
+            if module["watched"]:
+                text = f"{text} ({module['watched']} of them the first of a kind)"
+            if module["reasons"]:
+                text = f"{text}: {'; '.join(module['reasons'])}"
+            lines.append(f"calls of {module['module']} on {processes}: {text}")
     return "\n".join(lines)
 
 
@@ -391,33 +376,10 @@ def explanation(data: dict[str, Any]) -> str:
         lines.append(f"cause: {finding['cause']}")
         if finding["where"]:
             lines.append(f"  first:    {finding['where']}")
-        for number, evidence in enumerate(finding["evidence"]):
-            lines.append(
-                f"  {'evidence:' if number == 0 else '         '} {indent(evidence, ' ' * 12).strip()}"
-            )
+        title = "evidence:"
+        for evidence in finding["evidence"]:
+            lines.append(f"  {title:<9} {indent(evidence, ' ' * 12).strip()}")
+            title = ""
         lines.append(f"  fix:      {finding['fix']}")
     lines += [f"note: {note}" for note in data["notes"]]
     return "\n".join(lines)
-
-
-def _comparison_data(comparison: Comparison) -> dict[str, Any]:
-    first_bit = first_of(comparison.differences)
-    distances = {name: comparison.distance(key) for key, name in QUANTITIES.items()}
-    return {
-        "processes": comparison.label,
-        "holds": comparison.first is None,
-        "first_difference": first_bit.location if first_bit else None,
-        "quantities": {name: comparison.verdict(key) for key, name in QUANTITIES.items()},
-        "distances": {
-            name: None if size is None else f"{size:.1e}" for name, size in distances.items()
-        },
-        "compared": {QUANTITIES[key]: number for key, number in comparison.compared.items()},
-    }
-
-
-def _short(label: str) -> str:
-    """Return `3` for `3 processes`, and `2 > 4` for `2, killed in step 3, then 4`."""
-    first, _, rest = label.partition(", killed in step ")
-    if rest:
-        return f"{first} > {rest.rpartition(' ')[2]}"
-    return first.partition(" ")[0]

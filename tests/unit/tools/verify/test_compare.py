@@ -9,7 +9,7 @@ import pytest
 
 from samestep.tools.verify.causes import FIXES, Cause
 from samestep.tools.verify.compare import QUANTITIES, Comparison, Tolerance, accepted, compare
-from samestep.tools.verify.printed import Printed
+from samestep.tools.verify.texts import Printed
 from samestep.tools.verify.trials import Record, join, read_record, steps_before
 
 Note = dict[str, Any]
@@ -177,10 +177,12 @@ def test_printed_numbers_are_compared(tmp_path: Path) -> None:
         (tmp_path / name / "output-0.log").write_text(text, encoding="utf-8")
         records.append(record(folder=tmp_path / name))
     one, other = records
-    result = compare(one, other, None, {"printed": Printed(one.output, one.output)})
+    lines = one.texts["printed"]
+    texts = {"printed": Printed(lines, lines)}
+    result = compare(one, other, None, texts)
     assert result.first is not None
     assert result.first.location == "printed numbers: 'accuracy 0.75' and 'accuracy 0.76'"
-    assert compare(one, one, None, {"printed": Printed(one.output, one.output)}).verdict("printed") == "bits"
+    assert compare(one, one, None, texts).verdict("printed") == "bits"
 
 
 def test_failure_on_ranks_is_compared_up_to_it() -> None:

@@ -1,1 +1,0 @@
-"""Observers of torch inside audited processes; each replaces a few functions of torch."""

@@ -1,0 +1,114 @@
+"""State of the observers of one process, and the rule that an observer never changes a run."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import uuid
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from samestep.tools.audit.hooks import EventWriter
+
+_INTERVAL = 50  # steps between observations after the first ones
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+class Session:
+    """Shared state of the observers; each of them replaces a few functions of torch.
+
+    Args:
+        writer: the writer of this process.
+        limit: number of optimizer steps that are observed one by one.
+        without: parts of the model that an experiment turns off: `dropout`, `batch norm`.
+    """
+
+    def __init__(self, writer: EventWriter, limit: int, without: Sequence[str] = ()) -> None:
+        self.writer = writer
+        self.without = without
+        self._limit = limit
+        self._group: Any = None
+        self._failures = 0
+        # Returns numbers and batches of passes that have not ended.
+        self.positions: Callable[[], list[list[int]]] = list
+        self.steps = 0  # steps of all optimizers
+        self.optimizer: int | None = None  # number of the optimizer of the last step
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether tensors of the present step are observed."""
+        return self.steps < self._limit or self.steps % _INTERVAL == 0
+
+    def emit(self, kind: str, **values: Any) -> None:
+        """Write an event with the number of steps, and the world if it is new."""
+        group = dist.group.WORLD if dist.is_initialized() else None
+        if group is not None and group is not self._group:
+            self._group = group
+            # The first rank writes the name of the world to the store of its process group.
+            store = distributed_c10d._get_default_store()
+            identifier = store.compare_set("samestep-audit", "", uuid.uuid4().hex).decode()
+            self.writer.set_world(identifier, dist.get_rank(), dist.get_world_size())
+        self.writer.write(kind, step=self.steps, **values)
+
+    def guarded(self, observe: Callable[..., None]) -> Callable[..., None]:
+        """Return `observe` with the first of its exceptions written as an event."""
+
+        @functools.wraps(observe)
+        def call(*args: Any, **kwargs: Any) -> None:
+            try:
+                observe(*args, **kwargs)
+            except Exception as error:  # boundary: a failure of an observer must not change the run
+                self._failures += 1
+                if self._failures == 1:
+                    self._report(observe.__qualname__, error)
+
+        return call
+
+    def observe(
+        self,
+        owner: Any,
+        name: str,
+        *,
+        before: Callable[..., None] = _ignore,
+        after: Callable[..., None] = _ignore,
+    ) -> None:
+        """Replace a function by one that also calls `before(*args)` and `after(result, *args)`."""
+        original = getattr(owner, name)
+        begin = self.guarded(before)
+        end = self.guarded(after)
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            begin(*args, **kwargs)
+            result = original(*args, **kwargs)
+            end(result, *args, **kwargs)
+            return result
+
+        setattr(owner, name, observed)
+
+    def _report(self, name: str, error: Exception) -> None:
+        try:
+            self.writer.write("failure", observer=name, error=f"{type(error).__name__}: {error}")
+        except OSError:
+            return  # the audit has ended and removed its folder
+
+
+def sample_numbers(index: Any) -> list[int] | None:
+    """Return the indices of a batch, or None if a sampler yields other keys."""
+    indices = index if isinstance(index, list | tuple) else [index]
+    try:
+        return list(map(operator.index, indices))
+    except TypeError:
+        return None
+
+
+def state_hash(state: torch.Tensor) -> int:
+    """Return a hash of the state of a generator."""
+    return zlib.crc32(state.numpy().tobytes())

@@ -1,0 +1,249 @@
+"""Observer of optimizer steps: parameters, gradients, buffers, learning rates and schedules."""
+
+from __future__ import annotations
+
+import os
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.util import Finalize
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from samestep.tools.audit.hooks import user_line
+from samestep.tools.audit.session import Session
+
+_TENSORS = 8  # of a step
+_FIRST_TENSORS = 64  # of the first and the last step
+_FINALIZE_PRIORITY = 100  # before the temporary files of multiprocessing
+_VALUES = 1024  # of a tensor
+_SCHEDULE_FACTS = ("name", "period", "steps", "updates", "zero_updates", "line")
+
+Values = Mapping[str, torch.Tensor | None]
+Summaries = dict[str, list[float] | None]
+
+
+class _Schedule:
+    """Counts of the steps of one scheduler."""
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self.name = type(scheduler).__name__
+        self.period = getattr(scheduler, "T_max", None)
+        self.steps = 0
+        self.since_update = 0
+        self.per_update: Counter[int] = Counter()  # scheduler steps between two optimizer steps
+        self.zero_updates = 0  # optimizer steps with a learning rate of zero
+        self.updates = 0
+        self.line = ""
+
+
+@dataclass(frozen=True)
+class _Named:
+    """Parameters of an optimizer with their names, until its parameters or the replicas change."""
+
+    key: tuple[Any, ...]
+    parameters: dict[str, torch.Tensor]
+    is_replicated: bool
+    shapes: int  # hash
+
+
+class StepObserver:
+    """Observer of the optimizers, schedulers and `DistributedDataParallel` modules of a process."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._optimizer_count = 0
+        self._before: weakref.WeakKeyDictionary[Optimizer, dict[str, Any]]
+        self._before = weakref.WeakKeyDictionary()
+        self._named: weakref.WeakKeyDictionary[Optimizer, _Named] = weakref.WeakKeyDictionary()
+        self._schedules: weakref.WeakKeyDictionary[Optimizer, dict[int, _Schedule]]
+        self._schedules = weakref.WeakKeyDictionary()
+        self._all_schedules: list[_Schedule] = []
+        self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._replicas: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._finalized_pid = 0
+        self._evaluations = 0
+
+    def begins(self, optimizer: Optimizer) -> None:
+        """Observe the parameters and learning rates before an optimizer step."""
+        step = self._session.steps
+        if optimizer not in self._optimizers:
+            self._optimizers[optimizer] = self._optimizer_count
+            self._optimizer_count += 1
+        if self._session.is_observed:
+            count = _TENSORS if step else _FIRST_TENSORS
+            self._before[optimizer] = self._parameters(optimizer, step, count)
+
+    def ends(self, optimizer: Optimizer) -> None:
+        """Write the state of an optimizer step; a closure computes the gradients during it."""
+        session = self._session
+        number = self._optimizers[optimizer]
+        before = self._before.pop(optimizer, None)
+        if before is not None:
+            named = self._named_parameters(optimizer).parameters
+            gradients = _first_values({name: named[name].grad for name in before["values"]})
+            before["values"], before["gradients"] = _summaries(before["values"], gradients)
+            session.emit("update", optimizer=number, **before, line=user_line())
+        session.optimizer = number
+        for schedule in self._schedules.get(optimizer, {}).values():
+            if schedule.updates:
+                schedule.per_update[schedule.since_update] += 1
+            schedule.since_update = 0
+            schedule.updates += 1
+            schedule.zero_updates += all(group.get("lr") == 0 for group in optimizer.param_groups)
+        if os.getpid() != self._finalized_pid:
+            # At the end of the process, also of multiprocessing, which runs no `atexit` functions.
+            self._finalized_pid = os.getpid()
+            Finalize(None, session.guarded(self._write_end), exitpriority=_FINALIZE_PRIORITY)
+        session.steps += 1
+
+    def schedules(self, scheduler: LRScheduler, *_: Any, **__: Any) -> None:
+        """Count a step of a scheduler."""
+        schedules = self._schedules.setdefault(scheduler.optimizer, {})
+        if id(scheduler) not in schedules:
+            schedules[id(scheduler)] = _Schedule(scheduler)
+            self._all_schedules.append(schedules[id(scheduler)])
+            return  # the step of the constructor
+        schedule = schedules[id(scheduler)]
+        schedule.steps += 1
+        schedule.since_update += 1
+        schedule.line = schedule.line or user_line()
+
+    def replicates(self, _: None, model: DistributedDataParallel, *__: Any, **___: Any) -> None:
+        """Store the parameters with gradients that `DistributedDataParallel` reduces."""
+        if model.process_group.size() != torch.distributed.get_world_size():
+            return
+        self._replicas.add(model)
+        ignored = set(model.parameters_to_ignore)
+        for name, parameter in model.module.named_parameters():
+            if name not in ignored:
+                self._names[id(parameter)] = (weakref.ref(parameter), name)
+
+    def evaluates(self) -> None:
+        """At the begin of a pass, observe buffers in the next forward in evaluation mode."""
+        for model in self._replicas:
+            module = model.module
+            if module.training or not any(True for _ in module.buffers()):
+                continue
+            handles: list[Any] = []
+
+            def observe(module: torch.nn.Module, _: Any, handles: list[Any] = handles) -> None:
+                # A hook that stays would be part of a saved or copied module.
+                handles.pop().remove()
+                if module.training:
+                    return
+                self._evaluations += 1
+                named = module.named_buffers()
+                buffers = [(name, one) for name, one in named if one.is_floating_point()]
+                [values] = _summaries(_first_values(dict(buffers[:_FIRST_TENSORS])))
+                facts = {"number": self._evaluations, "buffers": values}
+                self._session.emit("evaluation", **facts, line=user_line())
+
+            handles.append(module.register_forward_pre_hook(observe))
+
+    def _parameters(self, optimizer: Optimizer, step: int, count: int) -> dict[str, Any]:
+        """Return first values of some parameters; each step selects others."""
+        named = self._named_parameters(optimizer)
+        names = list(named.parameters)
+        indices = sorted({(step * count + i) % len(names) for i in range(min(count, len(names)))})
+        return {
+            "rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            "replicated": named.is_replicated,
+            "hooked": any(model._comm_hooks for model in self._replicas),
+            "shapes": named.shapes,
+            "values": _first_values({names[i]: named.parameters[names[i]] for i in indices}),
+        }
+
+    def _named_parameters(self, optimizer: Optimizer) -> _Named:
+        groups = optimizer.param_groups
+        parameters: list[torch.Tensor] = [one for group in groups for one in group["params"]]
+        key = (len(self._names), *((id(one), one.requires_grad) for one in parameters))
+        named = self._named.get(optimizer)
+        if named is None or named.key != key:
+            names: dict[str, torch.Tensor] = {}
+            is_replicated = True
+            for i, one in enumerate(parameters):
+                reference, name = self._names.get(id(one), (None, ""))
+                if reference is not None and reference() is one:
+                    names[name] = one
+                else:
+                    names[f"parameter {i}"] = one
+                    is_replicated &= not one.requires_grad
+            shapes = repr([(name, list(parameter.shape)) for name, parameter in names.items()])
+            named = _Named(key, names, is_replicated, zlib.crc32(shapes.encode()))
+            self._named[optimizer] = named
+        return named
+
+    def _write_end(self) -> None:
+        session = self._session
+        for optimizer, number in self._optimizers.items():
+            state = self._parameters(optimizer, 0, _FIRST_TENSORS)
+            [values] = _summaries(state.pop("values"))
+            session.emit("end", optimizer=number, **state, values=values)
+        for schedule in self._all_schedules:
+            facts = {name: getattr(schedule, name) for name in _SCHEDULE_FACTS}
+            gaps = {str(count): number for count, number in schedule.per_update.items()}
+            session.emit("schedule", optimizers=self._optimizer_count, **facts, per_update=gaps)
+
+
+def observe_steps(session: Session) -> Callable[..., None]:
+    """Observe all optimizers, schedulers and `DistributedDataParallel` modules.
+
+    Returns:
+        A function to call when a loader begins a pass: it observes the buffers of an evaluation.
+    """
+    observer = StepObserver(session)
+    begins = session.guarded(observer.begins)
+    ends = session.guarded(observer.ends)
+    register_optimizer_step_pre_hook(lambda optimizer, *_: begins(optimizer))
+    register_optimizer_step_post_hook(lambda optimizer, *_: ends(optimizer))
+    session.observe(LRScheduler, "step", before=observer.schedules)
+    session.observe(DistributedDataParallel, "__init__", after=observer.replicates)
+    return session.guarded(observer.evaluates)
+
+
+def _first_values(tensors: Values) -> dict[str, torch.Tensor | None]:
+    """Return copies of first values in float64, and None for tensors that cannot be compared."""
+    result: dict[str, torch.Tensor | None] = {}
+    for name, tensor in tensors.items():
+        result[name] = None
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            continue
+        assert tensor is not None
+        if tensor.layout == torch.strided and tensor.is_floating_point() and tensor.numel():
+            values = tensor.detach()
+            if values.dim() > 1:
+                # Rows first: to flatten a tensor that is not contiguous copies all of it.
+                values = values[: 1 + _VALUES * len(values) // values.numel()]
+            result[name] = values.flatten()[:_VALUES].to(torch.float64, copy=True)
+    return result
+
+
+def _summaries(*parts: Values) -> list[Summaries]:
+    """Return norm and sum of each result of `_first_values`."""
+    values = [value for part in parts for value in part.values() if value is not None]
+    if not values:
+        return [dict.fromkeys(part) for part in parts]
+    first = values[0]
+    flat = torch.cat([value.to(first.device) for value in values]).cpu().numpy()
+    starts = [0, *np.cumsum([len(value) for value in values])[:-1]]
+    with np.errstate(all="ignore"):
+        norms = np.sqrt(np.add.reduceat(flat * flat, starts))
+        sums = np.add.reduceat(flat, starts)
+    pairs = iter(zip(norms.tolist(), sums.tolist(), strict=True))
+    return [
+        {name: None if value is None else [*next(pairs)] for name, value in part.items()}
+        for part in parts
+    ]

@@ -1,0 +1,138 @@
+"""Trials of `samestep bench` on one rank: training of a variant, and times of its steps."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+
+import torch
+from torch import nn
+
+from samestep.config import Recipe, RunOptions
+from samestep.distributed.devices import accelerator_module, is_accelerator
+from samestep.distributed.world import World, all_gather
+from samestep.recipes.builder import Built, build, start_world
+from samestep.recipes.driver import Driver
+from samestep.recipes.run import evaluated
+from samestep.tools.bench import WARMUP_STEPS, Contender, Timing, Trained
+from samestep.tools.ranks import StopRequested, endless, train, wait_for_all
+
+
+def train_contender(contender: Contender, epochs: int, options: RunOptions) -> Trained | None:
+    """Train a variant for some epochs, or for one step if `epochs` is 0, and evaluate.
+
+    Return None if a stop was requested.
+
+    Raises:
+        InputError: the variant cannot run.
+    """
+    with start_world(contender.recipe, options) as world:
+        if is_accelerator(world.device):
+            accelerator_module().reset_peak_memory_stats(world.device)
+        built = _build(contender, options, world)
+        steps = epochs * len(built.train.batches) or 1
+        try:
+            for _ in train(built.driver, islice(endless(built.train), steps)):
+                pass
+        except StopRequested:
+            return None
+        held, peak = _measure_memory(built.driver)
+        samples = built.train.batches.samples_of(0)
+        values = evaluated(built, built.metrics) if epochs else {}
+        return Trained(values, held, peak, samples)
+
+
+def time_contenders(
+    contenders: Sequence[Contender], steps: int, options: RunOptions
+) -> list[Timing] | None:
+    """Time some steps of each variant; return None if a stop was requested."""
+    timings = []
+    for contender in contenders:
+        with start_world(contender.recipe, options) as world:
+            try:
+                timings.append(_time_steps(_build(contender, options, world), steps))
+            except StopRequested:
+                return None
+    return timings
+
+
+def _build(contender: Contender, options: RunOptions, world: World) -> Built:
+    built = build(contender.recipe, options, world)
+    if contender.devices > contender.processes:
+        built.driver.model = nn.DataParallel(built.driver.model, list(range(contender.devices)))
+    return built
+
+
+def time_workers(
+    recipe: Recipe, counts: Sequence[int], rounds: int, steps: int, options: RunOptions
+) -> list[list[Timing]] | None:
+    """Time steps with each number of loader processes, in turn, and return the rounds.
+
+    A round has the timings in the order of `counts`. Every second round runs in reverse order.
+    Return None if a stop was requested.
+    """
+    # Torch warns of more workers than cores; the trials show which numbers are too large.
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+    result = []
+    with start_world(recipe, options) as world:
+        for number in range(rounds):
+            if world.is_main and not options.quiet:
+                print(f"timing, round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+            timings = {}
+            for count in counts[::-1] if number % 2 else counts:
+                with world.session.status.operation(f"trial of {count} loader processes"):
+                    built = build(recipe, replace(options, workers=count), world)
+                    try:
+                        timings[count] = _time_steps(built, steps)
+                    except StopRequested:
+                        return None
+                    finally:
+                        built.train.batches.close()
+            result.append([timings[count] for count in counts])
+    return result
+
+
+def _time_steps(built: Built, steps: int) -> Timing:
+    """Train warm-up steps, then time `steps` more; raise `StopRequested` after a stop request."""
+    world = built.driver.world
+    batches = endless(built.train)
+    for _ in train(built.driver, islice(batches, WARMUP_STEPS)):
+        pass
+    samples = 0
+    waits = 0.0
+    wait_for_all(world)
+    began = time.perf_counter()
+    for _ in range(steps):
+        asked = time.perf_counter()
+        batch = next(batches)
+        waits += time.perf_counter() - asked
+        for _ in train(built.driver, [batch]):
+            samples += len(batch.samples)
+    wait_for_all(world)
+    seconds = time.perf_counter() - began
+    return Timing(seconds / steps, waits / seconds, samples / seconds)
+
+
+def _measure_memory(driver: Driver) -> tuple[int, int | None]:
+    """Return bytes of parameters, gradients, buffers and optimizer state, and the peak on a GPU.
+
+    Both are those of the rank with the most. Collective.
+    """
+    saved = driver.local_parameters
+    parameters = [parameter for name, parameter in saved.local.items() if saved.has(name)]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    values = [value for slots in driver.optimizer.state.values() for value in slots.values()]
+    state = [value for value in values if torch.is_tensor(value)]
+    tensors = [*parameters, *gradients, *driver.model.buffers(), *state]
+    own = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]  # of DTensors
+    held = sum(tensor.nbytes for tensor in own if not tensor.is_meta)
+    device = driver.world.device
+    if not is_accelerator(device):
+        return max(all_gather(held, driver.world)), None
+    peak = accelerator_module().max_memory_allocated(device)
+    rows = all_gather([held, peak], driver.world)
+    return max(row[0] for row in rows), max(row[1] for row in rows)

@@ -1,1 +1,0 @@
-"""Profiler of training steps: `samestep profile`."""

@@ -1,1 +1,0 @@
-"""`samestep report`: HTML page about runs."""

@@ -1,0 +1,350 @@
+"""Content of a run directory: recipe, starts, events, and the files of its ranks.
+
+`top`, `report`, `diff` and `push` read it. A line can be cut by a kill. Text has no control
+characters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import InputError
+from samestep.loggers.logger import parse_json_line, to_json
+from samestep.recipes.recipe_files import read_yaml
+from samestep.report_limits import printable
+from samestep.runs import LOOP
+from samestep.units import plural
+
+_CURVES = ("loss", "lr", "grad_norm", "samples_per_second")
+_NOT_METRICS = (
+    *("time", "event", "step", "epoch", "epochs", "is_best", "train_loss"),
+    *("samples", "samples_per_second", "skipped_steps"),
+)
+_NOTES = ("cache", "note", "skipped", "stop")
+_COUNTS = ("epoch", "step_in_epoch", "steps_in_epoch")  # of steps
+_MEANS = ("data_share", "wait_share", "cpu_percent", "samples_per_second")  # of ranks
+_MAX_LOGGED = 100
+
+
+# --- values and lines ---------------------------------------------------------------------------
+
+
+def parse_number(value: object) -> float | None:
+    """Return a number, in which strings represent NaN and infinities; None for another value."""
+    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def parse_finite(value: object) -> float | None:
+    """Return a finite number; None for any other value."""
+    number = parse_number(value)
+    if number is not None and abs(number) < float("inf"):
+        return number
+    return None
+
+
+def parse_count(value: object) -> int | None:
+    """Return a non-negative integer below 2^53; None for any other value."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53:
+        return value
+    return None
+
+
+def parse_text(value: object) -> str:
+    """Return a string; empty for any other value."""
+    return value if isinstance(value, str) else ""
+
+
+def _cleaned(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value.replace("\n", " "))
+    if isinstance(value, dict):
+        return {_cleaned(name): _cleaned(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_cleaned(item) for item in value]
+    return value
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the object of a line, in which `time` is a Unix timestamp; None without one."""
+    value = parse_json_line(line)
+    if value is None or parse_finite(value.get("time")) is None:
+        return None
+    cleaned: dict[str, Any] = _cleaned(value)
+    return cleaned
+
+
+def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the objects of a file, which may not exist, and the number of other lines."""
+    content = path.read_bytes() if path.is_file() else b""
+    values = [parse_line(line) for line in content.split(b"\n") if line.strip(b"\0 \t\r")]
+    return [value for value in values if value is not None], values.count(None)
+
+
+def read_objects(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSON file with a list of objects.
+
+    Raises:
+        ValueError: the file is damaged.
+        OSError: the file cannot be read.
+    """
+    content = json.loads(path.read_bytes())
+    return [_cleaned(entry) for entry in content if isinstance(entry, dict)]
+
+
+@contextmanager
+def run_errors(folder: Path) -> Iterator[None]:
+    """Report an `OSError` of the block, which reads the directory of a run, as an `InputError`."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or folder} cannot be read: {error.strerror}",
+            expected="a run directory with readable files",
+            fix="correct the path or the permissions",
+            code="E_UNREADABLE",
+        ) from error
+
+
+# --- events -------------------------------------------------------------------------------------
+
+
+class EventLog:
+    """Events of one run.
+
+    Attributes:
+        curves: values by step, of steps and those of `World.log`, by name; of a step that occurs
+            twice, the later value.
+        checksums: checksums of the state by step, in hexadecimal digits.
+        evaluations: events of evaluations by step.
+        config: settings of a custom loop by the keys of a recipe; empty for a recipe.
+        notes: time and text of each note, resume and end.
+        resumed: step of each resume.
+        step: last completed step.
+        end: event at the end of the run, which can be a failure; None if there is none.
+        unreadable: number of lines that cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.curves: dict[str, dict[int, float]] = {name: {} for name in _CURVES}
+        self.checksums: dict[int, str] = {}
+        self.evaluations: dict[int, dict[str, Any]] = {}
+        self.config: dict[str, Any] = {}
+        self.notes: list[tuple[float, str]] = []
+        self.resumed: list[int] = []
+        self.step = 0
+        self.end: dict[str, Any] | None = None
+        events, unreadable = read_json_lines(path)
+        self.unreadable = sum(not self._add(event) for event in events) + unreadable
+
+    def _add(self, event: dict[str, Any]) -> bool:
+        """Add an event; return whether the event is valid."""
+        kind = event.get("event")
+        step = parse_count(event.get("step"))
+        if not isinstance(kind, str) or (kind in ("step", "evaluation", "resume") and step is None):
+            return False
+        counts = [event[name] for name in _COUNTS if name in event]
+        if kind == "step" and any(parse_count(count) is None for count in counts):
+            return False
+        self.end = event if kind in ("end", "failure") else None
+        if step is not None:
+            self._add_at(step, kind, event)
+        if kind == "config" and isinstance(event.get("config"), dict):
+            self.config = event["config"]
+        elif kind in _NOTES:
+            self.notes.append((event["time"], parse_text(event.get("text"))))
+        elif kind in ("resume", "end", "failure"):
+            word = "stopped" if event.get("stopped") is True else kind
+            text = f"{word} at step {self.step}"
+            if kind == "failure":
+                text = f"{text}: {parse_text(event.get('text'))}"
+            self.notes.append((event["time"], text))
+        return True
+
+    def _add_at(self, step: int, kind: str, event: dict[str, Any]) -> None:
+        if kind == "step":
+            self.step = step
+            self._add_values(step, {name: event.get(name) for name in _CURVES})
+        elif kind == "metrics" and isinstance(event.get("values"), dict):
+            self._add_values(step, event["values"])
+        elif kind == "evaluation":
+            # A custom loop logs an evaluation for each set of data, with other names.
+            self.evaluations[step] = {**self.evaluations.pop(step, {}), **event}
+        elif kind == "checkpoint" and event.get("is_best") is True and step in self.evaluations:
+            self.evaluations[step]["is_best"] = True
+        elif kind == "checksum":
+            self.checksums[step] = parse_text(event.get("checksum"))
+        elif kind == "resume":
+            self.step = step
+            self.resumed.append(step)
+            # The run computes later steps again.
+            dropped: list[dict[int, Any]] = [self.evaluations, self.checksums]
+            for values in (*dropped, *self.curves.values()):
+                for later in [at for at in values if at > step]:
+                    del values[later]
+
+    def _add_values(self, step: int, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            number = parse_number(value)
+            if number is not None and (name in self.curves or len(self.curves) < _MAX_LOGGED):
+                self.curves.setdefault(name, {})[step] = number
+
+
+# --- ranks --------------------------------------------------------------------------------------
+
+
+@dataclass
+class RankLog:
+    """Totals of the file of one rank; shares of time are weighted by the time between lines."""
+
+    rank: int
+    host: str = ""
+    seconds: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)  # shares and rates, times seconds
+    memory: float = 0.0  # largest resident memory in bytes, as is `gpu_memory`
+    gpu_memory: float = 0.0
+    unreadable: int = 0
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a value, such as `data_share`; None if unknown."""
+        if name in self.sums and self.seconds:
+            return self.sums[name] / self.seconds
+        return None
+
+
+def rank_files(folder: Path) -> dict[int, Path]:
+    """Return the files `rank-N.jsonl` in a folder, by rank."""
+    paths = {path.stem.removeprefix("rank-"): path for path in folder.glob("rank-*.jsonl")}
+    # The glob also matches names such as `rank-x` and `rank-00000000`.
+    ranks = {int(text): path for text, path in paths.items() if text.isdecimal() and len(text) < 7}
+    return dict(sorted(ranks.items()))
+
+
+def read_ranks(folder: Path) -> list[RankLog]:
+    """Return the totals of `rank-N.jsonl` in a folder, by rank."""
+    return [_read_rank(rank, path) for rank, path in rank_files(folder).items()]
+
+
+def _read_rank(rank: int, path: Path) -> RankLog:
+    lines, unreadable = read_json_lines(path)
+    log = RankLog(rank, unreadable=unreadable)
+    previous: dict[str, Any] = {}
+    for line in lines:
+        seconds = 0.0  # for the first line of a process
+        if previous and all(line.get(key) == previous.get(key) for key in ("pid", "host")):
+            seconds = max(0.0, line["time"] - previous["time"])
+        log.seconds += seconds
+        for name in _MEANS:
+            value = parse_finite(line.get(name))
+            if value is not None:
+                log.sums[name] = log.sums.get(name, 0.0) + value * seconds
+        gpu = line["gpu"] if isinstance(line.get("gpu"), dict) else {}
+        log.memory = max(log.memory, parse_finite(line.get("memory_bytes")) or 0.0)
+        log.gpu_memory = max(log.gpu_memory, parse_finite(gpu.get("memory_bytes")) or 0.0)
+        log.host = parse_text(line.get("host"))
+        previous = line
+    return log
+
+
+# --- runs ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run."""
+
+    folder: Path
+    name: str  # unique name within a report
+    recipe: dict[str, Any]  # recipe as plain data; `recipe_text` is the YAML
+    recipe_text: str
+    starts: list[dict[str, Any]]  # entries of `environment.json`, one for each start and resume
+    events: EventLog
+    ranks: list[RankLog]
+    remarks: list[str]  # parts of the directory that cannot be read
+
+    @property
+    def state(self) -> str:
+        """`finished`, `stopped`, `failed`, or `not ended` of a run that trains or was killed."""
+        if self.events.end is None:
+            return "not ended"
+        if self.events.end.get("event") == "failure":
+            return "failed"
+        if self.events.end.get("stopped") is True:
+            return "stopped"
+        return "finished"
+
+    def evaluation_values(self, event: Mapping[str, Any] | None) -> dict[str, float]:
+        """Return the loss and the metrics of an evaluation, without values that are no numbers."""
+        values = {name: parse_number(value) for name, value in (event or {}).items()}
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None and name not in _NOT_METRICS
+        }
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Return the runs in directories, named after them, or by their paths if names are equal.
+
+    Raises:
+        InputError: a directory is not a run, cannot be read, or is listed twice.
+    """
+    resolved = [folder.resolve() for folder in folders]
+    for number, folder in enumerate(resolved):
+        if folder in resolved[:number]:
+            raise InputError(
+                f"{folders[number]} is listed twice",
+                expected="each run once",
+                fix="remove one of them",
+            )
+    names = [folder.name for folder in resolved]
+    if len(set(names)) < len(names):
+        names = list(map(str, folders))
+    return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+
+
+def read_run(folder: Path, name: str) -> Run:
+    """Return one run.
+
+    Raises:
+        InputError: the directory is not a run, or cannot be read.
+    """
+    path = folder / "recipe.yaml"
+    with run_errors(folder):
+        is_loop = (folder / LOOP).is_file()
+        if not path.is_file() and not is_loop:
+            raise InputError(
+                f"{folder} is not a run",
+                expected=f"a run directory, which contains recipe.yaml, or {LOOP}",
+                fix="check the path",
+                code="E_NOT_A_RUN",
+            )
+        events = EventLog(folder / "events.jsonl")
+        ranks = read_ranks(folder / "ranks")
+        starts: list[dict[str, Any]] = []
+        with suppress(FileNotFoundError, ValueError):  # missing, or damaged
+            starts = read_objects(folder / "environment.json")
+        logs = {"events.jsonl": events.unreadable}
+        logs |= {f"ranks/rank-{log.rank}.jsonl": log.unreadable for log in ranks}
+        remarks = [
+            f"{file}: {plural(count, 'unreadable line')} skipped"
+            for file, count in logs.items()
+            if count
+        ]
+        recipe = events.config
+        text = to_json(recipe)
+        if not is_loop:
+            recipe = dict(read_yaml(path))
+            text = path.read_text(encoding="utf-8")
+    return Run(folder, name, recipe, text, starts, events, ranks, remarks)
