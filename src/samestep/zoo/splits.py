@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from torch.utils.data import default_collate
 
-from samestep.data.samples import Collate, SizedDataset
-from samestep.data.streams.source import fingerprint_of
+from samestep.data.batch import Collate, SizedDataset
+from samestep.data.sample_files import fingerprint_of
 from samestep.errors import DataError
 from samestep.report_limits import printable
 from samestep.zoo.options import require_option

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from samestep.data.streams.source import SampleFiles
+from samestep.data.sample_files import SampleFiles
 
 Convert = Callable[
     [Any, str], Any

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from samestep.data.folder_files import by_suffix, files_below
-from samestep.data.streams.source import fingerprint_of
+from samestep.data.sample_files import by_suffix, files_below, fingerprint_of
 from samestep.errors import DataError
 from samestep.zoo.images.decoders import ReadImage
 from samestep.zoo.images.files import IMAGE_SUFFIXES

@@ -9,10 +9,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from samestep.data.streams.dataset import DEFAULT_WINDOW, StreamDataset
-from samestep.data.streams.source import SampleFiles
-from samestep.data.streams.tables import ArrowFiles, ParquetFiles
-from samestep.data.streams.tar import TarFiles
+from samestep.data.sample_files import SampleFiles
+from samestep.data.stream_formats import ArrowFiles, ParquetFiles, TarFiles
+from samestep.data.streams import DEFAULT_WINDOW, StreamDataset
 from samestep.errors import DataError
 from samestep.zoo.images.source import ImageSource
 from samestep.zoo.images.transforms import Transform, image_transforms

@@ -10,8 +10,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch.utils.data import default_collate
 
-from samestep.data.batch import map_tensors
-from samestep.data.samples import Collate, SizedDataset
+from samestep.data.batch import Collate, SizedDataset, map_tensors
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.images.decoders import (
     DecodedImage,

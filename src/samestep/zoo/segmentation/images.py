@@ -13,7 +13,7 @@ from PIL import Image
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from samestep.data.streams.source import fingerprint_of
+from samestep.data.sample_files import fingerprint_of
 from samestep.errors import DataError
 from samestep.metrics.overlays import areas, blended, class_map
 from samestep.torchvision_import import make_torchvision_importable

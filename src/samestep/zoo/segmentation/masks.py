@@ -14,7 +14,7 @@ from PIL import Image
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from samestep.data.folder_files import by_suffix, files_below
+from samestep.data.sample_files import by_suffix, files_below
 from samestep.errors import DataError
 from samestep.zoo.images.files import file_errors, open_image
 from samestep.zoo.options import require_path

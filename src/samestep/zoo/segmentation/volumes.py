@@ -15,7 +15,7 @@ from PIL import Image
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from samestep.data.streams.source import fingerprint_of
+from samestep.data.sample_files import fingerprint_of
 from samestep.errors import DataError
 from samestep.metrics.overlays import areas, blended, class_map, scaled_image
 from samestep.zoo.images.files import file_errors

@@ -19,8 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from samestep.checkpoint.files import replacing
-from samestep.data.folder_files import by_suffix, files_below
-from samestep.data.streams.source import fingerprint_of
+from samestep.data.sample_files import by_suffix, files_below, fingerprint_of
 from samestep.errors import DataError
 from samestep.zoo.options import is_count, require_count, require_option, require_path
 from samestep.zoo.splits import (

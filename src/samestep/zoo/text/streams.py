@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
-from samestep.data.streams.dataset import DEFAULT_WINDOW, StreamDataset
-from samestep.data.streams.tokens import TokenFiles
+from samestep.data.stream_formats import TokenFiles
+from samestep.data.streams import DEFAULT_WINDOW, StreamDataset
 from samestep.errors import DataError
 from samestep.zoo.options import is_count, require_count, require_option
 from samestep.zoo.splits import Splits, Task

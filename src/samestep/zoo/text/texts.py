@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from samestep.data.streams.source import fingerprint_of
+from samestep.data.sample_files import fingerprint_of
 from samestep.errors import DataError
 from samestep.zoo.images.files import file_errors
 from samestep.zoo.options import require_count

@@ -20,10 +20,8 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from samestep.data.streams.source import SampleFiles
-from samestep.data.streams.tables import ArrowFiles, ParquetFiles
-from samestep.data.streams.tar import TarFiles
-from samestep.data.streams.tokens import TokenFiles
+from samestep.data.sample_files import SampleFiles
+from samestep.data.stream_formats import ArrowFiles, ParquetFiles, TarFiles, TokenFiles
 from samestep.errors import DataError, RecipeError, RunError
 
 WEBDATASET = Path(__file__).with_name("webdataset")  # written by webdataset 1.0.2
