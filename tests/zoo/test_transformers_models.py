@@ -8,10 +8,10 @@ import torch
 
 from helpers.system import here, weights
 from samestep.errors import EXIT_DONE, RecipeError
-from samestep.zoo.text.models import GPT
-from samestep.zoo.text.texts import collate_texts
-from samestep.zoo.text.tokenizer import ByteTokenizer, read_tokenizer
-from samestep.zoo.transformers_models import transformers_model
+from samestep.zoo.language_models import GPT
+from samestep.zoo.model_libraries import transformers_model
+from samestep.zoo.texts import collate_texts
+from samestep.zoo.tokenizers import ByteTokenizer, read_tokenizer
 
 BERT, ROBERTA = "BertForSequenceClassification", "RobertaForSequenceClassification"
 SIZES = {"hidden_size": 16, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}

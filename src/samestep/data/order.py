@@ -20,7 +20,7 @@ Indices = NDArray[numpy.int64]
 
 _ROUNDS = 8
 _MIN_BITS = 8  # of a block; a network of fewer bits has few permutations
-# `auto` is `keyed` for more samples, of which `shuffled` takes seconds and hundreds of MB per epoch.
+# `auto` is `keyed` for more samples, of which `shuffled` takes seconds and hundreds of MB an epoch.
 KEYED_ABOVE = 10_000_000
 # Global batches per window of samples that are sorted by length together. A large window gives
 # batches of nearly equal length; at least some windows per epoch keep the samples of a batch

@@ -394,7 +394,8 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         if failure is None and _DREW not in statuses:
             # After a draw, the first reading had other random numbers.
             failure = first
-        words = ranks.word(0, 0 if failure is None else _FAILED)
+        status = 0 if failure is None else _FAILED
+        words = ranks.word(0, status)
         failed = [rank for rank, word in enumerate(words) if word[1] == _FAILED]
         if failure is not None:
             _raise(failure)

@@ -1,4 +1,4 @@
-"""Reading of samples, in a rank or in a worker of a loader: the only place that calls a data set."""
+"""Reading of samples in a rank or a worker of a loader: the only place that calls a data set."""
 
 from __future__ import annotations
 

@@ -15,9 +15,7 @@ from samestep.microbatches import Cursor
 FILES = st.lists(st.integers(0, 20), min_size=1, max_size=30).filter(any)
 
 
-def order_of(
-    files: list[int], window: int = 30, *, seed: int = 3, epoch: int = 1, shuffle: bool = True
-) -> Order:
+def order_of(files: list[int], window: int = 30, *, seed: int = 3, epoch: int = 1, shuffle: bool = True) -> Order:
     dataset = StreamDataset(NumberFiles(files), window=window)
     return dataset.order(seed=seed, epoch=epoch, shuffle=shuffle)
 
@@ -31,9 +29,7 @@ def test_every_sample_occurs_once(files: list[int], window: int, seed: int, epoc
 
 @settings(max_examples=20, deadline=None)
 @given(FILES, st.integers(1, 50), st.slices(200), st.booleans())
-def test_slices_are_those_of_the_whole_order(
-    files: list[int], window: int, positions: slice, shuffle: bool
-) -> None:
+def test_slices_are_those_of_the_whole_order(files: list[int], window: int, positions: slice, shuffle: bool) -> None:
     order = order_of(files, window, shuffle=shuffle)
     assert order[positions].tolist() == order[:][positions].tolist()
 
