@@ -147,8 +147,7 @@ class _WithMask(nn.Module):
 
 def _zoo(*, is_small: bool) -> dict[str, Callable[[], tuple[nn.Module, torch.Tensor, torch.Tensor, Any]]]:
     """Return builders of a model, inputs, targets and loss."""
-    from samestep.zoo.language_models import GPT, TokensNet
-    from samestep.zoo.unet import UNet
+    from samestep.zoo.models import GPT, TokensNet, UNet
 
     draw = torch.Generator().manual_seed(0)
     classes = torch.randint(CLASSES, (8,), generator=draw)

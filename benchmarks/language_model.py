@@ -28,7 +28,7 @@ from torch.nn import functional
 from samestep.config import Recipe
 from samestep.recipes.recipe_files import load_recipe, recipe_data
 from samestep.zoo.language import Blocks, load_language
-from samestep.zoo.language_models import GPT
+from samestep.zoo.models import GPT
 
 PLAIN, OURS = "plain loop", "samestep train language"
 

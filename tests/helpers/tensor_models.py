@@ -51,7 +51,7 @@ def _layers() -> nn.Module:
 
 
 def _gpt() -> nn.Module:
-    from samestep.zoo.language_models import GPT
+    from samestep.zoo.models import GPT
 
     return GPT(num_classes=TOKENS, n_embd=16, n_head=4, n_layer=2, block_size=LENGTH, dropout=DROPOUT)
 

@@ -19,8 +19,8 @@ from samestep.recipes.builder import MODELS, find
 from samestep.recipes.recipe_files import load_recipe
 from samestep.recipes.run import evaluate
 from samestep.zoo.masks import resolve_foreground_weight
+from samestep.zoo.models import unet_3d, unet_resnet34, unet_resnet101, unet_small, unet_vgg16
 from samestep.zoo.segmentation import load_segmentation
-from samestep.zoo.unet import unet_3d, unet_resnet34, unet_resnet101, unet_small, unet_vgg16
 
 SMALL = (
     "data.options.image_size=32",

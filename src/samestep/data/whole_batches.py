@@ -233,10 +233,7 @@ class WholeBatches:
 
 
 def whole_batches(
-    dataset: Any,
-    options: Mapping[str, Any],
-    ranks: Callable[[], BatchRanks | None],
-    line: Hashable,
+    dataset: Any, options: Mapping[str, Any], ranks: Callable[[], BatchRanks | None], line: Hashable
 ) -> WholeBatches:
     """Return the loader of a data set, or of a loader of torch.
 

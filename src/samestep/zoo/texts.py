@@ -14,13 +14,7 @@ from samestep.errors import DataError
 from samestep.zoo.image_files import file_errors
 from samestep.zoo.labels import ClassLabels, Row, class_names, read_table
 from samestep.zoo.options import require_count
-from samestep.zoo.splits import (
-    Splits,
-    Task,
-    require_fraction,
-    top_classes,
-    train_validation_split,
-)
+from samestep.zoo.splits import Splits, Task, require_fraction, top_classes, train_validation_split
 from samestep.zoo.tokenizers import Tokenizer, as_tokens, read_tokenizer
 
 Sample = tuple[torch.Tensor, int]

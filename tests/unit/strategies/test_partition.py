@@ -17,8 +17,8 @@ from samestep.strategies.pipeline.partition import (
 )
 from samestep.strategies.pipeline.stage import GraphExecutor
 from samestep.zoo.digits import DigitsNet
-from samestep.zoo.language_models import GPT
 from samestep.zoo.model_libraries import find_in_library
+from samestep.zoo.models import GPT
 
 
 def run_stages(
