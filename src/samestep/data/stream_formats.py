@@ -6,6 +6,7 @@ import mmap
 import os
 import struct
 import tarfile
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import IO, Any, Literal, NamedTuple
@@ -142,13 +143,13 @@ class _TableReader(Reader):
         self._require_columns(known, place)
         self._ends = numpy.cumsum([0, *sizes])
 
+    @abstractmethod
     def _opened(self) -> tuple[Sequence[int], Collection[str]]:
         """Open the file, and return the numbers of rows of its parts, and its columns."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _part(self, number: int) -> Any:
         """Return the table of a part, with the selected columns."""
-        raise NotImplementedError
 
     def _require_columns(self, known: Collection[str], place: str) -> None:
         # pyarrow leaves out unknown columns.
