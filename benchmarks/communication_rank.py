@@ -18,7 +18,7 @@ import samestep
 from samestep.config import Reduction, StrategyConfig
 from samestep.distributed.local_sockets import LocalSockets, Messages
 from samestep.distributed.world import all_gather
-from samestep.zoo.text.models import GPT
+from samestep.zoo.models import GPT
 
 CLASSES, CONTEXT, WIDTH, BATCH = 257, 64, 256, 8
 _WARMUP, _STEPS = 3, 2

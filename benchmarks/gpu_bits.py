@@ -134,7 +134,7 @@ class _WithMask(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from samestep.zoo.transformers_models import transformers_model
+        from samestep.zoo.model_libraries import transformers_model
 
         sizes = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2}
         data = {"vocabulary": VOCABULARY, "padding": 0, "longest": LENGTH}
@@ -147,9 +147,7 @@ class _WithMask(nn.Module):
 
 def _zoo(*, is_small: bool) -> dict[str, Callable[[], tuple[nn.Module, torch.Tensor, torch.Tensor, Any]]]:
     """Return builders of a model, inputs, targets and loss."""
-    from samestep.zoo.segmentation.unet import UNet
-    from samestep.zoo.text.models import GPT
-    from samestep.zoo.text.sentences import TokensNet
+    from samestep.zoo.models import GPT, TokensNet, UNet
 
     draw = torch.Generator().manual_seed(0)
     classes = torch.randint(CLASSES, (8,), generator=draw)

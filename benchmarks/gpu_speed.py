@@ -22,7 +22,7 @@ import samestep
 from samestep.data.batch import move
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.world import World
-from samestep.zoo.text.models import causal_attention
+from samestep.zoo.models import causal_attention
 
 RATIO = 1.03  # to a loop without Samestep, beyond which a step is too slow
 SLOW = "exact, microbatches=8"  # several times as long on one GPU, so one step at a time is measured

@@ -72,13 +72,13 @@ def _resnet18() -> nn.Module:
 
 
 def _gpt(dropout: float = 0.1) -> nn.Module:
-    from samestep.zoo.text.models import GPT
+    from samestep.zoo.models import GPT
 
     return GPT(VOCABULARY, n_embd=32, n_head=4, n_layer=2, block_size=LENGTH, dropout=dropout, fused=True)
 
 
 def _tokens() -> nn.Module:
-    from samestep.zoo.text.sentences import TokensNet
+    from samestep.zoo.models import TokensNet
 
     return TokensNet(VOCABULARY, width=32, heads=4, blocks=2, dropout=0.1, longest=LENGTH)
 

@@ -23,7 +23,7 @@ from machine import Spread, describe_machine, machine_line, markdown_table, save
 from PIL import Image, features
 from torch.utils.data import default_collate
 
-from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms, collate_images
+from samestep.zoo.image_transforms import MEAN, STD, ImageTransforms, collate_images
 
 from torchvision import transforms as tutorial  # isort: skip  # after the preparation for a CPU-only torch
 

@@ -27,8 +27,8 @@ from torch.nn import functional
 
 from samestep.config import Recipe
 from samestep.recipes.recipe_files import load_recipe, recipe_data
-from samestep.zoo.text.language import Blocks, load_language
-from samestep.zoo.text.models import GPT
+from samestep.zoo.language import Blocks, load_language
+from samestep.zoo.models import GPT
 
 PLAIN, OURS = "plain loop", "samestep train language"
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from samestep.zoo.digits import DigitsNet
-from samestep.zoo.segmentation.unet import UNet
+from samestep.zoo.models import UNet
 
 PLAIN, DDP, PARALLEL, UNWATCHED = "plain loop", "DDP", "parallel", "parallel, not watched"
 EXACT = "parallel, exact"  # with one microbatch for each rank

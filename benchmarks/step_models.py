@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from samestep.zoo.text.models import GPT
+from samestep.zoo.models import GPT
 
 CLASSES = 10
 SAMPLES = 2048

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 import samestep
 from samestep.config import StrategyConfig
 from samestep.distributed.world import all_gather
-from samestep.zoo.text.models import GPT
+from samestep.zoo.models import GPT
 
 HERE = Path(__file__).parent
 VOCABULARY, TOKENS, SAMPLES, MICROBATCHES = 257, 64, 16, 2

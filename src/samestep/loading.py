@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from samestep.data.samples import SizedDataset
+from samestep.data.batch import SizedDataset
 from samestep.data.whole_batches import WholeBatches, whole_batches
 from samestep.distributed.env import read_rendezvous
 from samestep.errors import InputError

@@ -20,7 +20,7 @@ from samestep.cli.main import main
 from samestep.data.order import global_order
 from samestep.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
 from samestep.launcher.launch import StoppedError
-from samestep.zoo.images.datasets import LabeledImages, load_images
+from samestep.zoo.images import LabeledImages, load_images
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 Refused = Callable[..., str]

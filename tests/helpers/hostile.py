@@ -92,9 +92,9 @@ RECIPES = {
 
 
 def _readers() -> dict[str, Callable[[Path], object]]:
-    from samestep.zoo.images.files import read_image
+    from samestep.zoo.image_files import read_image
     from samestep.zoo.paddle import read_arrays
-    from samestep.zoo.segmentation.volumes import read_volume
+    from samestep.zoo.volumes import read_volume
 
     return {".png": read_image, ".pdparams": read_arrays, ".npy": read_volume}
 

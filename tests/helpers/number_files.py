@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from samestep.data.streams.source import fingerprint_of
+from samestep.data.sample_files import fingerprint_of
 
 
 class NumberFiles:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset
 
-from samestep.zoo.text.models import GPT
+from samestep.zoo.models import GPT
 
 CLASSES = 4
 

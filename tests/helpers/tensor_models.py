@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from samestep.zoo.transformers_models import transformers_model
+from samestep.zoo.model_libraries import transformers_model
 
 SAMPLES, TOKENS, LENGTH = 47, 13, 6
 DROPOUT = 0.2
@@ -51,7 +51,7 @@ def _layers() -> nn.Module:
 
 
 def _gpt() -> nn.Module:
-    from samestep.zoo.text.models import GPT
+    from samestep.zoo.models import GPT
 
     return GPT(num_classes=TOKENS, n_embd=16, n_head=4, n_layer=2, block_size=LENGTH, dropout=DROPOUT)
 

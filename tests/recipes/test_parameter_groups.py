@@ -17,7 +17,7 @@ from samestep.errors import CheckpointError, RecipeError
 from samestep.recipes.parameter_groups import apply_layer_decay, layer_numbers, parameter_groups
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.digits import DigitsNet
-from samestep.zoo.text.sentences import TokensNet
+from samestep.zoo.models import TokensNet
 
 
 def timm_model(name: str) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Rank functions for `zoo/images/test_bad.py` and `zoo/test_model_libraries.py`."""
+"""Rank functions for `zoo/test_bad_images.py` and `zoo/test_model_libraries.py`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from samestep.data.whole_batches import WholeBatches
 from samestep.distributed.world import World, all_gather
 from samestep.errors import DataError
 from samestep.recipes.builder import build, start_world
-from samestep.zoo.images.datasets import load_image_list, load_images
+from samestep.zoo.images import load_image_list, load_images
 from samestep.zoo.splits import Splits
 
 BATCH, MICROBATCHES = 6, 4

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from samestep.zoo.images.datasets import load_image_list, load_images
-from samestep.zoo.segmentation.images import load_segmentation
+from samestep.zoo.images import load_image_list, load_images
+from samestep.zoo.language import load_language
+from samestep.zoo.segmentation import load_segmentation
 from samestep.zoo.splits import Splits
-from samestep.zoo.text.language import load_language
-from samestep.zoo.text.texts import load_texts
+from samestep.zoo.texts import load_texts
 
 
 def images(root: Path, change: bool) -> Splits:

@@ -16,9 +16,9 @@ from PIL import Image
 
 from helpers import sample_files
 from samestep.errors import DataError, InputError
-from samestep.zoo.images.streams import load_stream_images
-from samestep.zoo.images.transforms import MEAN, STD, ImageTransforms
-from samestep.zoo.text.streams import load_stream_tokens, stream_tokens_task
+from samestep.zoo.image_transforms import MEAN, STD, ImageTransforms
+from samestep.zoo.images import load_stream_images
+from samestep.zoo.language import load_stream_tokens, stream_tokens_task
 
 PIXELS = numpy.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=numpy.uint8)
 CLASSES = ["cat", "dog", "bird"]

@@ -1,8 +1,7 @@
-"""How a batch is put together from its samples: learned by collating them in parts, and used to join own rows."""
+"""How a batch is put together from its samples: learned from parts, and used to join own rows."""
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import zlib
@@ -13,6 +12,7 @@ from typing import Any, Literal
 import numpy
 import torch
 
+from samestep.data.batch import with_values
 from samestep.distributed.device_reads import device_reads
 
 _PLAIN = (bool, int, float, str, type(None))  # values that JSON returns as they are
@@ -52,9 +52,9 @@ def plan_of(whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> Plan | No
     plan: Plan | None = None
     if isinstance(whole, torch.Tensor):
         plan = _plan_of_tensor(whole, parts, sizes)
-    elif is_mapping(whole):
-        keys = keys_of(whole)
-        if all(keys_of(part) == keys for part in parts):
+    elif _is_mapping(whole):
+        keys = list(whole.keys())
+        if all(list(part.keys()) == keys for part in parts):
             named = {key: plan_of(whole[key], [part[key] for part in parts], sizes) for key in keys}
             plan = None if None in named.values() else named
     elif isinstance(whole, list | tuple):
@@ -79,10 +79,7 @@ def _plan_of_tensor(
     if whole.dim() and whole.shape[0] and whole.shape[0] % samples == 0:
         factor = whole.shape[0] // samples
         shapes = [(size * factor, *whole.shape[1:]) for size in sizes]
-        has_rows = all(
-            tuple(part.shape) == shape for part, shape in zip(parts, shapes, strict=True)
-        )
-        if has_rows and equal(whole, torch.cat(list(parts))):
+        if [tuple(part.shape) for part in parts] == shapes and equal(whole, torch.cat(list(parts))):
             return Leaf("rows", factor)
     if all(equal(whole, part) for part in parts):
         return Leaf("same")
@@ -91,33 +88,25 @@ def _plan_of_tensor(
 
 def _plan_of_list(whole: Sequence[Any], parts: Sequence[Any], sizes: Sequence[int]) -> Plan | None:
     factor, rest = divmod(len(whole), sum(sizes))
-    has_values = not rest and all(
-        len(part) == size * factor for part, size in zip(parts, sizes, strict=True)
-    )
-    joined = [item for part in parts for item in part]
-    if (
-        not has_values
-        or type(whole) not in (list, tuple)
-        or any(type(item) not in _PLAIN for item in whole)
-    ):
+    if rest or [len(part) for part in parts] != [size * factor for size in sizes]:
         return None
-    if equal(list(whole), joined):
+    if type(whole) not in (list, tuple) or any(type(item) not in _PLAIN for item in whole):
+        return None
+    if equal(list(whole), [item for part in parts for item in part]):
         return Leaf("list", factor)
     return None
 
 
-def is_mapping(value: Any) -> bool:
-    """Whether a value has keys, such as a dict or a batch of Transformers."""
+def _is_mapping(value: Any) -> bool:
+    """Whether a value has keys, such as a dict or a batch of Transformers.
+
+    Read the keys by `keys()`: the iteration of such a batch is another one.
+    """
     return isinstance(value, Mapping) or (hasattr(value, "keys") and hasattr(value, "__getitem__"))
 
 
-def keys_of(value: Any) -> list[Any]:
-    """Return the keys of a value for which `is_mapping` holds; its iteration can be another one."""
-    return list(value.keys())
-
-
 def equal(one: Any, other: Any) -> bool:
-    """Whether two values are equal, with tensors, arrays, and objects without an equality of their own."""
+    """Whether two values are equal: also tensors, arrays, and objects without an own equality."""
     own_equality: Any = type(one).__eq__
     if one is other:
         result = True
@@ -131,9 +120,10 @@ def equal(one: Any, other: Any) -> bool:
         )
     elif isinstance(one, float):
         result = one == other or (math.isnan(one) and math.isnan(other))
-    elif is_mapping(one):
-        keys = keys_of(one)
-        result = keys == keys_of(other) and all(equal(one[key], other[key]) for key in keys)
+    elif _is_mapping(one):
+        keys = list(one.keys())
+        has_keys = keys == list(other.keys())
+        result = has_keys and all(equal(one[key], other[key]) for key in keys)
     elif isinstance(one, list | tuple):
         result = len(one) == len(other) and all(map(equal, one, other))
     elif own_equality is object.__eq__:
@@ -158,12 +148,7 @@ def leaves_of(data: Any, plan: Plan) -> list[tuple[Leaf, Any]]:
         OtherStructure: the batch is not of the structure of the plan.
     """
     leaves: list[tuple[Leaf, Any]] = []
-
-    def add(value: Any, leaf: Leaf) -> Any:
-        leaves.append((leaf, value))
-        return value
-
-    rebuilt(data, plan, add)
+    rebuilt(data, plan, lambda value, leaf: leaves.append((leaf, value)))
     return leaves
 
 
@@ -176,25 +161,18 @@ def rebuilt(data: Any, plan: Plan, replace: Callable[[Any, Leaf], Any]) -> Any:
     if isinstance(plan, Leaf):
         return replace(data, plan)
     if isinstance(plan, dict):
-        if not is_mapping(data) or keys_of(data) != list(plan):
+        if not _is_mapping(data) or list(data.keys()) != list(plan):
             raise OtherStructure
-        values = {key: rebuilt(data[key], part, replace) for key, part in plan.items()}
-        if type(data) is dict:
-            return values
-        result = copy.copy(data)
-        for key, value in values.items():
-            result[key] = value
-        return result
+        named = {key: rebuilt(data[key], part, replace) for key, part in plan.items()}
+        return with_values(data, named)
     if not isinstance(data, list | tuple) or len(data) != len(plan):
         raise OtherStructure
     items = [rebuilt(item, part, replace) for item, part in zip(data, plan, strict=True)]
-    if hasattr(data, "_fields"):
-        return type(data)(*items)
-    return type(data)(items)
+    return with_values(data, items)
 
 
 def shapes_of(leaves: Sequence[tuple[Leaf, Any]], samples: int) -> int:
-    """Return a hash of the facts that are equal on all ranks if the rows of their batches can be joined.
+    """Return a hash that is equal on all ranks if the rows of their batches can be joined.
 
     Args:
         leaves: leaves of the own rows.
@@ -205,16 +183,13 @@ def shapes_of(leaves: Sequence[tuple[Leaf, Any]], samples: int) -> int:
     """
     facts: list[Any] = []
     for leaf, value in leaves:
+        rows = samples * leaf.factor
         if leaf.kind == "rows":
-            if (
-                type(value) is not torch.Tensor
-                or not value.dim()
-                or len(value) != samples * leaf.factor
-            ):
+            if type(value) is not torch.Tensor or not value.dim() or len(value) != rows:
                 raise OtherStructure
             facts.append((str(value.dtype), tuple(value.shape[1:]), value.requires_grad))
         elif leaf.kind == "list":
-            if type(value) not in (list, tuple) or len(value) != samples * leaf.factor:
+            if type(value) not in (list, tuple) or len(value) != rows:
                 raise OtherStructure
             if any(type(item) not in _PLAIN for item in value):
                 raise OtherStructure
@@ -225,7 +200,7 @@ def shapes_of(leaves: Sequence[tuple[Leaf, Any]], samples: int) -> int:
 
 
 def content_of(value: Any) -> int:
-    """Return a hash of the tensors, arrays and plain values of nested data, equal in all processes."""
+    """Return a hash of tensors, arrays and plain values in nested data, equal in all processes."""
     facts: Any = None
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         raw = device_reads.copy(value.detach()).contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -234,19 +209,23 @@ def content_of(value: Any) -> int:
         facts = (str(value.dtype), value.shape, zlib.crc32(numpy.ascontiguousarray(value).data))
     elif isinstance(value, list | tuple):
         facts = (type(value).__name__, [content_of(item) for item in value])
-    elif is_mapping(value):
-        facts = [(str(key), content_of(value[key])) for key in keys_of(value)]
+    elif _is_mapping(value):
+        facts = [(str(key), content_of(value[key])) for key in list(value.keys())]
     elif type(value) in _PLAIN:
         facts = value
     return zlib.crc32(repr(facts).encode(errors="surrogatepass"))
 
 
-def pack(tensors: Sequence[torch.Tensor], lists: Sequence[Sequence[Any]]) -> torch.Tensor:
-    """Return tensors of the host and lists of plain values as bytes, shape (number of bytes,)."""
-    text = json.dumps(list(lists)).encode() if lists else b""
-    parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-    if text:
-        parts.append(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+def pack(leaves: Sequence[tuple[Leaf, Any]]) -> torch.Tensor:
+    """Return leaves as bytes, shape (number of bytes,): tensors of the host, then plain values."""
+    lists = [value for leaf, value in leaves if leaf.kind == "list"]
+    parts = [
+        value.detach().contiguous().reshape(-1).view(torch.uint8)
+        for leaf, value in leaves
+        if leaf.kind == "rows"
+    ]
+    if lists:
+        parts.append(torch.frombuffer(bytearray(json.dumps(lists).encode()), dtype=torch.uint8))
     if parts:
         return torch.cat(parts)
     return torch.empty(0, dtype=torch.uint8)
@@ -260,7 +239,7 @@ def unpack(
     Args:
         messages: bytes of each rank.
         counts: number of samples of each rank.
-        examples: own leaves that were packed: tensors first.
+        examples: own leaves that were packed, tensors first.
     """
     tensors = [(leaf, value) for leaf, value in examples if leaf.kind == "rows"]
     parts: list[list[torch.Tensor]] = [[] for _ in tensors]

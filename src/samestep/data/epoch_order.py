@@ -1,15 +1,18 @@
-"""Order of the samples of each epoch, as a function of (seed, epoch), and their division into batches."""
+"""Batches of each epoch as a function of (seed, epoch): from a shuffle, lengths or a sampler."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from operator import index as as_index
 from typing import Any, get_args
 
 import numpy
 import torch
 
 from samestep.config import SampleOrder
-from samestep.data.batch import digest_of
 from samestep.data.order import (
     Indices,
     Order,
@@ -19,10 +22,14 @@ from samestep.data.order import (
     resolve_order,
 )
 from samestep.data.sample_reader import set_epoch
-from samestep.data.samplers import Sampler, draw, drawn_order
-from samestep.data.streams.dataset import BatchSizes, StreamDataset
+from samestep.data.streams import StreamDataset
+from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.errors import DataError, InputError
 from samestep.microbatches import Cursor, require_integer, require_position
+
+# Function of (seed, epoch), or a sampler of torch. Yields indices, or lists of indices as a batch
+# sampler.
+Sampler = Callable[[int, int], Iterable[Any]] | Iterable[Any]
 
 _EXCLUSIVE = {  # arguments that exclude others, as those of torch's DataLoader
     "sampler": ("shuffle", "lengths", "order"),
@@ -60,90 +67,143 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
     """
 
     def __init__(self, dataset: Any, options: Mapping[str, Any]) -> None:
-        require_compatible(dataset, options)
+        _require_compatible(dataset, options)
         self._dataset = dataset
-        self.seed = _seed(options)
+        if options["generator"] is not None:
+            self.seed = options["generator"].initial_seed()
+        else:
+            seed = options["seed"] or 0
+            self.seed = require_integer("seed", seed, at_least=0, at_most=2**64 - 1, example=0)
         self._sampler: Sampler | None = options["sampler"]
         self._draws_batches = options["batch_sampler"] is not None
         batch_size = options["batch_size"]
         if self._draws_batches:
             self._sampler = options["batch_sampler"]
-            first = next(iter(draw(options["batch_sampler"], dataset, seed=self.seed, epoch=0)), ())
+            first = next(iter(_draw(options["batch_sampler"], dataset, self.seed, epoch=0)), ())
             batch_size = len(first)
         self.batch_size = require_integer("batch_size", batch_size, at_least=1, example=64)
         self._shuffle = bool(options["shuffle"])
         self._drop_last = bool(options["drop_last"])
         lengths: Sequence[int] | None = options["lengths"]
         self._lengths = None if lengths is None else numpy.asarray(lengths, dtype=numpy.int64)
-        order: SampleOrder = options["order"]
-        self._kind: SampleOrder = order if self._shuffle and lengths is None else "shuffled"
+        self._kind: SampleOrder = "shuffled"
+        if self._shuffle and lengths is None:
+            self._kind = options["order"]
+        self._stream: StreamDataset | None = None
         has_indices = self._sampler is not None or lengths is not None
-        has_own_order = order == "auto" and not has_indices
-        self._stream = dataset if isinstance(dataset, StreamDataset) and has_own_order else None
-        self._sizes: tuple[tuple[int, int], int] = (
-            (-1, -1),
-            0,
-        )  # of an epoch and a length of the data set
+        if isinstance(dataset, StreamDataset) and options["order"] == "auto" and not has_indices:
+            self._stream = dataset
+        self._samples = 0
+        self._sizes = (-1, -1)  # epoch and length of the data set for which `_samples` holds
         self.cursor = Cursor()
         self.samples_of(0)
 
     def samples_of(self, epoch: int) -> int:
         """Return the number of samples of an epoch, without those that `drop_last` leaves out."""
-        if (epoch, len(self._dataset)) != self._sizes[0]:
+        if (epoch, len(self._dataset)) != self._sizes:
             set_epoch(self._dataset, self.seed, epoch)
-            samples = len(self._dataset) if self._sampler is None else len(self._drawn(epoch))
-            require_samples(samples, self.batch_size, self._lengths, drop_last=self._drop_last)
-            samples -= samples % self.batch_size if self._drop_last else 0
-            self._sizes = (epoch, len(self._dataset)), samples
-        return self._sizes[1]
+            samples = len(self._dataset) if self._sampler is None else len(self.order(epoch))
+            self._require_samples(samples)
+            if self._drop_last:
+                samples -= samples % self.batch_size
+            self._samples = samples
+            self._sizes = (epoch, len(self._dataset))
+        return self._samples
+
+    def _require_samples(self, samples: int) -> None:
+        if samples == 0:
+            raise DataError(
+                "the dataset is empty",
+                expected="at least one sample",
+                fix="check the path and the filters",
+                code="E_DATA",
+            )
+        if self._drop_last and samples < self.batch_size:
+            raise DataError(
+                f"the dataset has {samples} samples, fewer than one batch of {self.batch_size}, "
+                "and drop_last is set",
+                expected="at least one complete batch",
+                fix=f"batch_size={samples} or less, or leave drop_last out",
+                code="E_DATA",
+            )
+        if self._lengths is not None and len(self._lengths) != samples:
+            raise InputError(
+                f"there are {len(self._lengths)} lengths for {samples} samples",
+                "one length per sample",
+                "pass lengths in the order of the dataset",
+                code="E_LOADER",
+            )
 
     def settings_of(self, epoch: int) -> dict[str, int | str]:
         """Return the settings on which the batches of an epoch depend; checkpoints contain them."""
+        samples = self.samples_of(epoch)
+        drawn = ""
+        if self._sampler is not None:
+            drawn = _digest(self.order(epoch)[:samples])
         settings: dict[str, int | str] = {
-            "samples": self.samples_of(epoch),
+            "samples": samples,
             "dataset": len(self._dataset),
             "batch_size": self.batch_size,
             "seed": self.seed,
             "shuffle": self._shuffle,
             "order": resolve_order(self._kind, len(self._dataset)),
-            "sampler": ""
-            if self._sampler is None
-            else digest_of(self.order(epoch)[: self.samples_of(epoch)]),
-            "lengths": digest_of(self._lengths),
+            "sampler": drawn,
+            "lengths": _digest(self._lengths),
         }
         if self._stream is not None:
             settings |= self._stream.settings(shuffle=self._shuffle)
         return settings
 
     def adopt(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of a checkpoint; without `order`, it is `shuffled`, and `auto` becomes `shuffled`."""
+        """Return the settings of a checkpoint; those without `order` are of a `shuffled` order."""
         if "order" not in settings and self._kind == "auto":
             self._kind = "shuffled"
         return {"order": "shuffled", **settings}
 
     def order(self, epoch: int) -> Order:
-        """Return the samples of an epoch in the order of use, with those that `drop_last` leaves out."""
+        """Return the samples of an epoch in the order of use, also those `drop_last` leaves out."""
         set_epoch(self._dataset, self.seed, epoch)
-        size = len(self._dataset)
+        facts: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "shuffle": self._shuffle}
         if self._stream is not None:
-            sizes = BatchSizes(self.batch_size, 1, 1)
-            return self._stream.order(sizes, seed=self.seed, epoch=epoch, shuffle=self._shuffle)
+            return self._stream.order(**facts)
         if self._sampler is not None:
-            return self._drawn(epoch)
+            return self._drawn(self._sampler, epoch)
         if self._lengths is not None:
-            return grouped_order(
-                self._lengths, self.batch_size, seed=self.seed, epoch=epoch, shuffle=self._shuffle
-            )
-        return global_order(
-            size, seed=self.seed, epoch=epoch, shuffle=self._shuffle, order=self._kind
-        )
+            return grouped_order(self._lengths, self.batch_size, **facts)
+        return global_order(len(self._dataset), order=self._kind, **facts)
 
-    def _drawn(self, epoch: int) -> Indices:
-        assert self._sampler is not None
-        size = self.batch_size if self._draws_batches else None
-        return drawn_order(
-            self._sampler, self._dataset, seed=self.seed, epoch=epoch, batch_size=size
-        )
+    def _drawn(self, sampler: Sampler, epoch: int) -> Indices:
+        """Return the indices of a sampler.
+
+        Raises:
+            InputError: `_draw` fails, batches differ in size, or an index is not that of a sample.
+        """
+        drawn = _draw(sampler, self._dataset, self.seed, epoch)
+        if self._draws_batches:
+            sizes = [len(batch) for batch in drawn]
+            is_last_valid = 0 < sizes[-1] <= self.batch_size
+            if any(size != self.batch_size for size in sizes[:-1]) or not is_last_valid:
+                raise _sampler_error(
+                    f"the batch sampler yields batches of {min(sizes)} to {max(sizes)} samples",
+                    "global batches of one size; only the last one can have fewer samples",
+                    "batch_size=N with sampler=, or with lengths= to group samples by length",
+                )
+            drawn = [index for batch in drawn for index in batch]
+        try:
+            order = numpy.fromiter(map(as_index, drawn), dtype=numpy.int64)
+        except TypeError as error:
+            raise _sampler_error(
+                f"the sampler yields a {type(drawn[0]).__name__} in place of an index",
+                "indices of samples",
+                "pass a sampler that yields lists of indices as batch_sampler=",
+            ) from error
+        if order.size and not 0 <= order.min() <= order.max() < len(self._dataset):
+            raise _sampler_error(
+                f"the sampler yields indices from {order.min()} to {order.max()}",
+                f"indices from 0 to {len(self._dataset) - 1}, those of the samples of the dataset",
+                "create the sampler from the dataset of the loader",
+            )
+        return order
 
     def __len__(self) -> int:
         """Number of batches of the epoch of the cursor."""
@@ -163,26 +223,18 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
             yield batch
 
 
-def _seed(options: Mapping[str, Any]) -> int:
-    generator: torch.Generator | None = options["generator"]
-    if generator is not None:
-        return generator.initial_seed()
-    return require_integer("seed", options["seed"] or 0, at_least=0, at_most=2**64 - 1, example=0)
+def _digest(indices: Indices | None) -> str:
+    content = b"" if indices is None else indices.tobytes()
+    return hashlib.blake2b(content, digest_size=4).hexdigest()
 
 
-def require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
-    """Require a dataset with an index, and arguments of a loader that fit together.
-
-    Raises:
-        InputError: the dataset is iterable only, there is no such order, or two arguments exclude
-        each other.
-    """
+def _require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
+    """Require a dataset with an index, and arguments of a loader that fit together."""
     order = arguments["order"]
     orders = get_args(SampleOrder)
     if order not in orders:
-        problem = f"order of a loader is {order!r}"
         raise InputError(
-            problem,
+            f"order of a loader is {order!r}",
             f"one of {', '.join(orders)}",
             "leave out order, or order='auto'",
             code="E_VALUE",
@@ -190,13 +242,15 @@ def require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
     if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
         raise InputError(
             f"the dataset {type(dataset).__name__} has no length and index",
-            "a dataset with __len__ and __getitem__: order, augmentation and resumption are functions of the index",
-            "samestep.loader(list(dataset), ...) if the samples fit into memory, or an index of files and offsets",
+            "a dataset with __len__ and __getitem__: order, augmentation and resumption are "
+            "functions of the index",
+            "samestep.loader(list(dataset), ...) if the samples fit into memory, or an index of "
+            "files and offsets",
             code="E_LOADER",
         )
-    present = {
-        name for name, value in arguments.items() if value is not None and value is not False
-    }
+    # Not `value not in (None, False)`: a seed of 0 is present, and lengths can be an array.
+    absent = (None, False)
+    present = {name for name, value in arguments.items() if not any(value is one for one in absent)}
     if order != "keyed":  # the order of lengths is `shuffled`
         present.discard("order")
     for one, others in _EXCLUSIVE.items():
@@ -206,33 +260,89 @@ def require_compatible(dataset: Any, arguments: Mapping[str, Any]) -> None:
             raise InputError(problem, "one of them", f"leave out {other}", code="E_LOADER")
 
 
-def require_samples(
-    samples: int, batch_size: int, lengths: Indices | None, *, drop_last: bool
-) -> None:
-    """Require samples in an epoch, and one length for each.
+def _draw(sampler: Sampler, dataset: Any, seed: int, epoch: int) -> list[Any]:
+    """Return all that a sampler yields in one epoch, a function of seed and epoch on every rank.
+
+    A function is called with seed and epoch. Another sampler is copied, so that no draw depends on
+    earlier ones. Its generators and the global ones are seeded, and `set_epoch` is called if it has
+    one.
 
     Raises:
-        DataError: there are no samples, or too few for a batch.
-        InputError: the number of lengths is another one.
+        InputError: the sampler divides the data among ranks, or depends on earlier draws.
     """
-    if samples == 0:
-        raise DataError(
-            "the dataset is empty",
-            "at least one sample",
-            "check the path and the filters",
-            code="E_DATA",
+    with preserved_generators():
+        state = derive_seed("order", seed, epoch)
+        seed_generators(state)
+        if not isinstance(sampler, Iterable):
+            return list(sampler(seed, epoch))
+        fresh = _fresh_sampler(sampler, dataset, state)
+        has_epoch = callable(getattr(fresh, "set_epoch", None))
+        if has_epoch:
+            fresh.set_epoch(epoch)
+        before = _plain_attributes(fresh)
+        drawn = list(fresh)
+        if fresh is not sampler and not has_epoch and _plain_attributes(fresh) != before:
+            raise _sampler_error(
+                f"the sampler {type(sampler).__name__} changes while it draws: "
+                "an epoch depends on earlier ones",
+                "an order that is a function of seed and epoch: a resumed run must have the same",
+                "pass sampler=lambda seed, epoch: ..., or give the sampler a method "
+                "set_epoch(epoch)",
+            )
+        return drawn
+
+
+def _fresh_sampler(sampler: Any, dataset: Any, seed: int) -> Any:
+    """Return a copy of a sampler with copied containers and seeded generators."""
+    if getattr(sampler, "num_replicas", None) is not None:
+        raise _sampler_error(
+            f"{type(sampler).__name__} divides the data among ranks",
+            "a sampler of global indices, the same on every rank: the loader divides each global "
+            "batch",
+            "leave the sampler out and pass shuffle=True; set_epoch is not needed either",
         )
-    if drop_last and samples < batch_size:
-        raise DataError(
-            f"the dataset has {samples} samples, fewer than one batch of {batch_size}, and drop_last is set",
-            expected="at least one complete batch",
-            fix=f"batch_size={samples} or less, or leave drop_last out",
-            code="E_DATA",
+    if isinstance(sampler, Iterator) and not isinstance(sampler, torch.utils.data.Sampler):
+        raise _sampler_error(
+            f"the sampler is an iterator ({type(sampler).__name__}), which yields indices once",
+            "indices for each epoch",
+            "pass a list, a sampler of torch, or sampler=lambda seed, epoch: ...",
         )
-    if lengths is not None and len(lengths) != samples:
-        raise InputError(
-            f"there are {len(lengths)} lengths for {samples} samples",
-            "one length per sample",
-            "pass lengths in the order of the dataset",
-            code="E_LOADER",
-        )
+    if not hasattr(sampler, "__dict__"):  # such as a list or a range
+        return sampler
+    # Not a deep copy, because attributes can be large, such as the data sets of a `ConcatDataset`.
+    fresh = copy(sampler)
+    for name, value in vars(sampler).items():
+        vars(fresh)[name] = _fresh(value, dataset, seed)
+    return fresh
+
+
+def _fresh(value: Any, dataset: Any, seed: int) -> Any:
+    fresh = value  # also the dataset, and objects that are no containers
+    if isinstance(value, torch.utils.data.Sampler):
+        fresh = _fresh_sampler(value, dataset, seed)
+    elif isinstance(value, torch.Generator):
+        fresh = torch.Generator(value.device).manual_seed(seed)
+    elif isinstance(value, numpy.random.Generator):
+        fresh = numpy.random.Generator(type(value.bit_generator)(seed))
+    elif isinstance(value, numpy.random.RandomState):
+        fresh = numpy.random.RandomState(seed % 2**32)
+    elif isinstance(value, random.Random):
+        fresh = random.Random(seed)
+    elif isinstance(value, torch.Tensor):
+        fresh = value.clone()
+    elif value is not dataset and isinstance(value, numpy.ndarray | list | dict):
+        fresh = copy(value)
+        if isinstance(fresh, dict):
+            fresh.update({key: _fresh(item, dataset, seed) for key, item in fresh.items()})
+        elif isinstance(fresh, list) and not all(isinstance(item, int) for item in fresh):
+            fresh[:] = [_fresh(item, dataset, seed) for item in fresh]
+    return fresh
+
+
+def _plain_attributes(sampler: Any) -> dict[str, Any]:
+    attributes = getattr(sampler, "__dict__", {})
+    return {name: one for name, one in attributes.items() if isinstance(one, int | float | str)}
+
+
+def _sampler_error(value: str, expected: str, fix: str) -> InputError:
+    return InputError(value, expected, fix, code="E_LOADER")

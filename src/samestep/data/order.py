@@ -20,8 +20,7 @@ Indices = NDArray[numpy.int64]
 
 _ROUNDS = 8
 _MIN_BITS = 8  # of a block; a network of fewer bits has few permutations
-# `auto` is `keyed` for more samples: `shuffled` then takes seconds and hundreds of MB per epoch and
-# rank.
+# `auto` is `keyed` for more samples, of which `shuffled` takes seconds and hundreds of MB an epoch.
 KEYED_ABOVE = 10_000_000
 # Global batches per window of samples that are sorted by length together. A large window gives
 # batches of nearly equal length; at least some windows per epoch keep the samples of a batch
@@ -31,7 +30,7 @@ _MIN_WINDOWS = 4
 
 
 class Order(Protocol):
-    """Sample indices of one epoch in the order of use: an array, or an object that computes slices."""
+    """Sample indices of an epoch in the order of use: an array, or an object with slices."""
 
     def __len__(self) -> int: ...
 
@@ -57,9 +56,8 @@ def random_order(size: int, seed: int) -> Indices:
     It sorts random keys, the raw output of Philox (Salmon et al., "Parallel random numbers: as easy
     as 1, 2, 3", 2011), which NumPy keeps stable between versions, unlike its `permutation`.
     """
-    return numpy.argsort(numpy.random.Philox(key=seed).random_raw(size), kind="stable").astype(
-        numpy.int64
-    )
+    keys = numpy.random.Philox(key=seed).random_raw(size)
+    return numpy.argsort(keys, kind="stable").astype(numpy.int64)
 
 
 class KeyedPermutation:
@@ -142,7 +140,7 @@ def global_order(
 def grouped_order(
     lengths: Indices, batch_size: int, *, seed: int, epoch: int, shuffle: bool
 ) -> Indices:
-    """Return the sample indices of one epoch with samples of similar length in one global batch, to reduce padding.
+    """Return the sample indices of one epoch, with samples of similar length in one global batch.
 
     Windows of several global batches of `global_order` are sorted by length and cut into batches;
     the batches are then shuffled. Samples that do not fill a batch are separated before sorting.

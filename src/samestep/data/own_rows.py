@@ -10,9 +10,9 @@ from __future__ import annotations
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +45,7 @@ from samestep.data.batch_plan import (
 from samestep.data.epoch_order import IndexBatch
 from samestep.data.sample_reader import (
     Decision,
+    How,
     Reading,
     Request,
     SampleReader,
@@ -65,6 +66,7 @@ _MODES = ("own", "whole", "plain")
 _READ_ALONE = "a batch was not made of its rows"
 
 Bounds = list[tuple[int, int]]
+Leaves = list[tuple[Leaf, Any]]
 
 
 class BatchRanks(Protocol):
@@ -80,7 +82,7 @@ class BatchRanks(Protocol):
         """Return the own rows of each rank in a batch; None if a rank would have none."""
 
     def word(self, samples: int, *fields: int) -> list[list[int]]:
-        """Return the integers of all ranks; `samples`, a hash of the indices, must be equal on all of them."""
+        """Return the integers of all ranks, which must have the same hash of `samples`."""
 
     def gather(self, own: torch.Tensor, bounds: Bounds, factor: int) -> torch.Tensor:
         """Return the rows of all ranks."""
@@ -91,7 +93,7 @@ class BatchRanks(Protocol):
     def decisions_of(
         self, dataset: Any, collate: Any, line: Hashable
     ) -> tuple[MutableMapping[Hashable, Decision], Hashable]:
-        """Return the decisions of earlier loaders, and the key of a loader that a line of the script has made."""
+        """Return the decisions of earlier loaders, and the key of a loader of a line."""
 
 
 @dataclass
@@ -156,17 +158,8 @@ def own_iterator(loader: DataLoader[Any], state: OwnRows) -> _BaseDataLoaderIter
     return iterator
 
 
-@dataclass
-class _Pending:
-    """A batch that was requested: all its indices, and how it is read."""
-
-    indices: list[Any]
-    request: Request
-    bounds: Bounds | None
-
-
 class _OwnRowsIterator(_BaseDataLoaderIter):
-    """Part of both iterators; the class of torch calls `__init__` before it makes fetchers or workers.
+    """Part of both iterators, which torch initializes before it makes fetchers or workers.
 
     Attributes:
         left_out: number of batches without a usable sample.
@@ -180,9 +173,8 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         self._world_size = 1
         self._rank = 0
         self._dataset: Any
-        is_map = self._dataset_kind == _DatasetKind.Map and not isinstance(
-            self._dataset, MapDataPipe
-        )
+        is_pipe = isinstance(self._dataset, MapDataPipe)
+        is_map = self._dataset_kind == _DatasetKind.Map and not is_pipe
         self._reads_samples = is_map and self._auto_collation and getattr(loader, "in_order", True)
         self._script_dataset = self._dataset
         if self._reads_samples:
@@ -205,54 +197,56 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         self._begin()
 
     def _begin(self) -> None:
-        self._pending: deque[_Pending] = deque()
+        # The requests of whole batches, of which each rank requests its own rows.
+        self._pending: deque[Request] = deque()
         self._held = self.left_out = 0
         self._drawn: Counter[Any] = Counter()
-        self._seed = int(self._base_seed) if self.state.seed is None else self.state.seed
-        self._epoch = self._iterations if self.state.seed is None else self.state.epoch
+        if self.state.seed is None:
+            self._seed = int(self._base_seed)
+            self._epoch = self._iterations
+        else:
+            self._seed = self.state.seed
+            self._epoch = self.state.epoch
         for _ in range(self.state.leaves_out):
             next(self._sampler_iter)
 
     def _next_index(self) -> Any:
         index = super()._next_index()  # type: ignore[no-untyped-call]
-        return self._requested(index) if self._reads_samples else index
-
-    def _requested(self, index: Any) -> Request:
+        if not self._reads_samples:
+            return index
         indices = list(index)
         repeats: list[int] | None = None
         if isinstance(index, IndexBatch):
             repeats = index.repeats
         elif self._counts_repeats:
-            repeats = self._counted(indices)
+            repeats = []
+            for one in indices:
+                repeats.append(self._drawn[one])
+                self._drawn[one] += 1
+        return self._requested(indices, repeats)
+
+    def _requested(self, indices: list[Any], repeats: list[int] | None) -> Request:
         ranks = self.state.ranks
         decision = self.state.decision
         bounds = [(0, len(indices))] if ranks is None else ranks.bounds(len(indices))
         how = "whole" if decision is None else decision.how
+        slices: Bounds = []
         if decision is None and len(indices) > 1 and not self._awaits_decision():
             how = "check"
-        if how == "own" and bounds is None:
-            how = "whole"
-        slices: Bounds = []
-        if how == "check":
             slices = microbatch_bounds(len(indices), min(_SLICES, len(indices)))
+        elif how == "own" and bounds is None:
+            how = "whole"
         request = Request(how, indices, repeats, self._seed, self._epoch, self.state.draws, slices)
-        self._pending.append(_Pending(indices, request, bounds))
+        self._pending.append(request)
         if how == "own" and ranks is not None and bounds is not None:
-            start, stop = bounds[ranks.rank]
-            own_repeats = None if repeats is None else repeats[start:stop]
-            request = request._replace(indices=indices[start:stop], repeats=own_repeats)
+            own = slice(*bounds[ranks.rank])
+            own_repeats = None if repeats is None else repeats[own]
+            request = request._replace(indices=indices[own], repeats=own_repeats)
         return request
 
     def _awaits_decision(self) -> bool:
-        is_checked = any(pending.request.how == "check" for pending in self._pending)
+        is_checked = any(pending.how == "check" for pending in self._pending)
         return is_checked and self.state.decision is None
-
-    def _counted(self, indices: list[Any]) -> list[int]:
-        repeats = []
-        for index in indices:
-            repeats.append(self._drawn[index])
-            self._drawn[index] += 1
-        return repeats
 
     def __next__(self) -> Any:
         reading = super().__next__()
@@ -269,49 +263,59 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
     def _release(self) -> None:
         """Request the batches that waited for a decision."""
 
-    def _completed(self, pending: _Pending, reading: Reading) -> Any:
+    def _completed(self, pending: Request, reading: Reading) -> Any:
         """Return the whole batch of a reading, after an exchange between the ranks."""
         state = self.state
         ranks = state.ranks
+        how = pending.how
         state.samples.update(read=reading.samples, needed=len(pending.indices))
-        if pending.request.how == "own" or ranks is None or ranks.rank == 0:
-            state.skipped += (
-                reading.skipped
-            )  # others have left out the same samples of a batch that is read whole
+        if how == "own" or ranks is None or ranks.rank == 0:
+            # The other ranks have left out the same samples of a batch that is read whole.
+            state.skipped += reading.skipped
         if ranks is None or not ranks.can_send():
             return self._completed_alone(pending, reading)
-        leaves: list[tuple[Leaf, Any]] = []
-        packed = torch.empty(0, dtype=torch.uint8)
-        second = _status(reading)
+        leaves: Leaves = []
         small: list[int] = []
-        if second == 0 and pending.request.how == "own":
+        packed = torch.empty(0, dtype=torch.uint8)
+        status = 0
+        if reading.failure is not None:
+            status = _FAILED
+        elif reading.drew:
+            status = _DREW
+        elif how == "own":
             try:
                 leaves = leaves_of(reading.data, _plan(state.decision))
-                second = shapes_of(leaves, reading.samples)
+                status = shapes_of(leaves, reading.samples)
                 small = _small(leaves, len(pending.indices))
-                packed = _packed(leaves, small)
+                packed = pack([leaves[number] for number in small])
             except OtherStructure:
-                second = _OTHER
-        elif second == 0 and pending.request.how == "check":
-            second = content_of(reading.data)
-        fourth = reading.samples if reading.decision is None else _code(reading.decision)
-        words = ranks.word(zlib.crc32(repr(pending.indices).encode()), second, len(packed), fourth)
-        seconds = [word[1] for word in words]
-        if pending.request.how == "check" and min(seconds) >= 0:
-            _require_same_content(seconds)
-            self._decide(reading.decision, [word[3] for word in words])
+                status = _OTHER
+        elif how == "check":
+            status = content_of(reading.data)
+        last = reading.samples
+        if reading.decision is not None:
+            last = _MODES.index(reading.decision.how) + 4 * reading.decision.draws
+        words = ranks.word(zlib.crc32(repr(pending.indices).encode()), status, len(packed), last)
+        statuses, lengths, counts = ([word[at] for word in words] for at in (1, 2, 3))
+        if min(statuses) >= 0 and how == "check":
+            _require_same_content(statuses)
+            self._decide(reading.decision, counts, ranks)
             return reading.data
-        counts = [word[3] for word in words]
-        if min(seconds) >= 0 and pending.request.how != "own":
+        if min(statuses) >= 0 and how != "own":
             return reading.data
-        if min(seconds) >= 0 and len(set(seconds)) == 1 and all(counts):
+        if min(statuses) >= 0 and len(set(statuses)) == 1 and all(counts):
+            gathered: dict[int, Any] = {}
+            if small:
+                every = ranks.gather(packed, _spans(lengths), 1)
+                messages = [every[start:stop] for start, stop in _spans(lengths)]
+                values = unpack(messages, counts, [leaves[number] for number in small])
+                gathered = dict(zip(small, values, strict=True))
             is_complete = sum(counts) == len(pending.indices)
             join = ranks.rows if is_complete else ranks.gather
-            lengths = [word[2] for word in words]
-            return self._joined(reading.data, leaves, small, packed, lengths, counts, join)
-        return self._read_again(pending, reading.failure, seconds, counts)
+            return self._joined(reading.data, gathered, _spans(counts), join)
+        return self._read_again(pending, reading.failure, statuses, counts)
 
-    def _completed_alone(self, pending: _Pending, reading: Reading) -> Any:
+    def _completed_alone(self, pending: Request, reading: Reading) -> Any:
         """Return the batch of a reading without the other ranks."""
         if reading.failure is not None:
             _raise(reading.failure)
@@ -319,72 +323,59 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
             self.state.decision = reading.decision
         if reading.drew:
             self._draw_from_now_on()
-        is_part = pending.request.how == "own" and self.state.ranks is not None
+        is_part = pending.how == "own" and self.state.ranks is not None
         if reading.drew or is_part:
-            return self._whole(pending).data
+            reading = self._whole(pending)
+            if reading.failure is not None:
+                _raise(reading.failure)
         return reading.data
 
-    def _decide(self, decision: Decision | None, codes: Sequence[int]) -> None:
+    def _decide(self, decision: Decision | None, codes: Sequence[int], ranks: BatchRanks) -> None:
         assert decision is not None
-        ranks = self.state.ranks
-        assert ranks is not None
         if len(set(codes)) > 1:
             reason = decision.reason or "ranks have decided differently"
             decision = Decision("whole", any(code & 4 for code in codes), reason=reason)
         self.state.decision = decision
         if decision.how != "own":
-            self._log(decision.reason)
+            self._log(decision.reason, ranks)
 
-    def _log(self, reason: str) -> None:
-        assert self.state.ranks is not None
-        if self.state.ranks.rank == 0:
-            logger.info(
-                "%s: batches read whole on every process: %s",
-                type(self._script_dataset).__name__,
-                reason,
-            )
+    def _log(self, reason: str, ranks: BatchRanks) -> None:
+        if ranks.rank == 0:
+            name = type(self._script_dataset).__name__
+            logger.info("%s: batches read whole on every process: %s", name, reason)
 
     def _draw_from_now_on(self) -> None:
         self.state.has_drawn = True
-        decision = self.state.decision
-        if decision is not None:
-            self.state.decision = Decision(decision.how, True, decision.plan, decision.reason)
+        if self.state.decision is not None:
+            self.state.decision = replace(self.state.decision, draws=True)
 
     def _joined(
         self,
         data: Any,
-        leaves: list[tuple[Leaf, Any]],
-        small: list[int],
-        packed: torch.Tensor,
-        lengths: list[int],
-        counts: list[int],
+        gathered: dict[int, Any],
+        bounds: Bounds,
         join: Callable[[torch.Tensor, Bounds, int], torch.Tensor],
     ) -> Any:
-        """Return the whole batch: small leaves by one message, and the others by `join`."""
-        assert self.state.ranks is not None
-        wholes: dict[int, Any] = {}
-        if small:
-            bounds = _spans(lengths)
-            every = self.state.ranks.gather(packed, bounds, 1)
-            messages = [every[start:stop] for start, stop in bounds]
-            values = unpack(messages, counts, [leaves[number] for number in small])
-            wholes = dict(zip(small, values, strict=True))
-        numbers = iter(range(len(leaves)))
+        """Return the whole batch: leaves that were gathered at once, and the others by `join`."""
+        numbers = count()
 
         def whole(value: Any, leaf: Leaf) -> Any:
             number = next(numbers)
-            if number in wholes:
-                value = wholes[number]
-                is_tensor = isinstance(value, torch.Tensor)
-                return value.pin_memory() if is_tensor and self._pin_memory else value
-            return join(value, _spans(counts), leaf.factor) if leaf.kind == "rows" else value
+            if number in gathered:
+                value = gathered[number]
+                if isinstance(value, torch.Tensor) and self._pin_memory:
+                    return value.pin_memory()
+                return value
+            if leaf.kind == "rows":
+                return join(value, bounds, leaf.factor)
+            return value
 
         return rebuilt(data, _plan(self.state.decision), whole)
 
     def _read_again(
-        self, pending: _Pending, first: Any, seconds: list[int], counts: list[int]
+        self, pending: Request, first: Any, statuses: list[int], counts: list[int]
     ) -> Any:
-        """Read a batch whole on all ranks, after a failure, a late draw or other shapes on one of them.
+        """Read a batch whole on all ranks, after a failure, a late draw or other shapes.
 
         A failure of the first reading ends the iteration even if the second one succeeds, as on one
         process.
@@ -392,24 +383,19 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         ranks = self.state.ranks
         assert ranks is not None
         decision = self.state.decision
-        if _DREW in seconds:
+        reads_own = decision is not None and decision.how == "own"
+        if _DREW in statuses:
             self._draw_from_now_on()
-        elif (
-            _FAILED not in seconds
-            and all(counts)
-            and decision is not None
-            and decision.how == "own"
-        ):
-            self.state.decision = Decision("whole", decision.draws, reason=_READ_ALONE)
-            self._log(_READ_ALONE)
-        reading = self._whole(pending, raises=False)
+        elif reads_own and all(counts) and _FAILED not in statuses:
+            self.state.decision = Decision("whole", self.state.draws, reason=_READ_ALONE)
+            self._log(_READ_ALONE, ranks)
+        reading = self._whole(pending)
         failure = reading.failure
-        if (
-            failure is None and _DREW not in seconds
-        ):  # otherwise the first reading had other random numbers
+        if failure is None and _DREW not in statuses:
+            # After a draw, the first reading had other random numbers.
             failure = first
-        code = 0 if failure is None else _FAILED
-        words = ranks.word(0, code)
+        status = 0 if failure is None else _FAILED
+        words = ranks.word(0, status)
         failed = [rank for rank, word in enumerate(words) if word[1] == _FAILED]
         if failure is not None:
             _raise(failure)
@@ -422,17 +408,16 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
             )
         return reading.data
 
-    def _whole(self, pending: _Pending, *, raises: bool = True) -> Reading:
+    def _whole(self, pending: Request) -> Reading:
         """Read a batch whole in this process."""
         decision = self.state.decision
-        how = "whole" if decision is None or decision.how == "own" else decision.how
-        reading = self._reader.__getitems__(
-            pending.request._replace(how=how, draws=self.state.draws)
-        )
+        how: How = "whole"
+        if decision is not None and decision.how == "plain":
+            how = "plain"
+        request = pending._replace(how=how, draws=self.state.draws)
+        reading = self._reader.__getitems__(request)
         if reading.drew:  # before a decision
-            reading = self._reader.__getitems__(pending.request._replace(how=how, draws=True))
-        if raises and reading.failure is not None:
-            _raise(reading.failure)
+            return self._reader.__getitems__(request._replace(draws=True))
         return reading
 
 
@@ -477,17 +462,7 @@ def _plan(decision: Decision | None) -> Plan:
     return decision.plan
 
 
-def _status(reading: Reading) -> int:
-    if reading.failure is not None:
-        return _FAILED
-    return _DREW if reading.drew else 0
-
-
-def _code(decision: Decision) -> int:
-    return _MODES.index(decision.how) + 4 * decision.draws
-
-
-def _small(leaves: Sequence[tuple[Leaf, Any]], rows: int) -> list[int]:
+def _small(leaves: Leaves, rows: int) -> list[int]:
     """Return the numbers of the leaves that are gathered at once: tensors, then lists."""
     tensors = []
     for number, (leaf, value) in enumerate(leaves):
@@ -498,12 +473,6 @@ def _small(leaves: Sequence[tuple[Leaf, Any]], rows: int) -> list[int]:
     return tensors + [number for number, (leaf, _) in enumerate(leaves) if leaf.kind == "list"]
 
 
-def _packed(leaves: Sequence[tuple[Leaf, Any]], small: Sequence[int]) -> torch.Tensor:
-    values = [leaves[number] for number in small]
-    tensors = [value for leaf, value in values if leaf.kind == "rows"]
-    return pack(tensors, [value for leaf, value in values if leaf.kind == "list"])
-
-
 def _spans(lengths: Sequence[int]) -> Bounds:
     ends = list(accumulate(lengths))
     return list(zip([0, *ends[:-1]], ends, strict=True))
@@ -512,8 +481,7 @@ def _spans(lengths: Sequence[int]) -> Bounds:
 def _raise(failure: Any) -> None:
     if isinstance(failure, ExceptionWrapper):
         failure.reraise()
-    else:
-        raise failure
+    raise failure
 
 
 def _require_same_content(contents: Sequence[int]) -> None:
@@ -522,6 +490,7 @@ def _require_same_content(contents: Sequence[int]) -> None:
         raise RankMismatchError(
             f"ranks 0 and {other} read different data for the same samples",
             expected="equal data on all ranks",
-            fix="read the same files on every rank, and draw numbers from the generators of torch, NumPy or Python",
+            fix="read the same files on every rank, and draw numbers from the generators of torch, "
+            "NumPy or Python",
             code="E_RANK_BATCH",
         )

@@ -1,4 +1,4 @@
-"""Random generators around reads of samples: preserved, watched for draws, and seeded per sample."""
+"""Random generators around reads of samples: preserved, watched, and seeded per sample."""
 
 from __future__ import annotations
 
@@ -70,27 +70,25 @@ class WatchedGenerators:
 
 def _python_words() -> tuple[bytes, float | None]:
     """Return position and words of the generator of `random`, and its second Gaussian number."""
-    generator = random.random.__self__  # type: ignore[attr-defined]  # the instance behind the functions of the module
+    # The instance behind the functions of the module.
+    generator = random.random.__self__  # type: ignore[attr-defined]
     if _HAS_WORDS_IN_MEMORY:
-        return ctypes.string_at(
-            id(generator) + object.__basicsize__, _STATE_BYTES
-        ), generator.gauss_next
+        words_in_memory = ctypes.string_at(id(generator) + object.__basicsize__, _STATE_BYTES)
+        return words_in_memory, generator.gauss_next
     _, (*words, position), second = random.getstate()
     return struct.pack("i624I", position, *words), second
 
 
 def _has_words_in_memory() -> bool:
-    """Whether this interpreter keeps position and words after the head of the object, as CPython does."""
-    if sys.implementation.name != "cpython" or object.__basicsize__ != 2 * ctypes.sizeof(
-        ctypes.c_void_p
-    ):
+    """Whether this interpreter has position and words after the head of the object, as CPython."""
+    head_bytes = 2 * ctypes.sizeof(ctypes.c_void_p)
+    if sys.implementation.name != "cpython" or object.__basicsize__ != head_bytes:
         return False
     generator = random.Random(5)
     generator.random()
     _, (*words, position), _ = generator.getstate()
-    return ctypes.string_at(id(generator) + object.__basicsize__, _STATE_BYTES) == struct.pack(
-        "i624I", position, *words
-    )
+    found = ctypes.string_at(id(generator) + head_bytes, _STATE_BYTES)
+    return found == struct.pack("i624I", position, *words)
 
 
 _STATE_BYTES = 4 * 625  # of a Mersenne Twister: 624 words and a position
@@ -98,7 +96,7 @@ _HAS_WORDS_IN_MEMORY = _has_words_in_memory()
 
 
 def sample_number(index: Any) -> int:
-    """Return an index of a data set as a number for seeds, from 0 to 2**64 - 1; equal in all processes."""
+    """Return an index as a number for seeds from 0 to 2**64 - 1, equal in all processes."""
     try:
         return operator.index(index) % 2**64
     except TypeError:
@@ -201,7 +199,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 class PlainAttributes:
-    """Numbers and texts among the attributes of objects, such as counters, to be restored after additional reads."""
+    """Plain attributes of objects, such as counters, to be restored after additional reads."""
 
     def __init__(self, *roots: Any) -> None:
         self._kept = []

@@ -1,4 +1,4 @@
-"""Reading of samples, in a rank or in a worker of a loader: the only place that calls a data set."""
+"""Reading of samples in a rank or a worker of a loader: the only place that calls a data set."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from operator import length_hint
@@ -17,6 +16,7 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
+from samestep.data.batch import Collate
 from samestep.data.batch_plan import Plan, equal, plan_of
 from samestep.data.read_generators import (
     OwnGenerators,
@@ -34,7 +34,6 @@ from samestep.distributed.signals import die_with_parent
 from samestep.errors import DataError, SamestepError
 from samestep.report_limits import message_of
 
-Collate = Callable[[list[Any]], Any]
 # `check`: read whole and decide; `own`: read the own rows; `whole`: read all; `plain`: read all as
 # torch does, without seeds for the samples.
 How = Literal["check", "own", "whole", "plain"]
@@ -104,7 +103,7 @@ class Reading(NamedTuple):
 
 
 class _Samples(NamedTuple):
-    """Samples that were read, with their positions in the request, and error lines of those left out."""
+    """Samples that were read, with their positions in the request, and error lines of others."""
 
     samples: list[Any]
     positions: Sequence[int]
@@ -112,7 +111,7 @@ class _Samples(NamedTuple):
 
 
 class SampleReader(Dataset[Any]):
-    """Data set of torch's fetcher in place of the script's: it reads and collates the samples of a request.
+    """Data set of torch's fetcher in place of the script's; an item is a collated request.
 
     Args:
         dataset: the script's data set.
@@ -147,7 +146,7 @@ class SampleReader(Dataset[Any]):
             if request.how == "check":
                 return self._check(request)
             if request.how == "plain":
-                samples, _, skipped = self._unseeded(request.indices)
+                samples, _, skipped = self._unseeded(request)
                 return Reading(self._collate(samples), len(samples), skipped=skipped)
             return self._read(request)
         except Exception as error:  # boundary: the loader raises it on all ranks
@@ -155,7 +154,9 @@ class SampleReader(Dataset[Any]):
             if worker is None or isinstance(error, SamestepError):
                 return Reading(None, 0, error)
             wrapped = ExceptionWrapper(where=f"in DataLoader worker process {worker.id}")
-            if not _has_text(error):
+            try:
+                str(error)
+            except Exception:  # boundary: the class is the script's
                 return Reading(None, 0, _without_class(wrapped))
             return Reading(None, 0, wrapped)
 
@@ -168,7 +169,7 @@ class SampleReader(Dataset[Any]):
 
     def _read(self, request: Request) -> Reading:
         if request.draws:
-            with self._preserved():
+            with preserved_generators(), self.generators.preserved():
                 samples, _, skipped = self._seeded(request)
                 self._seed("collate", request, 0)
                 data = self._collate(samples) if samples else None
@@ -176,16 +177,10 @@ class SampleReader(Dataset[Any]):
         if self._watched is None:
             self._watched = WatchedGenerators()
         with self._watched:
-            samples, _, skipped = self._unseeded(request.indices)
+            samples, _, skipped = self._unseeded(request)
             data = self._collate(samples) if samples else None
             drew = self._watched.have_drawn()
         return Reading(data, len(samples), drew=drew, skipped=skipped)
-
-    def _preserved(self) -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(preserved_generators())
-        stack.enter_context(self.generators.preserved())
-        return stack
 
     def _plain(self, indices: list[Any]) -> list[Any]:
         """Read samples as torch's fetcher does."""
@@ -193,37 +188,6 @@ class SampleReader(Dataset[Any]):
             samples: list[Any] = self.dataset.__getitems__(indices)
             return samples
         return self._each(indices)
-
-    def _unseeded(self, indices: list[Any]) -> _Samples:
-        if not self._skips:
-            return _Samples(self._plain(indices), range(len(indices)), [])
-        return self._usable(indices, lambda position: self._sample(indices[position]))
-
-    def _seeded(self, request: Request) -> _Samples:
-        """Read each sample with generators that are seeded by (seed, epoch, index, repeat)."""
-
-        def sample(position: int) -> Any:
-            self._seed("sample", request, position)
-            return self._sample(request.indices[position])
-
-        return self._usable(request.indices, sample)
-
-    def _usable(self, indices: list[Any], sample: Callable[[int], Any]) -> _Samples:
-        samples = []
-        positions = []
-        skipped = []
-        for position in range(len(indices)):
-            try:
-                samples.append(sample(position))
-                positions.append(position)
-            except DataError as error:
-                if not self._skips:
-                    raise
-                skipped.append(error.value)
-        return _Samples(samples, positions, skipped)
-
-    def _sample(self, index: Any) -> Any:
-        return self._each([index])[0]
 
     def _each(self, indices: list[Any]) -> list[Any]:
         dataset = self.dataset
@@ -237,6 +201,32 @@ class SampleReader(Dataset[Any]):
             error.add_note(f"while loading sample {index} of the dataset")
             raise
 
+    def _unseeded(self, request: Request) -> _Samples:
+        if not self._skips:
+            samples = self._plain(request.indices)
+            return _Samples(samples, range(len(request.indices)), [])
+        return self._one_by_one(request, seeds=False)
+
+    def _seeded(self, request: Request) -> _Samples:
+        """Read each sample with generators that are seeded by (seed, epoch, index, repeat)."""
+        return self._one_by_one(request, seeds=True)
+
+    def _one_by_one(self, request: Request, *, seeds: bool) -> _Samples:
+        samples = []
+        positions = []
+        skipped = []
+        for position, index in enumerate(request.indices):
+            if seeds:
+                self._seed("sample", request, position)
+            try:
+                samples += self._each([index])
+                positions.append(position)
+            except DataError as error:
+                if not self._skips:
+                    raise
+                skipped.append(error.value)
+        return _Samples(samples, positions, skipped)
+
     def _seed(self, purpose: Literal["sample", "collate"], request: Request, position: int) -> None:
         facts = [request.epoch, sample_number(request.indices[position])]
         if request.repeats is not None and request.repeats[position]:
@@ -248,9 +238,9 @@ class SampleReader(Dataset[Any]):
     def _check(self, request: Request) -> Reading:
         """Read a whole batch, and decide how others are read."""
         begin = PlainAttributes(self.dataset, self._collate)
-        with self._preserved():
+        with preserved_generators(), self.generators.preserved():
             before = generator_state()
-            read = self._unseeded(request.indices)
+            read = self._unseeded(request)
             draws = bool(self.generators) or generator_state() != before
             if draws:
                 begin.restore()
@@ -261,11 +251,10 @@ class SampleReader(Dataset[Any]):
                 data, decision = self._decided(request._replace(draws=draws), read)
                 return Reading(data, len(read.samples), skipped=read.skipped, decision=decision)
         begin.restore()
-        read = self._unseeded(request.indices)
+        samples, _, skipped = self._unseeded(request)
         decision = Decision("plain", draws=False, reason=MEMORY)
-        return Reading(
-            self._collate(read.samples), len(read.samples), skipped=read.skipped, decision=decision
-        )
+        data = self._collate(samples)
+        return Reading(data, len(samples), skipped=skipped, decision=decision)
 
     def _is_repeatable(self, request: Request, read: _Samples, *, draws: bool) -> bool:
         """Whether some samples are the same when they are read again in another order."""
@@ -288,17 +277,13 @@ class SampleReader(Dataset[Any]):
         data = self._collate(read.samples)
         if generator_state() != before:
             return data, Decision("whole", draws=True, reason=COLLATE_DRAWS)
-        slices = request.slices if not read.skipped else []
-        plan = self._plan(data, samples, slices)
-        if plan is None:
-            return data, Decision("whole", request.draws, reason=COLLATE)
-        return data, Decision("own", request.draws, plan)
-
-    def _plan(self, data: Any, samples: list[Any], slices: list[tuple[int, int]]) -> Plan | None:
-        """Collate each sample alone, and slices: a padding collate function can agree in slices by chance."""
-        plan = None
+        # A padding collate function can agree in slices by chance: also each sample alone.
         singles = [(position, position + 1) for position in range(len(samples))]
-        for bounds in filter(None, (slices, singles)):
+        ways = [singles]
+        if request.slices and not read.skipped:
+            ways = [request.slices, singles]
+        plan = None
+        for bounds in ways:
             sizes = [stop - start for start, stop in bounds]
             try:
                 parts = [
@@ -307,10 +292,10 @@ class SampleReader(Dataset[Any]):
                 ]
                 plan = plan_of(data, parts, sizes)
             except Exception:  # boundary: the function collates whole batches only
-                return None
+                plan = None
             if plan is None:
-                return None
-        return plan
+                return data, Decision("whole", request.draws, reason=COLLATE)
+        return data, Decision("own", request.draws, plan)
 
 
 def _own(sample: Any) -> Any:
@@ -326,10 +311,9 @@ def as_it_is(data: Any) -> Any:
 
 
 def set_epoch(dataset: Any, seed: int, epoch: int) -> None:
-    """Call `set_epoch` of a data set, if it has one, with generators that are seeded by seed and epoch."""
-    hooks = [
-        hook for part in _datasets(dataset) if callable(hook := getattr(part, "set_epoch", None))
-    ]
+    """Call `set_epoch` of a data set, if it has one, with seeded generators."""
+    methods: list[Any] = [getattr(part, "set_epoch", None) for part in _datasets(dataset)]
+    hooks = [method for method in methods if callable(method)]
     if hooks:
         with preserved_generators():
             seed_generators(derive_seed("sample", seed, epoch))
@@ -357,20 +341,12 @@ def init_worker(dataset: Any, init: Callable[[int], None] | None, number: int) -
     if callable(handler):
         signal.signal(signal.SIGTERM, handler)
     torch.set_num_threads(1)
-    Queue._on_queue_feeder_error = _send_failure  # type: ignore[attr-defined]  # the hook of multiprocessing
-    object.__setattr__(
-        get_worker_info(), "dataset", dataset
-    )  # the script's; frozen for other changes
+    # The hook of multiprocessing.
+    Queue._on_queue_feeder_error = _send_failure  # type: ignore[attr-defined]
+    # The script's data set. The object is frozen for other changes.
+    object.__setattr__(get_worker_info(), "dataset", dataset)
     if init is not None:
         init(number)
-
-
-def _has_text(error: Exception) -> bool:
-    try:
-        str(error)
-    except Exception:  # boundary: the class is the script's
-        return False
-    return True
 
 
 def _without_class(wrapped: ExceptionWrapper) -> RuntimeError:
@@ -381,7 +357,7 @@ def _without_class(wrapped: ExceptionWrapper) -> RuntimeError:
 
 
 def _send_failure(queue: Any, error: Exception, item: tuple[int, Any]) -> None:
-    """In a worker: send an error in place of data that cannot be pickled; the rank would wait for the data."""
+    """Send an error in place of data that cannot be pickled, for which the rank would wait."""
     number, data = item
     failure: Exception
     wrapped = data.failure if isinstance(data, Reading) else data
@@ -391,8 +367,8 @@ def _send_failure(queue: Any, error: Exception, item: tuple[int, Any]) -> None:
         failure = DataError(
             f"a loader worker cannot send a batch: {message_of(error)}",
             expected="samples of tensors, numbers, strings, and lists, tuples and dicts of these",
-            fix="return plain values from the dataset and the collate function, or load without workers: "
-            "num_workers=0 (--workers 0)",
+            fix="return plain values from the dataset and the collate function, or load without "
+            "workers: num_workers=0 (--workers 0)",
             code="E_NOT_PICKLABLE",
         )
     queue.put((number, Reading(None, 0, failure)))

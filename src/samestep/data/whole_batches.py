@@ -1,11 +1,10 @@
-"""Loader of whole batches, for a loop that sees the whole batch on every rank, and epochs of a training loop."""
+"""Loader of batches that every rank sees whole, and epochs of a training loop."""
 
 from __future__ import annotations
 
 import copy
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,20 +24,18 @@ _MANY = 2**62  # batches of a sampler without a length
 
 
 class WholeBatches:
-    """Iterable over the batches of one epoch, as the collate function returns them; equal on every rank.
+    """Iterable over the batches of one epoch, as the collate function returns them.
 
-    Each rank reads its own rows of a batch, and small tensors are gathered. The first batch is read
-    whole, and decides whether batches can be read so. Batches are those of torch's `DataLoader`,
-    with one exception: if the data set draws random numbers, those of a sample are a function of
-        (seed, epoch, index) on any number of processes.
+    The batches are equal on every rank. Each rank reads its own rows of a batch, and small tensors
+    are gathered. The first batch is read whole, and decides whether batches can be read so. Batches
+    are those of torch's `DataLoader`, with one exception: if the data set draws random numbers,
+    those of a sample are a function of (seed, epoch, index) on any number of processes.
 
     Each iteration is an epoch, also after one that was left early.
 
     Attributes:
         dataset: source of the samples.
         batch_size: samples of a batch; the last one of an epoch can have fewer.
-        skipped: error lines of the samples that were left out, once among all ranks; the caller
-            clears the list.
         between_batches: called between two batches of an epoch, for a loop that can end there.
 
     Args:
@@ -73,9 +70,8 @@ class WholeBatches:
         self._cursor = Cursor()
         self._begins_at_cursor = True
         self._iterations = 0
-        self._begin: list[torch.Tensor] | None = (
-            None  # generators at the begin of the epoch, with the order of torch
-        )
+        # Generators at the begin of the epoch, with the order of torch.
+        self._begin: list[torch.Tensor] | None = None
         self._resumed: list[torch.Tensor] | None = None
         self._forked_size = -1  # of the data set in persistent workers
         self._running: weakref.ref[_BaseDataLoaderIter] | None = None
@@ -89,7 +85,7 @@ class WholeBatches:
 
     @property
     def skipped(self) -> list[str]:
-        """Error lines of the samples that were left out, once among all ranks; the caller clears the list."""
+        """Error lines of the samples left out, once among all ranks; the caller clears the list."""
         return self._state.skipped
 
     @property
@@ -129,7 +125,7 @@ class WholeBatches:
             return _MANY
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of generators at the begin of the epoch, from which torch's order can be drawn again."""
+        """Return the states of generators from which torch's order of the epoch can be drawn."""
         if self._begin is None:
             return {}
         return {"begin": self._begin}
@@ -151,7 +147,7 @@ class WholeBatches:
         self._loader._iterator = None
 
     def end_epoch(self) -> None:
-        """Move the position to the next epoch, if some of the samples of this one have been read."""
+        """Move the position to the next epoch, if samples of this one have been read."""
         if self._cursor.samples:
             self._cursor = Cursor(self._cursor.epoch + 1)
 
@@ -174,9 +170,9 @@ class WholeBatches:
             running = None if self._running is None else self._running()
             samples = begin.samples + (number + getattr(running, "left_out", 0)) * self.batch_size
             if iteration == self._iterations:  # an older iteration beside a newer one moves nothing
-                self._cursor = (
-                    Cursor(begin.epoch, samples) if samples < every else Cursor(begin.epoch + 1)
-                )
+                self._cursor = Cursor(begin.epoch, samples)
+                if samples >= every:
+                    self._cursor = Cursor(begin.epoch + 1)
             yield batch
             is_last = samples >= self.samples_of(begin.epoch)
             if self.between_batches is not None and iteration == self._iterations and not is_last:
@@ -195,8 +191,9 @@ class WholeBatches:
                     self.dataset, self._loader.collate_fn, self._line
                 )
         if self._order is not None:
-            if len(self.dataset) != self._forked_size:  # type: ignore[arg-type]
-                self._forked_size = len(self.dataset)  # type: ignore[arg-type]
+            size = len(self.dataset)  # type: ignore[arg-type]
+            if size != self._forked_size:
+                self._forked_size = size
                 self._loader._iterator = None
             self._order.cursor = begin
             state.seed = self._order.seed
@@ -205,26 +202,28 @@ class WholeBatches:
         state.leaves_out = begin.samples // self.batch_size
         generators = self._generators()
         now = [generator.state() for generator in generators]
-        if state.leaves_out and self._resumed is not None:
-            self._begin = self._resumed
-            self._resumed = None
-            for generator, saved in zip(generators, self._begin, strict=True):
-                generator.set_state(saved)
-            iterator = iter(self._loader)
-            for generator, saved in zip(generators, now, strict=True):
-                generator.set_state(saved)
-            return iterator
-        self._begin = now
-        return iter(self._loader)
+        if not state.leaves_out or self._resumed is None:
+            self._begin = now
+            return iter(self._loader)
+        self._begin = self._resumed
+        self._resumed = None
+        for generator, saved in zip(generators, self._begin, strict=True):
+            generator.set_state(saved)
+        iterator = iter(self._loader)
+        for generator, saved in zip(generators, now, strict=True):
+            generator.set_state(saved)
+        return iterator
 
     def _generators(self) -> list[PassedGenerator]:
         """Return the generators from which torch's loader and its sampler can draw an order."""
-        owners = [self._loader, self._loader.sampler, self._loader.batch_sampler]
-        own = [vars(owner).get("generator") for owner in owners if hasattr(owner, "__dict__")]
-        unique = {id(one): one for one in own if isinstance(one, torch.Generator)}
         generators = passed_generators(torch.device("cpu"))
-        for one in unique.values():
-            generators.append(PassedGenerator(one.get_state, partial(_set_state, one), lambda: 0.0))
+        seen = set[int]()
+        for owner in (self._loader, self._loader.sampler, self._loader.batch_sampler):
+            one = getattr(owner, "__dict__", {}).get("generator")
+            if isinstance(one, torch.Generator) and id(one) not in seen:
+                seen.add(id(one))
+                set_state: Any = one.set_state  # which returns the generator
+                generators.append(PassedGenerator(one.get_state, set_state, lambda: 0.0))
         return generators
 
     def _iterator(self) -> _BaseDataLoaderIter:
@@ -233,15 +232,8 @@ class WholeBatches:
         return iterator
 
 
-def _set_state(generator: torch.Generator, state: torch.Tensor) -> None:
-    generator.set_state(state)
-
-
 def whole_batches(
-    dataset: Any,
-    options: Mapping[str, Any],
-    ranks: Callable[[], BatchRanks | None],
-    line: Hashable,
+    dataset: Any, options: Mapping[str, Any], ranks: Callable[[], BatchRanks | None], line: Hashable
 ) -> WholeBatches:
     """Return the loader of a data set, or of a loader of torch.
 
@@ -260,20 +252,17 @@ def whole_batches(
     arguments = {name: options[name] for name in _OF_TORCH}
     is_single = options["batch_size"] is None and options["batch_sampler"] is None
     if isinstance(dataset, IterableDataset) or is_single:
-        orders = ("shuffle", "sampler", "batch_sampler", "batch_size", "generator", "drop_last")
-        arguments |= {
-            name: options[name]
-            for name in orders
-            if options[name] is not None or name == "batch_size"
-        }
+        for name in ("shuffle", "sampler", "batch_sampler", "generator", "drop_last"):
+            if options[name] is not None:
+                arguments[name] = options[name]
+        arguments["batch_size"] = options["batch_size"]
         return WholeBatches(DataLoader(dataset, **arguments), None, ranks, line=line)
     order = EpochOrder(dataset, options)
     if arguments["num_workers"] and arguments["multiprocessing_context"] is None:
         # Forks of the rank, not of the fork server: they end with the rank and need no pickling.
         arguments["multiprocessing_context"] = "fork"
-    arguments["generator"] = (
-        torch.Generator()
-    )  # torch draws a seed of workers, which must not change the script's
+    # torch draws a seed of workers, which must not change the script's generators.
+    arguments["generator"] = torch.Generator()
     loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=order, **arguments)
     return WholeBatches(loader, order, ranks, skips=options["bad_samples"] == "skip", line=line)
 
@@ -302,13 +291,18 @@ def epochs(batches: WholeBatches, number: int) -> Iterator[int]:
         InputError: the body used no batch of the loader.
         SystemExit: the loop ended on request, with exit code 130.
     """
-    return stoppable_epochs(batches, number, _end_loop)
+
+    def end_loop() -> None:
+        if is_stopping():
+            raise StoppedLoop
+
+    return stoppable_epochs(batches, number, end_loop)
 
 
 def stoppable_epochs(
     batches: WholeBatches, number: int, end_loop: Callable[[], None]
 ) -> Iterator[int]:
-    """Yield the numbers of epochs as `epochs`, and call a function between batches and before epochs.
+    """Yield the numbers of epochs as `epochs`, with a function between batches and before epochs.
 
     Args:
         batches: loader of the training data.
@@ -317,39 +311,35 @@ def stoppable_epochs(
     """
     batches.between_batches = end_loop
     try:
-        yield from _epochs(batches, number, end_loop)
+        world = process_state.world
+        is_main = rank_and_size()[0] == 0 if world is None else world.is_main
+        if batches.cursor.epoch >= number > 0 and is_main:
+            logger.info(
+                "this run is complete: %d of %d epochs were trained by earlier starts",
+                batches.cursor.epoch,
+                number,
+            )
+        while (begin := batches.cursor).epoch < number:
+            end_loop()
+            yield begin.epoch
+            if batches.cursor == begin:
+                raise InputError(
+                    f"no batch of the loader was read in epoch {begin.epoch}",
+                    "a loop over the loader that samestep.epochs has",
+                    "pass the loader of the training data to samestep.epochs",
+                    code="E_LOADER",
+                )
+            if batches.cursor.epoch == begin.epoch:
+                batches.end_epoch()
     finally:
         batches.between_batches = None
 
 
-def _epochs(batches: WholeBatches, number: int, end_loop: Callable[[], None]) -> Iterator[int]:
-    if batches.cursor.epoch >= number > 0 and _is_main():
-        logger.info(
-            "this run is complete: %d of %d epochs were trained by earlier starts",
-            batches.cursor.epoch,
-            number,
-        )
-    while (begin := batches.cursor).epoch < number:
-        end_loop()
-        yield begin.epoch
-        if batches.cursor == begin:
-            raise InputError(
-                f"no batch of the loader was read in epoch {begin.epoch}",
-                "a loop over the loader that samestep.epochs has",
-                "pass the loader of the training data to samestep.epochs",
-                code="E_LOADER",
-            )
-        if batches.cursor.epoch == begin.epoch:
-            batches.end_epoch()
-
-
-def _end_loop() -> None:
-    if is_stopping():
-        raise StoppedLoop
-
-
 def is_stopping() -> bool:
-    """Whether a rank has requested the end of the loop; equal on all ranks, which send requests with other messages."""
+    """Whether a rank has requested the end of the loop; equal on all ranks.
+
+    Ranks send requests with other messages.
+    """
     world = process_state.world
     view = process_state.view
     if world is None:
@@ -357,10 +347,3 @@ def is_stopping() -> bool:
     if world.size == 1:
         return world.stop_requested
     return view is not None and view.is_stopping
-
-
-def _is_main() -> bool:
-    world = process_state.world
-    if world is not None:
-        return world.is_main
-    return rank_and_size()[0] == 0

@@ -58,37 +58,37 @@ from samestep.recipes.training import EpochData
 from samestep.recipes.weights import check_same_weights, load_matching
 from samestep.session import start
 from samestep.strategies.divided_parameters import divided_parameters
+from samestep.zoo.masks import resolve_foreground_weight
 from samestep.zoo.model_libraries import find_in_library, torchvision_model, torchvision_names
 from samestep.zoo.options import call, takes, unknown_option
 from samestep.zoo.sample_cache import SampleCache
-from samestep.zoo.segmentation.losses import resolve_foreground_weight
 from samestep.zoo.splits import Splits
 
 # Short names and import paths.
 DATA = {
     "digits": "samestep.zoo.digits:load_digits",
-    "images": "samestep.zoo.images.datasets:load_images",
-    "image_list": "samestep.zoo.images.datasets:load_image_list",
-    "hub_images": "samestep.zoo.images.datasets:load_hub_images",
-    "language": "samestep.zoo.text.language:load_language",
-    "segmentation": "samestep.zoo.segmentation.images:load_segmentation",
-    "stream_images": "samestep.zoo.images.streams:load_stream_images",
-    "stream_tokens": "samestep.zoo.text.streams:load_stream_tokens",
-    "texts": "samestep.zoo.text.texts:load_texts",
-    "tokens": "samestep.zoo.text.sentences:load_tokens",
-    "volumes": "samestep.zoo.segmentation.volumes:load_volumes",
+    "images": "samestep.zoo.images:load_images",
+    "image_list": "samestep.zoo.images:load_image_list",
+    "hub_images": "samestep.zoo.images:load_hub_images",
+    "language": "samestep.zoo.language:load_language",
+    "segmentation": "samestep.zoo.segmentation:load_segmentation",
+    "stream_images": "samestep.zoo.images:load_stream_images",
+    "stream_tokens": "samestep.zoo.language:load_stream_tokens",
+    "texts": "samestep.zoo.texts:load_texts",
+    "tokens": "samestep.zoo.language:load_tokens",
+    "volumes": "samestep.zoo.volumes:load_volumes",
 }
 MODELS = {
     "digits_net": "samestep.zoo.digits:DigitsNet",
-    "gpt": "samestep.zoo.text.models:GPT",
-    "gpt2": "samestep.zoo.text.models:gpt2",
-    "tokens_net": "samestep.zoo.text.sentences:TokensNet",
-    "unet": "samestep.zoo.segmentation.unet:unet",
-    "unet_vgg16": "samestep.zoo.segmentation.unet:unet_vgg16",
-    "unet_resnet34": "samestep.zoo.segmentation.unet:unet_resnet34",
-    "unet_resnet101": "samestep.zoo.segmentation.unet:unet_resnet101",
-    "unet_small": "samestep.zoo.segmentation.unet:unet_small",
-    "unet_3d": "samestep.zoo.segmentation.unet:unet_3d",
+    "gpt": "samestep.zoo.models:GPT",
+    "gpt2": "samestep.zoo.models:gpt2",
+    "tokens_net": "samestep.zoo.models:TokensNet",
+    "unet": "samestep.zoo.models:unet",
+    "unet_vgg16": "samestep.zoo.models:unet_vgg16",
+    "unet_resnet34": "samestep.zoo.models:unet_resnet34",
+    "unet_resnet101": "samestep.zoo.models:unet_resnet101",
+    "unet_small": "samestep.zoo.models:unet_small",
+    "unet_3d": "samestep.zoo.models:unet_3d",
 }
 LOSSES = {
     "cross_entropy": "samestep.zoo.losses:cross_entropy",
@@ -99,15 +99,15 @@ LOSSES = {
 # Functions from the class names and the options of the data to a `samestep.zoo.splits.Task`.
 TASKS: dict[str, str] = {
     "digits": "samestep.zoo.digits:digits_task",
-    "language": "samestep.zoo.text.language:language_task",
-    "texts": "samestep.zoo.text.texts:text_task",
-    "images": "samestep.zoo.images.datasets:image_task",
-    "image_list": "samestep.zoo.images.datasets:image_task",
-    "hub_images": "samestep.zoo.images.datasets:image_task",
-    "segmentation": "samestep.zoo.segmentation.images:segmentation_task",
-    "stream_images": "samestep.zoo.images.datasets:image_task",
-    "stream_tokens": "samestep.zoo.text.streams:stream_tokens_task",
-    "volumes": "samestep.zoo.segmentation.volumes:volumes_task",
+    "language": "samestep.zoo.language:language_task",
+    "texts": "samestep.zoo.texts:text_task",
+    "images": "samestep.zoo.images:image_task",
+    "image_list": "samestep.zoo.images:image_task",
+    "hub_images": "samestep.zoo.images:image_task",
+    "segmentation": "samestep.zoo.segmentation:segmentation_task",
+    "stream_images": "samestep.zoo.images:image_task",
+    "stream_tokens": "samestep.zoo.language:stream_tokens_task",
+    "volumes": "samestep.zoo.volumes:volumes_task",
 }
 OPTIMIZERS = {"sgd": "torch.optim:SGD", "adam": "torch.optim:Adam", "adamw": "torch.optim:AdamW"}
 

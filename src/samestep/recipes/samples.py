@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from samestep.data.batch import map_tensors
-from samestep.data.samples import Collate, SizedDataset
-from samestep.data.streams.dataset import StreamDataset
+from samestep.data.batch import Collate, SizedDataset, map_tensors
+from samestep.data.streams import StreamDataset
 from samestep.errors import DataError
 from samestep.microbatches import microbatch_bounds
 

@@ -28,8 +28,8 @@ _BERT = {
     "output.dense": "row",
 }
 _PLANS = {
-    "samestep.zoo.text.models._Block": _GPT2,
-    "samestep.zoo.text.sentences._Block": _TOKENS,
+    "samestep.zoo.models._GPTBlock": _GPT2,
+    "samestep.zoo.models._TokensBlock": _TOKENS,
     "timm.models.vision_transformer.Block": _VIT,
     "torchvision.models.vision_transformer.EncoderBlock": {"mlp.0": "column", "mlp.3": "row"},
     "transformers.models.gpt2.modeling_gpt2.GPT2Block": _GPT2,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from samestep.data.order import global_order
-from samestep.zoo.images.files import file_errors, open_image
+from samestep.zoo.image_files import file_errors, open_image
 from samestep.zoo.splits import Splits, Task, top_classes
 
 # Rows of 64 pixels (0 to 16) and a digit.

@@ -1,4 +1,4 @@
-"""Losses of recipes: plain functions of the outputs and targets of a whole batch, with torch's means."""
+"""Losses of recipes: functions of the outputs and targets of a whole batch, with torch's means."""
 
 from __future__ import annotations
 
@@ -33,27 +33,36 @@ def cross_entropy(
         InputError: the shapes do not match, a target is not the number of an output, or an option
         is invalid.
     """
-    if not (
-        isinstance(label_smoothing, int | float) and 0 <= label_smoothing <= 1
-    ):  # torch ignores negative values
+    is_number = isinstance(label_smoothing, int | float)
+    if not is_number or not 0 <= label_smoothing <= 1:  # torch ignores negative values
         raise InputError(
             f"label_smoothing is {label_smoothing!r}",
             "a number from 0 to 1",
             "such as 0.1; 0 for none",
             code="E_VALUE",
         )
-    dtype = torch.promote_types(
-        outputs.dtype, torch.float32
-    )  # 16 bits lose accuracy over thousands of terms
-    weights = _class_weights(weight, outputs, dtype)
-    is_probability = targets.is_floating_point()
-    _require_shapes(outputs, targets, is_probability=is_probability)
-    classes = outputs.shape[1]
-    logits = outputs.to(dtype)
-    if is_probability:
+    logits = _at_least_32_bits(outputs)
+    weights = _class_weights(weight, logits)
+    if targets.is_floating_point():
+        if targets.shape != outputs.shape:
+            raise _other_shapes(
+                outputs,
+                targets,
+                "probabilities of the shape of the outputs, or class numbers of torch.int64",
+                "give the model one output per class (num_classes), or convert class numbers: "
+                "targets.long()",
+            )
         return functional.cross_entropy(
-            logits, targets.to(dtype), weight=weights, label_smoothing=label_smoothing
+            logits, targets.to(logits.dtype), weight=weights, label_smoothing=label_smoothing
         )
+    if targets.shape != (*outputs.shape[:1], *outputs.shape[2:]):
+        raise _other_shapes(
+            outputs,
+            targets,
+            "logits (N, C, ...) and class numbers (N, ...)",
+            "put the classes second: outputs.transpose(1, 2) for (N, T, C)",
+        )
+    classes = outputs.shape[1]
     if outputs.dim() > 2 and torch.are_deterministic_algorithms_enabled():
         # As rows: torch has no deterministic CUDA kernel for more dimensions.
         logits = logits.movedim(1, -1).reshape(-1, classes)
@@ -68,7 +77,8 @@ def cross_entropy(
         )
     except IndexError as error:
         raise InputError(
-            f"the model has {classes} outputs per target, and one of the targets is not a number of them: {error}",
+            f"the model has {classes} outputs per target, and one of the targets is not a number "
+            f"of them: {error}",
             expected=f"class numbers from 0 to {classes - 1}, or ignore_index",
             fix="give the model one output per class (num_classes), or correct the targets",
             code="E_SHAPE",
@@ -98,10 +108,10 @@ def bce_with_logits(
 
 
 def dice_loss(outputs: torch.Tensor, targets: torch.Tensor, *, smooth: float = 1.0) -> torch.Tensor:
-    """Return one minus the mean Dice coefficient (Milletari et al., "V-Net", 2016, without squares) of the samples.
+    """Return one minus the mean Dice coefficient of the samples.
 
-    The coefficient is computed per sample and averaged over classes. Samples with only ignored
-    targets do not count.
+    The coefficient (Milletari et al., "V-Net", 2016, without squares) is computed per sample and
+    averaged over classes. Samples with only ignored targets do not count.
 
     Args:
         outputs: logits `(N, 1, ...)` or `(N, C, ...)`.
@@ -139,7 +149,7 @@ def dice_plus(
     smooth: float = 1.0,
     foreground_weight: float = 1.0,
 ) -> dict[str, torch.Tensor]:
-    """Return the sum of the cross entropy per pixel and the Dice loss per sample as `loss`, and both.
+    """Return the cross entropy per pixel, the Dice loss per sample, and their sum as `loss`.
 
     Args:
         outputs: as in `dice_loss`.
@@ -167,31 +177,19 @@ def dice_plus(
     return {"loss": pixel + dice_weight * dice, "pixel": pixel, "dice": dice}
 
 
-def _require_shapes(outputs: torch.Tensor, targets: torch.Tensor, *, is_probability: bool) -> None:
-    if is_probability and targets.shape != outputs.shape:
-        raise InputError(
-            f"outputs have the shape {tuple(outputs.shape)} and targets of {targets.dtype} {tuple(targets.shape)}",
-            expected="probabilities of the shape of the outputs, or class numbers of torch.int64",
-            fix="give the model one output per class (num_classes), or convert class numbers: targets.long()",
-            code="E_SHAPE",
-        )
-    if not is_probability and targets.shape != (*outputs.shape[:1], *outputs.shape[2:]):
-        raise InputError(
-            f"outputs have the shape {tuple(outputs.shape)} and targets {tuple(targets.shape)}",
-            expected="logits (N, C, ...) and class numbers (N, ...)",
-            fix="put the classes second: outputs.transpose(1, 2) for (N, T, C)",
-            code="E_SHAPE",
-        )
+def _at_least_32_bits(values: torch.Tensor) -> torch.Tensor:
+    # 16 bits lose accuracy over thousands of terms.
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _class_weights(
-    weight: Sequence[float] | torch.Tensor | None, outputs: torch.Tensor, dtype: torch.dtype
+    weight: Sequence[float] | torch.Tensor | None, logits: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return class weights like the outputs; raise `InputError` unless there is one weight per class."""
+    """Return one weight per class, of the type of the logits."""
     if weight is None:
         return None
     try:
-        weights = torch.as_tensor(weight, dtype=dtype, device=outputs.device)
+        weights = torch.as_tensor(weight, dtype=logits.dtype, device=logits.device)
     except (TypeError, ValueError) as error:
         raise InputError(
             f"the loss has the weights {weight!r}",
@@ -199,11 +197,11 @@ def _class_weights(
             "such as [1.0, 5.0]",
             code="E_VALUE",
         ) from error
-    if weights.shape != outputs.shape[1:2]:
+    if weights.shape != logits.shape[1:2]:
         raise InputError(
-            f"the loss has weights of shape {tuple(weights.shape)} for {outputs.shape[1]} classes",
+            f"the loss has weights of shape {tuple(weights.shape)} for {logits.shape[1]} classes",
             expected="one weight per class",
-            fix=f"pass a list of {outputs.shape[1]} numbers",
+            fix=f"pass a list of {logits.shape[1]} numbers",
             code="E_SHAPE",
         )
     return weights
@@ -222,14 +220,12 @@ def _require_number(name: str, value: float) -> None:
 def _binary(
     outputs: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return logits of at least 32 bits, targets with 0 for ignored values, and the mask of counted values."""
+    """Return logits, targets with 0 for ignored values, and the mask of counted values."""
     if outputs.shape != targets.shape or outputs.shape[1] != 1:
         raise _other_shapes(outputs, targets, "(N, 1, ...) for both, with binary masks")
-    dtype = torch.promote_types(
-        outputs.dtype, torch.float32
-    )  # sums of thousands of terms need 32 bits
+    logits = _at_least_32_bits(outputs)
     is_counted = targets != IGNORED
-    return outputs.to(dtype), targets.to(dtype).where(is_counted, 0), is_counted
+    return logits, targets.to(logits.dtype).where(is_counted, 0), is_counted
 
 
 def _one_hot(
@@ -238,18 +234,24 @@ def _one_hot(
     """Return the same for class numbers, as one channel of zeros and ones per class."""
     if targets.shape != outputs.shape[:1] + outputs.shape[2:]:
         raise _other_shapes(outputs, targets, "logits (N, C, ...) and class numbers (N, ...)")
-    dtype = torch.promote_types(outputs.dtype, torch.float32)
+    logits = _at_least_32_bits(outputs)
     is_counted = (targets != IGNORED).unsqueeze(1)
-    numbers = torch.arange(outputs.shape[1], device=targets.device).view(
-        -1, *([1] * (targets.ndim - 1))
-    )
-    return outputs.to(dtype), (targets.unsqueeze(1) == numbers).to(dtype), is_counted
+    # Not `functional.one_hot`, which refuses the numbers of ignored targets.
+    classes = torch.arange(outputs.shape[1], device=targets.device)
+    numbers = classes.view(-1, *([1] * (targets.ndim - 1)))
+    return logits, (targets.unsqueeze(1) == numbers).to(logits.dtype), is_counted
 
 
-def _other_shapes(outputs: torch.Tensor, targets: torch.Tensor, expected: str) -> InputError:
+def _other_shapes(
+    outputs: torch.Tensor,
+    targets: torch.Tensor,
+    expected: str,
+    fix: str = "correct data.options.classes, or the loss: cross_entropy for several classes",
+) -> InputError:
+    shape = tuple(targets.shape)
     return InputError(
-        f"outputs have the shape {tuple(outputs.shape)} and targets {tuple(targets.shape)}",
+        f"outputs have the shape {tuple(outputs.shape)} and targets of {targets.dtype} {shape}",
         expected=expected,
-        fix="correct data.options.classes, or the loss: cross_entropy for several classes",
+        fix=fix,
         code="E_SHAPE",
     )

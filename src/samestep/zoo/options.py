@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
@@ -19,48 +19,54 @@ from samestep.report_limits import class_name, message_of
 from samestep.torchvision_import import make_torchvision_importable
 
 Kind = TypeVar("Kind")
-_BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def call(
     function: Callable[..., Any], options: Mapping[str, Any], *arguments: Any, where: str
 ) -> Any:
-    """Return `function(*arguments, **options)`; `where` is the recipe key of the options, for errors.
+    """Return `function(*arguments, **options)`; `where` is the recipe key of the options.
 
     Raises:
         RecipeError: an option is unknown or missing, or a function of Samestep, torch or
             torchvision refuses the values. Errors of other functions are those of the user's code,
             and need their traceback.
     """
+    module = str(getattr(function, "__module__", "")).partition(".")[0]
+    is_library = module in ("samestep", "torch", "torchvision")
     parameters = inspect.signature(function).parameters
     positional = list(parameters)[: len(arguments)]
     names = list(parameters)[len(arguments) :]
-    is_open = any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
-    )
+    kinds = {parameter.kind for parameter in parameters.values()}
     for key in options:
-        if key in positional or (key not in names and not is_open):
+        is_known = key in names or inspect.Parameter.VAR_KEYWORD in kinds
+        if key in positional or not is_known:
             raise unknown_option(where, key, names)
     for name in names:
-        is_required = (
-            parameters[name].default is inspect.Parameter.empty
-            and parameters[name].kind in _BY_KEYWORD
-        )
-        if is_required and name not in options:
+        parameter = parameters[name]
+        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        is_required = parameter.default is parameter.empty and not is_variadic
+        if is_required and parameter.kind != parameter.POSITIONAL_ONLY and name not in options:
             raise RecipeError(
                 f"{where}.{name} is missing",
                 expected="a value; this option has no default",
                 fix=f"--set {where}.{name}=VALUE",
                 code="E_MISSING_KEY",
             )
-        if _is_library(function):
-            _require_type(f"{where}.{name}", parameters[name], options.get(name))
+        if is_library:
+            _require_type(f"{where}.{name}", parameter, options.get(name))
     try:
         return function(*arguments, **options)
     except (IndexError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
-        if not options or not _is_library(function) or is_out_of_memory(error):
+        if not options or not is_library or is_out_of_memory(error):
             raise
-        raise _refused(where, options, error) from error
+        message = next(iter(message_of(error).strip().splitlines()), "")
+        values = ", ".join(f"{where}.{key} is {value!r}" for key, value in options.items())
+        raise RecipeError(
+            f"{values}: {class_name(error)}: {message}",
+            expected="values with which the component can be built",
+            fix=f"correct {' or '.join(f'{where}.{key}' for key in options)}",
+            code="E_VALUE",
+        ) from error
 
 
 def validated(
@@ -90,62 +96,34 @@ def validated(
         names = [part for part in first["loc"] if isinstance(part, str) and part.isidentifier()]
         key = ".".join([where, *names])
         if first["type"] == "unexpected_keyword_argument":
-            known = _fields(kind, names[:-1])
+            owner: Any = kind
+            for name in names[:-1]:
+                hint = get_type_hints(owner)[name]
+                owner = next(part for part in (hint, *get_args(hint)) if is_dataclass(part))
+            known = [field.name for field in fields(owner)]
             if loader is not None and len(names) == 1:
-                known += [
-                    name for name in inspect.signature(loader).parameters if name != "options"
-                ]
+                parameters = inspect.signature(loader).parameters
+                known += [name for name in parameters if name != "options"]
             raise unknown_option(".".join([where, *names[:-1]]), names[-1], known) from error
         problem = f"{key} is {first['input']!r}"
         expected = first["msg"].removeprefix("Input should be ")
         if first["type"] == "value_error":  # of several options
             problem = f"{key}: {first['ctx']['error']}"
             expected = "options that fit each other"
-        raise RecipeError(
-            problem, expected=expected, fix=f"correct {key}", code="E_VALUE"
-        ) from error
-
-
-def _fields(kind: Any, path: Sequence[str]) -> list[str]:
-    """Return the fields of a dataclass, or of the one at a path of fields."""
-    for name in path:
-        hint = get_type_hints(kind)[name]
-        kind = next(part for part in (hint, *get_args(hint)) if is_dataclass(part))
-    return [field.name for field in fields(kind)]
+        raise RecipeError(problem, expected, f"correct {key}", code="E_VALUE") from error
 
 
 def _require_type(key: str, parameter: inspect.Parameter, value: object) -> None:
-    """Require a boolean for a parameter of type `bool`, because all text is true, and text for one of type `str`."""
+    """Require a boolean for `bool`, because all text is true, and text for `str`."""
     kind = {"bool": bool, "str": str, "str | None": str}.get(str(parameter.annotation))
-    if value is not None and kind is not None and not isinstance(value, kind):
-        raise RecipeError(
-            f"{key} is {json.dumps(value)}",
-            expected="true or false"
-            if kind is bool
-            else "text; YAML reads some words as numbers or booleans",
-            fix=f"--set {key}=true"
-            if kind is bool
-            else f"""quote the value: --set '{key}="..."'""",
-            code="E_VALUE",
-        )
-
-
-def _is_library(function: Callable[..., Any]) -> bool:
-    return str(getattr(function, "__module__", "")).partition(".")[0] in (
-        "samestep",
-        "torch",
-        "torchvision",
-    )
-
-
-def _refused(where: str, options: Mapping[str, Any], error: Exception) -> RecipeError:
-    """Return the error for values of options that a constructor refuses with an exception of Python or PyTorch."""
-    message = next(iter(message_of(error).strip().splitlines()), "")
-    values = ", ".join(f"{where}.{key} is {value!r}" for key, value in options.items())
-    problem = f"{values}: {class_name(error)}: {message}"
-    expected = "values with which the component can be built"
-    fix = f"correct {' or '.join(f'{where}.{key}' for key in options)}"
-    return RecipeError(problem, expected, fix, code="E_VALUE")
+    if value is None or kind is None or isinstance(value, kind):
+        return
+    expected = "text; YAML reads some words as numbers or booleans"
+    fix = f"""quote the value: --set '{key}="..."'"""
+    if kind is bool:
+        expected = "true or false"
+        fix = f"--set {key}=true"
+    raise RecipeError(f"{key} is {json.dumps(value)}", expected, fix, code="E_VALUE")
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
@@ -171,16 +149,22 @@ def unknown_option(where: str, key: str, names: list[str]) -> RecipeError:
 def require_option(
     name: str, value: object, is_valid: bool, expected: str, example: object
 ) -> None:
-    """Require a condition on `data.options.NAME`; `expected` is the condition in words, `example` a valid value.
+    """Require a condition on `data.options.NAME`.
+
+    Args:
+        name: the option.
+        value: its value.
+        is_valid: the condition.
+        expected: the condition in words.
+        example: a valid value.
 
     Raises:
         DataError: the condition does not hold.
     """
     if not is_valid:
         key = f"data.options.{name}"
-        raise DataError(
-            f"{key} is {value!r}", expected=expected, fix=f"--set {key}={example}", code="E_VALUE"
-        )
+        fix = f"--set {key}={example}"
+        raise DataError(f"{key} is {value!r}", expected=expected, fix=fix, code="E_VALUE")
 
 
 def is_count(value: object, least: int = 1) -> bool:
@@ -207,15 +191,17 @@ def require_path(
     """
     if not (path.is_file() if kind == "file" else path.is_dir()):
         place = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise DataError(
-            f"there is no {kind} {path}{place}", expected=expected, fix=fix, code="E_FILE_MISSING"
-        )
+        problem = f"there is no {kind} {path}{place}"
+        raise DataError(problem, expected=expected, fix=fix, code="E_FILE_MISSING")
 
 
 def import_optional(module: str, needed_by: str, extra: str = "zoo") -> Any:
-    """Return a module of an optional library that is `needed_by` a part of the recipe, such as `model timm:resnet10t`.
+    """Return a module of an optional library.
 
-    The optional dependencies `extra` of Samestep contain the library.
+    Args:
+        module: name of the module.
+        needed_by: part of the recipe that needs it, such as `model timm:resnet10t`.
+        extra: optional dependencies of Samestep with the library.
 
     Raises:
         RecipeError: the library is not installed.

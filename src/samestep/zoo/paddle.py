@@ -13,7 +13,7 @@ import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -43,10 +43,8 @@ NAMES = {
     "encoder.encoder_norm": "norm",
     "classifier": "head",
 }
-_PARAMETERS = (
-    "cls_token",
-    "pos_embed",
-)  # the other names are modules with a weight and possibly a bias
+# The other names are modules with a weight and possibly a bias.
+_PARAMETERS = ("cls_token", "pos_embed")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -75,16 +73,17 @@ def read_pdparams(file: Path) -> Converted:
     for name, array in arrays.items():
         target = timm_name(name)
         if target is None or target in tensors:
-            problem = (
-                "timm's ViT has no such array"
-                if target is None
-                else f"{sources[target]} also maps to {target}"
+            problem = "timm's ViT has no such array"
+            if target is not None:
+                problem = f"{sources[target]} also maps to {target}"
+            known = ", ".join(NAMES).replace("{}", "N")
+            raise DataError(
+                f"{file}: {name}: {problem}",
+                expected=f"one array for each name of PaddleViT's ViT: {known}",
+                fix="convert weights of image_classification/ViT; other models and heads of two "
+                "layers are not supported",
+                code="E_WEIGHTS",
             )
-            expected = "one array for each name of PaddleViT's ViT: " + ", ".join(NAMES).replace(
-                "{}", "N"
-            )
-            fix = "convert weights of image_classification/ViT; other models and heads of two layers are not supported"
-            raise DataError(f"{file}: {name}: {problem}", expected, fix, code="E_WEIGHTS")
         oriented = array.T if array.ndim == 2 and name.endswith(".weight") else array
         tensors[target] = torch.from_numpy(numpy.ascontiguousarray(oriented))
         sources[target] = name
@@ -100,11 +99,12 @@ def timm_name(name: str) -> str | None:
         return NAMES[pattern]
     if stem not in NAMES or NAMES[stem] in _PARAMETERS or ending not in ("weight", "bias"):
         return None
-    return f"{NAMES[stem]}.{ending}".replace("{}", number[0] if number else "")
+    block = number[0] if number else ""
+    return f"{NAMES[stem]}.{ending}".replace("{}", block)
 
 
 def read_arrays(file: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
-    """Return the arrays of a state dict, or those under `model` in a checkpoint of PaddleViT, and all other keys.
+    """Return the arrays of a state dict or a checkpoint of PaddleViT, and all other keys.
 
     Raises:
         DataError: the file cannot be read, or contains anything but arrays.
@@ -116,9 +116,8 @@ def read_arrays(file: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
         if isinstance(content.get("model"), dict):
             left_out = tuple(str(name) for name in content if name != "model")
             content = content["model"]
-        return {
-            name: _array(name, value) for name, value in content.items() if name != _OWN_NAMES
-        }, left_out
+        values = {name: value for name, value in content.items() if name != _OWN_NAMES}
+        return {name: _array(name, value) for name, value in values.items()}, left_out
     except DataError:
         raise
     except Exception as error:  # damaged pickles raise exceptions of every type
@@ -131,7 +130,7 @@ def read_arrays(file: Path) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
 
 
 class _Record:
-    """Recorder in place of `numpy.ndarray` and `numpy.dtype`, which a pickle creates before it sets the state."""
+    """Recorder in place of `numpy.ndarray` and `numpy.dtype`, whose state a pickle sets later."""
 
     state: Any = None
 
@@ -143,10 +142,18 @@ class _Record:
 
 
 def _array_of(*state: Any) -> _Record:
-    """Return a record of an array: version, shape, dtype, whether the order is Fortran's, content."""
+    """Return an array of the state: version, shape, dtype, whether in Fortran's order, content."""
     result = _Record()
     result.state = state
     return result
+
+
+def _scalar(kind: _Record, content: bytes = b"") -> _Record:
+    return _array_of(1, (), kind, False, content)
+
+
+def _from_buffer(content: bytes, kind: _Record, shape: Any, order: str) -> _Record:
+    return _array_of(1, shape, kind, order == "F", content)
 
 
 def _encode(text: str, encoding: str) -> bytes:
@@ -159,12 +166,8 @@ _ALLOWED: dict[str, Any] = {
     "numpy.ndarray": _Record,
     "numpy.dtype": _Record,
     "numpy.core.multiarray._reconstruct": lambda *arguments: _Record(),
-    "numpy.core.multiarray.scalar": lambda kind, content=b"": _array_of(
-        1, (), kind, False, content
-    ),
-    "numpy.core.numeric._frombuffer": lambda content, kind, shape, order: _array_of(
-        1, shape, kind, order == "F", content
-    ),
+    "numpy.core.multiarray.scalar": _scalar,
+    "numpy.core.numeric._frombuffer": _from_buffer,
     "_codecs.encode": _encode,  # bytes in protocol 2; empty bytes are a call of `bytes`
     "builtins.bytes": lambda: b"",
     "builtins.tuple": tuple,  # Paddle stores a tensor as tuple((name, array))
@@ -189,11 +192,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _array(name: Any, value: Any) -> NDArray[Any]:
-    record = (
-        value[1]
-        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str)
-        else value
-    )
+    record = value
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
+        record = value[1]
     if not isinstance(name, str) or not isinstance(record, _Record):
         raise ValueError(f"{name!r} is no array, but a {type(value).__name__}")
     _, shape, dtype, is_fortran, content = record.state
@@ -206,7 +207,6 @@ def _array(name: Any, value: Any) -> NDArray[Any]:
     size = math.prod(shape) * numpy_dtype.itemsize if is_shape else -1
     if not isinstance(content, bytes | bytearray) or len(content) != size:
         raise ValueError(f"{name} has another amount of data than its shape")
-    flat = numpy.frombuffer(content, numpy_dtype)
-    return flat.reshape(shape, order="F" if is_fortran else "C").astype(
-        numpy_dtype.newbyteorder("=")
-    )
+    flat = numpy.frombuffer(content, numpy_dtype).astype(numpy_dtype.newbyteorder("="))
+    memory_order: Literal["F", "C"] = "F" if is_fortran else "C"
+    return flat.reshape(shape, order=memory_order)

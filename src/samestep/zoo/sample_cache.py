@@ -133,7 +133,7 @@ class SampleCache:
 
     @property
     def entries(self) -> int:
-        """Number of entries, as far as this process has read the parts; one in two parts can count twice."""
+        """Number of entries that this process has read; one in two parts can count twice."""
         return len(self._table)
 
     @property
@@ -173,9 +173,8 @@ class SampleCache:
             if data is not None and self._is_intact(entry, data):
                 return CachedSample(data, entry.height, entry.width)
             part = self._forget(entry.part)
-            self._report(
-                f"the cached data of {name} are damaged; removed {part}, whose samples are built again"
-            )
+            problem = f"the cached data of {name} are damaged"
+            self._report(f"{problem}; removed {part}, whose samples are built again")
             entry = self._find(key)
         return None
 
@@ -188,13 +187,10 @@ class SampleCache:
             return
         try:
             disk = os.statvfs(self.folder)
-            if (
-                disk.f_bavail * disk.f_frsize - len(data)
-                < _FREE_SHARE * disk.f_blocks * disk.f_frsize
-            ):
-                self._end_growth(
-                    f"less than {_FREE_SHARE:.0%} of the disk of {self.folder} is free"
-                )
+            free = disk.f_bavail * disk.f_frsize - len(data)
+            if free < _FREE_SHARE * disk.f_blocks * disk.f_frsize:
+                reason = f"less than {_FREE_SHARE:.0%} of the disk of {self.folder} is free"
+                self._end_growth(reason)
                 return
             if self._writer is None or not self._writer.is_current():
                 self._writer = _Writer(self.folder)
@@ -294,9 +290,8 @@ class SampleCache:
 
     def _report(self, text: str) -> None:
         line = text.replace("\n", " ").encode(errors="replace")[: _MAX_REPORT_BYTES - 1] + b"\n"
-        with suppress(
-            BlockingIOError
-        ):  # the pipe is full: hundreds of reports since the last evaluation
+        # The pipe is full after hundreds of reports since the last evaluation.
+        with suppress(BlockingIOError):
             os.write(self._report_writer, line)
 
 
@@ -349,21 +344,19 @@ class _Writer:
 
 
 def _checksum(entry: Entry, data: memoryview) -> int:
-    """Return the CRC-32 of an entry: of its fields, without the checksum itself, and of its bytes."""
+    """Return the CRC-32 of the fields of an entry, without the checksum itself, and its bytes."""
     return zlib.crc32(data, zlib.crc32(_RECORD.pack(*entry[:6], 0, 0)))
 
 
 def file_key(path: str | Path, status: os.stat_result, variant: int = 1) -> Key:
-    """Return the key of a file: a hash of path, size, modification time, and the number of one of several entries."""
-    text = f"{variant}\0{status.st_size}\0{status.st_mtime_ns}\0".encode() + os.fsencode(
-        os.path.abspath(path)
-    )
-    digest = blake2b(text, digest_size=16).digest()
+    """Return a hash of path, size, modification time, and the number of one of several entries."""
+    facts = f"{variant}\0{status.st_size}\0{status.st_mtime_ns}\0".encode()
+    digest = blake2b(facts + os.fsencode(os.path.abspath(path)), digest_size=16).digest()
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
 
 
 def cache_name(root: Path, description: Mapping[str, object]) -> str:
-    """Return the name of the folder for files below `root`: the name of `root` and a hash of the contents."""
+    """Return the name of the folder for files below `root`, with a hash of the contents."""
     text = json.dumps([_FORMAT, str(root), dict(description)], sort_keys=True)
     return f"{root.name or 'root'}-{blake2b(text.encode(), digest_size=5).hexdigest()}"
 

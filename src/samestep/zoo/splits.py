@@ -1,10 +1,8 @@
-"""Training and validation samples of a dataset, class numbers of labels, and the prediction task."""
+"""Training and validation samples of a dataset, their split, and the prediction task."""
 
 from __future__ import annotations
 
 import hashlib
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,18 +12,15 @@ import torch
 from PIL import Image
 from torch.utils.data import default_collate
 
-from samestep.data.samples import Collate, SizedDataset
-from samestep.data.streams.source import fingerprint_of
+from samestep.data.batch import Collate, SizedDataset
+from samestep.data.sample_files import SampleFiles, fingerprint_of
 from samestep.errors import DataError
 from samestep.report_limits import printable
 from samestep.zoo.options import require_option
 from samestep.zoo.sample_cache import SampleCache
 
 Answer = dict[str, Any]
-_MAX_LISTED = 20  # labels in an error
 _MAX_LISTED_CLASSES = 10  # in a description of the data
-_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)")
-_MAX_DIGITS = 9  # of a class number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +47,8 @@ class Splits:
             padding.
         count_foreground: function from the index of a training sample to the numbers of background
             and foreground pixels of its mask, for losses that weight foreground.
-        open_cache: function of `samestep.zoo.images.source` with source and files already set, or
-            None for data without a cache.
+        open_cache: function from the data of a recipe to the cache of the samples, or None for data
+            without a cache.
         fingerprint: hash of the names or contents of the training samples, which a resumption
             compares; empty for data that cannot change.
     """
@@ -77,19 +72,19 @@ class Splits:
     def facts(self) -> dict[str, str]:
         """Facts of the training data that a resumption compares, as short text."""
         names = [str(name) for name in self.classes]
-        listed = ", ".join(names[:_MAX_LISTED_CLASSES]) + (
-            ", ..." if len(names) > _MAX_LISTED_CLASSES else ""
-        )
-        classes = f"{listed} ({len(names)} in all, hash {fingerprint_of(names, [])[:8]})"
-        return {
-            "classes": printable(classes),
-            **({"fingerprint": self.fingerprint} if self.fingerprint else {}),
-        }
+        listed = ", ".join(names[:_MAX_LISTED_CLASSES])
+        if len(names) > _MAX_LISTED_CLASSES:
+            listed += ", ..."
+        classes = f"{listed} ({len(names)} in all, hash {fingerprint_of(names)[:8]})"
+        facts = {"classes": printable(classes)}
+        if self.fingerprint:
+            facts["fingerprint"] = self.fingerprint
+        return facts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Conversion of files to model inputs and of model outputs to answers, without the training data.
+    """Conversion of files to model inputs, and of model outputs to answers.
 
     Each dataset of `samestep.recipes.builder.TASKS` has a function that returns its task from the
     class names and the options of the data.
@@ -111,12 +106,37 @@ class Task:
     complete: Callable[[torch.nn.Module, str, int], str] | None = None
 
 
+class ConvertedSource:
+    """Source of a stream: samples of files after a conversion, whose errors name the place.
+
+    Attributes:
+        names: names of the files.
+        sizes: number of samples of each file.
+        fingerprint: fingerprint of the files.
+
+    Args:
+        files: the files.
+        convert: function from a sample and its place to a sample. It may draw random numbers.
+    """
+
+    def __init__(self, files: SampleFiles, convert: Callable[[Any, str], Any]) -> None:
+        self.names = files.names
+        self.sizes = files.sizes
+        self.fingerprint = files.fingerprint
+        self._files = files
+        self._convert = convert
+
+    def read(self, file: int, index: int) -> Any:
+        """Return one sample; see `FileSource.read`."""
+        sample = self._files.read(file, index)
+        return self._convert(sample, f"{self._files.place_of(self.names[file])}, sample {index}")
+
+
 def top_classes(logits: torch.Tensor, classes: Sequence[str], count: int) -> Answer:
     """Return the `count` most probable classes of one sample, with their probabilities."""
     pairs = most_probable(logits, min(count, len(classes)))
-    return {
-        "classes": [{"class": classes[number], "probability": value} for number, value in pairs]
-    }
+    top = [{"class": classes[number], "probability": value} for number, value in pairs]
+    return {"classes": top}
 
 
 def most_probable(logits: torch.Tensor, count: int) -> list[tuple[int, float]]:
@@ -166,7 +186,8 @@ def train_validation_split(
                 raise DataError(
                     f"{owner} only one {unit}: {ordered[0]}",
                     expected="at least one for training and one for validation",
-                    fix=f"add a {unit}, or set data.options.evaluation_path (evaluation_split for hub_images)",
+                    fix=f"add a {unit}, or set data.options.evaluation_path (evaluation_split for "
+                    "hub_images)",
                     code="E_CLASSES",
                 )
             count = min(len(ordered) - 1, max(1, count))
@@ -185,69 +206,6 @@ def require_fraction(fraction: float) -> None:
 
 
 def hash_fraction(key: str) -> float:
-    """Return a number in [0, 1) that is a function of `key` alone, which can be a file name that is not UTF-8."""
-    return int.from_bytes(hashlib.sha256(key.encode(errors="surrogatepass")).digest()[:6]) / 2**48
-
-
-def label_text(value: object) -> str:
-    """Return a label as text without surrounding white space, empty if missing; 1 and 1.0 are equal labels."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    is_missing = value is None or (isinstance(value, float) and math.isnan(value))
-    if is_missing:
-        return ""
-    return str(value).strip()
-
-
-def class_names(classes: object) -> tuple[str, ...]:
-    """Return class names of `data.options.classes`, or of the data.
-
-    Raises:
-        DataError: they are not at least two different names; YAML reads `yes` and `no` as booleans.
-    """
-    values = classes if isinstance(classes, list | tuple | range) else ()
-    names = tuple(map(str, values))
-    is_valid = len(names) >= 2 and len({label_text(name) for name in names}) == len(names)
-    if not is_valid or any(isinstance(value, bool) for value in values):
-        raise DataError(
-            f"the classes are {classes!r}",
-            expected="at least two different names; in YAML, yes and no are booleans without quotation marks",
-            fix="correct the labels, or set data.options.classes, such as ['no', 'yes']",
-            code="E_CLASSES",
-        )
-    return names
-
-
-class ClassLabels:
-    """Class numbers of labels: integers are class numbers, texts are class names.
-
-    A text can also be a class number, unless some names are other numbers: with names 1 to 3, a
-    label 2 is ambiguous.
-    """
-
-    def __init__(self, classes: Sequence[str]) -> None:
-        self._numbers = {label_text(name): number for number, name in enumerate(classes)}
-        are_numbers = all(name == str(number) for name, number in self._numbers.items())
-        self._reads_numbers = are_numbers or not any(
-            _NUMBER.fullmatch(name) for name in self._numbers
-        )
-
-    def number(self, label: str | int, place: str) -> int:
-        """Return the class number of a label at `place`.
-
-        Raises:
-            DataError: the label is not a class.
-        """
-        number = label
-        if isinstance(label, str):
-            name = label.strip()
-            is_number = self._reads_numbers and name.isdecimal() and len(name) <= _MAX_DIGITS
-            number = self._numbers.get(name, int(name) if is_number else -1)
-        if not isinstance(number, int) or not 0 <= number < len(self._numbers):
-            raise DataError(
-                f"{place}: the label {label!r} is not a class",
-                expected=f"a class, such as {', '.join(list(self._numbers)[:_MAX_LISTED])}, or its number from 0",
-                fix="correct the label or data.options.classes, or skip such samples: data.bad_samples: skip",
-                code="E_CLASSES",
-            )
-        return number
+    """Return a number in [0, 1) that is a function of `key` alone."""
+    content = key.encode(errors="surrogatepass")  # a file name can have bytes that are not UTF-8
+    return int.from_bytes(hashlib.sha256(content).digest()[:6]) / 2**48

@@ -67,8 +67,7 @@ def test_packed_parts_are_the_whole() -> None:
     order = [0, 1, 3, 4, 2]  # tensors, then lists
     packed = []
     for leaves in parts:
-        values = [leaves[number] for number in order]
-        packed.append(pack([value for leaf, value in values if leaf.kind == "rows"], [values[-1][1]]))
+        packed.append(pack([leaves[number] for number in order]))
     wholes = unpack(packed, [1, 3], [parts[0][number] for number in order])
     expected = leaves_of(batch(0, 4), PLAN)
     assert equal(wholes, [expected[number][1] for number in order])

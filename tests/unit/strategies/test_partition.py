@@ -18,7 +18,7 @@ from samestep.strategies.pipeline.partition import (
 from samestep.strategies.pipeline.stage import GraphExecutor
 from samestep.zoo.digits import DigitsNet
 from samestep.zoo.model_libraries import find_in_library
-from samestep.zoo.text.models import GPT
+from samestep.zoo.models import GPT
 
 
 def run_stages(

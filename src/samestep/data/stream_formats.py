@@ -1,0 +1,318 @@
+"""Formats of the files of a stream: WebDataset tar files, Parquet, Arrow, and tokens."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tarfile
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import IO, Any, Literal, NamedTuple
+
+import numpy
+import torch
+
+from samestep.config.validation import require_package
+from samestep.data.sample_files import Reader, SampleFiles
+from samestep.errors import DataError
+
+_CHUNK_BYTES = 1 << 20
+# Of the decoded row groups of a file: a window of a stream reads several in random order.
+_GROUP_BYTES = 1 << 27
+_ARROW_MAGIC = b"ARROW1"
+_HEADER = struct.Struct("<256i")  # magic number, version, number of tokens
+_HEADERS = {20240520: "uint16", 20240801: "uint32"}  # of llm.c: GPT-2 and Llama 3
+
+
+class TarFiles(SampleFiles):
+    """Samples of WebDataset tar files (https://github.com/webdataset/webdataset).
+
+    A sample is a dictionary with the bytes of each extension, and the common name as `__key__`. The
+    headers of a file are read when it is opened.
+
+    Args:
+        address: folder with files `*.tar`; see `SampleFiles`.
+
+    Raises:
+        DataError: there are no such files, or one is damaged.
+    """
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address, ".tar")
+
+    def reader(self, file: IO[bytes], name: str) -> Reader:
+        """Return the reader of a file with the positions of its members."""
+        return _TarReader(file)
+
+
+class _Member(NamedTuple):
+    """Position of one file in a tar file."""
+
+    offset: int
+    size: int
+
+
+class _TarReader(Reader):
+    """Samples of one tar file.
+
+    Raises:
+        ValueError: the file ends early, is more than one archive, or a sample has two files of one
+            extension.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self._samples: list[tuple[str, dict[str, _Member]]] = []  # keys, and members by extension
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            last = "its start"
+            for entry in tar:
+                last = entry.name
+                if entry.isreg():
+                    self._add(entry)
+            end = tar.offset
+        # `tarfile` ends at any invalid header without an error.
+        file.seek(end)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            problem = "begins neither a file nor the end of the archive"
+            raise ValueError(f"byte {end:,}, after {last}, {problem}")
+        while chunk := file.read(_CHUNK_BYTES):
+            if chunk.strip(b"\0"):
+                problem = f"data follow the end of the archive at byte {end:,}"
+                raise ValueError(f"{problem}, such as a second archive")
+
+    def _add(self, entry: tarfile.TarInfo) -> None:
+        """Add a file to its sample: files in sequence with one name up to the first dot."""
+        folder, slash, last = entry.name.rpartition("/")
+        stem, _, extension = last.partition(".")
+        if not stem or not extension or entry.name.startswith("__"):
+            return
+        key = f"{folder}{slash}{stem}"
+        extension = extension.lower()
+        if not self._samples or self._samples[-1][0] != key:
+            self._samples.append((key, {}))
+        members = self._samples[-1][1]
+        if extension in members:
+            raise ValueError(f"{entry.name} is the second file .{extension} of its sample")
+        members[extension] = _Member(entry.offset_data, entry.size)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]:
+        key, members = self._samples[index]
+        sample: dict[str, Any] = {"__key__": key}
+        for extension, member in members.items():
+            sample[extension] = self.bytes_at(member.offset, member.size)
+        return sample
+
+
+class _TableFiles(SampleFiles):
+    """Rows of files that pyarrow reads: dictionaries with a Python value per column.
+
+    Args:
+        address: folder with the files; see `SampleFiles`.
+        columns: names of the columns, in Parquet files also of nested ones as `a.b`; None for all.
+
+    Raises:
+        DataError: there are no such files, or one is damaged or lacks a column.
+        RecipeError: pyarrow is not installed.
+    """
+
+    suffix: str
+    reader_class: type[_TableReader]
+
+    def __init__(self, address: str, columns: Sequence[str] | None = None) -> None:
+        self._columns = columns
+        require_package("a Parquet or Arrow file", "pyarrow", "pyarrow")
+        super().__init__(address, self.suffix)
+
+    def reader(self, file: IO[bytes], name: str) -> Reader:
+        """Return the reader of a file."""
+        return self.reader_class(file, self._columns, self.place_of(name))
+
+
+class _TableReader(Reader):
+    """Rows of an open file in parts: the end of each part in the rows of the file."""
+
+    def __init__(self, file: IO[bytes], columns: Sequence[str] | None, place: str) -> None:
+        super().__init__(file)
+        self._columns = None if columns is None else list(columns)
+        sizes, known = self._opened()
+        self._require_columns(known, place)
+        self._ends = numpy.cumsum([0, *sizes])
+
+    @abstractmethod
+    def _opened(self) -> tuple[Sequence[int], Collection[str]]:
+        """Open the file, and return the numbers of rows of its parts, and its columns."""
+
+    @abstractmethod
+    def _part(self, number: int) -> Any:
+        """Return the table of a part, with the selected columns."""
+
+    def _require_columns(self, known: Collection[str], place: str) -> None:
+        # pyarrow leaves out unknown columns.
+        unknown = [
+            name
+            for name in self._columns or ()
+            if name not in known and name.partition(".")[0] not in known
+        ]
+        if unknown:
+            raise DataError(
+                f"{place} has no column {', '.join(unknown)}",
+                expected=f"columns of the file: {', '.join(known)}",
+                fix="correct the option columns",
+                code="E_UNKNOWN_NAME",
+            )
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]:
+        number = int(numpy.searchsorted(self._ends, index, side="right")) - 1
+        rows = self._part(number).slice(index - int(self._ends[number]), 1)
+        row: dict[str, Any] = rows.to_pylist()[0]
+        return row
+
+
+class _ParquetReader(_TableReader):
+    """Row groups of a Parquet file; those that were read last stay in memory."""
+
+    def _opened(self) -> tuple[Sequence[int], Collection[str]]:
+        import pyarrow.parquet
+
+        self._groups: OrderedDict[int, Any] = OrderedDict()
+        self._parquet = pyarrow.parquet.ParquetFile(self.file, pre_buffer=False)
+        metadata = self._parquet.metadata
+        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        return sizes, self._parquet.schema_arrow.names
+
+    def _part(self, number: int) -> Any:
+        if number not in self._groups:
+            group = self._parquet.read_row_group(number, columns=self._columns, use_threads=False)
+            self._groups[number] = group
+            self.memory += group.nbytes
+        self._groups.move_to_end(number)
+        while len(self._groups) > 1 and self.memory > _GROUP_BYTES:
+            self.memory -= self._groups.popitem(last=False)[1].nbytes
+        return self._groups[number]
+
+
+class _ArrowReader(_TableReader):
+    """Record batches of an Arrow file or stream."""
+
+    def _opened(self) -> tuple[Sequence[int], Collection[str]]:
+        import pyarrow.ipc
+
+        try:
+            contents = memoryview(mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ))
+        except OSError:  # a file of a store has no number
+            contents = memoryview(self.file.read())
+            self.memory = len(contents)
+        buffer = pyarrow.py_buffer(contents)
+        if contents[: len(_ARROW_MAGIC)] == _ARROW_MAGIC:
+            opened = pyarrow.ipc.open_file(buffer)
+            self._batches = [opened.get_batch(at) for at in range(opened.num_record_batches)]
+        else:
+            opened = pyarrow.ipc.open_stream(buffer)
+            self._batches = list(opened)
+        return [batch.num_rows for batch in self._batches], opened.schema.names
+
+    def _part(self, number: int) -> Any:
+        batch = self._batches[number]
+        if self._columns is None:
+            return batch
+        return batch.select(self._columns)
+
+
+class ParquetFiles(_TableFiles):
+    """Rows of Parquet files, `*.parquet` (https://parquet.apache.org).
+
+    A read decodes its whole row group. The last ones of each file stay in memory, up to 128 MiB:
+    small row groups are faster for reads in random order.
+    """
+
+    suffix = ".parquet"
+    reader_class = _ParquetReader
+
+
+class ArrowFiles(_TableFiles):
+    """Rows of Arrow IPC files and streams, `*.arrow`, such as those of `save_to_disk`.
+
+    A local file is mapped into memory; another one is read as a whole.
+    """
+
+    suffix = ".arrow"
+    reader_class = _ArrowReader
+
+
+class TokenFiles(SampleFiles):
+    """Windows of tokens: sample `i` has the tokens from `i * length` to `i * length + length`.
+
+    Both ends are included, so a sample has `length` inputs and the target of each. The rest of a
+    file that fills no window is not used.
+
+    Args:
+        address: folder with files `*.bin`; see `SampleFiles`.
+        length: tokens of an input.
+        dtype: `uint16` or `uint32`, in little-endian order.
+        header: `none`, or `llm.c` for files with its header of 1,024 bytes.
+
+    Raises:
+        DataError: there are no such files, or an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        length: int,
+        dtype: Literal["uint16", "uint32"] = "uint16",
+        header: Literal["none", "llm.c"] = "none",
+    ) -> None:
+        is_length = isinstance(length, int) and not isinstance(length, bool) and length >= 1
+        if not is_length or dtype not in ("uint16", "uint32") or header not in ("none", "llm.c"):
+            raise DataError(
+                f"tokens with length={length!r}, dtype={dtype!r}, header={header!r}",
+                expected="an integer length >= 1; dtype uint16 or uint32; header none or llm.c",
+                fix="length=1024, dtype='uint16', header='none'",
+                code="E_VALUE",
+            )
+        self._length = length
+        self._dtype = numpy.dtype(dtype).newbyteorder("<")
+        self._begin = _HEADER.size if header == "llm.c" else 0
+        super().__init__(address, ".bin")
+
+    def reader(self, file: IO[bytes], name: str) -> Reader:
+        """Return the reader of a file, whose size its header must describe."""
+        return _TokenReader(file, self._length, self._dtype, self._begin)
+
+
+class _TokenReader(Reader):
+    """Windows of one file."""
+
+    def __init__(self, file: IO[bytes], length: int, dtype: numpy.dtype[Any], begin: int) -> None:
+        super().__init__(file)
+        self._length = length
+        self._dtype = dtype
+        self._begin = begin
+        size = file.seek(0, os.SEEK_END) - begin
+        if size < 0:
+            raise ValueError(f"it ends within its header of {begin:,} bytes")
+        if size % dtype.itemsize:
+            raise ValueError(f"{size:,} bytes of tokens are no multiple of {dtype.itemsize}")
+        if begin:
+            magic, _, count, *_ = _HEADER.unpack(self.bytes_at(0, _HEADER.size))
+            if _HEADERS.get(magic) != dtype.name or count * dtype.itemsize != size:
+                problem = f"its header has the magic number {magic} and {count:,} tokens"
+                raise ValueError(f"{problem}, the file {size:,} bytes of {dtype.name} tokens")
+        self._windows = max(size // dtype.itemsize - 1, 0) // length
+
+    def __len__(self) -> int:
+        return self._windows
+
+    def __getitem__(self, index: int, /) -> torch.Tensor:
+        """Return one window `(length + 1,)` as int64."""
+        width = self._dtype.itemsize
+        data = self.bytes_at(self._begin + index * self._length * width, (self._length + 1) * width)
+        return torch.from_numpy(numpy.frombuffer(data, self._dtype).astype(numpy.int64))

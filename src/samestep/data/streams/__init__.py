@@ -1,1 +1,0 @@
-"""Streams of samples from sharded files."""

@@ -1,1 +1,0 @@
-"""Classification datasets of images: class folders, lists and saved datasets of Hugging Face."""

@@ -1,1 +1,0 @@
-"""Segmentation of images and volumes: datasets, losses and U-Nets."""

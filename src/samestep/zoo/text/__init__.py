@@ -1,1 +1,0 @@
-"""Text datasets and models: next-token prediction and classification."""

@@ -1,0 +1,328 @@
+"""Sources read the files of the libraries of their formats, and name files that are missing, truncated or changed."""
+
+import gc
+import json
+import os
+import pickle
+import shutil
+import sys
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from samestep.data.sample_files import SampleFiles
+from samestep.data.stream_formats import ArrowFiles, ParquetFiles, TarFiles, TokenFiles
+from samestep.errors import DataError, RecipeError, RunError
+
+WEBDATASET = Path(__file__).with_name("webdataset")  # written by webdataset 1.0.2
+COUNT = 10
+
+
+@contextmanager
+def refused(code: str, *texts: str) -> Iterator[None]:
+    """Require an error of the data with the code and the texts."""
+    with pytest.raises(DataError) as caught:
+        yield
+    assert caught.value.code == code
+    assert all(text in caught.value.value for text in texts)
+
+
+def webdataset_sample(i: int) -> dict[str, Any]:
+    values = {"cls": str(i).encode(), "txt": f"text ä {i}".encode(), "seg.json": json.dumps({"k": i}).encode()}
+    return {"__key__": f"sub/{i:03d}", **values}
+
+
+def row(i: int) -> dict[str, Any]:
+    return {"number": i, "text": f"text ä {i}", "list": list(range(i))}
+
+
+def tables(folder: Path, kind: str) -> None:
+    """Write rows to files of 4, 4 and 2 rows, in groups or batches of 3."""
+    folder.mkdir()
+    for number, begin in enumerate(range(0, COUNT, 4)):
+        table = pyarrow.Table.from_pylist([row(i) for i in range(begin, min(begin + 4, COUNT))])
+        path = str(folder / f"part-{number}.{kind}")
+        if kind == "parquet":
+            pyarrow.parquet.write_table(table, path, row_group_size=3)
+        else:
+            writer = pyarrow.ipc.new_stream if number else pyarrow.ipc.new_file  # both kinds of Arrow files
+            with pyarrow.OSFile(path, "wb") as file, writer(file, table.schema) as opened:
+                opened.write_table(table, max_chunksize=3)
+
+
+def tokens(folder: Path) -> None:
+    folder.mkdir()
+    numpy.arange(17, dtype="<u2").tofile(folder / "a.bin")
+    numpy.arange(100, 109, dtype="<u2").tofile(folder / "b.bin")
+
+
+def token_files(address: str) -> TokenFiles:
+    return TokenFiles(address, length=4)
+
+
+def token_row(i: int) -> torch.Tensor:
+    first = 4 * i if i < 4 else 100 + 4 * (i - 4)
+    return torch.arange(first, first + 5)
+
+
+OPEN: dict[str, Callable[[str], SampleFiles]] = {
+    "webdataset": TarFiles,
+    "parquet": ParquetFiles,
+    "arrow": ArrowFiles,
+    "tokens": token_files,
+}
+EXPECTED: dict[str, tuple[int, Callable[[int], Any]]] = {
+    "webdataset": (COUNT, webdataset_sample),
+    "parquet": (COUNT, row),
+    "arrow": (COUNT, row),
+    "tokens": (6, token_row),
+}
+
+
+def write(name: str, folder: Path) -> None:
+    if name == "tokens":
+        tokens(folder)
+    elif name == "webdataset":
+        shutil.copytree(WEBDATASET, folder)
+    else:
+        tables(folder, name)
+
+
+def opened(name: str, tmp_path: Path) -> SampleFiles:
+    """Return a source of files that a test may change."""
+    write(name, tmp_path / name)
+    return OPEN[name](str(tmp_path / name))
+
+
+def same(left: Any, right: Any) -> bool:
+    return torch.equal(left, right) if isinstance(right, torch.Tensor) else bool(left == right)
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """Return a store in memory, which fsspec addresses as `memory://`."""
+    system = fsspec.filesystem("memory")
+    yield system
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+
+
+@pytest.mark.parametrize("prefix", ["", "file://", "memory://"])
+@pytest.mark.parametrize("name", EXPECTED)
+def test_samples_are_those_that_were_written(name: str, prefix: str, tmp_path: Path, memory: Any) -> None:
+    local = opened(name, tmp_path)
+    memory.put(str(tmp_path / name), f"{tmp_path}/{name}", recursive=True)
+    source = OPEN[name](f"{prefix}{tmp_path}/{name}/")
+    assert (source.names, source.sizes, source.fingerprint) == (local.names, local.sizes, local.fingerprint)
+    places = [(file, index) for file, size in enumerate(source.sizes) for index in range(size)]
+    count, sample = EXPECTED[name]
+    assert len(places) == count
+    assert len(source.sizes) > 1
+    for number in (*range(count), *reversed(range(count))):
+        assert same(source.read(*places[number]), sample(number))
+    copy = pickle.loads(pickle.dumps(source))
+    assert same(copy.read(*places[-1]), sample(count - 1))
+    with pytest.raises(IndexError):
+        source.read(0, source.sizes[0])
+    for files in (source, copy, local):
+        files.close()
+
+
+@pytest.mark.parametrize("name", ["parquet", "arrow", "tokens"])
+def test_files_in_the_cache_of_fsspec(name: str, tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fsspec.config.conf, "filecache", {"cache_storage": str(tmp_path / "cache")})
+    write(name, tmp_path / name)
+    memory.put(str(tmp_path / name), f"/{name}", recursive=True)
+    source = OPEN[name](f"filecache::memory://{name}")
+    memory.store.clear()
+    count, sample = EXPECTED[name]
+    assert same(source.read(0, 0), sample(0))
+    assert same(source.read(len(source.names) - 1, source.sizes[-1] - 1), sample(count - 1))
+    source.close()
+
+
+def test_tokens_with_the_header_of_llm_c(tmp_path: Path) -> None:
+    header = numpy.zeros(256, "<i4")
+    header[:3] = 20240801, 7, 9
+    (tmp_path / "a.bin").write_bytes(header.tobytes() + numpy.arange(9, dtype="<u4").tobytes())
+    source = TokenFiles(str(tmp_path), length=4, dtype="uint32", header="llm.c")
+    assert [source.read(0, i).tolist() for i in range(source.sizes[0])] == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
+    source.close()
+    with refused("E_UNREADABLE", "a.bin"):
+        TokenFiles(str(tmp_path), length=4, dtype="uint16", header="llm.c")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_columns_of_tables(kind: str, tmp_path: Path) -> None:
+    tables(tmp_path / kind, kind)
+    files = ParquetFiles if kind == "parquet" else ArrowFiles
+    source = files(str(tmp_path / kind), columns=["number"])
+    assert source.read(1, 2) == {"number": 6}
+    source.close()
+    with refused("E_UNKNOWN_NAME", "part-0", "numbre"):
+        files(str(tmp_path / kind), columns=["number", "numbre"])
+
+
+def test_nested_columns_of_parquet(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_pylist([{"a": {"b": 1, "c": {"d": 2}}, "e": 3}])
+    pyarrow.parquet.write_table(table, str(tmp_path / "part.parquet"))
+    source = ParquetFiles(str(tmp_path), columns=["a.c", "e"])
+    assert source.read(0, 0) == {"a": {"c": {"d": 2}}, "e": 3}
+    source.close()
+
+
+def test_tables_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(RecipeError, match="pyarrow") as error:
+        ParquetFiles(str(tmp_path))
+    assert error.value.code == "E_NOT_INSTALLED"
+
+
+@pytest.mark.slow
+def test_files_of_hugging_face_datasets(tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches of `map` and `shuffle` beside the files are no samples."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread
+    folder = tmp_path / "saved" / "train"
+    datasets.Dataset.from_list([row(i) for i in range(COUNT)]).save_to_disk(folder, num_shards=2)
+    saved = datasets.load_from_disk(folder)
+    saved.map(lambda values: {"number": values["number"] * 10})
+    saved.shuffle(seed=0)
+    assert len(list(folder.glob("cache-*.arrow"))) == 2
+    memory.put(str(tmp_path / "saved"), "/hugging", recursive=True)
+    for address in (str(folder), str(tmp_path / "saved"), "memory://hugging", "memory://hugging/train"):
+        source = ArrowFiles(address)
+        assert [source.read(file, i) for file in range(2) for i in range(5)] == [row(i) for i in range(COUNT)]
+        source.close()
+
+
+# --- faults ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_missing_file_is_named(name: str, tmp_path: Path) -> None:
+    source = opened(name, tmp_path)
+    (tmp_path / name / source.names[1]).unlink()
+    source.read(0, 0)
+    with refused("E_FILE_MISSING", source.names[1]):
+        source.read(1, 0)
+    source.close()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_truncated_file_is_named(name: str, tmp_path: Path) -> None:
+    source = opened(name, tmp_path)
+    path = tmp_path / name / source.names[1]
+    os.truncate(path, path.stat().st_size // 2)
+    with refused("E_UNREADABLE", source.names[1]):
+        source.read(1, source.sizes[1] - 1)
+    with refused("E_UNREADABLE", source.names[1]):
+        OPEN[name](str(tmp_path / name))
+    source.close()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_file_with_another_number_of_samples_is_named(name: str, tmp_path: Path) -> None:
+    source = opened(name, tmp_path)
+    first, last = tmp_path / name / source.names[0], tmp_path / name / source.names[-1]
+    last.write_bytes(first.read_bytes())
+    with refused("E_FILE_CHANGED", source.names[-1]):
+        source.read(len(source.names) - 1, 0)
+    source.close()
+
+
+def tar_of(*names: str, sizes: Sequence[int] | None = None) -> bytes:
+    """Return a tar file of members that occupy 1,024 bytes each, with padding to 10,240 bytes."""
+    file = BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for number, name in enumerate(names):
+            info = tarfile.TarInfo(name)
+            info.size = 300 if sizes is None else sizes[number]
+            tar.addfile(info, BytesIO(bytes([number + 1]) * info.size))
+    return file.getvalue()
+
+
+def flipped(data: bytes, place: int) -> bytes:
+    return data[:place] + bytes([data[place] ^ 255]) + data[place + 1 :]
+
+
+INTACT = tar_of("a.jpg", "a.cls", "b.jpg", "b.cls", "c.jpg", "c.cls")
+
+
+@pytest.mark.parametrize("size", [len(INTACT), 6 * 1024 + 1024, 6 * 1024 + 512])
+def test_tar_with_any_padding(size: int, tmp_path: Path) -> None:
+    assert len(INTACT) == 10_240
+    (tmp_path / "part.tar").write_bytes(INTACT[:size])
+    source = TarFiles(str(tmp_path))
+    assert source.sizes == [3]
+    assert source.read(0, 2) == {"__key__": "c", "jpg": bytes([5]) * 300, "cls": bytes([6]) * 300}
+    source.close()
+
+
+DAMAGED: dict[str, tuple[bytes, str]] = {
+    "a byte of a header has changed": (flipped(INTACT, 2 * 1024 + 10), "after a.cls"),
+    "a byte of the first header has changed": (flipped(INTACT, 10), "part.tar"),
+    "cut inside a header": (INTACT[: 2 * 1024 + 100], "after a.cls"),
+    "cut inside a member": (INTACT[: 5 * 1024 + 600], "part.tar"),
+    "cut between members": (INTACT[: 2 * 1024], "after a.cls"),
+    "cut before the end": (INTACT[: 6 * 1024], "after c.cls"),
+    "two archives": (INTACT + INTACT, "6,144"),
+    "two archives without padding": (INTACT[: 6 * 1024 + 512] + INTACT, "6,144"),
+    "equal names": (tar_of("x.jpg", "x.cls", "x.jpg", "x.cls", "y.jpg", "y.cls", "y.jpg", "y.cls"), "x.jpg"),
+    "equal names but for the case": (tar_of("x.jpg", "y.jpg", "y.JPG"), "y.JPG"),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGED)
+def test_tar_that_would_lose_samples(fault: str, tmp_path: Path) -> None:
+    data, cause = DAMAGED[fault]
+    (tmp_path / "part.tar").write_bytes(data)
+    with refused("E_UNREADABLE", "part.tar", cause):
+        TarFiles(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_folder_without_files_of_the_format(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file.bin").write_bytes(bytes(100))
+    (tmp_path / "empty").mkdir()
+    for address in (str(tmp_path / "empty"), str(tmp_path / "missing"), str(tmp_path / "file.bin"), "memory://missing"):
+        with refused("E_FILE_MISSING", address):
+            OPEN[name](address)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(5, "Input/output error"), TimeoutError("no answer"), ConnectionError("refused")]
+)
+def test_disk_or_network_that_fails(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise error
+
+    source = opened("tokens", tmp_path)
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.open", fail)
+    for read in (lambda: source.read(0, 0), lambda: OPEN["tokens"](str(tmp_path / "tokens"))):
+        with pytest.raises(RunError, match=r"a\.bin") as caught:
+            read()
+        assert caught.value.code == "E_IO"
+
+
+def test_number_of_open_files_is_bounded(tmp_path: Path) -> None:
+    for i in range(80):
+        numpy.arange(5, dtype="<u2").tofile(tmp_path / f"{i:02d}.bin")
+    source = token_files(str(tmp_path))
+    gc.collect()  # files of earlier tests
+    before = len(os.listdir("/proc/self/fd"))
+    for file in range(80):
+        assert source.read(file, 0).tolist() == [0, 1, 2, 3, 4]
+    assert len(os.listdir("/proc/self/fd")) - before == 64
+    source.close()
+    assert len(os.listdir("/proc/self/fd")) == before
