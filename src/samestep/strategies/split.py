@@ -73,7 +73,7 @@ class Split(HubStrategy):
         self._stage: Stage | None = None
         self._tensor: TensorParallel | None = None
         self._places: dict[nn.Parameter, Place] = {}
-        self._elsewhere: set[str] = set()  # keys of a state dict, during `load_state_dict`
+        self.elsewhere: set[str] = set()  # keys of other stages, during `load_state_dict`
 
     def of_copy(self) -> Split:
         arguments = (self._world, self.ranks, self.reduction, self._before_reduction)
@@ -168,28 +168,13 @@ class Split(HubStrategy):
         if self._stage is not None:
             self._stage.share_buffers(buffers)
 
-    def take_parts(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Replace full tensors of a state dict by own parts, and remove those of other stages."""
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            key = prefix + name
-            if key in state and not self.has(parameter):
-                self._elsewhere.add(key)
-                del state[key]
-            elif key in state and parameter in self._places and state[key].shape != parameter.shape:
-                state[key] = self.local_part(parameter, state[key])
-
-    def accept_parts(self, missing: list[str]) -> None:
-        """Remove the keys of other stages from those that a state dict does not have."""
-        missing[:] = [key for key in missing if key not in self._elsewhere]
-        self._elsewhere.clear()
-
     # --- complete parameters ---------------------------------------------------------------------
 
     @contextmanager
     def whole(self, module: nn.Module) -> Iterator[None]:
         """Put gathered parameters into the module; own parts of gradients and values are kept."""
         again = recomputation_inside(lambda: self.whole(module))
-        with self._gathered(module, self._with_graph) as mapping, again:
+        with self._gathered(module, lambda one: _whole(one, self)) as mapping, again:
             yield
         for one, full in mapping.items():
             # Compared by value: `weight.data.mul_` counts no write. Embeddings with `max_norm`
@@ -215,10 +200,6 @@ class Split(HubStrategy):
         }
         with ParameterSlots(module).replaced(mapping):
             yield mapping
-
-    def _with_graph(self, parameter: nn.Parameter) -> torch.Tensor:
-        full: torch.Tensor = _Whole.apply(parameter, self)  # type: ignore[no-untyped-call]
-        return full
 
     def full_tensor(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
         """Return the full tensor of a parameter, or of its optimizer state. A collective."""
@@ -293,6 +274,11 @@ class _Whole(torch.autograd.Function):
         if not ctx.split.has(ctx.parameter):
             return None, None
         return ctx.split.local_part(ctx.parameter, gradient), None
+
+
+def _whole(parameter: nn.Parameter, split: Split) -> torch.Tensor:
+    full: torch.Tensor = _Whole.apply(parameter, split)  # type: ignore[no-untyped-call]
+    return full
 
 
 class _SplitParameters(CallParameters):
@@ -387,16 +373,26 @@ class _SplitParameters(CallParameters):
 
 
 def _load_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let `load_state_dict` take full tensors."""
+    """Replace full tensors of a state dict by own parts, and remove those of other stages."""
     split = split_of(module)
-    if split is not None:
-        split.take_parts(module, state_dict, prefix)
+    if split is None:  # of a copy of a module, with the hooks of the original
+        return
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        key = prefix + name
+        if key in state_dict and not split.has(parameter):
+            split.elsewhere.add(key)
+            del state_dict[key]
+        elif key in state_dict and state_dict[key].shape != parameter.shape:
+            state_dict[key] = split.local_part(parameter, state_dict[key])
 
 
 def _accept_parts(module: nn.Module, incompatible: Any) -> None:
+    """Remove the keys of other stages from those that a state dict does not have."""
     split = split_of(module)
     if split is not None:
-        split.accept_parts(incompatible.missing_keys)
+        missing = incompatible.missing_keys
+        missing[:] = [key for key in missing if key not in split.elsewhere]
+        split.elsewhere.clear()
 
 
 def _nothing() -> None:

@@ -246,11 +246,7 @@ def require_single_uses(model: nn.Module, partition: Partition) -> None:
 
 def _single_use(model: nn.Module, graph: fx.Graph, parameter: nn.Parameter) -> str:
     """Return `table` or `product` for a parameter that a graph uses once, otherwise no text."""
-    nodes = [
-        node
-        for node in graph.nodes
-        if any(used is parameter for used in _parameters_of(model, node))
-    ]
+    nodes = [node for node in graph.nodes if {parameter} & {*_parameters_of(model, node)}]
     if len(nodes) != 1 or (nodes[0].op == "get_attr" and len(nodes[0].users) != 1):
         return ""
     if nodes[0].op == "get_attr":
@@ -320,8 +316,11 @@ def _opened(model: nn.Module, count: int) -> set[str]:
         if not large:
             return opened
         for name in large:
-            has_children = any(True for _ in model.get_submodule(name).children())
-            (opened if has_children and _can_open(model, opened | {name}) else leaves).add(name)
+            children = list(model.get_submodule(name).children())
+            if children and _can_open(model, opened | {name}):
+                opened.add(name)
+            else:
+                leaves.add(name)
 
 
 def _can_open(model: nn.Module, opened: set[str]) -> bool:
@@ -329,12 +328,8 @@ def _can_open(model: nn.Module, opened: set[str]) -> bool:
         graphs = [trace(model, opened, training=training) for training in (True, False)]
     except InputError:  # control flow depends on tensor values: the module remains a leaf
         return False
-    return all(
-        node.target not in opened
-        for graph in graphs
-        for node in graph.nodes
-        if node.op == "call_module"
-    )
+    calls = (node for graph in graphs for node in graph.nodes if node.op == "call_module")
+    return all(node.target not in opened for node in calls)
 
 
 def _parameters_of(model: nn.Module, node: fx.Node) -> list[nn.Parameter]:
