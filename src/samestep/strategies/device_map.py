@@ -40,6 +40,7 @@ class _Mover:
         self, device: torch.device, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
         """Hook of a module: move inputs and generator state to its device."""
+        # One stream of random numbers goes through all devices, as on a single one.
         if is_accelerator(device) and device != self._generator_device:
             accelerator = accelerator_module()
             accelerator.set_rng_state(accelerator.get_rng_state(self._generator_device), device)
@@ -69,6 +70,7 @@ def apply_device_map(model: nn.Module, world: World) -> None:
     for name, number in assigned.items():
         for outer in _with_ancestors(name):
             inside[outer].add(number)
+    # Inputs move where a subtree is on one device; a module with several devices passes them on.
     mover = _Mover(devices[0])
     model.register_forward_pre_hook(mover.begin)
     for name, module in modules.items():

@@ -173,7 +173,7 @@ def compute_whole(*, is_exact: bool) -> None:
     dispatcher._propagate_op_sharding_dispatch_slow_path = _Propagation(
         before, dispatcher._random_ops, is_exact
     )
-    debug._clear_sharding_prop_cache()
+    debug._clear_sharding_prop_cache()  # decisions of before
     divided: Any = DTensor
     divided.data = property(_data.__get__, _assign)
     divided.__format__ = _format

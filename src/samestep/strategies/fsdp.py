@@ -73,6 +73,7 @@ class Sharded(Strategy):
 
     def prepare(self, module: nn.Module) -> None:
         compute_whole(is_exact=self.is_exact)
+        # `fully_shard` gives modules other classes, which scripts would see.
         classes = {part: type(part) for part in module.modules()}
         slots = ParameterSlots(module)
         places = [
@@ -156,6 +157,7 @@ class Sharded(Strategy):
                 gathers=self._gathers,
                 before_reduction=self._before_reduction,
             )
+        # Calls of one training mode gather the same units, in one order.
         self._gathers.begin_call((call.module.training, torch.is_grad_enabled()))
         return known
 
@@ -366,6 +368,7 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
         for module in candidates or model.children()
         if not isinstance(module, nn.ModuleList | nn.ModuleDict)
     ]
+    # A parameter of two units would be gathered and freed by each on its own.
     users = Counter(parameter for module in units for parameter in set(module.parameters()))
     min_size = sum(parameter.numel() for parameter in model.parameters()) / _MAX_UNITS
     return [

@@ -119,7 +119,7 @@ def norm_of_ranks(
         ranks: all ranks.
         copies: ranks that count the same part.
     """
-    norms = torch.zeros(1)
+    norms = torch.zeros(1)  # a stage may have no gradients
     if parts:
         norms = device_reads.copy(
             torch.stack([torch.linalg.vector_norm(part.double(), order) for part in parts])

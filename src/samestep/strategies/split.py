@@ -63,6 +63,7 @@ class Split(HubStrategy):
         is_exact: bool = False,
     ) -> None:
         data = world.data
+        # Ranks of one tensor axis or pipeline have the same rows: replicas alone share a batch.
         if data.size < world.size:
             ranks = Ranks(data)
             reduction = FastReduction(ranks)
@@ -87,6 +88,7 @@ class Split(HubStrategy):
         """
         shape = self._world.mesh_shape
         if shape.tensor > 1 or self._slices > 1:
+            # One rank can divide products into slices, too: the number of slices decides the bits.
             world = World(0, 1, self._world.device, self._world.context)
             if shape.tensor > 1:
                 world = self._connected("tensor")
@@ -117,6 +119,7 @@ class Split(HubStrategy):
         mesh = self._world.mesh
         if parameter in self._places or mesh is None or self._world.mesh_shape.tensor == 1:
             return True
+        # All ranks of the tensor axis have the same gradient of a complete parameter.
         return mesh.get_local_rank("tensor") == 0
 
     def norm_of_parts(

@@ -105,6 +105,7 @@ class DividedWeight:
         shape[self.place.dim] *= self.slicing.ranks
         return torch.Size(shape)
 
+    # Code that reads other attributes would compute with a part as if it were the parameter.
     def __getattr__(self, name: str) -> Any:
         if name in _ATTRIBUTES:
             return getattr(self.local, name)
@@ -354,6 +355,7 @@ def _require_even_sizes(model: nn.Module, plan: Mapping[str, str], slices: int) 
     for name, kind in plan.items():
         module = model.get_submodule(name)
         sizes[name] = module.get_parameter("weight").shape[_divided_dims(module, kind)["weight"]]
+    # Numbers of slices that would fit, for the error.
     common = math.gcd(*sizes.values())
     largest = min(common, _MAX_SUGGESTED)
     fits = [str(number) for number in range(2, largest + 1) if common % number == 0]

@@ -76,6 +76,7 @@ class Slicing:
             return local
         by_rank = [torch.empty_like(local) for _ in range(world.size)]
         by_rank[world.rank] = local
+        # Each rank begins with another peer, so that messages spread over the connections.
         peers = [(world.rank + offset) % world.size for offset in range(1, world.size)]
         sent = [(local, peer) for peer in peers]
         received = [(by_rank[peer], peer) for peer in peers]
@@ -333,6 +334,7 @@ def _dropout(
 ) -> SlicedTensor:
     if not training or p == 0:
         return input
+    # Drawn for the full tensor, so that the numbers do not depend on the number of slices.
     mask = functional.dropout(torch.ones(input.shape, dtype=input.dtype, device=input.device), p)
     masks = input.slicing.divide(mask, -1)
     results = tuple(part * own for part, own in zip(input.parts, masks, strict=True))

@@ -189,6 +189,7 @@ def partition_model(model: nn.Module, names: Sequence[str], count: int) -> Parti
         opened = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
     else:
         opened = _opened(model, count)
+    # Code such as `if self.training` gives each mode another graph.
     traces = {training: trace(model, opened, training=training) for training in (True, False)}
     starts = list(names) or _balanced_starts(model, traces[True], count)
     graphs = {

@@ -75,6 +75,7 @@ class Links:
                 code="E_PIPELINE",
             ) from error
         header = self._header(backward)
+        # Of one length, so that the receiver knows it: mostly one message has the whole text.
         first = text[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
         header[: _STATES.start] = _as_bytes(len(text).to_bytes(_LENGTH_BYTES, "little") + first)
         if not backward:
@@ -254,6 +255,7 @@ class Shared(torch.autograd.Function):
         if gradient is None:
             gradient = torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
         *others, total = ctx.links.exchange(gradient, ctx.ranks)
+        # The order of a backward in one process, which begins with the last stage.
         for part in reversed(others):
             total = total + part
         return None, None, total

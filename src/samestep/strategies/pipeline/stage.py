@@ -234,6 +234,7 @@ class Stage:
             except Exception as error:  # boundary: raised in `outputs`; others wait for a message
                 later.has_failed = True
                 later.error = error
+        # Ranks compare numbers that a forward takes out of tensors; each stage sees its own.
         if later.operations is not None:
             later.numbers += map(repr, later.operations.numbers)
         if self.number < self.count - 1:
@@ -327,6 +328,7 @@ class Stage:
             Exception: a stage failed.
         """
         last = self.count - 1
+        # Every rank returns the result: the script's loss is computed on all of them.
         if self.number == last:
             message = _of_result(later)
             self.links.send(message, range(last))
