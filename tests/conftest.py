@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from helpers.forked_ranks import TESTS, RankServer
 from helpers.leaks import leaks_since, snapshot
 from samestep.cli.launch_options import PRELOAD as PRELOAD_RECIPES
 from samestep.distributed.env import prepare_torch_environment, silence_torch_warnings
@@ -63,6 +64,21 @@ def alone() -> Iterator[World]:
     finally:
         torch.use_deterministic_algorithms(deterministic)
         torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def on_ranks(request: pytest.FixtureRequest, torch_environment: None) -> Iterator[RankServer]:
+    """Run functions of the test file on real ranks: `on_ranks(function, size, **arguments)`."""
+    with RankServer(".".join(request.path.relative_to(TESTS).with_suffix("").parts)) as server:
+        yield server
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test with the marker `ranks(1, 2, slow=(4,))` for each number of ranks."""
+    marker = metafunc.definition.get_closest_marker("ranks")
+    if marker is not None and "ranks" in metafunc.fixturenames:
+        slow = [pytest.param(size, marks=pytest.mark.slow) for size in marker.kwargs.get("slow", ())]
+        metafunc.parametrize("ranks", [*marker.args, *slow], scope="module")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

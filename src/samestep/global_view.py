@@ -318,8 +318,7 @@ def _strategy(
             code="E_INCOMPATIBLE",
         )
     if has_shards:
-        from samestep.strategies.gathered import Gathered  # slow to import
-        from samestep.strategies.sharded import Sharded
+        from samestep.strategies.fsdp import Gathered, Sharded  # slow to import
 
         kind = partial(Gathered if is_exact or is_part else Sharded, is_exact=is_exact)
     elif shape.tensor > 1 or shape.pipeline > 1 or slices > 1:

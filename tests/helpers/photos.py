@@ -1,6 +1,7 @@
 """A small folder of photographs, and a small model, for runs with a cache."""
 
 import os
+from io import BytesIO
 from pathlib import Path
 
 import numpy
@@ -31,8 +32,14 @@ def write_photos(root: Path, count: int = 24) -> None:
     for number in range(count):
         folder = root / "ab"[number % 2]
         folder.mkdir(parents=True, exist_ok=True)
-        values = generator.integers(0, 256, (60, 80, 3), dtype=numpy.uint8)
-        Image.fromarray(values).save(folder / f"{number:02}.jpg")
+        (folder / f"{number:02}.jpg").write_bytes(random_jpeg(generator, 60, 80))
+
+
+def random_jpeg(generator: numpy.random.Generator, height: int, width: int) -> bytes:
+    """Return a file of random pixels."""
+    file = BytesIO()
+    Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=numpy.uint8)).save(file, "JPEG")
+    return file.getvalue()
 
 
 def make_unreadable(root: Path) -> None:

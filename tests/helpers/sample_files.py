@@ -1,23 +1,18 @@
 """Folders of sample files for recipes, and small models for them."""
 
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pyarrow
 import pyarrow.parquet
-from PIL import Image
+
+from helpers.photos import SMALL, random_jpeg
 
 IMAGES = (
     "data={name: stream_images, options: {path: photos, evaluation_path: photos_val, classes: [cat, dog], window: 12}}",
-    "data.options.image_size=32",
-    "model.name=helpers.photos:SmallNet",
-    "batch_size=8",
-    "microbatches=4",
-    "epochs=2",
-    "metrics=[]",
+    *SMALL,
 )
 IMAGE_STEPS = 25  # of an epoch
 TOKENS = (
@@ -33,9 +28,7 @@ def photos(count: int) -> Iterator[dict[str, Any]]:
     """Yield encoded images of two classes; some labels are names, the others numbers."""
     generator = numpy.random.default_rng(0)
     for number in range(count):
-        file = BytesIO()
-        Image.fromarray(generator.integers(0, 256, (48, 64, 3), dtype=numpy.uint8)).save(file, "JPEG")
-        yield {"image": file.getvalue(), "label": ("cat", "1")[number % 2]}
+        yield {"image": random_jpeg(generator, 48, 64), "label": ("cat", "1")[number % 2]}
 
 
 def write_images(root: Path) -> None:

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 import samestep
-from helpers import divided_loop
 from helpers.started import as_torchrun, free_port, python, ranks
 from helpers.system import Done, Running
 from helpers.system import samestep as samestep_command
+from own_loops import divided_loop
 from samestep.launcher.failure import RankError
 
 EPOCHS, STEPS = 3, 15
-HELPERS = Path(__file__).parents[1] / "helpers"
-LOOP, FAILING, DAMAGED = (HELPERS / f"{name}_loop.py" for name in ("divided", "failing", "damaged"))
+FOLDER = Path(__file__).parent
+LOOP, FAILING, DAMAGED = (FOLDER / f"{name}_loop.py" for name in ("divided", "failing", "damaged"))
 DIVIDED = "Sequential: calls divided between {} processes\n"
 SHORT = "Sequential: calls computed whole on every process: fewer rows than ranks\n"
 LEFT = "error: rank 0 reached {} while rank 1 reached nothing further, at "
@@ -96,7 +96,7 @@ def test_script_says_once_how_its_calls_are_computed(plain: Path, tmp_path: Path
 @pytest.mark.slow
 def test_nothing_is_printed_on_one_process(tmp_path: Path) -> None:
     command = [*python(str(LOOP)), tmp_path, str(EPOCHS), "0"]
-    environment = {"PYTHONPATH": f"{HELPERS.parents[1] / 'src'}:{HELPERS.parent}"}
+    environment = {"PYTHONPATH": f"{FOLDER.parents[1] / 'src'}:{FOLDER.parent}"}
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     require_seen(json.loads(done.stdout), 1, STEPS)

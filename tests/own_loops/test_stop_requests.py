@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import samestep
-from helpers import stopping_loop
 from helpers.started import as_torchrun, free_port, ranks
-from helpers.stopping_loop import EPOCHS, STEPS_PER_EPOCH
 from helpers.system import COMMAND, Running
+from own_loops import stopping_loop
+from own_loops.stopping_loop import EPOCHS, STEPS_PER_EPOCH
 from samestep.launcher.failure import StoppedError
 
 LOOP = Path(stopping_loop.__file__)

@@ -10,12 +10,9 @@ Of each run a SHA-256 is taken: of the printed numbers, and of parameters and st
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -25,7 +22,7 @@ from benchmarks.machine import save
 
 from plain_loop.forks import Run, preload
 from plain_loop.judge import Verdict, deviation
-from plain_loop.runner import ended, page, read_result
+from plain_loop.runner import command_line, ended, page, read_result, run_folder
 from plain_loop.script import Script, find_scripts
 
 PROCESSES = (1, 2, 3, 5, 8)
@@ -59,77 +56,64 @@ class ExactVerdict:
     seconds: float = 0.0
 
 
-class ExactRuns:
-    """All runs of one script."""
+def _runs_of(script: Script, processes: Sequence[int], folder: Path, layouts: Sequence[str]) -> list[Run]:
+    digests = not any(layout.startswith("pp") for layout in layouts)
+    create = partial(Run, script, exact=True, digests_steps=digests)
+    runs = [create(processes=number, folder=folder / f"{script.name}.exact{number}") for number in processes]
+    for layout in layouts:
+        strategy, number = layout.split(":")
+        place = folder / f"{script.name}.{strategy}{number}"
+        runs.append(create(processes=int(number), folder=place, strategy=strategy))
+    return runs
 
-    def __init__(self, script: Script, processes: Sequence[int], folder: Path, layouts: Sequence[str] = ()) -> None:
-        self.script = script
-        digests = not any(layout.startswith("pp") for layout in layouts)
-        create = partial(Run, script, exact=True, digests_steps=digests)
-        self.runs = [create(processes=number, folder=folder / f"{script.name}.exact{number}") for number in processes]
-        for layout in layouts:
-            strategy, number = layout.split(":")
-            place = folder / f"{script.name}.{strategy}{number}"
-            self.runs.append(create(processes=int(number), folder=place, strategy=strategy))
 
-    def all(self) -> list[Run]:
-        return self.runs
-
-    def _fails(self, run: Run) -> bool:
-        """Whether a script fails that plain Python ends without an error."""
+def _verdict(script: Script, runs: Sequence[Run]) -> ExactVerdict:
+    """Return the verdict; all runs have ended."""
+    verdict = ExactVerdict(script.name, seconds=max(run.seconds for run in runs))
+    first = None
+    for run in runs:
         outcomes = run.outcomes()
-        if self.script.expected == "error" or {outcome.error for outcome in outcomes} <= {
-            *self.script.allowed,
-            TOO_MANY,
-        }:
-            return False
-        return any(outcome.code for outcome in outcomes)
+        errors = {outcome.error for outcome in outcomes}
+        if TOO_MANY in errors and run.processes > 1:
+            if run.strategy == "ddp":
+                verdict.refused.append(run.processes)
+            continue
+        expected = {*script.words.split(), *script.allowed, None}
+        if script.expected == "error" and run.processes > 1 and errors != {None} and errors <= expected:
+            continue  # it does not do the same on all ranks
+        is_allowed = script.expected == "error" or errors <= {*script.allowed, TOO_MANY}
+        # A script that ends with an error on one process ends so on all numbers, with the same lines.
+        facts = {(outcome.digest, outcome.code, outcome.error) for outcome in outcomes}
+        if first is None:
+            first = next(iter(facts))
+            verdict.calls, verdict.reasons = _calls(outcomes[0].summary)
+        layout = _layout(runs[0], run, is_equal=facts == {first})
+        if layout:
+            verdict.layouts[f"{run.strategy}:{run.processes}"] = layout
+        elif run.hung or (any(outcome.code for outcome in outcomes) and not is_allowed):
+            verdict.problem = f"{run.processes} processes hang or fail: {outcomes[0].errors[-2000:]}"
+        elif facts == {first}:
+            verdict.equal.append(run.processes)
+        elif not verdict.problem:
+            verdict.problem = f"{run.strategy} {run.processes} processes differ: {sorted(errors, key=str)}"
+            verdict.problem += "".join(outcome.errors[-1500:] for outcome in outcomes[:2] if outcome.code)
+    ends_by_time = bool(script.allowed)  # with states of another number of steps
+    if (script.numbers_vary or ends_by_time) and not any(run.hung for run in runs):
+        verdict.problem = ""
+    return verdict
 
-    def verdict(self) -> ExactVerdict:
-        """Return the verdict; all runs have ended."""
-        verdict = ExactVerdict(self.script.name, seconds=max(run.seconds for run in self.runs))
-        first = None
-        for run in self.runs:
-            outcomes = run.outcomes()
-            errors = {outcome.error for outcome in outcomes}
-            if TOO_MANY in errors and run.processes > 1:
-                if run.strategy == "ddp":
-                    verdict.refused.append(run.processes)
-                continue
-            expected = {*self.script.words.split(), *self.script.allowed, None}
-            if self.script.expected == "error" and run.processes > 1 and errors != {None} and errors <= expected:
-                continue  # it does not do the same on all ranks
-            # A script that ends with an error on one process ends so on all numbers, with the same lines.
-            facts = {(outcome.digest, outcome.code, outcome.error) for outcome in outcomes}
-            if first is None:
-                first = next(iter(facts))
-                verdict.calls, verdict.reasons = _calls(outcomes[0].summary)
-            layout = self._layout(run, is_equal=facts == {first})
-            if layout:
-                verdict.layouts[f"{run.strategy}:{run.processes}"] = layout
-            elif run.hung or self._fails(run):
-                verdict.problem = f"{run.processes} processes hang or fail: {outcomes[0].errors[-2000:]}"
-            elif facts == {first}:
-                verdict.equal.append(run.processes)
-            elif not verdict.problem:
-                verdict.problem = f"{run.strategy} {run.processes} processes differ: {sorted(errors, key=str)}"
-                verdict.problem += "".join(outcome.errors[-1500:] for outcome in outcomes[:2] if outcome.code)
-        ends_by_time = bool(self.script.allowed)  # with states of another number of steps
-        if (self.script.numbers_vary or ends_by_time) and not any(run.hung for run in self.runs):
-            verdict.problem = ""
-        return verdict
 
-    def _layout(self, run: Run, *, is_equal: bool) -> str:
-        """Return the entry of `ExactVerdict.layouts` for a run; empty for `ddp`, and for a difference."""
-        errors = {outcome.error for outcome in run.outcomes()}
-        if run.strategy == "ddp" or run.hung or len(errors) > 1:
-            return ""
-        if errors != {None}:
-            return str(errors.pop())
-        if is_equal:
-            return "equal"
-        # Whole, where the trace of the stages is not right.
-        return "close" if run.strategy == "pp" and _is_close(self.runs[0], run) else ""
+def _layout(first: Run, run: Run, *, is_equal: bool) -> str:
+    """Return the entry of `ExactVerdict.layouts` for a run; empty for `ddp`, and for a difference."""
+    errors = {outcome.error for outcome in run.outcomes()}
+    if run.strategy == "ddp" or run.hung or len(errors) > 1:
+        return ""
+    if errors != {None}:
+        return str(errors.pop())
+    if is_equal:
+        return "equal"
+    # Whole, where the trace of the stages is not right.
+    return "close" if run.strategy == "pp" and _is_close(first, run) else ""
 
 
 def _is_close(first: Run, run: Run) -> bool:
@@ -165,20 +149,15 @@ def run_exact(
         keep: folder for files of the runs, which are kept; None for a temporary one.
         layouts: strategies and numbers of processes, as `fsdp:2`.
     """
-    folder = keep or Path(tempfile.mkdtemp(prefix="plain-loop-exact-"))
-    limit = slots or 2 * len(os.sched_getaffinity(0))
     verdicts = []
-    try:
-        todo = [ExactRuns(script, processes, folder, layouts) for script in scripts if not script.missing]
-        for runs in ended(todo, limit):
-            verdicts.append(runs.verdict())
+    with run_folder(keep) as folder:
+        runs = {script: _runs_of(script, processes, folder, layouts) for script in scripts if not script.missing}
+        for script in ended(runs, slots):
+            verdicts.append(_verdict(script, runs[script]))
             report(verdicts[-1])
             if keep is None:
-                for run in runs.all():
+                for run in runs[script]:
                     shutil.rmtree(run.folder)
-    finally:
-        if keep is None:
-            shutil.rmtree(folder)
     return sorted(verdicts, key=lambda verdict: verdict.script)
 
 
@@ -209,16 +188,8 @@ def _add_to_result(path: Path, verdicts: Sequence[ExactVerdict]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0 if all scripts are as expected."""
-    parser = argparse.ArgumentParser(prog="plain_loop.exact", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="names of scripts; all if none")
-    parser.add_argument("--processes", default=",".join(map(str, PROCESSES)), help="numbers of processes")
+    parser = command_line("plain_loop.exact", __doc__, ",".join(map(str, PROCESSES)))
     parser.add_argument("--layouts", default="", help="strategies and numbers of processes, as fsdp:2,hsdp:4")
-    parser.add_argument("--json", type=Path, help="file of the verdicts")
-    parser.add_argument(
-        "--result", type=Path, help="file of the runner's verdicts, which gets those under `exact`; its page too"
-    )
-    parser.add_argument("--keep", type=Path, help="new folder for output and files of the runs")
-    parser.add_argument("--slots", type=int, help="processes at a time")
     parser.add_argument("--threads", type=int, default=1, help="threads of an operation in each process")
     options = parser.parse_args(arguments)
     scripts = find_scripts(options.names)

@@ -16,10 +16,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from benchmarks.machine import describe_machine, machine_line, markdown_table, save
 
@@ -30,60 +30,28 @@ from plain_loop.script import Script, find_scripts
 POLL_SECONDS = 0.005
 
 
-@dataclass(eq=False)
-class ScriptRuns:
-    """All runs of one script.
-
-    Attributes:
-        script: the script.
-        plain: the run by plain Python.
-        permuted: a plain run with permuted rows, if the tolerance is measured.
-        others: runs that are compared with the plain one.
-    """
-
-    script: Script
-    plain: Run
-    permuted: Run | None
-    others: list[Run] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, script: Script, processes: Sequence[int], folder: Path, rows: bool) -> ScriptRuns:
-        permuted = None
-        if script.tolerance is None:
-            permuted = Run(script, 0, folder / f"{script.name}.permuted", permuted=True)
-        numbers = [number for number in processes if number == 0 or number in script.processes]
-        return cls(
-            script,
-            Run(script, 0, folder / f"{script.name}.plain"),
-            permuted,
-            [Run(script, number, folder / f"{script.name}.{number}", rows=rows) for number in numbers],
-        )
-
-    def all(self) -> list[Run]:
-        first = [self.plain] if self.permuted is None else [self.plain, self.permuted]
-        return first + self.others
-
-    def verdicts(self) -> list[Verdict]:
-        """Return the verdicts of the runs, which have all ended."""
-        outcome = self.plain.outcomes()[0]
-        if outcome.code or self.plain.hung:
-            problem = f"plain Python fails with {outcome.code}: {outcome.errors[-2000:]}"
-            return [Verdict(self.script.name, run.processes, "failed", problem=problem) for run in self.others]
-        tolerance = self.script.tolerance
-        if tolerance is None:
-            assert self.permuted is not None
-            found = deviation(outcome.lines, self.permuted.outcomes()[0].lines)
-            tolerance = 2 * found if isinstance(found, float) else 0.0
-        return [judge(self.script, outcome.lines, tolerance, run) for run in self.others]
+def _runs_of(script: Script, processes: Sequence[int], folder: Path, rows: bool) -> list[Run]:
+    """Return the runs of a script: by plain Python, with permuted rows if the tolerance is measured, and the others."""
+    runs = [Run(script, 0, folder / f"{script.name}.plain")]
+    if script.tolerance is None:
+        runs.append(Run(script, 0, folder / f"{script.name}.permuted", permuted=True))
+    numbers = [number for number in processes if number == 0 or number in script.processes]
+    return runs + [Run(script, number, folder / f"{script.name}.{number}", rows=rows) for number in numbers]
 
 
-class HasRuns(Protocol):
-    def all(self) -> list[Run]:
-        """Return the runs of one script."""
-        ...
-
-
-Runs = TypeVar("Runs", bound=HasRuns)
+def _verdicts(script: Script, runs: Sequence[Run]) -> list[Verdict]:
+    """Return the verdicts of the runs, which have all ended."""
+    plain = runs[0]
+    others = [run for run in runs[1:] if not run.permuted]
+    outcome = plain.outcomes()[0]
+    if outcome.code or plain.hung:
+        problem = f"plain Python fails with {outcome.code}: {outcome.errors[-2000:]}"
+        return [Verdict(script.name, run.processes, "failed", problem=problem) for run in others]
+    tolerance = script.tolerance
+    if tolerance is None:
+        found = deviation(outcome.lines, runs[1].outcomes()[0].lines)
+        tolerance = 2 * found if isinstance(found, float) else 0.0
+    return [judge(script, outcome.lines, tolerance, run) for run in others]
 
 
 def run_scripts(
@@ -105,68 +73,72 @@ def run_scripts(
         keep: folder for files of the runs, which are kept; None for a temporary one.
         rows: whether outputs of all sizes stay divided between the processes.
     """
-    folder = keep or Path(tempfile.mkdtemp(prefix="plain-loop-"))
-    limit = slots or 2 * len(os.sched_getaffinity(0))
     verdicts = []
-    try:
-        todo = [ScriptRuns.of(script, processes, folder, rows) for script in scripts if not script.missing]
+    with run_folder(keep) as folder:
+        runs: dict[Script, list[Run]] = {}
         for script in scripts:
             if script.missing:
                 reason = f"needs {', '.join(script.missing)}"
                 verdicts += [Verdict(script.name, number, "skipped", reasons=[reason]) for number in processes]
-        for runs in ended(todo, limit):
-            found = runs.verdicts()
+            else:
+                runs[script] = _runs_of(script, processes, folder, rows)
+        for script in ended(runs, slots):
+            found = _verdicts(script, runs[script])
             verdicts += found
             for verdict in found:
                 report(verdict)
             if keep is None and all(verdict.passed for verdict in found):
-                for run in runs.all():
+                for run in runs[script]:
                     shutil.rmtree(run.folder)
-    finally:
-        if keep is None:
-            shutil.rmtree(folder)
     return sorted(verdicts, key=lambda verdict: (verdict.script, verdict.processes))
 
 
-def ended(todo: Sequence[Runs], limit: int) -> Iterator[Runs]:
-    """Yield scripts after the end of their runs. At most `limit` processes run at a time, at least one run."""
-    waiting = [run for runs in todo for run in runs.all()]
+@contextmanager
+def run_folder(keep: Path | None) -> Iterator[Path]:
+    """Folder for files of runs: `keep`, or a temporary one."""
+    if keep is not None:
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix="plain-loop-") as folder:
+        yield Path(folder)
+
+
+def ended(runs: Mapping[Script, Sequence[Run]], slots: int | None) -> Iterator[Script]:
+    """Yield scripts after the end of their runs. `slots` processes run at a time, at least one run."""
+    limit = slots or 2 * len(os.sched_getaffinity(0))
+    waiting = [run for of_script in runs.values() for run in of_script]
     running: list[Run] = []
-    left = list(todo)
-    ended: set[int] = set()
+    left = list(runs)
     try:
         while left:
             while waiting and (not running or sum(run.ranks for run in running) + waiting[0].ranks <= limit):
-                run = waiting.pop(0)
-                run.start()
-                running.append(run)
-            for run in list(running):
-                if run.poll():
-                    running.remove(run)
-                    ended.add(id(run))
-            for runs in list(left):
-                if all(id(run) in ended for run in runs.all()):
-                    left.remove(runs)
-                    yield runs
+                waiting[0].start()
+                running.append(waiting.pop(0))
+            running = [run for run in running if not run.poll()]
+            done = [script for script in left if not {*runs[script]} & {*running, *waiting}]
+            left = [script for script in left if script not in done]
+            yield from done
             time.sleep(POLL_SECONDS)
     finally:
         for run in running:
             run.end()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0 if all verdicts are as expected."""
-    parser = argparse.ArgumentParser(prog="plain_loop.runner", description=(__doc__ or "").splitlines()[0])
+def command_line(name: str, description: str | None, processes: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of both runners."""
+    parser = argparse.ArgumentParser(prog=name, description=(description or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="names of scripts; all if none")
-    parser.add_argument("--processes", default="1,2,3,4", help="numbers of processes; 0: plain Python once more")
+    parser.add_argument("--processes", default=processes, help="numbers of processes")
     parser.add_argument("--json", type=Path, help="file of the verdicts")
-    parser.add_argument(
-        "--result",
-        type=Path,
-        help="file of the verdicts with the machine, and a page next to it; with names, these are replaced",
-    )
+    parser.add_argument("--result", type=Path, help="file of all verdicts, of which these are replaced, and its page")
     parser.add_argument("--keep", type=Path, help="new folder for output and files of the runs")
     parser.add_argument("--slots", type=int, help="processes at a time")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return 0 if all verdicts are as expected."""
+    parser = command_line("plain_loop.runner", __doc__, "1,2,3,4")  # 0: plain Python once more
     parser.add_argument("--rows", action="store_true", help="outputs of all sizes stay divided")
     options = parser.parse_args(arguments)
     scripts = find_scripts(options.names)

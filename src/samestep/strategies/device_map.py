@@ -15,7 +15,7 @@ from samestep.config import StrategyConfig
 from samestep.distributed.devices import accelerator_module, is_accelerator, rank_devices
 from samestep.distributed.world import World
 from samestep.errors import InputError
-from samestep.strategies.pipeline.partition import assign_parts
+from samestep.strategies.pipeline.partition import balance
 
 _NAMED = 3  # modules named in an error
 _device_map_error = partial(InputError, code="E_STRATEGY")
@@ -33,13 +33,14 @@ class _Mover:
         self._generator_device = first
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """Hook of the model: draw the first random numbers from the generator of the first device."""
+        """Hook of the model: the first draws come from the generator of the first device."""
         self._generator_device = self._first
 
     def move(
         self, device: torch.device, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
         """Hook of a module: move inputs and generator state to its device."""
+        # One stream of random numbers goes through all devices, as on a single one.
         if is_accelerator(device) and device != self._generator_device:
             accelerator = accelerator_module()
             accelerator.set_rng_state(accelerator.get_rng_state(self._generator_device), device)
@@ -59,18 +60,17 @@ def apply_device_map(model: nn.Module, world: World) -> None:
     config = world.strategy
     devices = rank_devices(config.name, config.devices, world.device, world.size)
     modules = dict(model.named_modules(remove_duplicate=False))
-    assigned = (
-        _by_pattern(modules, config, len(devices))
-        if config.place
-        else _in_order(model, len(devices))
-    )
+    if config.place:
+        assigned = _by_pattern(modules, config, len(devices))
+    else:
+        assigned = _in_order(model, len(devices))
     _require_one_device_per_tensor(modules, assigned)
-    inside: dict[str, set[int]] = {
-        name: set() for name in modules
-    }  # numbers of devices, descendants included
+    # Numbers of devices, descendants included.
+    inside: dict[str, set[int]] = {name: set() for name in modules}
     for name, number in assigned.items():
         for outer in _with_ancestors(name):
             inside[outer].add(number)
+    # Inputs move where a subtree is on one device; a module with several devices passes them on.
     mover = _Mover(devices[0])
     model.register_forward_pre_hook(mover.begin)
     for name, module in modules.items():
@@ -84,11 +84,13 @@ def apply_device_map(model: nn.Module, world: World) -> None:
 def _by_pattern(
     modules: dict[str, nn.Module], config: StrategyConfig, devices: int
 ) -> dict[str, int]:
-    """Return the device of each module: that of the last pattern that matches the module or an ancestor."""
+    """Return the device of each module: that of the last pattern for it or an ancestor."""
     assigned: dict[str, int] = {}
     for pattern, number in config.place.items():
         if not 0 <= number < devices:
-            fix = f"set strategy.devices: {number + 1}" if number >= 0 else "count devices from 0"
+            fix = "count devices from 0"
+            if number >= 0:
+                fix = f"set strategy.devices: {number + 1}"
             raise _device_map_error(
                 f"strategy.place assigns {pattern!r} to device {number} of {devices}",
                 expected=f"0 to {devices - 1}, according to strategy.devices",
@@ -113,51 +115,57 @@ def _in_order(model: nn.Module, devices: int) -> dict[str, int]:
     if list(units) == [""]:
         raise _device_map_error(
             f"strategy device_map of a {type(model).__name__} without strategy.place",
-            expected="the automatic device map needs an nn.Sequential, which calls its modules in order",
+            expected="the automatic device map needs an nn.Sequential, which calls its modules in "
+            "order",
             fix="set strategy.place, such as {'features.*': 0, 'classifier.*': 1}",
         )
-    sizes = [sum(p.nbytes for p in module.parameters()) for module in units.values()]
-    count = sum(size > 0 for size in sizes)
-    if count < devices:
-        raise _device_map_error(
-            f"{devices} devices for {count} modules with parameters",
-            expected="at least one module with parameters per device",
-            fix=f"set strategy.devices: {max(count, 1)}",
-        )
-    return {
-        f"{name}.{inner}" if inner else name: number
-        for (name, module), number in zip(units.items(), assign_parts(sizes, devices), strict=True)
-        for inner, _ in module.named_modules(remove_duplicate=False)
+    sizes = {
+        name: sum(parameter.nbytes for parameter in module.parameters())
+        for name, module in units.items()
     }
+    sized = [name for name, size in sizes.items() if size > 0]
+    if len(sized) < devices:
+        raise _device_map_error(
+            f"{devices} devices for {len(sized)} modules with parameters",
+            expected="at least one module with parameters per device",
+            fix=f"set strategy.devices: {max(len(sized), 1)}",
+        )
+    starts = [sized[start] for start in balance([sizes[name] for name in sized], devices)]
+    assigned: dict[str, int] = {}
+    number = 0
+    for name, module in units.items():
+        number += name in starts  # modules without parameters follow their predecessor
+        for inner, _ in module.named_modules(prefix=name, remove_duplicate=False):
+            assigned[inner] = number
+    return assigned
 
 
 def _sequential_units(name: str, module: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that a sequential module calls in order, nested sequential modules expanded."""
+    """Return the modules that an nn.Sequential calls in order, nested ones expanded."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return {name: module}
     units: dict[str, nn.Module] = {}
     for inner, child in module.named_children():
-        units |= _sequential_units(f"{name}.{inner}" if name else inner, child)
+        units |= _sequential_units(f"{name}.{inner}".lstrip("."), child)
     return units
 
 
 def _require_one_device_per_tensor(modules: dict[str, nn.Module], assigned: dict[str, int]) -> None:
-    missing = [
-        name for name, module in modules.items() if _own_tensors(module) and name not in assigned
-    ]
-    if missing:
-        raise _device_map_error(
-            f"strategy.place assigns no device to {', '.join(name or 'the model' for name in missing[:_NAMED])}",
-            expected="each module with parameters or buffers has a device",
-            fix="begin strategy.place with '*': 0",
-        )
     first: dict[torch.Tensor, tuple[str, int]] = {}
     for name, module in modules.items():
-        for tensor in _own_tensors(module):
+        tensors = _own_tensors(module)
+        if tensors and name not in assigned:
+            raise _device_map_error(
+                f"strategy.place assigns no device to {name or 'the model'}",
+                expected="each module with parameters or buffers has a device",
+                fix="begin strategy.place with '*': 0",
+            )
+        for tensor in tensors:
             other, number = first.setdefault(tensor, (name, assigned[name]))
             if number != assigned[name]:
                 raise _device_map_error(
-                    f"{other!r} on device {number} and {name!r} on device {assigned[name]} share a tensor",
+                    f"{other!r} on device {number} and {name!r} on device {assigned[name]} "
+                    "share a tensor",
                     expected="modules that share a tensor are on one device",
                     fix="assign both to the same device",
                 )

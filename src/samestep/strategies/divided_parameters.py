@@ -1,4 +1,7 @@
-"""Parameters that are divided between ranks as DTensors: full tensors of them, and their parts of full tensors."""
+"""Parameters that are divided between ranks: their full tensors, and their parts in checkpoints.
+
+This module does not import the class of DTensors, which is slow and mostly not needed.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def is_divided(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor. Its class is slow to import, and is then not needed."""
+    """Whether a tensor is a DTensor."""
     return type(tensor).__name__ == "DTensor" or hasattr(tensor, "_local_tensor")
 
 
 class DividedParameters(SavedParameters):
-    """Parameters of a module, some of them DTensors, for checkpoints. Optimizers have the same tensors.
+    """Parameters of a module, some of them DTensors, for checkpoints. Optimizers have the same.
 
     Args:
         module: the module.
@@ -31,12 +34,13 @@ class DividedParameters(SavedParameters):
         self.is_divided = True
 
     def full_values(self, values: Values) -> Iterator[tuple[str, str, Any]]:
-        """Yield name, slot and full value of parameters and their state. A collective."""
         for name, slot, value in super().full_values(values):
-            yield name, slot, full_tensor(value) if isinstance(value, torch.Tensor) else value
+            full = value
+            if isinstance(value, torch.Tensor):
+                full = full_tensor(value)
+            yield name, slot, full
 
     def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """Return a full tensor divided as the parameter; a tensor of another shape is unchanged."""
         parameter = self.local[name]
         if not is_divided(parameter) or full.shape != parameter.shape:
             return full
@@ -57,20 +61,15 @@ class SplitParameters(SavedParameters):
         self._split = split
 
     def has(self, name: str) -> bool:
-        """Whether this rank has a parameter, or a part of it."""
-        is_here: bool = self._split.has(self.local[name])
-        return is_here
+        return bool(self._split.has(self.local[name]))
 
     def full_values(self, values: Values) -> Iterator[tuple[str, str, Any]]:
-        """Yield name, slot and full value of parameters and their state. A collective."""
         yield from self._split.full_values(self.local, values)
 
     def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a full tensor; a tensor of another number of dimensions is unchanged."""
-        parameter = self.local[name]
-        if full.dim() != parameter.dim():
-            return full
-        part: torch.Tensor = self._split.local_part(parameter, full)
+        part = full
+        if full.dim() == self.local[name].dim():
+            part = self._split.local_part(self.local[name], full)
         return part
 
 
@@ -86,9 +85,8 @@ def divided_parameters(module: nn.Module) -> SavedParameters | None:
 
 def split_of(module: nn.Module) -> Any:
     """Return the strategy that splits a module between ranks, if one does."""
-    owner = getattr(
-        type(module), "_samestep_owner", None
-    )  # of the class that `samestep.parallel` gives a module
+    # An attribute of the class that `samestep.parallel` gives a module.
+    owner = getattr(type(module), "_samestep_owner", None)
     strategy = getattr(owner, "strategy", None)
     if getattr(strategy, "splits_module", False):
         return strategy
@@ -96,19 +94,18 @@ def split_of(module: nn.Module) -> Any:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full value of a tensor without a graph; the tensor itself if it is not divided. A collective."""
+    """Return the full value of a tensor without a graph, or a complete tensor. A collective."""
     if not is_divided(tensor):
         return tensor
-    from samestep.strategies.tensor_division import Division  # slow to import
+    from samestep.strategies.dtensors import full_value  # slow to import
 
     divided: Any = tensor
-    local: torch.Tensor = divided._local_tensor  # private; `to_local` would belong to the graph
-    return Division.of(divided).full_tensor(local.detach())
+    return full_value(divided)
 
 
 def divided_like(parameter: torch.Tensor, full: torch.Tensor) -> DTensor:
     """Return a full tensor, which every rank has, divided as a parameter; without a graph."""
-    from samestep.strategies.tensor_division import Division
+    from samestep.strategies.dtensors import Division
 
     divided: Any = parameter
     return Division.of(divided).divided(full, parameter.device)

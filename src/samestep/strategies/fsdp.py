@@ -1,17 +1,27 @@
-"""Fully sharded data parallel: torch's FSDP2, over all ranks (`fsdp`) or within groups of ranks (`hsdp`).
+"""Fully sharded data parallel over all ranks (`fsdp`), or within groups of ranks (`hsdp`).
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020);
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (2023).
+
+Between calls the module is the script's own: its class, its hooks, and its parameters as DTensors.
+`fsdp_calls` gathers them during calls and backwards. Whole calls, trials and copies compute with
+gathered parameters.
 """
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, filterfalse
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -21,15 +31,213 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.config import StrategyConfig
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.world import World
-from samestep.errors import InputError
-from samestep.strategies.divided_parameters import is_divided
-from samestep.strategies.tensor_division import Division
+from samestep.errors import InputError, RunError
+from samestep.strategies.divided_parameters import divided_like, full_tensor, is_divided
+from samestep.strategies.dtensors import Division, as_divided, compute_whole, gathered
+from samestep.strategies.fsdp_calls import (
+    GatheredHub,
+    Gathers,
+    ShardedParameters,
+    Unit,
+    outside_inference_mode,
+)
+from samestep.view.recomputation import recomputation_inside
+from samestep.view.slots import ParameterSlots
+from samestep.view.strategy import Call, CallParameters, Strategy
 
 _MAX_UNITS = 200  # each unit is one message in forward and one in backward
+
+
+class Sharded(Strategy):
+    """Parameters divided between ranks, gathered for a unit of layers at a time.
+
+    Parameters without a dimension stay complete; a hub sums their gradients.
+    """
+
+    exchanges_in_calls = True
+
+    def __init__(self, *arguments: Any, is_exact: bool = False) -> None:
+        super().__init__(*arguments)
+        self.is_exact = is_exact
+        self._units: list[Unit] = []
+        self._gathers = Gathers(self._units)
+        self._replaced: dict[int, weakref.ref[nn.Parameter]] = {}
+        self._parameters: ShardedParameters | None = None
+        self._process = os.getpid()
+
+    def prepare(self, module: nn.Module) -> None:
+        compute_whole(is_exact=self.is_exact)
+        # `fully_shard` gives modules other classes, which scripts would see.
+        classes = {part: type(part) for part in module.modules()}
+        slots = ParameterSlots(module)
+        places = [
+            (part, name, one)
+            for part in classes
+            for name, one in part._parameters.items()
+            if one is not None
+        ]
+        if any(map(is_divided, module.parameters())):
+            shard_remainder(module, self._world)
+        else:
+            shard_model(module, self._world)
+        mapping: dict[torch.Tensor, torch.Tensor] = {}
+        for part, name, one in places:
+            present = part._parameters[name]
+            if present is None or present is one:
+                continue
+            mapping[one] = present
+            self._replaced[id(one)] = weakref.ref(one)
+            if present.requires_grad:
+                # Not a weak reference: the parameters of a module with weak ones cannot be moved.
+                division = Division.of(cast(DTensor, present))
+                present.register_hook(partial(as_divided, division, present.device))
+        # Lists of parameters, as recurrent layers have.
+        for container, key, _, divided in slots.entries(mapping):
+            container[key] = divided
+        self._units += [
+            Unit(part, own_class, self._gathers)
+            for part, own_class in classes.items()
+            if isinstance(part, FSDPModule)
+        ]
+        if _load_full not in module._load_state_dict_pre_hooks.values():
+            module.register_load_state_dict_pre_hook(_load_full)
+
+    def of_copy(self) -> Sharded:
+        return type(self)(
+            self._world, self.ranks, self.reduction, self._before_reduction, is_exact=self.is_exact
+        )
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide state that was loaded from a file, and require that no parameter is undivided."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                reference = self._replaced.get(id(parameter))
+                if reference is not None and reference() is parameter:
+                    raise InputError(
+                        f"{type(optimizer).__name__} has parameters from before samestep.parallel "
+                        "divided them",
+                        expected="an optimizer of the divided parameters",
+                        fix="make the optimizer after samestep.parallel",
+                        code="E_OPTIMIZER",
+                    )
+        for parameter, state in optimizer.state.items():
+            if not isinstance(parameter, DTensor):
+                continue
+            for name, value in state.items():
+                is_complete = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+                if is_complete and value.shape == parameter.shape:
+                    state[name] = divided_like(parameter, value)
+
+    def arguments(self, arguments: Any) -> Any:
+        """Return the arguments of a call with complete tensors: `weight.new_zeros` is divided."""
+        if not any(isinstance(leaf, DTensor) for leaf in tree_leaves(arguments)):
+            return arguments  # the containers themselves, into which a forward may write
+        with torch._C._DisableFuncTorch():
+            return tree_map_only(DTensor, lambda one: gathered(one, None), arguments)
+
+    def parameters(self, call: Call) -> CallParameters:
+        for unit in self._units:
+            unit.refresh()
+        complete = [one for one in call.parameters() if not isinstance(one, DTensor)]
+        divided = [one for one in call.parameters() if isinstance(one, DTensor)]
+        known = self._parameters
+        if known is None or not known.is_current(divided, complete):
+            known = self._parameters = ShardedParameters(
+                call.module,
+                divided,
+                complete,
+                strategy=self,
+                units=self._units,
+                gathers=self._gathers,
+                before_reduction=self._before_reduction,
+            )
+        # Calls of one training mode gather the same units, in one order.
+        self._gathers.begin_call((call.module.training, torch.is_grad_enabled()))
+        return known
+
+    @contextmanager
+    def whole(self, module: nn.Module) -> Iterator[None]:
+        """Put gathered parameters into the module; each rank keeps its part of their gradients."""
+        again = recomputation_inside(lambda: self.whole(module))
+        with self._gathered(module, lambda parameter: gathered(parameter, None)) as mapping, again:
+            yield
+        for one, full in mapping.items():
+            # Compared by value: `weight.data.mul_` counts no write. Embeddings with `max_norm`
+            # write, too.
+            own = divided_like(one, full)
+            if not torch.equal(own._local_tensor, one._local_tensor):
+                with torch.no_grad():
+                    one.copy_(own)
+
+    def complete(self, module: nn.Module) -> AbstractContextManager[Any]:
+        def leaf(parameter: DTensor) -> nn.Parameter:
+            return nn.Parameter(full_tensor(parameter.detach()), parameter.requires_grad)
+
+        return self._gathered(module, leaf)
+
+    @contextmanager
+    def _gathered(
+        self, module: nn.Module, full: Callable[[DTensor], torch.Tensor]
+    ) -> Iterator[Mapping[DTensor, torch.Tensor]]:
+        if os.getpid() != self._process:  # the other ranks would wait for a child
+            raise RunError(
+                f"{type(module).__name__} is called in a child process, such as a loader worker",
+                expected="calls in the ranks, which gather the parts of its parameters",
+                fix="num_workers=0, or strategy='ddp' for this model",
+                code="E_INCOMPATIBLE",
+            )
+        mapping: dict[Any, torch.Tensor] = {}
+        with outside_inference_mode(), torch._C._DisableFuncTorch():
+            for one in module.parameters():
+                if isinstance(one, DTensor):
+                    mapping[one] = full(one)
+        with ParameterSlots(module).replaced(mapping):
+            yield mapping
+
+
+class Gathered(Sharded):
+    """Parameters divided between ranks, gathered together for a call, and again for a backward.
+
+    Under `exact`, the slices of a rank are computed one after another with complete parameters, and
+    a hub adds their gradients in the order of the reduction, as if every rank held all parameters;
+    then each rank keeps its part of the sums. Ranks can have different numbers of slices, so layers
+    cannot be gathered one by one for each slice.
+    """
+
+    _hub: GatheredHub | None = None
+
+    def parameters(self, call: Call) -> CallParameters:
+        trained = call.parameters()
+        frozen = [
+            one
+            for one in call.module.parameters()
+            if isinstance(one, DTensor) and not one.requires_grad
+        ]
+        if self._hub is None or not self._hub.is_current([*trained, *frozen]):
+            with torch.inference_mode(False), torch.enable_grad():
+                self._hub = GatheredHub(
+                    call.module, trained, frozen, self.reduction, self._before_reduction
+                )
+        self._hub.gather()
+        return self._hub
+
+
+def _load_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Divide full tensors of a state dict, so that `load_state_dict` takes those of any layout."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value: Any = state_dict.get(prefix + name)
+        is_full = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        # Torch reports a difference of shapes.
+        if isinstance(parameter, DTensor) and is_full and value.shape == parameter.shape:
+            state_dict[prefix + name] = divided_like(parameter, value)
+
+
+# --- division of a model -------------------------------------------------------------------------
 
 
 def shard_model(model: nn.Module, world: World) -> None:
@@ -39,32 +247,27 @@ def shard_model(model: nn.Module, world: World) -> None:
     complete.
     """
     config = world.strategy
-    mesh = world.mesh
-    assert mesh is not None
     if any(nn.parameter.is_lazy(one) for one in model.parameters()):
         raise InputError(
-            f"strategy {config.name!r} with a {type(model).__name__} whose parameters have no shapes yet",
+            f"strategy {config.name!r} with a {type(model).__name__} "
+            "whose parameters have no shapes yet",
             expected="parameters with shapes, which can be divided",
             fix="call the model once with a batch before samestep.parallel, or use strategy='ddp'",
             code="E_INCOMPATIBLE",
         )
-    axes = mesh["replicate", "shard"] if world.mesh_shape.replicate > 1 else mesh["shard"]
-    values = _move_to_meta(model, world) if config.meta else {}
-    ignored = set(filterfalse(_is_divisible, model.parameters()))
-    # Without a GPU, pinned memory cannot be allocated.
-    offload = (
-        CPUOffloadPolicy(pin_memory=is_accelerator(world.device))
-        if config.offload
-        else OffloadPolicy()
-    )
-    for module, precision in _with_precision([*shard_units(model), model], config):
+    values: dict[str, torch.Tensor] = {}
+    if config.meta:
+        values = _move_to_meta(model, world)
+    ignored = {one for one in model.parameters() if not _is_divisible(one)}
+    offload = OffloadPolicy()
+    if config.offload:  # without a GPU, pinned memory cannot be allocated
+        offload = CPUOffloadPolicy(pin_memory=is_accelerator(world.device))
+    axes = _shard_axes(world)
+    for module, precision in _with_precision(shard_units(model), model, config):
         fully_shard(
             module, mesh=axes, mp_policy=precision, offload_policy=offload, ignored_params=ignored
         )
     if config.meta:
-        device = torch.device("cpu") if config.offload else world.device
-        model.to_empty(device=device)
-        _move_buffers(model, world.device)
         _materialize(model, values, world)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -75,12 +278,8 @@ def shard_model(model: nn.Module, world: World) -> None:
 
 def shard_remainder(model: nn.Module, world: World) -> None:
     """Shard the parameters of a model of which parts are sharded already, without units."""
-    assert world.mesh is not None
-    axes = world.mesh["shard"]
-    placements: list[Placement] = [Shard(0)]
-    if world.mesh_shape.replicate > 1:
-        axes = world.mesh["replicate", "shard"]
-        placements = [Replicate(), Shard(0)]
+    axes = _shard_axes(world)
+    placements: list[Placement] = [Replicate()] * (axes.ndim - 1) + [Shard(0)]
     for module in model.modules():
         for name, one in module._parameters.items():
             if one is not None and not is_divided(one) and _is_divisible(one):
@@ -88,12 +287,19 @@ def shard_remainder(model: nn.Module, world: World) -> None:
                 module._parameters[name] = nn.Parameter(divided, requires_grad=one.requires_grad)
 
 
+def _shard_axes(world: World) -> DeviceMesh:
+    assert world.mesh is not None
+    if world.mesh_shape.replicate > 1:
+        return world.mesh["replicate", "shard"]
+    return world.mesh["shard"]
+
+
 def _is_divisible(parameter: nn.Parameter) -> bool:
     return parameter.dim() > 0 and parameter.is_contiguous()
 
 
 def _move_to_meta(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
-    """Move a model to the meta device and return its values by name on rank 0, none on other ranks."""
+    """Move a model to the meta device and return its values by name on rank 0, none on others."""
     named = list(model.named_parameters(remove_duplicate=False))
     if len({id(parameter) for _, parameter in named}) < len(named):
         raise InputError(
@@ -102,13 +308,13 @@ def _move_to_meta(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
             fix="remove strategy.meta",
             code="E_STRATEGY",
         )
-    values = (
-        {name: tensor.detach() for name, tensor in _named_tensors(model)} if world.is_main else {}
-    )
+    values = {}
+    if world.is_main:
+        values = {name: tensor.detach() for name, tensor in _named_tensors(model)}
     if any(tensor.is_meta for tensor in values.values()):
         raise InputError(
             "the model has no values on rank 0",
-            expected="strategy.meta: rank 0 builds the model with values, other ranks on the meta device",
+            expected="strategy.meta: rank 0 builds the model with values, others on meta",
             fix="with torch.device('meta') if world.rank else nullcontext(): model = ...",
             code="E_STRATEGY",
         )
@@ -116,16 +322,18 @@ def _move_to_meta(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
     return values
 
 
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move the buffers to the device that computes, where FSDP expects them with `offload` too."""
+def _materialize(model: nn.Module, values: Mapping[str, torch.Tensor], world: World) -> None:
+    """Fill a sharded model on the meta device with the values of rank 0."""
+    device = world.device
+    if world.strategy.offload:
+        device = torch.device("cpu")
+    model.to_empty(device=device)
+    # With `offload` too, FSDP expects buffers on the device that computes.
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = buffer.to(device)
-
-
-def _materialize(model: nn.Module, values: Mapping[str, torch.Tensor], world: World) -> None:
-    """Fill a sharded model with the values of rank 0, one tensor at a time: no device ever holds the complete model."""
+                module._buffers[name] = buffer.to(world.device)
+    # One tensor at a time: no device ever holds the complete model.
     for name, tensor in _named_tensors(model):
         full = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
         if world.is_main:
@@ -149,15 +357,17 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
     without lists. Small modules, and parameters that several units use, belong to the root and are
     gathered once per forward.
     """
-    lists = [
-        module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)
-    ]
+    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList | nn.Sequential)]
     elements = dict.fromkeys(element for elements in lists for element in elements)
     nested = {child for element in elements for child in element.modules() if child is not element}
-    units = [element for element in elements if element not in nested] or list(model.children())
+    candidates = [element for element in elements if element not in nested]
+    # Lists and dictionaries of modules are never called.
     units = [
-        module for module in units if not isinstance(module, nn.ModuleList | nn.ModuleDict)
-    ]  # never called
+        module
+        for module in candidates or model.children()
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    ]
+    # A parameter of two units would be gathered and freed by each on its own.
     users = Counter(parameter for module in units for parameter in set(module.parameters()))
     min_size = sum(parameter.numel() for parameter in model.parameters()) / _MAX_UNITS
     return [
@@ -169,22 +379,20 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
 
 
 def _with_precision(
-    modules: Sequence[nn.Module], config: StrategyConfig
-) -> Iterator[tuple[nn.Module, MixedPrecisionPolicy]]:
-    """Iterate over modules, innermost first and the model last, with their policies; reductions are in float32."""
+    units: list[nn.Module], model: nn.Module, config: StrategyConfig
+) -> list[tuple[nn.Module, MixedPrecisionPolicy]]:
+    """Return modules, the model last, with their policies; reductions are in float32."""
+    if config.gather == "fp32":
+        return [(module, MixedPrecisionPolicy()) for module in (*units, model)]
     full = torch.float32
     half = torch.bfloat16
-    if config.gather == "fp32":
-        yield from ((module, MixedPrecisionPolicy()) for module in modules)
-        return
-    norms = [
-        norm
-        for norm in modules[-1].modules()
-        if isinstance(norm, _BatchNorm) and list(norm.parameters())
-    ]
     # Running statistics are float32, and torch's batch norm requires one dtype for all arguments.
-    yield from ((norm, MixedPrecisionPolicy(full, full, output_dtype=half)) for norm in norms)
-    yield from (
-        (module, MixedPrecisionPolicy(half, full)) for module in modules[:-1] if module not in norms
-    )
-    yield modules[-1], MixedPrecisionPolicy(half, full, output_dtype=full)
+    norms = [
+        norm for norm in model.modules() if isinstance(norm, _BatchNorm) and list(norm.parameters())
+    ]
+    others = [module for module in units if module not in norms]
+    return [
+        *((norm, MixedPrecisionPolicy(full, full, output_dtype=half)) for norm in norms),
+        *((module, MixedPrecisionPolicy(half, full)) for module in others),
+        (model, MixedPrecisionPolicy(half, full, output_dtype=full)),
+    ]

@@ -1,4 +1,4 @@
-"""Distributed data parallel: each rank holds all parameters, and a hub sums their gradients (`ddp`)."""
+"""Distributed data parallel (`ddp`): all parameters on each rank, and a hub of their gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class HubStrategy(Strategy):
 
     @property
     def is_deferred(self) -> bool:
-        """Whether gradients are kept for a later backward."""
         return self._is_deferred
 
     @is_deferred.setter
@@ -39,7 +38,6 @@ class HubStrategy(Strategy):
         return self._hub
 
     def require_no_pending(self) -> None:
-        """Require that the gradients of all backwards were summed."""
         if self._hub is not None:
             self._hub.require_no_pending()
 
@@ -48,7 +46,6 @@ class Replicated(HubStrategy):
     """Complete parameters on every rank."""
 
     def parameters(self, call: Call) -> Hub | None:
-        """Return the hub of the present parameters, or None without gradients."""
         if not torch.is_grad_enabled():
             return None
         return self.hub(call, call.parameters(), self._before_reduction)

@@ -1,4 +1,4 @@
-"""Models that are split between ranks inside of divided calls: tensor parallelism, pipelines, and their products.
+"""Models that are split between ranks: tensor parallelism, pipelines, and their products.
 
 Ranks of one tensor axis or pipeline own the same rows of a batch. Between calls each rank has its
 part of a divided parameter, in the same `nn.Parameter`; a parameter of another stage has the memory
@@ -20,10 +20,10 @@ from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError
 from samestep.reduce.fast import FastReduction, Reduction
 from samestep.strategies.divided_parameters import split_of
+from samestep.strategies.gradient_norm import norm_of_ranks, share_norms
 from samestep.strategies.pipeline.partition import require_single_uses
 from samestep.strategies.pipeline.stage import Later, Stage, StageOperations
 from samestep.strategies.replicated import HubStrategy
-from samestep.strategies.split_gradients import combined, share_norms
 from samestep.strategies.tensor import Place, TensorParallel
 from samestep.strategies.tensor_slices import Slicing, checked_forward
 from samestep.view.hub import Hub
@@ -34,7 +34,7 @@ from samestep.view.strategy import Call, CallParameters
 
 
 class Split(HubStrategy):
-    """A tensor axis, a pipeline axis, or both, and replicas of these groups of ranks (`tp`, `pp`, `ddp` with a mesh).
+    """A tensor axis, a pipeline axis, or both, and replicas of these groups of ranks.
 
     Args:
         world: all ranks.
@@ -61,6 +61,7 @@ class Split(HubStrategy):
         is_exact: bool = False,
     ) -> None:
         data = world.data
+        # Ranks of one tensor axis or pipeline have the same rows: replicas alone share a batch.
         if data.size < world.size:
             ranks = Ranks(data)
             reduction = FastReduction(ranks)
@@ -71,10 +72,9 @@ class Split(HubStrategy):
         self._stage: Stage | None = None
         self._tensor: TensorParallel | None = None
         self._places: dict[nn.Parameter, Place] = {}
-        self._elsewhere: set[str] = set()  # keys of a state dict, during `load_state_dict`
+        self.elsewhere: set[str] = set()  # keys of other stages, during `load_state_dict`
 
     def of_copy(self) -> Split:
-        """Return a strategy for a copy of the module, which is not prepared yet."""
         arguments = (self._world, self.ranks, self.reduction, self._before_reduction)
         return Split(*arguments, slices=self._slices, plan=self._plan, is_exact=self.is_exact)
 
@@ -85,19 +85,15 @@ class Split(HubStrategy):
             InputError: the model has no plan of its products, or cannot be partitioned.
         """
         shape = self._world.mesh_shape
-        mesh = self._world.mesh
         if shape.tensor > 1 or self._slices > 1:
+            # One rank can divide products into slices, too: the number of slices decides the bits.
             world = World(0, 1, self._world.device, self._world.session)
             if shape.tensor > 1:
-                assert mesh is not None
-                world = self._world.subworld(mesh.get_group("tensor"))
-                _ = world.sockets  # connects the ranks, a collective
+                world = self._connected("tensor")
             self._tensor = TensorParallel(module, Slicing(self._slice_count(), world), self._plan)
             self._places = self._tensor.parameters
         if shape.pipeline > 1:
-            assert mesh is not None
-            world = self._world.subworld(mesh.get_group("pipeline"))
-            _ = world.sockets
+            world = self._connected("pipeline")
             self.has_stages = True
             self._stage = Stage(module, self._world.strategy, world, self._before_reduction)
             if self.is_exact:
@@ -108,31 +104,39 @@ class Split(HubStrategy):
         if self._world.size > 1:
             share_norms(self, module, Ranks(self._world))
 
+    def _connected(self, axis: str) -> World:
+        assert self._world.mesh is not None
+        world = self._world.subworld(self._world.mesh.get_group(axis))
+        _ = world.sockets  # connects the ranks, a collective
+        return world
+
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts its gradient of a parameter in a norm over all ranks of the model."""
+        """Whether this rank counts its gradient of a parameter in a norm over all ranks."""
         if not self._is_source(parameter):
             return False
         mesh = self._world.mesh
         if parameter in self._places or mesh is None or self._world.mesh_shape.tensor == 1:
             return True
+        # All ranks of the tensor axis have the same gradient of a complete parameter.
         return mesh.get_local_rank("tensor") == 0
 
     def norm_of_parts(
         self, parts: Sequence[torch.Tensor], order: float, ranks: Ranks
     ) -> torch.Tensor:
-        """Return the norm of the gradients that all ranks count; a collective."""
+        """Return the norm of the gradients that all ranks count. A collective."""
         self._before_reduction()
-        return combined(parts, order, ranks, self._world.data.size)
+        return norm_of_ranks(parts, order, ranks, self._world.data.size)
 
     def _slice_count(self) -> int:
         ranks = self._world.mesh_shape.tensor
         count = self._slices if self._slices > 1 else ranks
         if count % ranks:
+            largest = max(size for size in range(1, ranks) if count % size == 0)
             raise InputError(
                 f"{count} slices of matrix products, with a tensor axis of {ranks}",
-                expected="a rank of the tensor axis computes complete slices, as many as every other rank",
-                fix=f"--mesh tensor={max(size for size in range(1, ranks) if count % size == 0)}, or a multiple of "
-                f"{ranks} slices, with other results",
+                expected="a rank of the tensor axis computes complete slices, as many as every "
+                "other rank",
+                fix=f"--mesh tensor={largest}, or a multiple of {ranks} slices, with other results",
                 code="E_STRATEGY",
             )
         return count
@@ -140,54 +144,38 @@ class Split(HubStrategy):
     # --- divided calls ---------------------------------------------------------------------------
 
     def parameters(self, call: Call) -> CallParameters:
-        """Return the parameters of a divided call."""
         hub: Hub | None = None
         if torch.is_grad_enabled():
             own = [parameter for parameter in call.parameters() if self.has(parameter)]
             before = self._before_reduction
             if self._stage is not None:
-                before = _nothing  # stages reach their sums one after another: the word is sent at the beginning
+                # Stages reach their sums one after another: the word is sent at the beginning.
+                before = _nothing
             hub = self.hub(call, own, before)
-        operations = None if self._stage is None else StageOperations(call.operations)
+        operations: StageOperations | None = None
+        if self._stage is not None:
+            operations = StageOperations(call.operations)
         return _SplitParameters(hub, self._stage, self._tensor, operations)
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank has a parameter, or a part of it."""
         return self._stage is None or self._stage.number in self._stage.users[parameter]
 
     def forward_of_trial(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function that a trial computes: the stages one after another, if there is a pipeline."""
         if self._stage is None:
             return forward
         return self._stage.in_order
 
     def share_buffers(self, buffers: Sequence[tuple[nn.Module, str]]) -> None:
-        """Give buffers that a divided call has written to all ranks of a pipeline."""
         if self._stage is not None:
             self._stage.share_buffers(buffers)
-
-    def take_parts(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Replace full tensors of a state dict by the parts of this rank, and remove those of other stages."""
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            key = prefix + name
-            if key in state and not self.has(parameter):
-                self._elsewhere.add(key)
-                del state[key]
-            elif key in state and parameter in self._places and state[key].shape != parameter.shape:
-                state[key] = self.local_part(parameter, state[key])
-
-    def accept_parts(self, missing: list[str]) -> None:
-        """Remove the keys of other stages from those that a state dict does not have."""
-        missing[:] = [key for key in missing if key not in self._elsewhere]
-        self._elsewhere.clear()
 
     # --- complete parameters ---------------------------------------------------------------------
 
     @contextmanager
     def whole(self, module: nn.Module) -> Iterator[None]:
-        """Put gathered parameters into the module; each rank keeps its part of their gradients and new values."""
+        """Put gathered parameters into the module; own parts of gradients and values are kept."""
         again = recomputation_inside(lambda: self.whole(module))
-        with self._gathered(module, self._with_graph) as mapping, again:
+        with self._gathered(module, lambda one: _whole(one, self)) as mapping, again:
             yield
         for one, full in mapping.items():
             # Compared by value: `weight.data.mul_` counts no write. Embeddings with `max_norm`
@@ -197,38 +185,50 @@ class Split(HubStrategy):
                     one.copy_(own)
 
     def complete(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Put gathered parameters into the module, as leaves."""
-        return self._gathered(
-            module,
-            lambda parameter: nn.Parameter(
-                self.full_tensor(parameter, parameter), parameter.requires_grad
-            ),
-        )
+        def leaf(parameter: nn.Parameter) -> nn.Parameter:
+            return nn.Parameter(self.full_tensor(parameter, parameter), parameter.requires_grad)
+
+        return self._gathered(module, leaf)
+
+    @contextmanager
+    def _gathered(
+        self, module: nn.Module, full: Callable[[nn.Parameter], torch.Tensor]
+    ) -> Iterator[Mapping[Any, torch.Tensor]]:
+        mapping: dict[Any, torch.Tensor] = {
+            parameter: full(parameter)
+            for parameter in module.parameters()
+            if self._stage is not None or parameter in self._places
+        }
+        with ParameterSlots(module).replaced(mapping):
+            yield mapping
 
     def full_tensor(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor of a parameter, or of its optimizer state, from those of all ranks. A collective."""
+        """Return the full tensor of a parameter, or of its optimizer state. A collective."""
         return self._joined(parameter, local.detach(), is_like=True)
 
     def full_values(
         self, parameters: Mapping[str, nn.Parameter], values: Mapping[str, Mapping[str, Any]]
     ) -> Iterator[tuple[str, str, Any]]:
-        """Yield name, slot and full value of parameters, their gradients and optimizer state. A collective.
+        """Yield name, slot and full value of parameters, gradients and state. A collective.
 
         Args:
             parameters: parameters by name.
             values: values that this rank has, by name and slot.
         """
         own = {name: slots for name, slots in values.items() if self._is_source(parameters[name])}
-        facts = {
-            name: {slot: _fact(parameters[name], value) for slot, value in slots.items()}
-            for name, slots in own.items()
-        }
+        # Dtype and shape of tensors, with None for the shape of the parameter; other values have no
+        # dtype.
+        facts: dict[str, dict[str, list[Any]]] = {name: {} for name in own}
+        for name, slots in own.items():
+            for slot, value in slots.items():
+                facts[name][slot] = [None, value]
+                if isinstance(value, torch.Tensor):
+                    is_like = value.shape == parameters[name].shape
+                    shape = None if is_like else list(value.shape)
+                    facts[name][slot] = [str(value.dtype).removeprefix("torch."), shape]
         if self._stage is not None:  # ranks of other stages have no values of these parameters
-            facts = {
-                name: slots
-                for rank in all_gather(facts, self._world)
-                for name, slots in rank.items()
-            }
+            every = all_gather(facts, self._world)
+            facts = {name: slots for rank in every for name, slots in rank.items()}
         for name, parameter in parameters.items():
             for slot, (dtype, fact) in facts.get(name, {}).items():
                 if dtype is None:
@@ -237,10 +237,9 @@ class Split(HubStrategy):
                 if name in own:
                     local = own[name][slot].detach().to(self._world.device)
                 else:
-                    shape = parameter.shape if fact is None else fact
-                    local = torch.empty(
-                        shape, dtype=getattr(torch, dtype), device=self._world.device
-                    )
+                    full_shape = parameter.shape if fact is None else fact
+                    kind = getattr(torch, dtype)
+                    local = torch.empty(full_shape, dtype=kind, device=self._world.device)
                 yield name, slot, self._joined(parameter, local, is_like=fact is None)
 
     def _joined(
@@ -261,22 +260,6 @@ class Split(HubStrategy):
             return self._tensor.local_part(self._places[parameter], full)
         return full
 
-    @contextmanager
-    def _gathered(
-        self, module: nn.Module, full: Callable[[nn.Parameter], torch.Tensor]
-    ) -> Iterator[Mapping[Any, torch.Tensor]]:
-        mapping: dict[Any, torch.Tensor] = {
-            parameter: full(parameter)
-            for parameter in module.parameters()
-            if self._stage is not None or parameter in self._places
-        }
-        with ParameterSlots(module).replaced(mapping):
-            yield mapping
-
-    def _with_graph(self, parameter: nn.Parameter) -> torch.Tensor:
-        full: torch.Tensor = _Whole.apply(parameter, self)  # type: ignore[no-untyped-call]
-        return full
-
 
 class _Whole(torch.autograd.Function):
     """A gathered parameter; every rank has its whole gradient, and keeps the own part."""
@@ -292,6 +275,11 @@ class _Whole(torch.autograd.Function):
         if not ctx.split.has(ctx.parameter):
             return None, None
         return ctx.split.local_part(ctx.parameter, gradient), None
+
+
+def _whole(parameter: nn.Parameter, split: Split) -> torch.Tensor:
+    full: torch.Tensor = _Whole.apply(parameter, split)  # type: ignore[no-untyped-call]
+    return full
 
 
 class _SplitParameters(CallParameters):
@@ -313,7 +301,8 @@ class _SplitParameters(CallParameters):
         tensor: TensorParallel | None,
         operations: StageOperations | None,
     ) -> None:
-        self.anchors = [] if hub is None else hub.anchors
+        if hub is not None:
+            self.anchors = hub.anchors
         self.placed: list[torch.Tensor] = []
         self._hub = hub
         self._stage = stage
@@ -323,14 +312,12 @@ class _SplitParameters(CallParameters):
         self._finished = 0
 
     def aliases(self, position: int) -> list[torch.Tensor]:
-        """Return the tensors that stand for the own parameters in an own slice."""
         if self._hub is None:
             return []
         return self._hub.aliases(position)
 
     @contextmanager
     def aliases_in_place(self, position: int) -> Iterator[None]:
-        """Surround the forward of an own slice, which can take turns with those of others."""
         aliases: AbstractContextManager[None] = nullcontext()
         if self._hub is not None:
             aliases = self._hub.aliases_in_place(position)
@@ -339,13 +326,11 @@ class _SplitParameters(CallParameters):
 
     @contextmanager
     def in_place(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Surround the forward of a slice with an inner graph."""
         with self._leaves_in_place(leaves), self._others_in_place(len(self._shared)):
             yield
 
     @contextmanager
     def in_backward(self, leaves: Sequence[torch.Tensor], position: int) -> Iterator[None]:
-        """Surround the backward of a slice with an inner graph, which may compute parts of the forward again."""
         with self._leaves_in_place(leaves), self._divided_weights():
             yield
 
@@ -372,7 +357,6 @@ class _SplitParameters(CallParameters):
         return self._tensor.divided_weights()
 
     def forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function that computes an own slice."""
         if self._stage is None or self._operations is None:
             return partial(checked_forward, forward)
         compute = partial(self._stage.forward, self._operations)
@@ -381,7 +365,6 @@ class _SplitParameters(CallParameters):
         return compute
 
     def finish(self, result: Any) -> Any:
-        """Return the result of an own slice after the forwards of all of them."""
         if isinstance(result, Later):
             assert self._stage is not None
             result.tokens += self._shared[self._finished][1]
@@ -390,28 +373,27 @@ class _SplitParameters(CallParameters):
         return result
 
 
-def _fact(parameter: nn.Parameter, value: Any) -> list[Any]:
-    """Return facts about a value of a parameter for other ranks: dtype and shape, or no dtype and the value.
-
-    The shape is None for that of the parameter.
-    """
-    if not isinstance(value, torch.Tensor):
-        return [None, value]
-    shape = None if value.shape == parameter.shape else list(value.shape)
-    return [str(value.dtype).removeprefix("torch."), shape]
-
-
 def _load_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let `load_state_dict` take full tensors."""
+    """Replace full tensors of a state dict by own parts, and remove those of other stages."""
     split = split_of(module)
-    if split is not None:
-        split.take_parts(module, state_dict, prefix)
+    if split is None:  # of a copy of a module, with the hooks of the original
+        return
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        key = prefix + name
+        if key in state_dict and not split.has(parameter):
+            split.elsewhere.add(key)
+            del state_dict[key]
+        elif key in state_dict and state_dict[key].shape != parameter.shape:
+            state_dict[key] = split.local_part(parameter, state_dict[key])
 
 
 def _accept_parts(module: nn.Module, incompatible: Any) -> None:
+    """Remove the keys of other stages from those that a state dict does not have."""
     split = split_of(module)
     if split is not None:
-        split.accept_parts(incompatible.missing_keys)
+        missing = incompatible.missing_keys
+        missing[:] = [key for key in missing if key not in split.elsewhere]
+        split.elsewhere.clear()
 
 
 def _nothing() -> None:

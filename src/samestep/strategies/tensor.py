@@ -1,20 +1,24 @@
-"""Tensor parallelism in the calls of a module: divided weights stand in the places of parameters during a call.
+"""Tensor parallelism in the calls of a module: divided weights stand in the places of parameters.
 
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism" (2019).
 
 The code of the module runs unchanged: a divided weight is an operand of `linear`, `embedding` and
 `addmm`, so that a divided call has the operations of a whole one. Its result is a `SlicedTensor`,
-or a full tensor by the plan.
+or a full tensor by the plan, which gives the kind of division of each module by name.
 
 Decisions: docs/decisions/layouts.md
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +26,6 @@ from torch import nn
 from torch.nn import functional
 
 from samestep.errors import InputError
-from samestep.strategies.tensor_plan import divided_dims, resolve_plan
 from samestep.strategies.tensor_slices import (
     Parts,
     SlicedTensor,
@@ -36,6 +39,34 @@ from samestep.strategies.tensor_slices import (
 
 _PRODUCTS = (functional.linear, functional.embedding, torch.addmm)
 _ATTRIBUTES = ("dtype", "device", "requires_grad", "ndim", "is_cuda", "layout")
+
+# Built-in plans by class of block. Attention receives gathered queries, keys and values.
+_GPT2 = {
+    "attn.c_attn": "column_gathered",
+    "attn.c_proj": "row",
+    "mlp.c_fc": "column",
+    "mlp.c_proj": "row",
+}
+_VIT = {"attn.qkv": "column_gathered", "attn.proj": "row", "mlp.fc1": "column", "mlp.fc2": "row"}
+_TOKENS = {"mixed": "column_gathered", "joined": "row", "layers.0": "column", "layers.2": "row"}
+_BERT = {
+    **{f"attention.self.{layer}": "column_gathered" for layer in ("query", "key", "value")},
+    "attention.output.dense": "row",
+    "intermediate.dense": "column",
+    "output.dense": "row",
+}
+_PLANS = {
+    "samestep.zoo.models._GPTBlock": _GPT2,
+    "samestep.zoo.models._TokensBlock": _TOKENS,
+    "timm.models.vision_transformer.Block": _VIT,
+    "torchvision.models.vision_transformer.EncoderBlock": {"mlp.0": "column", "mlp.3": "row"},
+    "transformers.models.gpt2.modeling_gpt2.GPT2Block": _GPT2,
+    "transformers.models.bert.modeling_bert.BertLayer": _BERT,
+    "transformers.models.roberta.modeling_roberta.RobertaLayer": _BERT,
+}
+_KINDS = ("column", "column_gathered", "row")
+_MAX_SUGGESTED = 64  # number of slices in a `fix` line
+_plan_error = partial(InputError, code="E_STRATEGY")
 
 
 @dataclass(frozen=True)
@@ -58,7 +89,7 @@ class Place:
 
 
 class DividedWeight:
-    """A divided parameter during a call: an operand of torch's functions in place of the parameter."""
+    """A divided parameter during a call: an operand of torch's functions in place of it."""
 
     def __init__(self, local: torch.Tensor, place: Place, slicing: Slicing) -> None:
         self.local = local
@@ -66,14 +97,15 @@ class DividedWeight:
         self.slicing = slicing
 
     def parts(self) -> Parts:
-        """Return the slices of this rank."""
         return self.slicing.divide_local(self.local, self.place.dim)
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the full parameter."""
-        return full_shape(self.local, self.place.dim, self.slicing)
+        shape = list(self.local.shape)
+        shape[self.place.dim] *= self.slicing.ranks
+        return torch.Size(shape)
 
+    # Code that reads other attributes would compute with a part as if it were the parameter.
     def __getattr__(self, name: str) -> Any:
         if name in _ATTRIBUTES:
             return getattr(self.local, name)
@@ -85,13 +117,6 @@ class DividedWeight:
         if func not in _PRODUCTS:
             raise _use_error(getattr(func, "__name__", str(func)), weights[0].place)
         return _product(func, list(args), kwargs or {})
-
-
-def full_shape(local: torch.Tensor, dim: int, slicing: Slicing) -> torch.Size:
-    """Return the shape of a full tensor from this rank's part."""
-    shape = list(local.shape)
-    shape[dim] *= slicing.ranks
-    return torch.Size(shape)
 
 
 def _use_error(name: str, place: Place) -> InputError:
@@ -107,23 +132,23 @@ def _product(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     order; so is the result of a `row`.
     """
     bias = None
+    others: list[Any] = []
     if func is torch.addmm:  # of a transposed weight
         bias, inputs, weight = args
-    elif func is functional.linear:
-        inputs, weight, *others = args
-        bias = kwargs.get("bias", *others)
     else:
         inputs, weight, *others = args
+    if func is functional.linear:
+        bias = kwargs.get("bias", *others)
 
     def one(
         part: torch.Tensor, own: torch.Tensor, own_bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if func is not functional.embedding:
-            if func is torch.addmm:
-                own = own.t()
-            return functional.linear(part, own, own_bias)
-        result: torch.Tensor = functional.embedding(part, own, *others, **kwargs)
-        return result
+        if func is functional.embedding:
+            result: torch.Tensor = functional.embedding(part, own, *others, **kwargs)
+            return result
+        if func is torch.addmm:
+            own = own.t()
+        return functional.linear(part, own, own_bias)
 
     if not isinstance(weight, DividedWeight):
         raise divided_error(
@@ -132,24 +157,24 @@ def _product(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     slicing = weight.slicing
     if weight.place.kind == "row":
         parts = inputs.parts if isinstance(inputs, SlicedTensor) else divide(inputs, slicing)
-        total = add(
-            [one(part, own) for part, own in zip(parts, weight.parts(), strict=True)], slicing
-        )
+        results = [one(part, own) for part, own in zip(parts, weight.parts(), strict=True)]
+        total = add(results, slicing)
         if bias is None:
             return total
         return total + bias.to(total.dtype)
-    full = inputs.join() if isinstance(inputs, SlicedTensor) else inputs
-    operands: list[Sequence[Any]] = [spread(full, slicing), weight.parts()]
+    if isinstance(inputs, SlicedTensor):
+        inputs = inputs.join()
+    operands: list[Sequence[Any]] = [spread(inputs, slicing), weight.parts()]
     if bias is not None:
         operands.append(bias.parts())
-    results = tuple(one(*own) for own in zip(*operands, strict=True))
+    results = [one(*own) for own in zip(*operands, strict=True)]
     if weight.place.kind == "column":
-        return SlicedTensor(results, slicing)
+        return SlicedTensor(tuple(results), slicing)
     return join(results, slicing)
 
 
 class TensorParallel:
-    """Division of the matrix products of a module into slices, and of their parameters between ranks, in place.
+    """Division of the matrix products of a module into slices, and of their parameters, in place.
 
     All other parameters remain complete and equal on the ranks of the tensor axis, and so do their
     gradients.
@@ -160,8 +185,7 @@ class TensorParallel:
         patterns: kinds of division by shell pattern of module names; empty for the built-in plan.
 
     Attributes:
-        places: the divided parameters.
-        parameters: the same, by parameter.
+        parameters: places of the divided parameters.
 
     Raises:
         InputError: there is no plan, or the plan does not fit the model or the number of slices.
@@ -169,14 +193,13 @@ class TensorParallel:
 
     def __init__(self, module: nn.Module, slicing: Slicing, patterns: Mapping[str, str]) -> None:
         self.slicing = slicing
-        self.places: list[Place] = []
-        plan = resolve_plan(module, patterns, slicing.count)
-        for name, kind in plan.items():
+        self.parameters: dict[nn.Parameter, Place] = {}
+        for name, kind in resolve_plan(module, patterns, slicing.count).items():
             part = module.get_submodule(name)
-            for key, dim in divided_dims(part, kind).items():
-                if part._parameters.get(key) is not None:
-                    self.places.append(Place(part, key, f"{name}.{key}", dim, kind))
-        self.parameters = {self._parameter(place): place for place in self.places}
+            for key, dim in _divided_dims(part, kind).items():
+                parameter = part._parameters.get(key)
+                if parameter is not None:
+                    self.parameters[parameter] = Place(part, key, f"{name}.{key}", dim, kind)
         for parameter, place in self.parameters.items():
             # Cloned: a view would keep the full tensor in memory.
             parameter.data = self.local_part(place, parameter.data).clone(
@@ -193,11 +216,10 @@ class TensorParallel:
 
     @contextmanager
     def divided_weights(self) -> Iterator[None]:
-        """Let the module compute with the local parameters, or the tensors in their places, during the block."""
+        """Let the module compute with the tensors in the places of local parameters."""
         replaced = []
-        for place in self.places:
-            value = place.module._parameters[place.key]
-            assert value is not None
+        for place in self.parameters.values():
+            value: Any = place.module._parameters[place.key]
             replaced.append((place, value))
             weight: Any = DividedWeight(value, place, self.slicing)
             place.module._parameters[place.key] = weight
@@ -207,8 +229,145 @@ class TensorParallel:
             for place, value in replaced:
                 place.module._parameters[place.key] = value
 
-    @staticmethod
-    def _parameter(place: Place) -> nn.Parameter:
-        parameter = place.module._parameters[place.key]
-        assert parameter is not None
-        return parameter
+
+# --- plans ---------------------------------------------------------------------------------------
+
+
+def resolve_plan(model: nn.Module, patterns: Mapping[str, str], slices: int) -> dict[str, str]:
+    """Return the kind of each divided module, by name, for a number of slices.
+
+    `patterns` are kinds by shell pattern of module names, the last match wins; empty for the
+    built-in plan.
+
+    Raises:
+        InputError: there is no plan, or the plan does not fit.
+    """
+    plan: dict[str, str] = {}
+    for pattern, kind in patterns.items():
+        plan |= dict.fromkeys(_matches(model, pattern, kind), kind)
+    if not patterns:
+        plan = _builtin_plan(model)
+    if not plan:
+        names = _candidates(model, "column")[:3] or ["*"]
+        examples = ", ".join(f'"{name}": column_gathered' for name in names)
+        raise _plan_error(
+            f"{slices} slices of a {type(model).__name__}, which has no built-in plan",
+            expected="step.tensor_plan gives the kind of division by module name: column_gathered "
+            "for any layer, column for one whose result passes through elementwise functions to a "
+            "row layer",
+            fix=f"--set 'step.tensor_plan={{{examples}}}'",
+        )
+    _require_unshared_weights(model, plan)
+    _require_even_sizes(model, plan, slices)
+    return plan
+
+
+def _builtin_plan(model: nn.Module) -> dict[str, str]:
+    """Return kinds by module name for blocks of known classes; empty if there is no such block."""
+    plan: dict[str, str] = {}
+    for name, block in model.named_modules():
+        modules = dict(block.named_modules())
+        for cls in type(block).__mro__:
+            for inner, kind in _PLANS.get(f"{cls.__module__}.{cls.__qualname__}", {}).items():
+                if inner in modules:
+                    plan[f"{name}.{inner}".lstrip(".")] = kind
+    return plan
+
+
+def _matches(model: nn.Module, pattern: str, kind: str) -> list[str]:
+    """Return the names of the modules that a pattern divides with a kind."""
+    if kind not in _KINDS:
+        raise _plan_error(
+            f"step.tensor_plan: {pattern!r} is {kind!r}",
+            expected=f"one of {', '.join(_KINDS)}",
+            fix="use one of these kinds",
+        )
+    possible = _candidates(model, kind)
+    matches = [name for name in possible if fnmatchcase(name, pattern)]
+    if not matches:
+        close = get_close_matches(pattern, possible, n=3, cutoff=0.3) or possible[:3]
+        raise _plan_error(
+            f"step.tensor_plan: {pattern!r} matches no module that can be {kind!r}",
+            expected="a shell pattern of module names, such as blocks.*.fc1: column and "
+            "column_gathered divide torch.nn.Linear and Embedding, row divides Linear",
+            fix=f"name one of {', '.join(close) or 'another model'}, or remove the pattern",
+        )
+    return matches
+
+
+def _candidates(model: nn.Module, kind: str) -> list[str]:
+    """Return names of the modules that can be divided with a kind."""
+    # nn.MultiheadAttention reads the weights of its children and does not call them.
+    attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    uncalled = {child for module in attentions for child in module.modules()}
+    return [
+        name
+        for name, module in model.named_modules()
+        if name and module not in uncalled and _is_divisible(module, kind)
+    ]
+
+
+def _is_divisible(module: nn.Module, kind: str) -> bool:
+    """Whether a module has the forward of a known class, with a weight that can be divided.
+
+    A weight of `parametrize` is computed and cannot; an embedding with `max_norm` uses complete
+    rows.
+    """
+    classes: list[type[nn.Module]] = [nn.Linear]
+    if kind != "row":
+        classes.append(nn.Embedding)
+    # The linear layer of GPT-2 in transformers, which has a transposed weight.
+    classes += [
+        cls for cls in type(module).__mro__ if cls.__name__ == "Conv1D" and hasattr(module, "nf")
+    ]
+    is_known = any(
+        isinstance(module, cls) and type(module).forward is cls.forward for cls in classes
+    )
+    has_weight = "weight" in dict(module.named_parameters(recurse=False))
+    return is_known and has_weight and getattr(module, "max_norm", None) is None
+
+
+def _divided_dims(module: nn.Module, kind: str) -> dict[str, int]:
+    """Return the divided dimension of each parameter; parameters without one are replicated."""
+    outputs = 0 if isinstance(module, nn.Linear) else 1
+    if kind == "row":
+        return {"weight": 1 - outputs}
+    return {"weight": outputs, "bias": 0}
+
+
+def _require_unshared_weights(model: nn.Module, plan: Mapping[str, str]) -> None:
+    users: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(parameter, []).append(name)
+    for names in users.values():
+        planned = [name for name in names if name in plan]
+        if planned and len(names) > 1:
+            raise _plan_error(
+                f"{' and '.join(names)} share a weight, and step.tensor_plan divides {planned[0]}",
+                expected="weights that several modules share are not divided",
+                fix=f"remove {' and '.join(planned)} from step.tensor_plan",
+            )
+
+
+def _require_even_sizes(model: nn.Module, plan: Mapping[str, str], slices: int) -> None:
+    sizes: dict[str, int] = {}
+    for name, kind in plan.items():
+        module = model.get_submodule(name)
+        sizes[name] = module.get_parameter("weight").shape[_divided_dims(module, kind)["weight"]]
+    # Numbers of slices that would fit, for the error.
+    common = math.gcd(*sizes.values())
+    largest = min(common, _MAX_SUGGESTED)
+    fits = [str(number) for number in range(2, largest + 1) if common % number == 0]
+    fix = "no size divides all modules of the plan: remove some from step.tensor_plan"
+    if fits:
+        fix = f"--set step.tensor_slices={fits[-1]} (possible: {', '.join(fits)})"
+    for name, size in sizes.items():
+        if size % slices:
+            dimension = "inputs" if plan[name] == "row" else "outputs"
+            raise _plan_error(
+                f"{name} has {size} {dimension}, not divisible into {slices} slices",
+                expected="step.tensor_slices, by default the size of the tensor axis, divides the "
+                "size of every module of the plan",
+                fix=fix,
+            )

@@ -1,14 +1,12 @@
-"""Slices of divided matrix products: their sums in one binary tree, and tensors that consist of slices.
+"""Slices of divided products: their sums in one binary tree, and tensors that consist of slices.
 
 The number of slices belongs to the mathematics. The ranks of a tensor axis own consecutive slices,
-each computes its
-own with the shapes and strides of one process, and sums over slices have the operands of one
-    process: results do not
-depend on the number of ranks.
+each computes its own with the shapes and strides of one process, and sums over slices have the
+operands of one process: results do not depend on the number of ranks.
 
 Kernels compute the last elements of a tensor in another way than the others, so that an elementwise
-function has equal
-bits only for equal shapes: functions of a divided tensor are applied to each slice.
+function has equal bits only for equal shapes: functions of a divided tensor are applied to each
+slice.
 
 Decisions: docs/decisions/layouts.md
 """
@@ -55,22 +53,20 @@ class Slicing:
 
     @property
     def rank(self) -> int:
-        """Rank among those that own the slices."""
         return self._world.rank
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that own the slices."""
         return self._world.size
 
     def divide(self, tensor: torch.Tensor, dim: int) -> Parts:
         """Return this rank's slices of a full tensor, contiguous."""
         parts = tensor.chunk(self.count, dim)
-        return tuple(aligned(parts[number]) for number in self.owned)
+        return tuple(_aligned(parts[number]) for number in self.owned)
 
     def divide_local(self, tensor: torch.Tensor, dim: int) -> Parts:
         """Return the slices of a tensor that consists of this rank's slices, contiguous."""
-        return tuple(aligned(part) for part in tensor.chunk(len(self.owned), dim))
+        return tuple(_aligned(part) for part in tensor.chunk(len(self.owned), dim))
 
     def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """Return the full tensor from the slices of all ranks. A collective."""
@@ -78,20 +74,19 @@ class Slicing:
         world = self._world
         if world.size == 1:
             return local
-        parts_of_ranks = [
-            local if rank == world.rank else torch.empty_like(local) for rank in range(world.size)
-        ]
+        by_rank = [torch.empty_like(local) for _ in range(world.size)]
+        by_rank[world.rank] = local
+        # Each rank begins with another peer, so that messages spread over the connections.
         peers = [(world.rank + offset) % world.size for offset in range(1, world.size)]
         sent = [(local, peer) for peer in peers]
-        received = [(parts_of_ranks[peer], peer) for peer in peers]
+        received = [(by_rank[peer], peer) for peer in peers]
         world.run_collective(lambda: communicate(world, sent, received), "an all-gather of slices")
-        return torch.cat(parts_of_ranks, dim)
+        return torch.cat(by_rank, dim)
 
     def add(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of the values of all slices in tree order, from this rank's. A collective."""
-        values = {
-            (number, number + 1): part for number, part in zip(self.owned, parts, strict=True)
-        }
+        """Return the sum of the values of all slices in tree order. A collective."""
+        numbered = zip(self.owned, parts, strict=True)
+        values = {(number, number + 1): part for number, part in numbered}
         sums: dict[tuple[int, int], torch.Tensor] = {}
         for node in self._tree.cover(self._world.rank, self._world.shares):
             sums |= self._tree.merge(node, values, torch.add)
@@ -106,11 +101,14 @@ class Slicing:
         return tree_all_reduce(self._world, self._tree, flat).view(parts[0].shape)
 
 
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor, copied if it is not contiguous or not aligned: bits of products can depend on both."""
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous, aligned tensor, a copy if need be: bits of products can depend on it."""
     if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+# Each of these four functions has another one as its derivative.
 
 
 def spread(tensor: torch.Tensor, slicing: Slicing) -> Parts:
@@ -132,7 +130,7 @@ def add(parts: Parts, slicing: Slicing) -> torch.Tensor:
 
 
 def divide(tensor: torch.Tensor, slicing: Slicing) -> Parts:
-    """Return this rank's slices of a full tensor along its last dimension; gradients of all slices are joined."""
+    """Return this rank's slices of a full tensor along its last dimension."""
     return crossing(
         [tensor],
         lambda full: slicing.divide(full, -1),
@@ -141,7 +139,7 @@ def divide(tensor: torch.Tensor, slicing: Slicing) -> Parts:
 
 
 def join(parts: Parts, slicing: Slicing) -> torch.Tensor:
-    """Return the full tensor from the slices of all ranks along its last dimension, on every rank."""
+    """Return the full tensor from the slices of all ranks along its last dimension."""
     return crossing(
         parts, lambda *own: [slicing.join(own, -1)], lambda gradient: divide(gradient, slicing)
     )[0]
@@ -159,30 +157,23 @@ divided_error = partial(
 # Functions of an element and numbers, and conversions. Each name is looked up in torch,
 # torch.Tensor and functional, with and without a trailing underscore.
 _NAMES = (
-    "abs add celu clamp clamp_max clamp_min clip clone contiguous cos cosh detach div divide elu erf erfc exp expm1 "
-    "float bfloat16 half double gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log log1p log_sigmoid "
-    "logsigmoid mish mul multiply neg negative pow reciprocal relu relu6 rsqrt selu sigmoid sign silu sin sinh "
-    "softplus softshrink softsign sqrt square sub subtract tan tanh tanhshrink threshold to true_divide"
+    "abs add celu clamp clamp_max clamp_min clip clone contiguous cos cosh detach div divide elu "
+    "erf erfc exp expm1 float bfloat16 half double gelu hardshrink hardsigmoid hardswish hardtanh "
+    "leaky_relu log log1p log_sigmoid logsigmoid mish mul multiply neg negative pow reciprocal "
+    "relu relu6 rsqrt selu sigmoid sign silu sin sinh softplus softshrink softsign sqrt square sub "
+    "subtract tan tanh tanhshrink threshold to true_divide"
 )
-_OF_SHAPE = {
-    getattr(torch.Tensor, name)
-    for name in ("size", "dim", "ndimension", "numel", "stride", "__len__")
-}
+_SHAPE_NAMES = "size dim ndimension numel stride __len__"
+_OF_SHAPE = {getattr(torch.Tensor, name) for name in _SHAPE_NAMES.split()}
 _VIEWS = (torch.Tensor.view, torch.Tensor.reshape)
+# Operators. Function modes see the methods of `_METHODS` in place of some of them.
 _ARITHMETIC = "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv pow rpow neg abs"
-# Methods that function modes see in place of an operator.
-_METHODS = {
-    "add": "add",
-    "radd": "add",
-    "mul": "mul",
-    "rmul": "mul",
-    "sub": "sub",
-    "truediv": "div",
-} | {
-    f"i{name}": f"{method}_"
-    for name, method in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "div"))
-}
-_OTHER_OPERATORS = "eq ne lt le gt ge and or xor invert matmul rmatmul mod floordiv getitem setitem bool float int iter len"
+_METHODS = {"add": "add", "radd": "add", "mul": "mul", "rmul": "mul", "sub": "sub"}
+_METHODS |= {"truediv": "div", "iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_"}
+_OTHER_OPERATORS = (
+    "eq ne lt le gt ge and or xor invert matmul rmatmul mod floordiv getitem setitem bool float "
+    "int iter len"
+)
 _ELEMENTWISE: set[Any] = {
     getattr(place, name + suffix)
     for place in (torch, torch.Tensor, functional)
@@ -208,28 +199,23 @@ class SlicedTensor:
     slicing: Slicing
 
     def join(self) -> torch.Tensor:
-        """Return the full tensor on every rank. A collective."""
         return join(self.parts, self.slicing)
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the full tensor."""
         *sizes, last = self.parts[0].shape
         return torch.Size([*sizes, last * self.slicing.count])
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the elements."""
         return self.parts[0].dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the slices."""
         return self.parts[0].device
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
         return len(self.shape)
 
     def __repr__(self) -> str:
@@ -251,7 +237,7 @@ class SlicedTensor:
 
 
 class _Method:
-    """A method of tensors for divided ones. Function modes see its calls, and take it for the method itself."""
+    """A method of tensors for divided ones. Function modes take it for the method itself."""
 
     def __init__(self, method: Any) -> None:
         self._method = method
@@ -294,9 +280,8 @@ def _call(func: Any, *args: Any, **kwargs: Any) -> Any:
     if func is functional.dropout:
         return _dropout(*args, **kwargs)
     if func in _OF_SHAPE:
-        return func(
-            torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs
-        )
+        tensor = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+        return func(tensor, *args[1:], **kwargs)
     if func is torch.empty_like:
         return torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
     if func in _VIEWS:
@@ -349,6 +334,7 @@ def _dropout(
 ) -> SlicedTensor:
     if not training or p == 0:
         return input
+    # Drawn for the full tensor, so that the numbers do not depend on the number of slices.
     mask = functional.dropout(torch.ones(input.shape, dtype=input.dtype, device=input.device), p)
     masks = input.slicing.divide(mask, -1)
     results = tuple(part * own for part, own in zip(input.parts, masks, strict=True))

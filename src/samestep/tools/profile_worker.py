@@ -24,8 +24,8 @@ from torch.profiler import (
 )
 
 from samestep.config import Recipe
+from samestep.distributed.collective_check import intercept_collectives
 from samestep.distributed.devices import accelerator_module, is_accelerator
-from samestep.distributed.interception import intercept_collectives
 from samestep.distributed.world import World, all_gather
 from samestep.errors import InputError
 from samestep.global_view import any_rank

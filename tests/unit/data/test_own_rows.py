@@ -1,13 +1,366 @@
 """Each rank reads its own rows of a batch: batches, reads, draws and failures on several processes."""
 
+from __future__ import annotations
+
+import random
 import re
+from collections import namedtuple
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
+import numpy
 import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+)
 
+import samestep
 from helpers.forked_ranks import Job, run_jobs
-from workers.own_rows import BATCH, SAMPLES
+from helpers.view_checks import run_checks
+from samestep.data.batch import map_tensors
+from samestep.data.batch_plan import content_of, equal
+from samestep.errors import DataError
+from samestep.launcher.job import process_state
+from samestep.view.rows import gathered
+
+SAMPLES, BATCH = 44, 8
+Point = namedtuple("Point", ["image", "label"])  # of a script
+
+
+class Points:
+    """Samples of a kind, which count their reads in memory that workers share."""
+
+    def __init__(self, kind: str = "tuple", size: int = SAMPLES) -> None:
+        self.reads = torch.zeros(size, dtype=torch.int64).share_memory_()
+        self._kind = kind
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int, /) -> Any:
+        self.reads[index] += 1
+        image = torch.arange(30.0).reshape(2, 3, 5) + 100 * index
+        if self._kind == "dict":
+            return {"image": image, "label": index % 3, "name": f"file {index}", "size": (index, 1.5 * index)}
+        if self._kind == "named":
+            return Point(image, index)
+        if self._kind == "text":
+            return [f"word {index} \u00fc\ud800", index]
+        if self._kind == "large":
+            return image.repeat(200, 10, 3), numpy.float32(index)
+        return image, index
+
+
+class Drawing(Points):
+    """Samples with draws of all generators, and of one of their own."""
+
+    def __init__(self, *, owns: bool = False, rarely: bool = False) -> None:
+        super().__init__()
+        self._rng = numpy.random.default_rng(5) if owns else None
+        self._rarely = rarely
+
+    def __getitem__(self, index: int, /) -> Any:
+        self.reads[index] += 1
+        if self._rarely and index != 33:
+            return index, torch.zeros(4, dtype=torch.float64)
+        own = 0.0 if self._rng is None else self._rng.random()
+        drawn = [random.random(), numpy.random.randn(), float(torch.rand((), dtype=torch.float64)), own]
+        return index, torch.tensor(drawn, dtype=torch.float64)
+
+
+class Counting(Points):
+    """Samples with the number of reads before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = 0
+
+    def __getitem__(self, index: int, /) -> Any:
+        self.reads[index] += 1
+        self._count += 1
+        return index, self._count
+
+
+class Hidden(Points):
+    """Samples with draws of a generator that is found by no search."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        self.reads[index] += 1
+        return index, GENERATOR.random()
+
+
+class Lines(Points):
+    """Lists of numbers, whose lengths are equal in the first batch only if they are `late`."""
+
+    def __init__(self, *, late: bool = False) -> None:
+        super().__init__()
+        self._late = late
+
+    def __getitem__(self, index: int, /) -> Any:
+        self.reads[index] += 1
+        return torch.arange(5 if self._late and index < BATCH else 1 + index % 7)
+
+
+class Several(Points):
+    """Samples that are read at once."""
+
+    def __getitems__(self, indices: list[int], /) -> list[Any]:
+        return [Points.__getitem__(self, index) for index in indices]
+
+    def __getitem__(self, index: int, /) -> Any:
+        raise AssertionError
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(torch.arange(float(SAMPLES)))
+
+
+class Longer(DataLoader[Any]):
+    """Loader of a script, with a batch more."""
+
+    def __iter__(self) -> Any:
+        yield "first"
+        yield from super().__iter__()
+
+
+GENERATOR = random.Random(3)
+
+
+def padded(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+def mixed(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    images, labels = torch.utils.data.default_collate(samples)
+    return images + images.flip(0), labels
+
+
+def mixed_at_random(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    images, labels = torch.utils.data.default_collate(samples)
+    return images + images[torch.randperm(len(images))], labels
+
+
+def popping(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    labels = [sample.pop("label") for sample in samples]
+    return {"images": torch.stack([sample["image"] for sample in samples]), "labels": labels}
+
+
+def _epochs(batches: Iterable[Any], number: int = 2) -> list[Any]:
+    return [map_tensors(batch, gathered) for _ in range(number) for batch in batches]
+
+
+def _decision(batches: Any) -> list[Any]:
+    decision = batches._state.decision
+    return [decision.how, decision.draws, decision.reason]
+
+
+def _compare(dataset: Points, workers: int, **options: Any) -> dict[str, Any]:
+    """Return whether two epochs are those of torch's loader, a hash of them, the decision, and the reads."""
+    expected = _epochs(DataLoader(dataset, BATCH, **options))  # type: ignore[arg-type]
+    dataset.reads.zero_()
+    batches = samestep.loader(dataset, BATCH, num_workers=workers, **options)
+    got = _epochs(batches)
+    reads = dataset.reads.clone()
+    return {
+        "torch": equal(got, expected),
+        "content": content_of(got),
+        "decision": _decision(batches),
+        "reads": reads.tolist(),
+    }
+
+
+def _of_torch(dataset: Any, workers: int, loader: Callable[..., DataLoader[Any]], **options: Any) -> dict[str, Any]:
+    """Compare a loader of torch, with its own order, given to `samestep.loader`."""
+    options |= {"num_workers": workers, "persistent_workers": workers > 0}
+    torch.manual_seed(3)
+    expected = _epochs(loader(dataset, **options))
+    state = torch.get_rng_state()
+    if isinstance(dataset, Points):
+        dataset.reads.zero_()
+    torch.manual_seed(3)
+    batches = samestep.loader(loader(dataset, **options))
+    got = _epochs(batches)
+    batches.close()
+    return {
+        "torch": equal(got, expected),
+        "content": content_of(got),
+        "generator": torch.equal(state, torch.get_rng_state()),
+        "reads": dataset.reads.tolist() if isinstance(dataset, Points) else [],
+    }
+
+
+def _weighted(dataset: Any, **options: Any) -> DataLoader[Any]:
+    sampler = WeightedRandomSampler([1.0 + index % 3 for index in range(SAMPLES)], SAMPLES)
+    return DataLoader(dataset, batch_sampler=BatchSampler(sampler, BATCH, False), **options)
+
+
+def _weighted_drawing(dataset: Any, **options: Any) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    sampler = WeightedRandomSampler([1.0] * 9, SAMPLES, generator=generator)
+    return DataLoader(dataset, BATCH, sampler=sampler, **options)
+
+
+def _resumed() -> list[Any]:
+    """Resume the order of torch in the middle of an epoch."""
+    torch.manual_seed(4)
+    batches = samestep.loader(DataLoader(Points(), BATCH, shuffle=True))  # type: ignore[arg-type]
+    got = _epochs(batches)
+    torch.manual_seed(4)
+    first = samestep.loader(DataLoader(Points(), BATCH, shuffle=True))  # type: ignore[arg-type]
+    for number, _ in enumerate(first):
+        if number == 2:
+            break
+    state, cursor, script = first.state_dict(), first.cursor, torch.get_rng_state()
+    torch.manual_seed(9)
+    second = samestep.loader(DataLoader(Points(), BATCH, shuffle=True))  # type: ignore[arg-type]
+    second.load_state_dict(state)
+    second.cursor = cursor
+    torch.set_rng_state(script)
+    return [[cursor.epoch, cursor.samples], equal(_epochs(second), got[3:])]
+
+
+class Broken(Points):
+    """One sample cannot be read, on one rank or on all; with `once`, it can be read the second time."""
+
+    def __init__(self, index: int, rank: int | None = None, *, once: bool = False) -> None:
+        super().__init__()
+        self._index = index
+        self._once = once
+        self._is_broken = rank is None or rank == process_state.world.rank  # type: ignore[union-attr]
+
+    def __getitem__(self, index: int, /) -> Any:
+        if index == self._index and self._is_broken:
+            self._is_broken = not self._once
+            raise OSError("the file is damaged")
+        return super().__getitem__(index)
+
+
+def _failing(workers: int, dataset: Broken) -> list[Any]:
+    """Return what a script sees of a sample that cannot be read, and that other batches follow."""
+    iterator = iter(samestep.loader(dataset, BATCH, num_workers=workers))
+    seen: list[Any] = [len(next(iterator)[1]) for _ in range(2)]
+    try:
+        next(iterator)
+    except Exception as error:
+        seen.append([type(error).__name__, str(error), getattr(error, "__notes__", [])])
+    return seen
+
+
+class Unusable(Points):
+    """Two samples in three batches cannot be used, and all of a fourth one."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        if index in (3, 17) or 24 <= index < 32:
+            raise DataError(f"sample {index} is empty")
+        return super().__getitem__(index)
+
+
+def _skipping(workers: int) -> list[Any]:
+    """Return the labels of batches without unusable samples, the position at the end, and the lines about them."""
+    batches = samestep.loader(Unusable("large"), BATCH, num_workers=workers, bad_samples="skip")
+    labels = [batch[1].tolist() for batch in batches]
+    lines = sorted({line for by_rank in samestep.all_gather(batches.skipped) for line in by_rank})
+    return [labels, [batches.cursor.epoch, batches.cursor.samples], len(lines)]
+
+
+class Unequal(Points):
+    def __getitem__(self, index: int, /) -> Any:
+        return index + process_state.world.rank  # type: ignore[union-attr]
+
+
+def _other_samples() -> Any:
+    sampler = [*range(16), 16 + process_state.world.rank]  # type: ignore[union-attr]
+    return _epochs(samestep.loader(DataLoader(Points(), BATCH, sampler=sampler)), 1)  # type: ignore[arg-type]
+
+
+def _error(compute: Callable[[], Any]) -> str:
+    try:
+        compute()
+    except Exception as error:
+        return str(error).splitlines()[0]
+    return "none"
+
+
+def _made_again() -> list[int]:
+    """Return the reads of loaders that one line makes in each epoch."""
+    dataset = Points()
+    for _ in range(3):
+        for _ in samestep.loader(dataset, BATCH, collate_fn=lambda samples: torch.stack([one[0] for one in samples])):
+            pass
+    return dataset.reads.tolist()
+
+
+def run(workers: int) -> dict[str, list[Any]]:
+    """Return the results of all checks on each rank."""
+    shuffled: dict[str, Any] = {"shuffle": True}
+    checks: dict[str, Callable[[], Any]] = {
+        kind: lambda kind=kind: _compare(Points(kind), workers)  # type: ignore[misc]
+        for kind in ("tuple", "dict", "named", "text", "large")
+    }
+    checks |= {
+        "several": lambda: _compare(Several(), workers),
+        "popping": lambda: _compare(Points("dict"), workers, collate_fn=popping),
+        "padding": lambda: _compare(Lines(), workers, collate_fn=padded),
+        "late padding": lambda: _compare(Lines(late=True), workers, collate_fn=padded),
+        "mixing": lambda: _compare(Points(), workers, collate_fn=mixed),
+        "mixing at random": lambda: _compare(Points(), workers, collate_fn=mixed_at_random),
+        "drawing": lambda: _compare(Drawing(), workers),
+        "drawing rarely": lambda: _compare(Drawing(rarely=True), workers),
+        "owning": lambda: _compare(Drawing(owns=True), workers),
+        "shuffled": lambda: _of_torch(Points(), workers, DataLoader, batch_size=BATCH, **shuffled),
+        "subset": lambda: _of_torch(Subset(Points(), range(30)), workers, DataLoader, batch_size=BATCH),  # type: ignore[arg-type]
+        "weighted": lambda: _of_torch(Points("dict"), workers, _weighted),
+        "weighted drawing": lambda: _of_torch(Drawing(), workers, _weighted_drawing),
+        "subclass": lambda: _of_torch(Points(), workers, Longer, batch_size=BATCH, drop_last=True),
+        "iterable": lambda: _of_torch(Stream(), 0, DataLoader, batch_size=BATCH),
+        "single": lambda: _of_torch(Points(), workers, DataLoader, batch_size=None),
+        "short": lambda: _of_torch(Points(size=6), workers, DataLoader, batch_size=4),
+        "batches of one": lambda: _of_torch(Points(size=3), workers, DataLoader, batch_size=1),
+        "batch sampler": lambda: _of_torch(
+            Points(),
+            workers,
+            DataLoader,
+            batch_sampler=BatchSampler(RandomSampler(range(SAMPLES), generator=None), 5, False),  # type: ignore[arg-type]
+        ),
+        "sequential": lambda: _of_torch(
+            Points(), workers, DataLoader, sampler=SequentialSampler(range(SAMPLES)), batch_size=7
+        ),
+        "resumed": _resumed,
+        "broken": lambda: _failing(workers, Broken(19)),
+        "broken once": lambda: _failing(workers, Broken(22, process_state.world.size - 1, once=True)),  # type: ignore[union-attr]
+        "broken on the last rank": lambda: _failing(workers, Broken(22, process_state.world.size - 1)),  # type: ignore[union-attr]
+        "skipping": lambda: _skipping(workers),
+        "unequal": lambda: _error(lambda: _epochs(samestep.loader(Unequal(), BATCH), 1)),
+        "other samples": lambda: _error(_other_samples),
+        "made again": _made_again,
+    }
+    if workers == 0:
+        checks |= {
+            "counting": lambda: _compare_with_memory(Counting),
+            "hidden": lambda: _compare_with_memory(Hidden),
+        }
+    return run_checks(checks)
+
+
+def _compare_with_memory(make: Callable[[], Points]) -> dict[str, Any]:
+    """Compare a data set with a memory with another one of its kind."""
+    GENERATOR.seed(3)
+    expected = _epochs(DataLoader(make(), BATCH))  # type: ignore[arg-type]
+    GENERATOR.seed(3)
+    batches = samestep.loader(make(), BATCH)
+    got = _epochs(batches)
+    return {"torch": equal(got, expected), "content": content_of(got), "decision": _decision(batches)}
+
 
 Found = dict[str, list[Any]]
 SETTINGS = [
@@ -35,7 +388,7 @@ BROKEN = ["OSError", "the file is damaged", ["while loading sample {} of the dat
 
 @cache
 def found(size: int, workers: int) -> Found:
-    (results,) = run_jobs("workers.own_rows", Job("run", size, {"workers": workers}))
+    (results,) = run_jobs("unit.data.test_own_rows", Job("run", size, {"workers": workers}))
     failed = {name: value for name, value in results.items() if any(str(one).startswith("failed") for one in value)}
     assert not failed
     return results

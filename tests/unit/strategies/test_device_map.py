@@ -52,26 +52,26 @@ def test_sequential_modules_are_divided_by_size(monkeypatch: pytest.MonkeyPatch)
     assert list(devices.values()) == ["cpu"] * 4 + ["meta"] * 4
 
 
+def sharing() -> nn.Module:
+    model = nn.Sequential(OrderedDict(one=nn.Linear(2, 2), two=nn.Linear(2, 2)))
+    model.two.weight = model.one.weight
+    return model
+
+
 @pytest.mark.parametrize(
-    ("model", "place", "message"),
+    ("model", "place"),
     [
-        (Pair(), {"tail": 0}, "'tail' matches no module"),
-        (Pair(), {"body": 2}, "to device 2 of 2"),
-        (Pair(), {"body": 0}, "no device to head"),
-        (Pair(), {}, "device_map of a Pair without strategy.place"),
-        (nn.Sequential(nn.Linear(2, 2)), {}, "2 devices for 1 modules with parameters"),
+        (Pair(), {"tail": 0}),  # matches no module
+        (Pair(), {"body": 2}),  # a device that is not there
+        (Pair(), {"body": 0}),  # no device for the head
+        (Pair(), {}),  # no nn.Sequential
+        (nn.Sequential(nn.Linear(2, 2)), {}),  # more devices than modules
+        (sharing(), {"one": 0, "two": 1}),
     ],
 )
 def test_maps_that_do_not_fit_are_errors(
-    model: nn.Module, place: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch
+    model: nn.Module, place: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InputError, match=message) as error:
+    with pytest.raises(InputError) as error:
         applied(model, monkeypatch, **place)
     assert error.value.code == "E_STRATEGY"
-
-
-def test_modules_that_share_a_tensor_are_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(OrderedDict(one=nn.Linear(2, 2), two=nn.Linear(2, 2)))
-    model.two.weight = model.one.weight
-    with pytest.raises(InputError, match="share a tensor"):
-        applied(model, monkeypatch, one=0, two=1)

@@ -165,17 +165,16 @@ class SharedNorm(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "names", "count", "text"),
+    ("model", "names", "count"),
     [
-        (SharedNorm(), ("two",), 2, "used in stages 1 and 2"),
-        (DigitsNet(), ("head", "blocks.1"), 3, "the stages begin at head, blocks.1"),
-        (DigitsNet(), ("haed",), 2, "names such as head"),
-        (DigitsNet(), ("stem",), 2, "without stem.0"),
-        (nn.Sequential(nn.Linear(2, 2), nn.ReLU()), (), 2, "1 modules at which a stage can begin, for 2 stages"),
+        (SharedNorm(), ("two",), 2),  # buffers in two stages
+        (DigitsNet(), ("head", "blocks.1"), 3),  # in another order
+        (DigitsNet(), ("haed",), 2),
+        (DigitsNet(), ("stem",), 2),  # the first stage begins there
+        (nn.Sequential(nn.Linear(2, 2), nn.ReLU()), (), 2),
     ],
 )
-def test_an_impossible_partition_is_an_error(model: nn.Module, names: tuple[str, ...], count: int, text: str) -> None:
+def test_an_impossible_partition_is_an_error(model: nn.Module, names: tuple[str, ...], count: int) -> None:
     with pytest.raises(InputError) as error:
         partition_model(model, names, count)
     assert error.value.code == "E_PIPELINE"
-    assert text in str(error.value)

@@ -34,7 +34,7 @@ CODES = {
 @pytest.fixture(scope="module")
 def results() -> dict[str, list[Any]]:
     jobs = [Job("run_difference", size, {"name": name}) for size in (3, 4) for name in CODES]
-    found = run_jobs("workers.view_calls", *jobs, timeout=400)
+    found = run_jobs("helpers.compared_calls", *jobs, timeout=400)
     return {f"{job.arguments['name']} {job.ranks}": codes for job, codes in zip(jobs, found, strict=True)}
 
 
@@ -49,7 +49,7 @@ def test_a_difference_is_the_same_error_on_all_ranks(results: dict[str, list[Any
 
 @pytest.mark.parametrize(("name", "code"), [("end_of_one_rank", "E_RANK_DESYNC"), ("end_of_all_ranks", "none")])
 def test_ends(tmp_path: Path, name: str, code: str) -> None:
-    run_jobs("workers.view_calls", Job("run_end", 4, {"name": name, "folder": str(tmp_path)}))
+    run_jobs("helpers.compared_calls", Job("run_end", 4, {"name": name, "folder": str(tmp_path)}))
     assert [path.read_text() for path in tmp_path.iterdir()] == [code] * 4
 
 

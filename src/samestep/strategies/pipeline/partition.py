@@ -1,4 +1,4 @@
-"""Partition of a model into pipeline stages: stage boundaries, and the graph that each stage computes."""
+"""Partition of a model into pipeline stages: their boundaries, and the graph of each stage."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ from samestep.view.snapshot import Snapshot
 _RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal")
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "setitem")
 # Functions and methods of tensors with results without a gradient.
-_PROPERTIES = (
-    "getattr",
-    "size",
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "stride",
-    "is_floating_point",
+_SIZES = ("size", "dim", "ndimension", "numel", "nelement", "stride")
+_PROPERTIES = ("getattr", *_SIZES, "is_floating_point")
+# Raised by fx for code that it cannot trace, and by such code, which receives proxies.
+_TRACING_ERRORS = (
+    fx.proxy.TraceError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RuntimeError,
+    KeyError,
+    IndexError,
 )
 stage_error = partial(InputError, code="E_PIPELINE")
 
 
 def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -> fx.Graph:
-    """Return the graph of a forward, down to children of `model` and elements of sequential modules.
+    """Return the graph of a forward, down to children and elements of sequential modules.
 
     The inside of modules is not traced: modules read their own training mode at run time. The
     model's own forward is traced with `self.training` set to `training`. `opened` names further
@@ -58,27 +60,18 @@ def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -
     try:
         graph = _Tracer(model, opened).trace(model)
         draws = generator_state() != generators
-    except (
-        fx.proxy.TraceError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RuntimeError,
-        KeyError,
-        IndexError,
-    ) as error:
+    except _TRACING_ERRORS as error:
         raise stage_error(
-            f"the forward of {type(model).__name__} cannot be partitioned: {type(error).__name__}: {error}",
+            f"the forward of {type(model).__name__} cannot be partitioned: "
+            f"{type(error).__name__}: {error}",
             expected="the code between module calls takes the same path for all tensor values",
-            fix="move such code into a module, or into a function passed to torch.fx.wrap; or --strategy fsdp",
+            fix="move such code into a module, or into a function passed to torch.fx.wrap; "
+            "or --strategy fsdp",
         ) from error
     finally:
         # The tracer adds these to the model for the graph.
-        constants = {
-            name: value
-            for name, value in vars(model).items()
-            if name.startswith("_tensor_constant")
-        }
+        added = vars(model).items()
+        constants = {key: value for key, value in added if key.startswith("_tensor_constant")}
         before.restore()
         vars(model).update(constants)
     if (change := changed(values, reachable.digest())) is not None:
@@ -89,9 +82,11 @@ def trace(model: nn.Module, opened: Set[str] = frozenset(), *, training: bool) -
         )
     if draws:
         raise stage_error(
-            f"the forward of {type(model).__name__} draws random numbers between the calls of its modules",
+            f"the forward of {type(model).__name__} draws random numbers between the calls of its "
+            "modules",
             expected="draws inside modules, in each forward",
-            fix="move the draw into a module, or into a function passed to torch.fx.wrap; or --strategy fsdp",
+            fix="move the draw into a module, or into a function passed to torch.fx.wrap; "
+            "or --strategy fsdp",
         )
     return graph
 
@@ -117,7 +112,8 @@ def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     extra = [name for name in inputs if name not in names]
     if extra:
         raise stage_error(
-            f"the data contain the argument {extra[0]!r}, which has a default in the forward of {type(model).__name__}",
+            f"the data contain the argument {extra[0]!r}, which has a default in the forward of "
+            f"{type(model).__name__}",
             expected="a pipeline is built with the defaults of the forward, before data are known",
             fix=f"define a forward with {extra[0]} as a required parameter, or --strategy fsdp",
         )
@@ -125,7 +121,7 @@ def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _signature(model: nn.Module) -> inspect.Signature:
-    """Return the signature of the class's forward, without `self`; wrappers of the instance are not part of it."""
+    """Return the signature of the class's forward, without `self` and wrappers of the instance."""
     signature = inspect.signature(type(model).forward)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
@@ -189,12 +185,13 @@ def partition_model(model: nn.Module, names: Sequence[str], count: int) -> Parti
     Raises:
         InputError: the model cannot be partitioned.
     """
-    ancestors = {
-        name[:end] for name in names for end, character in enumerate(name) if character == "."
-    }
-    opened = ancestors if names else _opened(model, count)
+    if names:  # the ancestors of the named modules
+        opened = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
+    else:
+        opened = _opened(model, count)
+    # Code such as `if self.training` gives each mode another graph.
     traces = {training: trace(model, opened, training=training) for training in (True, False)}
-    starts = list(names) or balanced_starts(model, traces[True], count)
+    starts = list(names) or _balanced_starts(model, traces[True], count)
     graphs = {
         training: _stage_graphs(
             graph, _replicated_nodes(model, graph), _stage_of_nodes(graph, starts), len(starts) + 1
@@ -205,11 +202,19 @@ def partition_model(model: nn.Module, names: Sequence[str], count: int) -> Parti
     users: dict[nn.Parameter, set[int]] = {parameter: set() for parameter in model.parameters()}
     for stage, graph in (pair for stages in graphs.values() for pair in enumerate(stages)):
         for node in graph.nodes:
+            name = str(node.target)
             for parameter in _parameters_of(model, node):
                 users[parameter].add(stage)
-            if node.op == "call_module":
-                first = module_stages.setdefault(str(node.target), stage)
-                _require_one_stage(model, str(node.target), first, stage)
+            if node.op != "call_module":
+                continue
+            first = module_stages.setdefault(name, stage)
+            if stage != first and any(True for _ in model.get_submodule(name).buffers()):
+                raise stage_error(
+                    f"the module {name!r} with buffers is used in stages {first + 1} and "
+                    f"{stage + 1}",
+                    expected="a module with buffers is used in one stage",
+                    fix="set other strategy.stages",
+                )
     parameter_stages = {
         name: tuple(sorted(users[p])) or (0,) for name, p in model.named_parameters()
     }
@@ -217,7 +222,7 @@ def partition_model(model: nn.Module, names: Sequence[str], count: int) -> Parti
 
 
 def require_single_uses(model: nn.Module, partition: Partition) -> None:
-    """Require that the gradients of weights that stages share are summed in the order of one process.
+    """Require that gradients of shared weights are summed in the order of one process.
 
     Each stage sums those of its own uses first, and autocast rounds a weight in each stage. So a
     stage uses a shared weight once, and at most one of them not as an embedding.
@@ -233,34 +238,29 @@ def require_single_uses(model: nn.Module, partition: Partition) -> None:
         if "" in uses or len(uses) - uses.count("table") > 1:
             raise InputError(
                 f"several stages use the parameter {name!r}, several times or not as an embedding",
-                expected="with exact, each stage uses a shared weight once, in an nn.Linear, an nn.Embedding or a "
-                "function between modules, and all but one in an nn.Embedding",
+                expected="with exact, each stage uses a shared weight once, in an nn.Linear, an "
+                "nn.Embedding or a function between modules, and all but one in an nn.Embedding",
                 fix="name stages that do not share it: strategy.stages; or reduction='fast'",
                 code="E_PIPELINE",
             )
 
 
 def _single_use(model: nn.Module, graph: fx.Graph, parameter: nn.Parameter) -> str:
-    """Return `table` or `product` for a parameter that a graph uses once; an empty text if that is not certain."""
-    nodes = [
-        node
-        for node in graph.nodes
-        if any(used is parameter for used in _parameters_of(model, node))
-    ]
-    if len(nodes) != 1:
+    """Return `table` or `product` for a parameter that a graph uses once, otherwise no text."""
+    nodes = [node for node in graph.nodes if {parameter} & {*_parameters_of(model, node)}]
+    if len(nodes) != 1 or (nodes[0].op == "get_attr" and len(nodes[0].users) != 1):
         return ""
     if nodes[0].op == "get_attr":
-        if len(nodes[0].users) == 1:
-            return "product"
-        return ""
+        return "product"
     kind = type(model.get_submodule(str(nodes[0].target)))
     return {nn.Embedding: "table", nn.Linear: "product"}.get(kind, "")
 
 
 def balance(weights: Sequence[int], count: int) -> list[int]:
-    """Return where parts 2 to `count` of a sequence begin: the minimal largest part, then the least sum of squares.
+    """Return where parts 2 to `count` of a sequence of positive weights begin.
 
-    There are at least `count` weights, all positive.
+    The largest part is minimal, and then the sum of squares of parts. There are at least `count`
+    weights.
     """
     sums = [0, *accumulate(weights)]
 
@@ -279,26 +279,15 @@ def balance(weights: Sequence[int], count: int) -> list[int]:
     return best(count, len(weights))[2]
 
 
-def assign_parts(sizes: Sequence[int], parts: int) -> list[int]:
-    """Return the part of each element of a sequence, parts balanced by size.
-
-    Elements of size 0 belong to the part of their predecessor; at least `parts` elements have a
-    size.
-    """
-    positions = [position for position, size in enumerate(sizes) if size > 0]
-    starts = [
-        positions[start] for start in balance([sizes[position] for position in positions], parts)
-    ]
-    return [sum(position >= start for start in starts) for position in range(len(sizes))]
-
-
-def balanced_starts(model: nn.Module, graph: fx.Graph, count: int) -> list[str]:
+def _balanced_starts(model: nn.Module, graph: fx.Graph, count: int) -> list[str]:
     """Return the first modules of stages 2 to `count`, stages balanced by number of parameters."""
     sizes = _module_sizes(model, graph)
     if len(sizes) < count:
         raise stage_error(
-            f"{type(model).__name__} has {len(sizes)} modules at which a stage can begin, for {count} stages",
-            expected="a stage begins at a child of the model or an element of a sequence, and has parameters",
+            f"{type(model).__name__} has {len(sizes)} modules at which a stage can begin, "
+            f"for {count} stages",
+            expected="a stage begins at a child of the model or an element of a sequence, and has "
+            "parameters",
             fix=f"--mesh pipeline={max(1, len(sizes))}, or name nested modules: strategy.stages",
         )
     names = list(sizes)
@@ -306,7 +295,7 @@ def balanced_starts(model: nn.Module, graph: fx.Graph, count: int) -> list[str]:
 
 
 def _module_sizes(model: nn.Module, graph: fx.Graph) -> dict[str, int]:
-    """Return the number of parameters first used in each called module; modules without any are omitted."""
+    """Return the number of parameters first used in each called module, if there are any."""
     seen: set[nn.Parameter] = set()
     sizes: dict[str, int] = {}
     for node in graph.nodes:
@@ -318,7 +307,7 @@ def _module_sizes(model: nn.Module, graph: fx.Graph) -> dict[str, int]:
 
 
 def _opened(model: nn.Module, count: int) -> set[str]:
-    """Return the modules to trace into: those larger than an average stage, if they can be traced."""
+    """Return the modules to trace into: those that are larger than an average stage."""
     average = sum(parameter.numel() for parameter in model.parameters()) / count
     opened = set[str]()
     leaves = set[str]()
@@ -328,8 +317,11 @@ def _opened(model: nn.Module, count: int) -> set[str]:
         if not large:
             return opened
         for name in large:
-            has_children = any(True for _ in model.get_submodule(name).children())
-            (opened if has_children and _can_open(model, opened | {name}) else leaves).add(name)
+            children = list(model.get_submodule(name).children())
+            if children and _can_open(model, opened | {name}):
+                opened.add(name)
+            else:
+                leaves.add(name)
 
 
 def _can_open(model: nn.Module, opened: set[str]) -> bool:
@@ -337,21 +329,18 @@ def _can_open(model: nn.Module, opened: set[str]) -> bool:
         graphs = [trace(model, opened, training=training) for training in (True, False)]
     except InputError:  # control flow depends on tensor values: the module remains a leaf
         return False
-    return all(
-        node.target not in opened
-        for graph in graphs
-        for node in graph.nodes
-        if node.op == "call_module"
-    )
+    calls = (node for graph in graphs for node in graph.nodes if node.op == "call_module")
+    return all(node.target not in opened for node in calls)
 
 
 def _parameters_of(model: nn.Module, node: fx.Node) -> list[nn.Parameter]:
     """Return the parameters that a node uses."""
     if node.op == "call_module":
         return list(model.get_submodule(str(node.target)).parameters())
-    value = attrgetter(str(node.target))(model) if node.op == "get_attr" else None
-    if isinstance(value, nn.Parameter):
-        return [value]
+    if node.op == "get_attr":
+        value = attrgetter(str(node.target))(model)
+        if isinstance(value, nn.Parameter):
+            return [value]
     return []
 
 
@@ -362,8 +351,10 @@ def _stage_of_nodes(graph: fx.Graph, starts: Sequence[str]) -> dict[fx.Node, int
     if [first, *positions] != sorted({first, *positions}):
         raise stage_error(
             f"the stages begin at {', '.join(starts)}",
-            expected="first modules of the second and further stages, in the order in which the forward calls them",
-            fix=f"sort strategy.stages by this order, without {order[first].target}, the start of the first stage",
+            expected="first modules of the second and further stages, in the order in which the "
+            "forward calls them",
+            fix=f"sort strategy.stages by this order, without {order[first].target}, the start of "
+            "the first stage",
         )
     return {
         node: sum(position >= start for start in positions) for position, node in enumerate(order)
@@ -372,37 +363,29 @@ def _stage_of_nodes(graph: fx.Graph, starts: Sequence[str]) -> dict[fx.Node, int
 
 def _first_call(order: Sequence[fx.Node], name: str) -> int:
     """Return the position of the first call of a module or of one of its descendants."""
-    calls = [str(node.target) if node.op == "call_module" else "" for node in order]
-    for position, target in enumerate(calls):
+    calls = [
+        (number, str(node.target)) for number, node in enumerate(order) if node.op == "call_module"
+    ]
+    for position, target in calls:
         if target == name or target.startswith(f"{name}."):
             return position
-    close = get_close_matches(name, [target for target in calls if target], n=3, cutoff=0.3)
+    names = [target for _, target in calls]
+    close = get_close_matches(name, names, n=3, cutoff=0.3) or names[:3]
     raise stage_error(
         f"strategy.stages: the forward never calls a module {name!r}",
         expected="names of modules that the forward calls",
-        fix=f"use names such as {', '.join(close) or ', '.join(filter(None, calls[:3]))}",
+        fix=f"use names such as {', '.join(close)}",
     )
-
-
-def _require_one_stage(model: nn.Module, name: str, first: int, stage: int) -> None:
-    if stage != first and any(True for _ in model.get_submodule(name).buffers()):
-        raise stage_error(
-            f"the module {name!r} with buffers is used in stages {first + 1} and {stage + 1}",
-            expected="a module with buffers is used in one stage",
-            fix="set other strategy.stages",
-        )
 
 
 def _stage_graphs(
     graph: fx.Graph, replicated: set[fx.Node], stages: dict[fx.Node, int], count: int
 ) -> list[fx.Graph]:
     nodes = [node for node in graph.nodes if node not in replicated]
-    last_use = {
-        node: max(
-            (stages[user] for user in node.users if user not in replicated), default=stages[node]
-        )
-        for node in nodes
-    }
+    last_use = {}
+    for node in nodes:
+        uses = [stages[user] for user in node.users if user not in replicated]
+        last_use[node] = max(uses, default=stages[node])
     crossing = [
         [n for n in nodes if stages[n] < stage <= last_use[n]] for stage in range(count + 1)
     ]
@@ -418,27 +401,24 @@ def _stage_graphs(
 
 
 def _replicated_nodes(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that every stage computes itself: functions of the model's inputs and own tensors.
+    """Return the nodes that every stage computes itself: functions of inputs and own tensors.
 
     For example masks and positions. Random functions and in-place changes are excluded. Functions
-    of trained parameters
-    too: one process applies their backward once, to the sum of the gradients of all stages.
+    of trained parameters too: one process applies their backward once, to the sum of the gradients
+    of all stages.
     """
     replicated: set[fx.Node] = set()
     trained: set[fx.Node] = set()  # nodes with a gradient
     for node in graph.nodes:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        name = getattr(node.target, "__name__", "")
+        if isinstance(node.target, str):
+            name = node.target
         is_function = node.op in ("call_function", "call_method")
-        if (
-            is_function
-            and name not in _PROPERTIES
-            and any(used in trained for used in node.all_input_nodes)
-        ):
+        has_trained = any(used in trained for used in node.all_input_nodes)
+        if is_function and name not in _PROPERTIES and has_trained:
             trained.add(node)
             continue
-        if node.op == "get_attr" and any(
-            parameter.requires_grad for parameter in _parameters_of(model, node)
-        ):
+        if node.op == "get_attr" and any(one.requires_grad for one in _parameters_of(model, node)):
             trained.add(node)
         is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         runs_once = is_in_place or any(word in name for word in _RANDOM)

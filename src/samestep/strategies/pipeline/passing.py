@@ -1,8 +1,8 @@
-"""Messages between the stages of a pipeline, as nodes of autograd: a value goes forward, its gradient comes back.
+"""Messages between the stages of a pipeline, as nodes of autograd.
 
-A message has a header for the host (failure, shapes, values that are no tensors, states of the
-generators) and then its tensors. Each slice has one message from a stage to the next, whatever
-happens, so that ranks never lose step.
+A value goes forward, and its gradient comes back. A message has a header for the host (failure,
+shapes, values that are no tensors, states of the generators) and then its tensors. Each slice has
+one message from a stage to the next, whatever happens, so that ranks never lose step.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from samestep.errors import InputError
 from samestep.reduce.exact import communicate
 from samestep.strategies.tensor_slices import ALIGNMENT
 
-_TEXT_BYTES = 2048  # of the text in a header; a longer one is sent alone
-_LENGTH_BYTES = 8
+_LENGTH_BYTES = 8  # of the number of bytes of the text, at the beginning of a header
+_TEXT_BYTES = 2048  # of the text in a header; the rest of a longer one is sent alone
+_TEXT = slice(_LENGTH_BYTES, _LENGTH_BYTES + _TEXT_BYTES)
+_STATES = slice(_LENGTH_BYTES + _TEXT_BYTES, None)
 
 Messages = Sequence[tuple[torch.Tensor, int]]  # with the rank of the peer
 
@@ -59,15 +61,10 @@ class Links:
     def send(self, message: Message, peers: Sequence[int], *, backward: bool = False) -> None:
         """Send a message to some ranks; in a forward, with the states of the generators."""
         tensors = [tensor.detach().resolve_conj().resolve_neg() for tensor in message.tensors]
-        rows = [
-            (
-                str(tensor.dtype).removeprefix("torch."),
-                tuple(tensor.shape),
-                *layout_of(tensor),
-                needs,
-            )
-            for tensor, needs in zip(tensors, message.have_gradients, strict=True)
-        ]
+        rows = []
+        for tensor, needs in zip(tensors, message.have_gradients, strict=True):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            rows.append((dtype, tuple(tensor.shape), *layout_of(tensor), needs))
         try:
             text = json.dumps([message.has_failed, message.values, rows]).encode()
         except TypeError as error:
@@ -78,14 +75,11 @@ class Links:
                 code="E_PIPELINE",
             ) from error
         header = self._header(backward)
-        header[:_LENGTH_BYTES] = _as_bytes(len(text).to_bytes(_LENGTH_BYTES, "little"))
-        header[_LENGTH_BYTES : _LENGTH_BYTES + min(len(text), _TEXT_BYTES)] = _as_bytes(
-            text[:_TEXT_BYTES]
-        )
+        # Of one length, so that the receiver knows it: mostly one message has the whole text.
+        first = text[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        header[: _STATES.start] = _as_bytes(len(text).to_bytes(_LENGTH_BYTES, "little") + first)
         if not backward:
-            header[_LENGTH_BYTES + _TEXT_BYTES :] = torch.cat(
-                [one.state() for one in self._generators]
-            )
+            header[_STATES] = torch.cat([one.state() for one in self._generators])
         self._communicate([(header, peer) for peer in peers])
         if len(text) > _TEXT_BYTES:
             self._communicate([(_as_bytes(text[_TEXT_BYTES:]), peer) for peer in peers])
@@ -100,14 +94,14 @@ class Links:
         header = self._header(backward)
         self._communicate([], [(header, peer)])
         length = int.from_bytes(header[:_LENGTH_BYTES].numpy().tobytes(), "little")
-        text = header[_LENGTH_BYTES : _LENGTH_BYTES + min(length, _TEXT_BYTES)].numpy().tobytes()
+        text = header[_TEXT].numpy().tobytes()[:length]
         if length > _TEXT_BYTES:
             rest = torch.empty(length - _TEXT_BYTES, dtype=torch.uint8)
             self._communicate([], [(rest, peer)])
             text += rest.numpy().tobytes()
         has_failed, values, rows = json.loads(text)
         if not backward:
-            states = header[_LENGTH_BYTES + _TEXT_BYTES :].split(self._sizes)
+            states = header[_STATES].split(self._sizes)
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state.clone())
         tensors = [
@@ -115,29 +109,30 @@ class Links:
             for dtype, shape, *_ in rows
         ]
         self._communicate([], [(tensor, peer) for tensor in tensors])
-        placed = [with_layout(one, row[2], row[3]) for one, row in zip(tensors, rows, strict=True)]
+        placed = [with_layout(one, *row[2:4]) for one, row in zip(tensors, rows, strict=True)]
         return Message(placed, [bool(row[4]) for row in rows], values, has_failed)
 
     def exchange(self, own: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:
-        """Return the tensors of some ranks, this one among them, by rank; each of the ranks calls this."""
+        """Return the tensors of some ranks by rank; each of them, this one too, calls this."""
         own = own.contiguous()
+        tensors = {rank: torch.empty_like(own) for rank in ranks}
+        tensors[self.world.rank] = own
         others = [rank for rank in ranks if rank != self.world.rank]
-        received = {rank: torch.empty_like(own) for rank in others}
-        messages = [(own, rank) for rank in others], [(received[rank], rank) for rank in others]
-        self.world.run_collective(
-            lambda: communicate(self.world, *messages), "gradients of a shared weight"
-        )
-        return [own if rank == self.world.rank else received[rank] for rank in ranks]
+        sent = [(own, rank) for rank in others]
+        received = [(tensors[rank], rank) for rank in others]
+        self._communicate(sent, received, "gradients of a shared weight")
+        return list(tensors.values())
 
     def _header(self, backward: bool) -> torch.Tensor:
         states = 0 if backward else sum(self._sizes)
-        return torch.zeros(_LENGTH_BYTES + _TEXT_BYTES + states, dtype=torch.uint8)
+        return torch.zeros(_STATES.start + states, dtype=torch.uint8)
 
-    def _communicate(self, sent: Messages, received: Messages = ()) -> None:
+    def _communicate(
+        self, sent: Messages, received: Messages = (), name: str = "a message between stages"
+    ) -> None:
         outgoing = [(tensor, peer) for tensor, peer in sent if tensor.numel() > 0]
         incoming = [(tensor, peer) for tensor, peer in received if tensor.numel() > 0]
         if outgoing or incoming:
-            name = "a message between stages"
             self.world.run_collective(lambda: communicate(self.world, outgoing, incoming), name)
 
 
@@ -155,10 +150,8 @@ def with_layout(tensor: torch.Tensor, strides: Sequence[int], offset: int) -> to
     if tuple(tensor.stride()) == tuple(strides) and not offset:
         return tensor
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-    memory = torch.empty(
-        offset + max(0, last) + 1, dtype=tensor.dtype, device=tensor.device
-    ).untyped_storage()
-    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    memory = tensor.new_empty(offset + max(0, last) + 1).untyped_storage()
+    copy = tensor.new_empty(0)
     # Elements of a dimension with stride 0 share memory: one of them is written.
     distinct = [
         min(size, 1) if stride == 0 else size
@@ -176,7 +169,6 @@ class Received(torch.autograd.Function):
     def forward(
         ctx: Any, links: Links, peer: int, message: Message, anchor: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return the tensors; `anchor` requires a gradient, so that they do."""
         ctx.links = links
         ctx.peer = peer
         ctx.set_materialize_grads(False)
@@ -187,7 +179,6 @@ class Received(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
-        """Send the gradients."""
         present = [gradient for gradient in gradients if gradient is not None]
         are_present = [gradient is not None for gradient in gradients]
         message = Message(present, [False] * len(present), are_present)
@@ -200,7 +191,6 @@ class Sent(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, links: Links, peer: int, *tensors: torch.Tensor) -> torch.Tensor:
-        """Return a scalar that stands for the results of other ranks from the tensors."""
         ctx.links = links
         ctx.peer = peer
         return torch.zeros((), device=links.world.device)
@@ -208,14 +198,10 @@ class Sent(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, token: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Receive the gradients."""
         message = ctx.links.receive(ctx.peer, backward=True)
-        gradients = iter(message.tensors)
-        return (
-            None,
-            None,
-            *[next(gradients) if is_present else None for is_present in message.values],
-        )
+        received = iter(message.tensors)
+        gradients = [next(received) if is_present else None for is_present in message.values]
+        return None, None, *gradients
 
 
 class Outputs(torch.autograd.Function):
@@ -229,7 +215,6 @@ class Outputs(torch.autograd.Function):
     def forward(
         ctx: Any, begin: Callable[[], None], needs: Sequence[bool], own: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return the outputs, of which the first `own` have a graph here; tokens follow the outputs."""
         count = len(needs)
         ctx.begin = begin
         ctx.own = own
@@ -237,28 +222,25 @@ class Outputs(torch.autograd.Function):
         ctx.tokens = [tensor.device for tensor in tensors[count:]]
         ctx.set_materialize_grads(False)
         outputs = tuple(tensor.view_as(tensor) for tensor in tensors[:count])
-        ctx.mark_non_differentiable(
-            *[one for one, need in zip(outputs, needs, strict=True) if not need]
-        )
+        constant = [one for one, need in zip(outputs, needs, strict=True) if not need]
+        ctx.mark_non_differentiable(*constant)
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Return gradients of own outputs, and zeros for the tokens."""
         ctx.begin()
         own = [*gradients[: ctx.own], *[None] * (ctx.outputs - ctx.own)]
         return None, None, None, *own, *[torch.zeros((), device=device) for device in ctx.tokens]
 
 
 class Shared(torch.autograd.Function):
-    """A weight that several stages use: its gradient is the sum of those of all stages, the last one first."""
+    """A weight of several stages: its gradient is the sum of those of all, the last one first."""
 
     @staticmethod
     def forward(
         ctx: Any, links: Links, ranks: Sequence[int], weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weight, and a token that has a gradient in each backward of the call."""
         ctx.links = links
         ctx.ranks = ranks
         ctx.shape = weight.shape
@@ -270,10 +252,10 @@ class Shared(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor | None, token: torch.Tensor | None) -> Any:
-        """Return the sum."""
         if gradient is None:
             gradient = torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
         *others, total = ctx.links.exchange(gradient, ctx.ranks)
+        # The order of a backward in one process, which begins with the last stage.
         for part in reversed(others):
             total = total + part
         return None, None, total

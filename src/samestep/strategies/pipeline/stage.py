@@ -1,10 +1,8 @@
 """One stage of a pipeline on this rank: its parameters, and its part of the forward of a slice.
 
 Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism"
-(2019), without a
-scheduler: all ranks run the slices of a batch in one order, and autograd runs the backwards of a
-    rank last slice first,
-so that messages pair up and stages overlap.
+(2019), without a scheduler: all ranks run the slices of a batch in one order, and autograd runs the
+backwards of a rank last slice first, so that messages pair up and stages overlap.
 
 Decisions: docs/decisions/layouts.md
 """
@@ -67,12 +65,10 @@ class GraphExecutor(fx.Interpreter):
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with plain containers in the place of those of a graph, which cannot be changed."""
-    if isinstance(value, dict):
-        if type(value) is immutable_dict:
-            return {key: _plain(item) for key, item in value.items()}
-        return value
-    if isinstance(value, tuple) and type(value) is tuple:
+    """Return a value with plain containers for those of a graph, which cannot be changed."""
+    if type(value) is immutable_dict:
+        return {key: _plain(item) for key, item in value.items()}
+    if type(value) is tuple:
         return tuple(_plain(item) for item in value)
     if type(value) is immutable_list:
         return [_plain(item) for item in value]
@@ -100,12 +96,12 @@ class Later:
     error: Exception | None = None
 
     def __new__(cls, *_: Any, **__: Any) -> Later:
-        """Return a new object. A class with this method is one leaf of a result, and is not opened."""
+        """Return a new object. A class with this method is one leaf of a result, not opened."""
         return object.__new__(cls)
 
 
 class StageOperations:
-    """Operations of each stage, after a mark of the stage, and the random draws before each, as observed by a trial.
+    """Operations of each stage in a trial, after a mark of the stage, and the draws before each.
 
     Args:
         operations: those of the whole module, with the marks.
@@ -145,7 +141,8 @@ class Stage:
             raise stage_error(
                 f"{self.partition.count} stages on {world.size} ranks",
                 expected="one stage on each rank of a pipeline",
-                fix=f"--mesh pipeline={self.partition.count}, or name {world.size - 1} modules in strategy.stages",
+                fix=f"--mesh pipeline={self.partition.count}, or name {world.size - 1} modules in "
+                "strategy.stages",
             )
         self.links = Links(world)
         self._module = module
@@ -157,47 +154,42 @@ class Stage:
         }
         self._anchor = torch.zeros((), device=world.device, requires_grad=True)
         self._task = -1
-        self._shared_nodes = (
-            0  # also their sequence numbers, so low that they run after the backwards of all slices
-        )
-        named = dict(module.named_parameters())
-        self.users = {
-            parameter: self.partition.parameter_stages[name] for name, parameter in named.items()
-        }
-        self.own = [parameter for parameter, users in self.users.items() if self.number in users]
-        self._shared = [
-            (one, users) for one, users in self.users.items() if self._is_shared(one, users)
-        ]
+        # Also their sequence numbers, so low that they run after the backwards of all slices.
+        self._shared_nodes = 0
         self._slots = ParameterSlots(module)
-        for parameter, users in self.users.items():
+        self.users: dict[nn.Parameter, tuple[int, ...]] = {}
+        self._shared: list[tuple[nn.Parameter, tuple[int, ...]]] = []
+        for name, parameter in module.named_parameters():
+            users = self.partition.parameter_stages[name]
+            self.users[parameter] = users
             if self.number not in users:
                 parameter.data = _placeholder(parameter)
-
-    def _is_shared(self, parameter: nn.Parameter, users: Sequence[int]) -> bool:
-        return parameter.requires_grad and len(users) > 1 and self.number in users
+            elif parameter.requires_grad and len(users) > 1:
+                self._shared.append((parameter, users))
 
     # --- parameters of all stages ----------------------------------------------------------------
 
     def full_tensor(self, local: torch.Tensor, source: int) -> torch.Tensor:
-        """Return a tensor that the stage `source` has, as a new one. A collective of the pipeline."""
+        """Return a tensor that the stage `source` has, as a new one. A collective."""
         full = local.detach().clone(memory_format=torch.contiguous_format)
         self.links.world.broadcast(full, source)
         return full
 
     def share_buffers(self, buffers: Sequence[tuple[nn.Module, str]]) -> None:
-        """Give buffers that a call has written to the ranks of the other stages. A collective of the pipeline."""
+        """Give buffers that a call has written to the other stages. A collective."""
         names = {module: name for name, module in self._module.named_modules()}
         world = self.links.world
-        written = [
-            (module._buffers[name], self._stage_of(names[module])) for module, name in buffers
-        ]
-        tensors = [(buffer, source) for buffer, source in written if buffer is not None]
+        tensors = []
+        own_versions = []
+        for module, name in buffers:
+            buffer = module._buffers[name]
+            if buffer is not None:
+                source = self._stage_of(names[module])
+                tensors.append((buffer, source))
+                own_versions.append(buffer._version * (source == self.number))
         if not tensors:
             return
-        versions = torch.tensor(
-            [buffer._version if source == self.number else 0 for buffer, source in tensors]
-        )
-        versions = versions.to(world.device)
+        versions = torch.tensor(own_versions, device=world.device)
         world.combine(versions)
         for (buffer, source), version in zip(tensors, device_reads.values(versions), strict=True):
             values = self.full_tensor(buffer, source)
@@ -208,10 +200,10 @@ class Stage:
                 torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
 
     def _stage_of(self, module: str) -> int:
-        parts = module.split(".")
-        ancestors = [".".join(parts[:depth]) for depth in range(len(parts), 0, -1)]
         stages = self.partition.module_stages
-        return next((stages[path] for path in ancestors if path in stages), 0)
+        while module and module not in stages:
+            module = module.rpartition(".")[0]  # the ancestor
+        return stages.get(module, 0)
 
     # --- forward ---------------------------------------------------------------------------------
 
@@ -239,11 +231,10 @@ class Stage:
         if not later.has_failed:
             try:
                 later.values = self._compute(expected, received, args, kwargs)
-            except (
-                Exception
-            ) as error:  # boundary: raised in `outputs`; other stages wait for a message
+            except Exception as error:  # boundary: raised in `outputs`; others wait for a message
                 later.has_failed = True
                 later.error = error
+        # Ranks compare numbers that a forward takes out of tensors; each stage sees its own.
         if later.operations is not None:
             later.numbers += map(repr, later.operations.numbers)
         if self.number < self.count - 1:
@@ -256,29 +247,31 @@ class Stage:
     ) -> Any:
         by_name = bind_inputs(self._module, args, kwargs)
         executor = self._executors[self._module.training, self.number]
-        tensors: Sequence[torch.Tensor] = () if received is None else received.tensors
-        if received is not None and torch.is_grad_enabled() and any(received.have_gradients):
-            with _hidden():
-                tensors = Received.apply(  # type: ignore[no-untyped-call]
-                    self.links, self.number - 1, received, self._anchor
-                )
+        tensors: Sequence[torch.Tensor] = ()
+        if received is not None:
+            tensors = received.tensors
+            if torch.is_grad_enabled() and any(received.have_gradients):
+                with _hidden():
+                    tensors = Received.apply(  # type: ignore[no-untyped-call]
+                        self.links, self.number - 1, received, self._anchor
+                    )
+        inputs = [by_name[name] for name in executor.inputs]
         with self._among_operations(expected):
-            values = checked_forward(
-                executor, *tensors, *[by_name[name] for name in executor.inputs]
-            )
-        if self.number < self.count - 1 and not all(
-            isinstance(value, torch.Tensor) for value in values
-        ):
+            values = checked_forward(executor, *tensors, *inputs)
+        is_last = self.number == self.count - 1
+        if not is_last and not all(isinstance(value, torch.Tensor) for value in values):
             raise stage_error(
-                f"stage {self.number + 1} of the pipeline sends other values than tensors to the next stage",
+                f"stage {self.number + 1} of the pipeline sends other values than tensors to the "
+                "next stage",
                 expected="stages send tensors",
-                fix="set other strategy.stages, or compute values that derive from shapes inside a module",
+                fix="set other strategy.stages, or compute values that derive from shapes inside "
+                "a module",
             )
         return values
 
     @contextmanager
     def _among_operations(self, expected: StageOperations) -> Iterator[None]:
-        """Put the operations of this stage in the place of those of a trial, among those of the others."""
+        """Put the operations of this stage among those of the others, as in a trial."""
         mode = _operations()
         if mode is None or len(expected.by_stage) != self.count:
             yield
@@ -292,27 +285,28 @@ class Stage:
             mode.functions += operations
 
     def shared_weights(self) -> tuple[list[Entry], list[torch.Tensor]]:
-        """Return places for weights that several stages use, whose gradients are summed over these, and their tokens.
+        """Return places for weights of several stages, and their tokens.
 
-        Each token needs a gradient in every backward. The sums run after the backwards of all
-        slices: they wait for another stage, which waits for gradients of this one.
+        Their gradients are summed over the stages, and each token needs a gradient in every
+        backward. The sums run after the backwards of all slices: they wait for another stage, which
+        waits for gradients of this one.
         """
         entries: list[Entry] = []
         tokens: list[torch.Tensor] = []
-        nodes: dict[int, torch.Tensor] = {}
+        aliases: dict[int, torch.Tensor] = {}
         for parameter, ranks in self._shared:
             for container, key, _, _ in self._slots.entries({parameter: self._anchor}):
                 value = container[key]
-                if isinstance(value, torch.Tensor):
-                    if id(value) not in nodes:
-                        alias, token = Shared.apply(self.links, ranks, value)  # type: ignore[no-untyped-call]
-                        self._shared_nodes += (
-                            1  # those of later slices run first, in one order on all ranks
-                        )
-                        token.grad_fn._set_sequence_nr(self._shared_nodes)
-                        nodes[id(value)] = alias
-                        tokens.append(token)
-                    entries.append((container, key, value, nodes[id(value)]))
+                if not isinstance(value, torch.Tensor):
+                    continue
+                if id(value) not in aliases:
+                    alias, token = Shared.apply(self.links, ranks, value)  # type: ignore[no-untyped-call]
+                    # Those of later slices run first, in one order on all ranks.
+                    self._shared_nodes += 1
+                    token.grad_fn._set_sequence_nr(self._shared_nodes)
+                    aliases[id(value)] = alias
+                    tokens.append(token)
+                entries.append((container, key, value, aliases[id(value)]))
         return entries, tokens
 
     def _send(self, later: Later) -> None:
@@ -333,11 +327,11 @@ class Stage:
         Raises:
             Exception: a stage failed.
         """
-        world = self.links.world
         last = self.count - 1
+        # Every rank returns the result: the script's loss is computed on all of them.
         if self.number == last:
             message = _of_result(later)
-            self.links.send(message, [rank for rank in range(world.size) if rank != last])
+            self.links.send(message, range(last))
         else:
             message = self.links.receive(last)
         if message.has_failed:
@@ -345,21 +339,19 @@ class Stage:
         others, text, numbers = message.values
         if later.operations is not None:  # which ranks compare
             later.operations.numbers = numbers
-        tensors = list(message.tensors)
+        tensors = message.tensors
         if torch.is_grad_enabled() and any(message.have_gradients):
             own = len(tensors) if self.number == last else 0
             tokens = [*later.tokens, self._anchor]
-            tensors = list(
-                Outputs.apply(  # type: ignore[no-untyped-call]
-                    self._begin_backward, message.have_gradients, own, *tensors, *tokens
-                )
+            tensors = Outputs.apply(  # type: ignore[no-untyped-call]
+                self._begin_backward, message.have_gradients, own, *tensors, *tokens
             )
         remaining = iter(tensors)
         leaves = [next(remaining) if other is None else other[0] for other in others]
         return tree_unflatten(leaves, treespec_loads(text))
 
     def _begin_backward(self) -> None:
-        """Send a word before anything else of a backward: stages reach their sums of gradients one after another."""
+        """Send a word before a backward: stages reach their sums of gradients one after another."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
@@ -378,7 +370,6 @@ def _operations() -> Operations | None:
 
 
 def _of_result(later: Later) -> Message:
-    """Return the message with the result of the last stage."""
     if later.has_failed:
         return Message(has_failed=True)
     leaves, spec = tree_flatten(later.values)
@@ -392,7 +383,8 @@ def _of_result(later: Later) -> Message:
 
 
 def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the shape of a parameter and the memory of one element; its use is seen in every result."""
+    """Return a tensor with the shape of a parameter and the memory of one element."""
+    # A use by mistake is seen in every result.
     value = float("nan") if parameter.is_floating_point() else 0
     one = torch.full((1,) * parameter.dim(), value, dtype=parameter.dtype, device=parameter.device)
     return one.expand(parameter.shape)

@@ -1,20 +1,25 @@
-"""Models split between real ranks, compared with the plain loop; each check returns a JSON value."""
+"""Models split between ranks by a tensor axis, a pipeline axis and replicas, compared with the plain loop."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 import samestep
-from helpers import pipeline_models, tensor_models
+from helpers.forked_ranks import RankServer
+from helpers.tensor_models import PLAN, Layers, gpt
 from helpers.view_checks import difference, error_code
 from samestep.config import MeshConfig, StrategyConfig
 from samestep.distributed.world import World
@@ -22,7 +27,9 @@ from samestep.global_view import parallel_module
 from samestep.strategies.split import Split
 from samestep.view.view import View
 
-ROWS, STEPS = 7, 4
+ROWS = 7
+STEPS = 4
+CLASSES = 4
 
 
 def bits(name: str, mesh: dict[str, int], models: list[str], slices: int = 1) -> dict[str, list[Any]]:
@@ -90,6 +97,70 @@ def checkpoints(name: str, mesh: dict[str, int], models: list[str], folder: str,
     return results
 
 
+class Deep(nn.Module):
+    """Batch norm, an in-place activation, a frozen layer, a layer that is used twice, and a skip connection."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.norm, self.act = nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True)
+        self.blocks = nn.ModuleList([nn.Linear(16, 16) for _ in range(5)])
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.drop, self.last = nn.Dropout(dropout), nn.Linear(16, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        first = hidden = self.norm(self.first(inputs))
+        for block in [*self.blocks, self.blocks[0]]:
+            hidden = self.drop(self.act(block(hidden)))
+        logits: Tensor = self.last(self.frozen(hidden) + first)
+        return logits
+
+
+class HalfFrozen(Deep):
+    """Model whose trained modules are all in one of two stages."""
+
+    def __init__(self, trained: tuple[str, ...]) -> None:
+        super().__init__()
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name.startswith(trained))
+
+
+class Layouts(nn.Module):
+    """Stages that exchange a transposed tensor and an unaligned one, whose gradients are a slice and an expansion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 5 * 7), nn.Sequential(nn.GELU(), nn.Linear(5, 9))
+        self.third, self.last = nn.Sequential(nn.Linear(9, 11), nn.GELU()), Pooled(11, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.second(self.first(inputs).unflatten(1, (5, 7)).transpose(1, 2))
+        logits: Tensor = self.last(self.third(hidden[:, 1:]))
+        return logits
+
+
+class Pooled(nn.Linear):
+    """Linear layer of a mean over the second dimension."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs.mean(dim=1))
+
+
+class SharedFunction(nn.Module):
+    """Model with a function of a parameter that several stages use, and a parameter that several stages use twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.square = nn.Parameter(torch.ones(12)), nn.Linear(12, 12)
+        self.layers, self.last = nn.ModuleList([nn.Linear(12, 12) for _ in range(6)]), nn.Linear(12, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        factor, hidden = torch.exp(self.scale / 3), inputs
+        for layer in self.layers:
+            hidden = torch.tanh(self.square(self.square(layer(hidden))) * factor)
+        logits: Tensor = self.last(hidden)
+        return logits
+
+
 class Convolutions(nn.Module):
     """A network of images whose batch norms are in several stages."""
 
@@ -136,20 +207,20 @@ def _images(step: int, rows: int) -> Tensor:
 
 Inputs = Callable[[int, int], Any]
 MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
-    "deep": (pipeline_models.Deep, _points),
+    "deep": (Deep, _points),
     "untied": (_untied, _points),
-    "dropout": (lambda: pipeline_models.Deep(0.3), _points),
-    "layouts": (pipeline_models.Layouts, _points),
-    "shared function": (pipeline_models.SharedFunction, _points),
-    "first frozen": (lambda: pipeline_models.HalfFrozen(("blocks.4", "last")), _points),
-    "last frozen": (lambda: pipeline_models.HalfFrozen(("first", "norm", "blocks.0")), _points),
+    "dropout": (lambda: Deep(0.3), _points),
+    "layouts": (Layouts, _points),
+    "shared function": (SharedFunction, _points),
+    "first frozen": (lambda: HalfFrozen(("blocks.4", "last")), _points),
+    "last frozen": (lambda: HalfFrozen(("first", "norm", "blocks.0")), _points),
     "images": (Convolutions, _images),
     "pair": (Pair, _points),
     "perceptron": (lambda: nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 4)), _points),
-    "text": (lambda: tensor_models.model_of("gpt"), lambda step, rows: _tokens(step, rows, 13, 6)),
-    "layers": (lambda: tensor_models.model_of("layers"), lambda step, rows: _tokens(step, rows, 13, 6)),
+    "text": (gpt, lambda step, rows: _tokens(step, rows, 13, 6)),
+    "layers": (Layers, lambda step, rows: _tokens(step, rows, 13, 6)),
 }
-PLANS = {"layers": tensor_models.PLAN, "perceptron": {"0": "column", "2": "row"}}
+PLANS = {"layers": PLAN, "perceptron": {"0": "column", "2": "row"}}
 
 
 def _divided(name: str, config: StrategyConfig, **options: Any) -> tuple[nn.Module, Inputs]:
@@ -204,3 +275,98 @@ def _full(model: nn.Module, value: Callable[[nn.Parameter], Tensor | None]) -> I
         if owner is not None and own is not None and isinstance(owner.strategy, Split):
             own = owner.strategy.full_tensor(parameter, own)
         yield None if own is None else own.detach().clone()
+
+
+TOLERANCE = 1e-13
+PIPELINE = ["deep", "dropout", "layouts", "shared function", "first frozen", "last frozen", "images", "pair", "text"]
+TENSOR = ["perceptron", "text", "layers"]
+# Ranks, strategy and mesh.
+LAYOUTS: dict[str, tuple[int, str, dict[str, int]]] = {
+    "1": (1, "auto", {}),
+    "ddp 2": (2, "auto", {}),
+    "pp 2": (2, "pp", {"pipeline": 2}),
+    "pp 3": (3, "pp", {"pipeline": 3}),
+    "ddp 2 x pp 2": (4, "pp", {"pipeline": 2, "replicate": 2}),
+    "tp 2": (2, "tp", {"tensor": 2}),
+    "ddp 2 x tp 2": (4, "tp", {"tensor": 2, "replicate": 2}),
+    "ddp with a mesh": (4, "ddp", {"tensor": 2}),
+    "tp 2 x pp 2": (4, "pp", {"pipeline": 2, "tensor": 2}),
+}
+
+
+def started(on_ranks: RankServer, function: Any, layout: str, models: list[str], **options: Any) -> Any:
+    """Return the result of a function of this file on the ranks of a layout."""
+    ranks, name, mesh = LAYOUTS[layout]
+    return on_ranks(function, ranks, name=name, mesh=mesh, models=models, **options)
+
+
+@pytest.mark.parametrize(
+    ("layout", "models"),
+    [
+        ("pp 2", ["dropout", "shared function"]),
+        ("tp 2", ["layers"]),
+        pytest.param("pp 2", PIPELINE, marks=pytest.mark.slow),
+        pytest.param("pp 3", ["deep", "text", "layouts", "shared function"], marks=pytest.mark.slow),
+        pytest.param("ddp 2 x pp 2", PIPELINE, marks=pytest.mark.slow),
+        pytest.param("tp 2", TENSOR, marks=pytest.mark.slow),
+        pytest.param("ddp 2 x tp 2", TENSOR, marks=pytest.mark.slow),
+        pytest.param("ddp with a mesh", ["layers"], marks=pytest.mark.slow),
+        pytest.param("tp 2 x pp 2", ["text", "layers"], marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_have_the_values_of_the_plain_loop(layout: str, models: list[str], on_ranks: RankServer) -> None:
+    results = started(on_ranks, run, layout, models)
+    assert list(results) == models
+    for name, ranks in results.items():
+        for deviation, *calls in ranks:
+            assert deviation <= TOLERANCE, name
+            assert calls == [4, 0, []], name  # all calls but the first of each kind were divided
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        ("text", ["pp 2", "1", "pp 3", "tp 2", "tp 2 x pp 2"]),
+        ("images", ["ddp 2 x pp 2", "ddp 2"]),  # copies of stages with batch norm
+    ],
+)
+def test_checkpoints_belong_to_no_layout(model: str, layouts: list[str], tmp_path: Path, on_ranks: RankServer) -> None:
+    runs = [("plain", "1", len(layouts)), *(("changing", layout, epoch) for epoch, layout in enumerate(layouts, 1))]
+    for folder, layout, epochs in runs:
+        result = started(on_ranks, checkpoints, layout, [model], folder=str(tmp_path / folder), epochs=epochs)
+        assert result == {model: [True] * LAYOUTS[layout][0]}
+    plain, changing = (tmp_path / folder / model / "last" for folder in ("plain", "changing"))
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        one, other = load_file(plain / file), load_file(changing / file)
+        assert list(one) == list(other)
+        for name, tensor in one.items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-9, atol=1e-9)
+    one, other = (json.loads((folder / "state.json").read_text()) for folder in (plain, changing))
+    assert one["optimizer"] == other["optimizer"]
+    assert one["aliases"] == other["aliases"]
+
+
+@pytest.mark.slow
+def test_stages_have_the_bits_of_one_process(on_ranks: RankServer) -> None:
+    models = ["untied", "layouts", "first frozen", "images", "pair", "text"]
+    one = started(on_ranks, bits, "1", models)
+    others = {"ddp 2": models, "pp 2": models, "pp 3": ["untied", "text"], "ddp 2 x pp 2": ["untied", "images"]}
+    for layout, names in others.items():
+        for name, ranks in started(on_ranks, bits, layout, names).items():
+            assert ranks[0][1:] == [6, 0, []]
+            assert all(rank == one[name][0] for rank in ranks), (layout, name)
+    assert started(on_ranks, refusals, "pp 2", ["deep", "shared function"]) == ["E_PIPELINE", "E_PIPELINE"]
+
+
+@pytest.mark.slow
+def test_bits_depend_on_the_number_of_slices_only(on_ranks: RankServer) -> None:
+    one = started(on_ranks, bits, "1", TENSOR, slices=2)
+    without = started(on_ranks, bits, "1", TENSOR, slices=1)
+    for layout in ("ddp 2", "tp 2", "ddp 2 x tp 2"):
+        others = started(on_ranks, bits, layout, TENSOR, slices=2)
+        for name, ranks in one.items():
+            digest, *calls = ranks[0]
+            assert calls == [6, 0, []]
+            assert all(other == ranks[0] for other in others[name]), (layout, name)
+            assert without[name][0][0] != digest

@@ -1,4 +1,4 @@
-"""State of modules with divided parameters on real ranks; each check returns a JSON value."""
+"""Calls with parameters that are divided between real ranks, compared with the plain loop."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import samestep
+from helpers.compared_calls import COMPARED, SEVERAL, TOLERANCE, require_forms, require_gradients, results_of_ranks
+from helpers.forked_ranks import RankServer
 from helpers.view_checks import difference, error_code, run_checks
 from samestep.config import MeshConfig, StrategyConfig
+from samestep.errors import SamestepError
 from samestep.global_view import parallel_module
 from samestep.strategies.divided_parameters import full_tensor, is_divided
 from samestep.view.view import View
 
 EPOCHS = 3
-CHECKS: dict[str, Callable[[], Any]] = {}
+CHECKS: dict[str, Callable[[], Any]] = {}  # each returns a JSON value on each rank
 BITS: dict[str, Callable[[], Any]] = {}  # each returns the same on all numbers of ranks under `exact`
 
 
@@ -316,3 +320,137 @@ def losses_with(
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
+
+
+LAYOUTS = [
+    pytest.param((2, "fsdp", 1)),
+    pytest.param((3, "fsdp", 1), marks=pytest.mark.slow),
+    pytest.param((4, "hsdp", 2), marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=[pytest.param(layout.values[0], marks=pytest.mark.slow) for layout in LAYOUTS])
+def results(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    ranks, strategy, replicate = request.param
+    names = [*COMPARED, *SEVERAL, "a_row_that_fails"]
+    return results_of_ranks(ranks, names, strategy=strategy, replicate=replicate)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_gradients_are_those_of_the_plain_loop(results: dict[str, list[Any]], name: str) -> None:
+    require_gradients(results[name], *COMPARED[name])
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_variants_have_the_gradients_of_the_plain_loop(results: dict[str, list[Any]], name: str) -> None:
+    require_forms(results[name], SEVERAL[name], divided=3)
+
+
+def test_a_row_that_fails_ends_no_rank(results: dict[str, list[Any]]) -> None:
+    for found in results["a_row_that_fails"]:
+        assert isinstance(found, list), found
+        for deviation, divided, _ in found:
+            assert deviation <= TOLERANCE
+            assert divided >= 9
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def states(request: pytest.FixtureRequest, on_ranks: RankServer) -> tuple[int, dict[str, list[Any]]]:
+    ranks, strategy, replicate = request.param
+    return ranks // replicate, on_ranks(run, ranks, strategy=strategy, replicate=replicate)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("full_state", [True, True, True, True]),
+        ("gradient_norm", True),
+        ("stale_optimizer", "E_OPTIMIZER"),
+        ("divided_twice", "E_INCOMPATIBLE"),
+        ("replaced_parameter", "E_INCOMPATIBLE"),
+        ("unused_backward", True),
+        ("numbers_of_parameters", True),
+    ],
+)
+def test_state_of_divided_parameters(states: tuple[int, dict[str, list[Any]]], name: str, expected: Any) -> None:
+    for found in states[1][name]:
+        assert found == expected, found
+
+
+def test_each_rank_has_a_part(states: tuple[int, dict[str, list[Any]]]) -> None:
+    shards, found = states
+    rows = {2: [4, 4], 3: [3, 3, 2]}[shards]
+    for rank, (elements, has_values, same_class, name) in enumerate(found["parts"]):
+        assert elements == 6 * rows[rank % shards]
+        assert (has_values, same_class, name) == (True, False, "Sequential")
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [(1, "ddp", 1), (2, "fsdp", 1), (4, "hsdp", 2)],
+        pytest.param([(8, "ddp", 1), (3, "fsdp", 1), (5, "fsdp", 1)], marks=pytest.mark.slow),
+    ],
+)
+def test_exact_has_the_bits_of_one_process(layouts: list[tuple[int, str, int]], on_ranks: RankServer) -> None:
+    """Require equal results without failures, divided calls, and no complete parameters after the last call."""
+    first, *others = (
+        on_ranks(run_exact, size, strategy=strategy, replicate=replicate) for size, strategy, replicate in layouts
+    )
+    assert first["stale_graph"][0] == "RuntimeError"
+    for name in ("training", "gradients_of_gradients", "halves"):
+        assert isinstance(first[name][0], list), first[name][0]
+        assert first[name][0][2] >= 4  # divided calls
+        assert first[name][0][4:] in ([], [0])
+    for found in others:
+        for name, expected in first.items():
+            assert found[name] == [expected[0]] * len(found[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in COMPARED if name != "random_layers"])
+def test_exact_gradients_are_those_of_the_plain_loop(exact: dict[str, list[Any]], name: str) -> None:
+    require_gradients(exact[name], *COMPARED[name])
+
+
+@pytest.fixture(scope="module")
+def exact() -> dict[str, list[Any]]:
+    names = [*COMPARED, *SEVERAL]
+    return results_of_ranks(3, names, strategy="fsdp", reduction="exact")
+
+
+@pytest.mark.slow
+def test_checkpoints_resume_under_another_layout(tmp_path: Path) -> None:
+    arguments = [("ddp", 1, 5, 2), ("fsdp", 1, 5, 3), ("hsdp", 2, 2, 4), ("ddp", 1, 4, 2)]
+    plain = samestep.launch(train, tmp_path / "plain", "ddp", 1, 12, processes=1)
+    losses: list[float] = []
+    for strategy, replicate, steps, ranks in arguments:
+        own = samestep.launch(train, tmp_path / "run", strategy, replicate, steps, processes=ranks)
+        epoch = 4 * (len(losses) // 4)  # saved at the end of each epoch
+        losses = losses[:epoch] + own
+    assert losses == pytest.approx(plain, abs=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"offload": True}, {"meta": True}])
+def test_options_change_no_result(options: dict[str, Any]) -> None:
+    plain, divided = (samestep.launch(losses_with, options, processes=size) for size in (1, 2))
+    assert divided == pytest.approx(plain, abs=1e-10)
+    exact = [samestep.launch(losses_with, options, "exact", processes=size) for size in (1, 2)]
+    assert exact[0] == exact[1]
+    assert exact[0] == pytest.approx(plain, abs=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [
+        ({"gather": "bf16"}, ("exact",)),
+        ({"name": "ddp", "hook": "bf16"}, ("exact",)),
+        ({}, ("fast", 2)),  # slices of products
+    ],
+)
+def test_options_that_exclude_each_other(options: dict[str, Any], others: tuple[Any, ...]) -> None:
+    with pytest.raises(SamestepError) as error:
+        samestep.launch(losses_with, options, *others, processes=2)
+    assert error.value.code == "E_INCOMPATIBLE"

@@ -1,0 +1,483 @@
+"""Divided parameters during calls and backwards: gathered for a unit of layers, or all together.
+
+The hooks of `fully_shard` are installed for the forward and the backward of a slice only. Private:
+attributes of FSDP's states (torch 2.11 and 2.13).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from samestep.errors import RunError
+from samestep.reduce.fast import Reduction
+from samestep.strategies.divided_parameters import full_tensor
+from samestep.strategies.dtensors import gathered
+from samestep.view.crossings import CallExchange
+from samestep.view.hub import Hub
+from samestep.view.region import current_region
+from samestep.view.slots import ParameterSlots, is_in_place, replaced
+from samestep.view.strategy import CallParameters, Strategy
+
+# Attributes of the modules of a unit, by which libraries take a script for one of several
+# processes.
+_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+
+
+class Gathers:
+    """Gathers of the divided calls of a module, in order: a rank that fails takes part in the rest.
+
+    Each has the number of sums inside of the call, as of batch norm, that precede it.
+
+    Args:
+        units: the units of the module; expected in this order in the first call.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._known: dict[Hashable, list[tuple[Unit, int]]] = {}
+        self._key: Hashable = None
+        self._expected: list[tuple[Unit, int]] = []  # those of the latest known kind
+        self._done: list[tuple[Unit, int]] = []
+
+    def begin_call(self, key: Hashable) -> None:
+        """Begin a call of a kind; the call before was complete."""
+        if self._done:
+            self._known[self._key] = self._done
+        self._done = []
+        self._key = key
+        self._expected = self._known.get(key, self._expected)
+
+    def add(self, unit: Unit) -> None:
+        region = current_region()
+        sums = 0
+        if region is not None:
+            sums = len(getattr(region.exchange, "sums", ()))
+        self._done.append((unit, sums))
+
+    def abandon_call(self) -> None:
+        """Forget the gathers of a call that ended early."""
+        self._done = []
+
+    def leave(self, exchange: CallExchange, device: torch.device) -> None:
+        """Take part in the remaining gathers of the call, and in the sums between them."""
+        expected = self._expected or [(unit, 0) for unit in self._units]
+        for unit, sums in expected[len(self._done) :]:
+            exchange.leave(device, sums)
+            unit.gather()
+        exchange.leave(device)
+
+
+class Unit:
+    """Layers with parameters that are gathered together.
+
+    Args:
+        module: argument of `fully_shard`.
+        own_class: its class before.
+        gathers: notes those of forwards.
+    """
+
+    def __init__(self, module: Any, own_class: type[nn.Module], gathers: Gathers) -> None:
+        self._module = module
+        self._gathers = gathers
+        self._state: Any = module._get_fsdp_state()
+        # The state has the only strong reference to itself in the module.
+        self._state._pre_forward_hook_handle.remove()
+        self._state._post_forward_hook_handle.remove()
+        # Newer versions of torch have a list of groups as well; without placements of its own, a
+        # unit has at most one.
+        group = self._state._fsdp_param_group
+        self._groups: list[Any] = [] if group is None else [group]
+        for group in self._groups:
+            # Between calls, the divided parameters are in place.
+            group._register_state_dict_hooks = _nothing
+            for parameter in group.fsdp_params:
+                parameter._post_load_hook_handle.remove()  # `refresh` does the same
+                parameter._place = parameter.sharded_param._local_tensor.data_ptr()
+        for key in (STATE_KEY, REGISTRY_KEY):
+            del module.__dict__[key]
+        module.__class__ = own_class
+        for part in module.modules():
+            for name in _MARKS:
+                part.__dict__.pop(name, None)
+
+    def __repr__(self) -> str:
+        return f"Unit({type(self._module).__name__})"
+
+    @property
+    def _fsdp_parameters(self) -> Iterator[Any]:
+        return (parameter for group in self._groups for parameter in group.fsdp_params)
+
+    def before(self, module: nn.Module, arguments: Any, options: Any) -> Any:
+        if torch._C._current_graph_task_id() == -1:
+            self._gathers.add(self)
+        # These are no operations of the script.
+        with outside_inference_mode(), torch._C.DisableTorchFunction():
+            return self._state._pre_forward(module, arguments, options)
+
+    def after(self, module: nn.Module, arguments: Any, result: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            # An in-place change of a view would detach the hook that gathers parameters.
+            result = tree_map_only(torch.Tensor, _not_a_view, result)
+            return self._state._post_forward(module, arguments, result)
+
+    def install(self, stack: ExitStack) -> None:
+        """Gather and free parameters around calls of the module until the stack ends."""
+        before = self._module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
+        after = self._module.register_forward_hook(self.after)
+        stack.callback(before.remove)
+        stack.callback(after.remove)
+
+    def hide(self) -> None:
+        """Put the divided parameters into the module; gathered ones stay for a backward."""
+        for parameter in self._fsdp_parameters:
+            parameter._setattr_on_modules(parameter.sharded_param)
+
+    def refresh(self) -> None:
+        """Notice parameters that were assigned or moved since the last call.
+
+        Raises:
+            RunError: a parameter was assigned that is not divided.
+        """
+        for parameter in self._fsdp_parameters:
+            info = parameter._module_info
+            own = info.module._parameters.get(info.param_name)
+            is_known = own is parameter.sharded_param
+            if is_known and own._local_tensor.data_ptr() == parameter._place:
+                continue
+            if not isinstance(own, DTensor):
+                raise RunError(
+                    f"the parameter {info.param_name} of {type(info.module).__name__} was replaced",
+                    expected="the divided parameters of samestep.parallel, with new values at most",
+                    fix="change the module before samestep.parallel, or copy values into the "
+                    "parameter",
+                    code="E_INCOMPATIBLE",
+                )
+            parameter.reset_sharded_param()
+            parameter._place = parameter.sharded_param._local_tensor.data_ptr()
+
+    def show(self) -> None:
+        """Put the gathered parameters into the module, if they are in memory."""
+        for group in self._groups:
+            if group.is_unsharded:
+                for parameter in group.fsdp_params:
+                    parameter._setattr_on_modules(parameter._unsharded_param)
+
+    def gather(self) -> None:
+        with outside_inference_mode():
+            for group in self._groups:
+                group._to_sharded()
+                group.unshard()
+                group.wait_for_unshard()
+                group._to_sharded()
+
+    def free(self) -> None:
+        """Free gathered parameters, which can have other values now."""
+        for group in self._groups:
+            group._to_sharded()
+
+    def reset(self) -> None:
+        """Forget a forward or backward that has failed."""
+        if self._state._is_root:
+            self._state._reset_iter_state()
+
+
+class ShardedParameters(CallParameters):
+    """Divided parameters, gathered for a unit at a time, and a hub of the complete ones.
+
+    Args:
+        module: the module.
+        divided: its divided parameters that require gradients.
+        complete: its other parameters that require gradients.
+        strategy: has the present reduction.
+        units: the units of the module, the root first.
+        gathers: those of divided calls.
+        before_reduction: called once in each backward before the first sum.
+    """
+
+    needs_inner_graph = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        divided: Sequence[DTensor],
+        complete: Sequence[nn.Parameter],
+        *,
+        strategy: Strategy,
+        units: Sequence[Unit],
+        gathers: Gathers,
+        before_reduction: Callable[[], None],
+    ) -> None:
+        self._module = module
+        self._divided = list(divided)
+        self._strategy = strategy
+        self._units = units
+        self._gathers = gathers
+        self._before_reduction = before_reduction
+        self._kept: list[Any] = []
+        self._backward = -1
+        parts: list[Any] = list(module.modules())
+        self._recurrent = [part for part in parts if isinstance(part, nn.RNNBase)]
+        self._hub: Hub | None = None
+        if complete:
+            self._hub = Hub(module, complete, strategy.reduction, before_reduction)
+            self.anchors = self._hub.anchors
+
+    def is_current(self, divided: Sequence[torch.Tensor], complete: Sequence[nn.Parameter]) -> bool:
+        if [id(one) for one in divided] != [id(one) for one in self._divided]:
+            return False
+        if self._hub is None:
+            return not complete
+        return self._hub.is_current(complete)
+
+    @property
+    def differentiable(self) -> CallParameters:
+        return _Differentiable(self._module, self._divided, self._hub, self._strategy)
+
+    def aliases(self, position: int) -> list[torch.Tensor]:
+        if not torch.is_grad_enabled():
+            return []
+        own: list[torch.Tensor] = list(self._divided)
+        if self._hub is None:
+            return own
+        return own + self._hub.aliases(position)
+
+    def leaves(self, aliases: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return new leaves, and the divided parameters, whose gradients FSDP writes."""
+        count = len(self._divided)
+        return [*aliases[:count], *super().leaves(aliases[count:])]
+
+    @contextmanager
+    def in_place(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+        root, *others = self._units
+        root.free()
+        with self._installed(others, leaves):
+            try:
+                yield
+            finally:
+                if not torch.is_grad_enabled():
+                    root.free()
+                root.hide()
+
+    @contextmanager
+    def _installed(self, units: Sequence[Unit], leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._hub is not None and leaves:
+                stack.enter_context(self._hub.in_place(leaves[len(self._divided) :]))
+            for unit in units:
+                unit.install(stack)
+            try:
+                yield
+            except BaseException:  # no hook follows in the units that were being computed
+                for unit in units:
+                    unit.free()
+                raise
+            finally:
+                # Recurrent layers have weak references to gathered weights, whose memory is free.
+                for part in self._recurrent:
+                    part._flat_weight_refs = [
+                        one if one is None else weakref.ref(one) for one in part._flat_weights
+                    ]
+
+    @contextmanager
+    def in_backward(self, leaves: Sequence[torch.Tensor], position: int) -> Iterator[None]:
+        """Surround a backward: FSDP writes sums of gradients into `.grad`, which is free here."""
+        task = torch._C._current_graph_task_id()
+        if task != self._backward:
+            self._backward = task
+            self._before_reduction()
+        self._kept = [(one.grad, one._post_accumulate_grad_hooks) for one in self._divided]
+        for one, (_, hooks) in zip(self._divided, self._kept, strict=True):
+            one.grad = None
+            if hooks is not None:  # FSDP would call them, and the script's graph does
+                one._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        root, *others = self._units
+        root.show()
+        with self._installed(others, leaves):
+            try:
+                yield
+            except BaseException:
+                root.reset()
+                raise
+            finally:
+                root.hide()
+
+    def take_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        count = len(self._divided)
+        sums = [one.grad for one in self._divided]
+        for one, (gradient, hooks) in zip(self._divided, self._kept, strict=False):
+            one.grad = gradient
+            if hooks is not None:
+                one._post_accumulate_grad_hooks = hooks
+        self._kept = []
+        return [*sums, *super().take_gradients(leaves[count:])]
+
+    def leave(self, exchange: CallExchange, device: torch.device) -> None:
+        self._gathers.leave(exchange, device)
+
+    def abandon(self) -> None:
+        self._gathers.abandon_call()
+        self._units[0].reset()
+
+    def forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        root = self._units[0]
+
+        def computed(*arguments: Any, **options: Any) -> Any:
+            positional, named = root.before(self._module, arguments, options)
+            return root.after(self._module, positional, forward(*positional, **named))
+
+        return computed
+
+
+class _Differentiable(CallParameters):
+    """Gathered parameters; their gradients are summed over ranks and can be differentiated."""
+
+    def __init__(
+        self, module: nn.Module, divided: Sequence[DTensor], hub: Hub | None, strategy: Strategy
+    ) -> None:
+        self._slots = ParameterSlots(module)
+        self._divided = divided
+        self._hub = hub
+        self._strategy = strategy
+
+    def aliases(self, position: int) -> list[torch.Tensor]:
+        return list(self._divided)
+
+    @contextmanager
+    def in_place(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+        mapping: dict[torch.Tensor, torch.Tensor] = {
+            one: gathered(leaf, self._strategy.reduction)
+            for one, leaf in zip(self._divided, leaves, strict=False)
+        }
+        with ExitStack() as stack:
+            if self._hub is not None:
+                stack.enter_context(self._hub.in_place(leaves[len(self._divided) :]))
+            stack.enter_context(replaced(self._slots.entries(mapping)))
+            yield
+
+
+class GatheredHub(Hub):
+    """Hub of complete parameters, whose memory is freed after each call and backward.
+
+    Args:
+        module: the module.
+        trained: its parameters that require gradients.
+        frozen: its other divided parameters.
+        reduction: sums over all slices.
+        before_reduction: called once in each backward before the first sum.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trained: Sequence[nn.Parameter],
+        frozen: Sequence[DTensor],
+        reduction: Reduction,
+        before_reduction: Callable[[], None],
+    ) -> None:
+        self._all = [(id(one), one.requires_grad) for one in (*trained, *frozen)]
+        divided = [one for one in (*trained, *frozen) if isinstance(one, DTensor)]
+        self._complete: dict[torch.Tensor, _Complete] = {one: _Complete(one) for one in divided}
+        self._parameters = {one.full: one.parameter for one in self._complete.values()}
+        self._backward = -1
+        self._before_backward = before_reduction
+        self._stays = False  # a graph of gradients needs the values at an unknown time
+        whole = [self._complete[one].full if isinstance(one, DTensor) else one for one in trained]
+        super().__init__(module, whole, reduction, before_reduction)
+
+    def _mapping(self, replacements: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        mapping: dict[torch.Tensor, torch.Tensor] = {
+            one.parameter: one.full for one in self._complete.values()
+        }
+        for full, replacement in super()._mapping(replacements).items():
+            mapping[self._parameters.get(full, full)] = replacement
+        return mapping
+
+    def is_current(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the parameters, in the same places. Their values may be others."""
+        present = [(id(one), one.requires_grad) for one in parameters]
+        return present == self._all and is_in_place(self._entries[0])
+
+    def gather(self) -> None:
+        for one in self._complete.values():
+            one.gather()
+
+    def end_forward(self) -> None:
+        if not self._stays:
+            for one in self._complete.values():
+                one.free()
+
+    def begin_backward(self) -> None:
+        self._stays |= torch.is_grad_enabled()
+        task = torch._C._current_graph_task_id()  # private, as the queue
+        if task != self._backward:
+            self._backward = task
+            self._before_backward()
+            self.gather()
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_forward)
+
+
+class _Complete:
+    """A divided parameter and its full tensor, whose memory comes and goes.
+
+    Attributes:
+        parameter: the parameter.
+        full: the full tensor; its gradient is divided and becomes that of the parameter.
+    """
+
+    def __init__(self, parameter: DTensor) -> None:
+        self.parameter = parameter
+        device = parameter.device_mesh.device_type
+        self.full = torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device
+        )
+        if parameter.requires_grad:
+            empty = self.full
+            self.full = gathered(parameter, None, lambda _: empty)
+        self._storage = self.full.untyped_storage()
+        self._bytes = self._storage.nbytes()
+        # The own part, and its version when it was gathered.
+        self._values: tuple[torch.Tensor, int] | None = None
+        self.free()
+
+    def gather(self) -> None:
+        """Gather the values. A graph that has saved others raises torch's error in its backward."""
+        full = full_tensor(self.parameter)
+        self._storage.resize_(self._bytes)
+        version = self.full._version
+        with torch.no_grad():
+            self.full.copy_(full)
+        local = self.parameter._local_tensor
+        values = local, self.parameter._version + local._version
+        if self._values is not None and self._values[0] is local and self._values[1] == values[1]:
+            torch._C._autograd._unsafe_set_version_counter((self.full,), (version,))  # private
+        self._values = values
+
+    def free(self) -> None:
+        self._storage.resize_(0)
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Make tensors inside the block that count their versions, and can be written later."""
+    has_gradients = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(has_gradients):
+        yield
+
+
+def _nothing() -> None:
+    """Stand for the hooks of FSDP that divide parameters before `state_dict`."""
+
+
+def _not_a_view(value: torch.Tensor) -> torch.Tensor:
+    if value._is_view():
+        return value.clone()
+    return value
