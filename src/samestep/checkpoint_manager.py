@@ -16,7 +16,10 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.checkpoint.checksum import checksum
-from samestep.checkpoint.compatibility import (
+from samestep.checkpoint.contents import (
+    Progress,
+    SavedLoader,
+    SavedState,
     Tensors,
     encode,
     encode_objects,
@@ -25,12 +28,10 @@ from samestep.checkpoint.compatibility import (
     require_unchanged_settings,
     setting_changes,
 )
-from samestep.checkpoint.contents import Progress, SavedLoader, SavedState, file_names
-from samestep.checkpoint.files import Contents
-from samestep.checkpoint.lock import FolderLock
-from samestep.checkpoint.snapshot import AsyncCheckpointWriter, HostBuffers, SavedCheckpoint
+from samestep.checkpoint.files import Contents, FolderLock
 from samestep.checkpoint.state import Training, load, read_verified, snapshot
-from samestep.checkpoint.store import STATE, CheckpointFolder
+from samestep.checkpoint.store import STATE, CheckpointFolder, file_names
+from samestep.checkpoint.writer import AsyncCheckpointWriter, HostBuffers, SavedCheckpoint
 from samestep.data.whole_batches import WholeBatches, is_stopping, stoppable_epochs
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.logging import logger

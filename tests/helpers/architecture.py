@@ -12,7 +12,6 @@ PACKAGE = "samestep"
 # From the bottom up; rooms on one line do not import each other. The package itself ("") and __main__
 # stand above every room: nothing below may import them.
 FLOORS = [
-    ["report_limits"],
     ["errors"],
     ["units", "torchvision_import"],
     ["microbatches"],
@@ -33,7 +32,7 @@ FLOORS = [
     ["cli"],
     ["", "__main__"],
 ]
-LEVELS = {room: level for level, rooms in enumerate(FLOORS, start=-1) for room in rooms}
+LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 ENVIRONMENT_READER = f"{PACKAGE}.distributed.env"
 DEVICE_MODULE = f"{PACKAGE}.distributed.devices"
 READING_MODULE = f"{PACKAGE}.distributed.device_reads"

@@ -15,10 +15,9 @@ from samestep.distributed import devices
 from samestep.distributed.world import World
 from samestep.errors import DataError, RecipeError
 from samestep.recipes.builder import DATA, LOSSES, MODELS, OPTIMIZERS, _optimizer, build, find
-from samestep.recipes.model_options import transform_model
-from samestep.recipes.parameter_groups import freeze
+from samestep.recipes.models import load_matching, transform_model
+from samestep.recipes.optimizers import freeze
 from samestep.recipes.recipe_files import load_recipe
-from samestep.recipes.weights import load_matching
 from samestep.zoo.digits import DigitsNet, load_digits
 from samestep.zoo.losses import cross_entropy
 from samestep.zoo.options import call

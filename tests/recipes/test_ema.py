@@ -5,7 +5,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from samestep.errors import InputError
-from samestep.recipes.ema import AveragedWeights
+from samestep.recipes.driver import AveragedWeights
 
 DECAY = 0.8
 

@@ -14,7 +14,7 @@ from samestep.checkpoint.state import Training, load, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import OptimizerConfig
 from samestep.errors import CheckpointError, RecipeError
-from samestep.recipes.parameter_groups import apply_layer_decay, layer_numbers, parameter_groups
+from samestep.recipes.optimizers import apply_layer_decay, layer_numbers, parameter_groups
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.digits import DigitsNet
 from samestep.zoo.text.sentences import TokensNet

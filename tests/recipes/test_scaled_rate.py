@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from samestep.config import LearningRateConfig, LearningRateRule
 from samestep.errors import InputError
-from samestep.recipes.learning_rate import scale_rates, scaled_lr
+from samestep.recipes.optimizers import scale_rates, scaled_lr
 
 sizes = st.integers(1, 2**20)
 

@@ -1,6 +1,6 @@
 """Text of reports: limits, and texts of exceptions."""
 
-from samestep.report_limits import bounded, class_name, message_of
+from samestep.errors import bounded, class_name, message_of
 
 
 def test_begin_end_and_code_of_a_long_report_are_kept() -> None:

@@ -13,8 +13,8 @@ from helpers.image_kinds import encoded, noise
 from samestep.errors import DataError, InputError
 from samestep.launcher.launch import RankError, launch
 from samestep.recipes.builder import MODELS, find
+from samestep.recipes.models import load_matching
 from samestep.recipes.recipe_files import make_recipe
-from samestep.recipes.weights import load_matching
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.options import call
 from workers import images as ranks_images

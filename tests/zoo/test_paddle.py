@@ -30,7 +30,7 @@ from helpers.paddle_files import (
     vit_state,
 )
 from samestep.errors import DataError
-from samestep.recipes.weights import load_all, load_matching
+from samestep.recipes.models import load_all, load_matching
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.paddle import read_arrays, read_pdparams
 

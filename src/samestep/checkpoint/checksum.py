@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from samestep.checkpoint.compatibility import Tensors, encode, encode_objects
+from samestep.checkpoint.contents import Tensors, encode, encode_objects
 from samestep.checkpoint.state import Training
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import is_accelerator

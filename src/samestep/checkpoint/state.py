@@ -18,28 +18,25 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.checkpoint.compatibility import (
+from samestep.checkpoint.contents import (
     EXTRA_STATE,
+    Progress,
+    SavedOptimizer,
+    SavedState,
     Tensors,
     decode,
     encode,
     encode_objects,
     groups_like,
+    invalid_contents,
     load_object,
     load_schedule,
     other_state,
     require_same_names,
 )
-from samestep.checkpoint.contents import (
-    Progress,
-    SavedOptimizer,
-    SavedState,
-    file_names,
-    invalid_contents,
-)
 from samestep.checkpoint.files import Contents, pieces
-from samestep.checkpoint.snapshot import HostBuffers, TensorFile, distinct
-from samestep.checkpoint.store import STATE, read_state, read_states
+from samestep.checkpoint.store import STATE, file_names, read_state, read_states
+from samestep.checkpoint.writer import HostBuffers, TensorFile, distinct
 from samestep.errors import CheckpointError
 from samestep.launcher.job import process_state
 

@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from samestep.distributed.backend_errors import is_backend_error, is_lost_connection, reason_of
-from samestep.errors import EXIT_FAILED, EXIT_STOPPED, PeerLostError, SamestepError
+from samestep.errors import (
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    PeerLostError,
+    SamestepError,
+    bounded,
+    class_name,
+    indented,
+    message_of,
+    printable,
+)
 from samestep.launcher.fixes import fix_lines, operator_without_kernel
-from samestep.report_limits import bounded, class_name, indented, message_of, printable
 
 _SIGNAL_FIXES = {
     "SIGKILL": "look for an out-of-memory kill in the system log",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from samestep.distributed import backend_errors
 from samestep.distributed.devices import gpu_memory
-from samestep.report_limits import message_of
+from samestep.errors import message_of
 from samestep.units import format_bytes
 
 _OUT_OF_MEMORY = re.compile("out of memory|allocate memory|not enough memory", re.IGNORECASE)

@@ -33,7 +33,7 @@ from samestep.distributed.addresses import accepts_connections
 from samestep.distributed.rendezvous import wait_for_keys
 from samestep.distributed.status import RankStatus, StatusSnapshot
 from samestep.distributed.streams import report_line
-from samestep.errors import EXIT_FAILED
+from samestep.errors import EXIT_FAILED, bounded
 from samestep.launcher.failure import Failure
 from samestep.launcher.job import Job, report_failure
 from samestep.launcher.orphans import launcher_has_ended
@@ -48,7 +48,6 @@ from samestep.launcher.watchdog import (
     start_time,
 )
 from samestep.launcher.worker import exit_process
-from samestep.report_limits import bounded
 
 _MIN_INTERVAL = 0.25
 _MAX_INTERVAL = 5.0

@@ -42,20 +42,24 @@ from samestep.loading import loader
 from samestep.metrics.counts import CountMetric
 from samestep.metrics.metrics import LossMetric, build_metrics
 from samestep.recipes.driver import Driver
-from samestep.recipes.fused_optimizers import default_options
-from samestep.recipes.learning_rate import scale_rates
 from samestep.recipes.loss import LossFunction, RecipeLoss
-from samestep.recipes.model_options import transform_model, uses_batch_statistics
-from samestep.recipes.parameter_groups import (
-    apply_layer_decay,
+from samestep.recipes.models import (
+    check_same_weights,
     freeze,
-    parameter_groups,
+    load_matching,
     set_training_mode,
+    transform_model,
+    uses_batch_statistics,
+)
+from samestep.recipes.optimizers import (
+    apply_layer_decay,
+    default_options,
+    parameter_groups,
+    scale_rates,
 )
 from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.samples import IndexedCollate, indexed
 from samestep.recipes.training import EpochData
-from samestep.recipes.weights import check_same_weights, load_matching
 from samestep.session import start
 from samestep.strategies.divided_parameters import divided_parameters
 from samestep.zoo.model_libraries import find_in_library, torchvision_model, torchvision_names

@@ -7,29 +7,27 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.checkpoint.state import SavedParameters, Training
-from samestep.config import Recipe
+from samestep.config import Precision, Recipe
 from samestep.data.batch import channels_last, move
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
-from samestep.errors import RunError
+from samestep.errors import InputError, RunError
 from samestep.global_view import any_rank, no_sync
 from samestep.metrics.metrics import LossMetric, Metric
 from samestep.microbatches import microbatch_bounds
-from samestep.recipes.ema import AveragedWeights, copy_tensors
-from samestep.recipes.forward import autocast, call_model
-from samestep.recipes.fused_optimizers import decides_on_device, step_if
-from samestep.recipes.loss import RecipeLoss
-from samestep.recipes.non_finite import non_finite_error
+from samestep.recipes.loss import RecipeLoss, non_finite_error
+from samestep.recipes.optimizers import decides_on_device, step_if
 from samestep.recipes.samples import RecipeBatch, pair_of, parts_of
 from samestep.strategies.divided_parameters import full_tensor
 
@@ -338,3 +336,89 @@ class _Means:
             )
         numbers = device_reads.values(torch.stack(list(self._sums.values())))
         return {name: number / total for name, number in zip(self._sums, numbers, strict=True)}
+
+
+class AveragedWeights:
+    """Average of a model's parameters that are or were trained; other parameters and buffers are the model's.
+
+    Args:
+        trained: this rank's trained parameters by name.
+        decay: fraction of the average that remains at each step, between 0 and 1; smaller in the
+            first steps, so that the initial weights lose their influence soon.
+
+    Attributes:
+        tensors: the average, by parameter name.
+    """
+
+    def __init__(self, trained: Mapping[str, torch.nn.Parameter], decay: float) -> None:
+        if not 0 < decay < 1:
+            raise InputError(
+                f"ema is {decay}", expected="a decay between 0 and 1, or None", fix="ema=0.9999"
+            )
+        self._trained = list(trained.values())
+        self.tensors = {name: parameter.detach().clone() for name, parameter in trained.items()}
+        self._decay = decay
+
+    def update(self, step: int) -> None:
+        """Update the average with the weights after step number `step`, from 1."""
+        # The schedule of TensorFlow's ExponentialMovingAverage with `num_updates`.
+        decay = min(self._decay, (1 + step) / (10 + step))
+        current, averages = self._values()
+        if current:
+            torch._foreach_lerp_(averages, current, 1 - decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Replace the model's weights by the average for the duration of the block."""
+        current, averages = self._values()
+        own = [weights.clone() for weights in current]
+        copy_tensors(current, averages)
+        try:
+            yield
+        finally:
+            copy_tensors(current, own)
+
+    def _values(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return [parameter.detach() for parameter in self._trained], list(self.tensors.values())
+
+
+def copy_tensors(to: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy `values` to `to`.
+
+    One call per pair of types: torch raises on empty lists, CUDA copies lists of several types one
+    tensor at a time, and torch 2.10 writes all of them as the type of the first
+    (https://github.com/pytorch/pytorch/issues/173383).
+    """
+    groups: dict[tuple[torch.dtype, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, value in zip(to, values, strict=True):
+        targets, sources = groups.setdefault((target.dtype, value.dtype), ([], []))
+        targets.append(target)
+        sources.append(value)
+    for targets, sources in groups.values():
+        torch._foreach_copy_(targets, sources)
+
+
+_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
+    """Return the autocast context of a precision."""
+    if (dtype := _AUTOCAST[precision]) is None and not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def call_model(module: torch.nn.Module, inputs: Any) -> Any:
+    """Call `module`; a mapping or a tuple of inputs is unpacked into arguments."""
+    positional, named = as_arguments(inputs)
+    return module(*positional, **named)
+
+
+def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return inputs as positional and named arguments; packed sequences are one argument."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    is_unpacked = isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence)
+    if is_unpacked:
+        return (tuple(inputs), {})
+    return ((inputs,), {})

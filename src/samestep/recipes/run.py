@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 import samestep.checkpoint.state as checkpoints
-from samestep.checkpoint.files import unsupported_features
-from samestep.checkpoint.lock import FolderLock
+from samestep.checkpoint.files import FolderLock, unsupported_features
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import DEFAULT_KEEP, DEFAULT_PREFETCH, Recipe, RunOptions
 from samestep.data.batch import map_tensors, move
@@ -37,9 +36,10 @@ from samestep.metrics.counts import MAX_CLASSES, ConfusionMatrix
 from samestep.metrics.metrics import BestRule, LossMetric, Metric
 from samestep.metrics.overlays import is_segmentation, write_overlays
 from samestep.recipes.builder import TASKS, Built, build, build_model, find, start_world
-from samestep.recipes.forward import autocast, call_model
+from samestep.recipes.driver import autocast, call_model
 from samestep.recipes.gpu_notes import gpu_hints
-from samestep.recipes.non_finite import skipped_most
+from samestep.recipes.loss import skipped_most
+from samestep.recipes.models import load_all
 from samestep.recipes.recipe_files import (
     DatasetInfo,
     recipe_data,
@@ -47,7 +47,6 @@ from samestep.recipes.recipe_files import (
     write_dataset_info,
 )
 from samestep.recipes.training import Trainer, complete_epoch
-from samestep.recipes.weights import load_all
 from samestep.runs.folder import append_start, environment, recorded_keep, require_same_code
 from samestep.session import start
 from samestep.zoo.options import call, takes

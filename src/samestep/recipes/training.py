@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 from torch.optim.lr_scheduler import LambdaLR
 
 from samestep.checkpoint.checksum import checksum_event
-from samestep.checkpoint.compatibility import require_unchanged_settings, setting_changes
-from samestep.checkpoint.contents import Progress
-from samestep.checkpoint.snapshot import AsyncCheckpointWriter, SavedCheckpoint
+from samestep.checkpoint.contents import Progress, require_unchanged_settings, setting_changes
 from samestep.checkpoint.state import load, snapshot
 from samestep.checkpoint.store import CheckpointFolder
+from samestep.checkpoint.writer import AsyncCheckpointWriter, SavedCheckpoint
 from samestep.config import RunOptions
 from samestep.config.validation import require
 from samestep.data.whole_batches import WholeBatches
@@ -33,7 +32,7 @@ from samestep.metrics.metrics import BestRule, LossMetric, Metric
 from samestep.microbatches import Cursor, require_position
 from samestep.recipes.driver import Driver, StepResult
 from samestep.recipes.gpu_notes import memory_event
-from samestep.recipes.learning_rate import apply_schedule
+from samestep.recipes.optimizers import apply_schedule
 from samestep.recipes.samples import RecipeBatch
 from samestep.units import plural
 

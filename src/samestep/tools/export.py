@@ -14,7 +14,7 @@ from torch import nn
 from samestep.config import Recipe
 from samestep.data.batch import map_tensors, tensors_of
 from samestep.errors import InputError, RunError
-from samestep.recipes.forward import as_arguments, call_model
+from samestep.recipes.driver import as_arguments, call_model
 from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.run import build_task, trained_model
 from samestep.session import start

@@ -10,8 +10,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from samestep.checkpoint.contents import file_names, verify
-from samestep.checkpoint.store import CheckpointFolder, read_state
+from samestep.checkpoint.store import CheckpointFolder, file_names, read_state, verify
 from samestep.errors import InputError, RunError
 from samestep.loggers.logger import format_metric
 from samestep.recipes.recipe_files import (

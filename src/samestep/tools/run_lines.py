@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from samestep.errors import InputError
+from samestep.errors import InputError, printable
 from samestep.loggers.logger import parse_json_line
-from samestep.report_limits import printable
 
 
 def parse_number(value: object) -> float | None:

@@ -13,9 +13,8 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from samestep.config.key_suggestions import suggest
-from samestep.errors import DataError, RecipeError
+from samestep.errors import DataError, RecipeError, class_name, message_of
 from samestep.launcher.fixes import is_out_of_memory
-from samestep.report_limits import class_name, message_of
 from samestep.torchvision_import import make_torchvision_importable
 
 Kind = TypeVar("Kind")

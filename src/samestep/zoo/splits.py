@@ -16,8 +16,7 @@ from torch.utils.data import default_collate
 
 from samestep.data.samples import Collate, SizedDataset
 from samestep.data.streams.source import fingerprint_of
-from samestep.errors import DataError
-from samestep.report_limits import printable
+from samestep.errors import DataError, printable
 from samestep.zoo.options import require_option
 from samestep.zoo.sample_cache import SampleCache
 

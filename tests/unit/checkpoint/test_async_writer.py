@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep.checkpoint.snapshot import AsyncCheckpointWriter, HostBuffers, SavedCheckpoint
 from samestep.checkpoint.store import CheckpointFolder
+from samestep.checkpoint.writer import AsyncCheckpointWriter, HostBuffers, SavedCheckpoint
 from samestep.errors import CheckpointWriteError, InputError
 
 

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.simulated_accelerator import simulated_accelerator
 from samestep.checkpoint.contents import Progress
-from samestep.checkpoint.snapshot import AsyncCheckpointWriter, HostBuffers, TensorFile
 from samestep.checkpoint.state import MODEL, Training, pack, snapshot
 from samestep.checkpoint.store import CheckpointFolder
+from samestep.checkpoint.writer import AsyncCheckpointWriter, HostBuffers, TensorFile
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),

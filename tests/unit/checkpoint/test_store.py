@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep import launch
-from samestep.checkpoint.contents import MANIFEST, verify
-from samestep.checkpoint.store import CheckpointFolder, read_state
+from samestep.checkpoint.store import MANIFEST, CheckpointFolder, read_state, verify
 from samestep.errors import CheckpointError, CheckpointWriteError, InputError
 from samestep.launcher.launch import RankError
 from workers import store as ranks_store

@@ -12,7 +12,7 @@ from samestep.global_view import any_rank
 from samestep.microbatches import Cursor, require_position
 from samestep.recipes.builder import Built, build, start_world
 from samestep.recipes.driver import Driver
-from samestep.recipes.learning_rate import apply_schedule
+from samestep.recipes.optimizers import apply_schedule
 from samestep.recipes.run import without_pretrained
 from samestep.runs.folder import require_same_code
 from samestep.tools.replay.launch import Replayed, ReplayOptions, Subject

@@ -5,18 +5,25 @@ A file that is damaged or does not fit the model raises `DataError`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils.checkpoint import checkpoint
 
 from samestep.checkpoint.checksum import checksum
+from samestep.config import RecipeStep
+from samestep.config.validation import match_patterns
+from samestep.distributed.devices import set_tf32
 from samestep.distributed.status import odd_ranks, ranks_text
 from samestep.distributed.world import World, all_gather
-from samestep.errors import DataError
+from samestep.errors import DataError, RecipeError
 from samestep.strategies.divided_parameters import full_state_dict
 from samestep.zoo.options import require_path
 from samestep.zoo.paddle import read_pdparams
@@ -176,3 +183,98 @@ def _read(file: Path) -> Any:
             fix="save the weights again with safetensors.torch.save_file(model.state_dict(), ...)",
             code="E_UNREADABLE",
         ) from error
+
+
+def transform_model(model: torch.nn.Module, config: RecipeStep, device: torch.device) -> None:
+    """Set the options of a model in place; parameter names stay unchanged.
+
+    Raises:
+        InputError: a pattern matches no module.
+    """
+    set_tf32(device, allowed=config.tf32)
+    if config.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for module in _checkpointed_modules(model, config.recompute):
+        module.forward = partial(_checkpointed_forward, module.forward)
+    if config.compile:
+        # Dropout draws the same numbers as without compilation.
+        torch._inductor.config.fallback_random = True
+        # torch leaves frames of its own modules to the interpreter, so all of an `nn.Sequential`.
+        is_of_torch = type(model).__module__.partition(".")[0] == "torch"
+        with torch._dynamo.config.patch(wrap_top_frame=is_of_torch):
+            model.compile(dynamic=False)
+
+
+def _checkpointed_forward(forward: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*arguments, **named)
+    count = len(arguments)
+    names = tuple(named)
+
+    def compute(*values: Any) -> Any:
+        return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    # By position: torch restores the generators of the devices of these tensors, and has options of
+    # its own by name.
+    return checkpoint(compute, *arguments, *named.values(), use_reentrant=False)
+
+
+def _checkpointed_modules(
+    model: torch.nn.Module, patterns: tuple[str, ...]
+) -> list[torch.nn.Module]:
+    modules = {name: module for name, module in model.named_modules() if name}
+    names = match_patterns(
+        modules, patterns, key="step.recompute", kind="module", example="blocks.*"
+    )
+    # The outermost modules only: their children are recomputed with them.
+    return [
+        modules[name] for name in names if not any(name.startswith(f"{other}.") for other in names)
+    ]
+
+
+def uses_batch_statistics(model: torch.nn.Module) -> bool:
+    """Return whether a norm layer of the model uses statistics of the batch in its present mode."""
+    return any(
+        isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        for module in model.modules()
+    )
+
+
+def freeze(
+    model: torch.nn.Module, patterns: Sequence[str], exceptions: Sequence[str] = ()
+) -> list[str]:
+    """Disable gradients of the parameters that match a pattern and no exception, and return their names.
+
+    Without patterns, all parameters but the exceptions are frozen.
+    """
+    parameters = dict(model.named_parameters())
+    match = partial(match_patterns, list(parameters), kind="parameter")
+    trained = match(exceptions, key="model.freeze_except", example="head.*")
+    frozen = match(patterns or ["*"], key="model.freeze", example="layer1.*")
+    frozen = [name for name in frozen if name not in trained]
+    if len(frozen) == len(parameters):
+        raise RecipeError(
+            "model.freeze matches every parameter",
+            expected="at least one trained parameter",
+            fix="remove patterns of model.freeze, or name the trained parameters in model.freeze_except",
+            code="E_PATTERN",
+        )
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    return frozen
+
+
+def set_training_mode(model: nn.Module) -> None:
+    """Set training mode, and evaluation mode for norm layers with frozen parameters only.
+
+    Such layers belong to a frozen pretrained part, and so do their running statistics.
+    """
+    model.train()
+    for module in model.modules():
+        parameters = list(module.parameters())
+        if (
+            isinstance(module, _NormBase)
+            and parameters
+            and not any(p.requires_grad for p in parameters)
+        ):
+            module.eval()
