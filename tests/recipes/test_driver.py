@@ -11,8 +11,8 @@ from samestep.distributed.rng import microbatch_seed, seed_generators
 from samestep.distributed.world import World
 from samestep.errors import NonFiniteError
 from samestep.recipes.builder import Built, build
+from samestep.recipes.predict import evaluated
 from samestep.recipes.recipe_files import load_recipe
-from samestep.recipes.run import evaluated
 
 SMALL = ("data.options.shift=0", "model.options.width=4", "batch_size=128", "optimizer.options.lr=0.1")
 
@@ -40,7 +40,7 @@ def test_steps_have_the_bits_of_a_plain_loop(alone: World, options: tuple[str, .
     other.driver.optimizer.state.clear()  # without momentum before the first step
     optimizer = other.driver.optimizer
     model = other.driver.model
-    for number, (batch, same) in enumerate(zip(made.train.batches, other.train.batches, strict=True)):
+    for number, (batch, same) in enumerate(zip(made.train, other.train, strict=True)):
         result = made.driver.step(batch)
         seed_generators(microbatch_seed("shard", 0, number, 0))
         inputs, targets = same.data
@@ -53,7 +53,7 @@ def test_steps_have_the_bits_of_a_plain_loop(alone: World, options: tuple[str, .
     assert all(map(torch.equal, weights(made), weights(other)))
     values = evaluated(made, made.metrics)
     model.eval()
-    data = [batch.data for batch in other.evaluation.batches]
+    data = [batch.data for batch in other.evaluation]
     inputs, targets = (torch.cat(column) for column in zip(*data, strict=True))
     with torch.no_grad():
         outputs = model(inputs)
@@ -66,7 +66,7 @@ def test_parts_have_the_gradient_of_the_whole_batch(alone: World) -> None:
     norms = []
     for parts in (1, 3):
         made = built(alone, "model.options.dropout=0", f"accumulate={parts}")
-        norms.append(made.driver.step(next(iter(made.train.batches))).grad_norm)
+        norms.append(made.driver.step(next(iter(made.train))).grad_norm)
     assert norms[0] == pytest.approx(norms[1], rel=0.5)  # batch norm uses the statistics of a part
     assert norms[0] != norms[1]
 
@@ -78,7 +78,7 @@ def test_a_sample_that_is_not_finite_is_named_or_skipped(
     alone: World, reaction: str, options: tuple[str, ...], steps: int
 ) -> None:
     made = built(alone, f"step.non_finite={reaction}", *options)
-    batches = iter(made.train.batches)
+    batches = iter(made.train)
     for _ in range(steps):
         assert not made.driver.step(next(batches)).skipped
     batch = next(batches)
@@ -106,7 +106,7 @@ def test_overflows_of_half_precision_are_skipped_and_reduce_the_scale(alone: Wor
     for options in ((), FUSED):
         made = built(alone, "step.precision=fp16", *options)
         made.driver.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
-        results = [made.driver.step(batch).skipped for batch in made.train.batches]
+        results = [made.driver.step(batch).skipped for batch in made.train]
         found.append((results, made.driver.scaler.get_scale()))
     assert found[0] == found[1]
     skipped, scale = found[0]
@@ -118,7 +118,7 @@ def test_overflows_of_half_precision_are_skipped_and_reduce_the_scale(alone: Wor
 @pytest.mark.parametrize(("options", "kernel"), [(FUSED, "_fused_sgd_"), (ADAMW, "_fused_adamw_")])
 def test_nothing_is_read_before_a_fused_update(alone: World, options: tuple[str, ...], kernel: str) -> None:
     made = built(alone, *options, "step.clip_norm=1")
-    batches = iter(made.train.batches)
+    batches = iter(made.train)
     made.driver.step(next(batches))
     batch = next(batches)
     batch.samples.tolist()  # indices of the samples are on the host

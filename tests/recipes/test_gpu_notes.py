@@ -9,8 +9,9 @@ from torch import nn
 from samestep.config import RecipeStep
 from samestep.distributed.devices import GpuMemory
 from samestep.distributed.world import World
-from samestep.recipes import gpu_notes
-from samestep.recipes.gpu_notes import gpu_hints, memory_event
+from samestep.recipes import events
+from samestep.recipes.events import memory_event
+from samestep.recipes.run import gpu_hints
 
 CONVOLUTIONS = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
 
@@ -30,7 +31,7 @@ def test_memory_of_an_epoch(alone: World, monkeypatch: pytest.MonkeyPatch) -> No
     assert memory_event(alone) is None  # without GPUs
     unit = 2**30
     memory = GpuMemory(allocated=unit, peak=6 * unit, reserved=8 * unit, free=70 * unit, total=80 * unit)
-    monkeypatch.setattr(gpu_notes, "gpu_memory", lambda: memory)
+    monkeypatch.setattr(events, "gpu_memory", lambda: memory)
     event = memory_event(alone)
     assert event is not None
     assert "6 GiB and 2 GiB for connections, of 80 GiB" in event.pop("text")

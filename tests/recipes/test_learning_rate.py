@@ -24,14 +24,14 @@ def built(world: World, *overrides: str) -> Built:
 
 
 def rate_of_steps(made: Built, steps: int) -> list[float]:
-    batches = iter(made.train.batches)
+    batches = iter(made.train)
     return [made.driver.step(next(batches)).lr for _ in range(steps)]
 
 
 def test_the_rate_is_scaled_before_the_schedule_and_told(alone: World) -> None:
     made = built(alone, "optimizer.options.lr=0.01", "schedule.warmup_epochs=1", *LINEAR)
     assert made.notes == ("learning rate 0.02 = 0.01 x 16/8 (linear)",)
-    assert len(made.train.batches) == 3
+    assert len(made.train) == 3
     assert rate_of_steps(made, 3) == pytest.approx([0.02 / 3, 0.02 * 2 / 3, 0.02])
 
 

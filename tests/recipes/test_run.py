@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from helpers.system import events, here, tree, weights
 from samestep.errors import EXIT_DONE, EXIT_FAILED, EXIT_INPUT, InputError
 from samestep.metrics.metrics import BestRule
-from samestep.recipes.run import _picture_paths
+from samestep.recipes.predict import _picture_paths
 from samestep.tools.top import read_status
 from samestep.zoo.digits import DigitsNet
 

@@ -18,7 +18,6 @@ from annotated_types import Ge, Gt, Le, Len, Lt
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.distributed.logging import logger
 from samestep.errors import CheckpointError, InputError
 from samestep.microbatches import Cursor
 
@@ -309,19 +308,17 @@ def setting_changes(
             yield f"{name}: {key} is {current[key]}, and was {saved[key]}"
 
 
-def require_unchanged_settings(changes: list[str], is_main: bool, *, accept_changes: bool) -> None:
-    """Refuse changed settings of a run that resumes; with `accept_changes`, rank 0 logs them.
+def require_unchanged_settings(changes: list[str], *, accept_changes: bool) -> None:
+    """Refuse changed settings of a run that resumes, unless `accept_changes` is set.
 
     Raises:
-        InputError: there are changes, and `accept_changes` is not set.
+        CheckpointError: there are changes.
     """
     if changes and not accept_changes:
         raise _other_loop(
             "; ".join(changes),
             "the values with which the run began, so that the result is that of one run",
         )
-    for change in changes if is_main else ():
-        logger.warning("continuing with a change: %s", change)
 
 
 def require_same_names(kind: str, saved: Collection[str], current: Collection[str]) -> None:

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -32,6 +32,7 @@ from samestep.config import (
 )
 from samestep.config.key_suggestions import suggest
 from samestep.config.validation import require
+from samestep.data.whole_batches import WholeBatches
 from samestep.distributed.resources import usable_processors
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
@@ -59,7 +60,6 @@ from samestep.recipes.optimizers import (
 )
 from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.samples import IndexedCollate, indexed
-from samestep.recipes.training import EpochData
 from samestep.session import start
 from samestep.strategies.divided_parameters import divided_parameters
 from samestep.zoo.model_libraries import find_in_library, torchvision_model, torchvision_names
@@ -170,8 +170,10 @@ class Built:
     """Objects of a recipe."""
 
     driver: Driver
-    train: EpochData
-    evaluation: EpochData
+    train: WholeBatches  # training data, whose cursor is the position of the run
+    evaluation: WholeBatches
+    # Function from the data of a batch to its numbers of tokens, and of tokens and padding.
+    count_tokens: Callable[[Any], tuple[Any, Any]] | None
     metrics: list[CountMetric | LossMetric]
     notes: tuple[str, ...]  # for the user, such as frozen parameters or a scaled learning rate
     dataset_info: DatasetInfo  # facts of the data that the model depends on
@@ -180,6 +182,11 @@ class Built:
     cache_note: str  # announcement of the cache on rank 0; otherwise empty
     loss: NamedConfig  # with the foreground weight as a number
     workers: int  # loader processes of a rank
+
+
+def without_pretrained(recipe: Recipe) -> Recipe:
+    """Return the recipe without its file of weights, for a model that loads a checkpoint."""
+    return replace(recipe, model=replace(recipe.model, pretrained=None))
 
 
 @contextmanager
@@ -215,7 +222,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     workers = _workers(recipe, options, splits, world)
     has_norm = uses_batch_statistics(model)
     train, evaluation = _loaders(recipe, splits, workers, has_batch_norm=has_norm)
-    if train.batches.samples_of(0) < len(splits.train) and not recipe.data.drop_last:
+    if train.samples_of(0) < len(splits.train) and not recipe.data.drop_last:
         notes += (
             "the last batch of an epoch has 1 sample, too few for batch norm, and is left out",
         )
@@ -223,9 +230,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     optimizer = _optimizer(recipe.optimizer, model)
     notes += scale_rates(optimizer, recipe.batch_size, recipe.learning_rate)
     notes += apply_layer_decay(optimizer, recipe.optimizer)
-    scheduler = LambdaLR(
-        optimizer, schedule_factor(recipe.schedule, len(train.batches), recipe.epochs)
-    )
+    scheduler = LambdaLR(optimizer, schedule_factor(recipe.schedule, len(train), recipe.epochs))
     driver = Driver(
         model,
         optimizer,
@@ -242,6 +247,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         driver,
         train,
         evaluation,
+        splits.count_tokens,
         metrics,
         notes,
         info,
@@ -359,7 +365,7 @@ def _workers(recipe: Recipe, options: RunOptions, splits: Splits, world: World) 
 
 def _loaders(
     recipe: Recipe, splits: Splits, workers: int, *, has_batch_norm: bool
-) -> tuple[EpochData, EpochData]:
+) -> tuple[WholeBatches, WholeBatches]:
     skips = recipe.data.bad_samples == "skip"
     # Batch norm has no variance of one sample.
     samples = len(splits.train)
@@ -386,7 +392,7 @@ def _loaders(
         lengths=splits.evaluation_lengths,
         **options,
     )
-    return EpochData(train, splits.count_tokens), EpochData(evaluation)
+    return train, evaluation
 
 
 def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -266,6 +266,8 @@ class Driver:
         samples = 0
         with self.evaluating():
             for batch in batches:
+                if batch.data is None:
+                    continue
                 if until_stop and any(any_rank(self.world, self.world.stop_requested)):
                     for metric in counting:
                         metric.reset()

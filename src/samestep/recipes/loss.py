@@ -94,11 +94,6 @@ def _no_loss(returned: str) -> InputError:
 _MAX_LISTED = 8
 
 
-def skipped_most(skipped: int, steps: int) -> bool:
-    """Return whether a run of `steps` steps, of which `skipped` were skipped, has failed."""
-    return 2 * skipped > steps
-
-
 def non_finite_error(
     data: tuple[Any, Any],
     samples: Sequence[int],

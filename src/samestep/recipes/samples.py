@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +10,9 @@ import torch
 from samestep.data.batch import map_tensors
 from samestep.data.samples import Collate, SizedDataset
 from samestep.data.streams.dataset import StreamDataset
+from samestep.data.whole_batches import WholeBatches
 from samestep.errors import DataError
-from samestep.microbatches import microbatch_bounds
+from samestep.microbatches import Cursor, microbatch_bounds
 
 
 class _Unusable(NamedTuple):
@@ -136,3 +137,9 @@ def pair_of(data: Any) -> tuple[Any, Any]:
         fix="return pairs from the data set, or from its collate function",
         code="E_DATA",
     )
+
+
+def complete_epoch(batches: WholeBatches) -> Generator[RecipeBatch]:
+    """Yield all batches of the first epoch, for an evaluation."""
+    batches.cursor = Cursor()
+    yield from batches

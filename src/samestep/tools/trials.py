@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from samestep.config import Recipe, RunOptions
+from samestep.data.whole_batches import WholeBatches
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World, all_gather
 from samestep.global_view import any_rank
 from samestep.recipes.builder import Built, build, start_world
 from samestep.recipes.driver import Driver
-from samestep.recipes.run import evaluated
+from samestep.recipes.predict import evaluated
 from samestep.recipes.samples import RecipeBatch
-from samestep.recipes.training import EpochData
 from samestep.tools.bench import WARMUP_STEPS, Contender, Trained
 from samestep.tools.timing import Timing
 
@@ -45,13 +45,13 @@ def train_contender(contender: Contender, epochs: int, options: RunOptions) -> T
         if is_accelerator(world.device):
             accelerator_module().reset_peak_memory_stats(world.device)
         built = _build(contender, options, world)
-        steps = epochs * len(built.train.batches) or 1
+        steps = epochs * len(built.train) or 1
         try:
             _train(built.driver, islice(_endless(built.train), steps))
         except StopRequested:
             return None
         held, peak = _measure_memory(built.driver)
-        samples = built.train.batches.samples_of(0)
+        samples = built.train.samples_of(0)
         if not epochs:
             return Trained({}, held, peak, samples)
         values = evaluated(built, built.metrics)
@@ -116,16 +116,16 @@ def _time_loader(recipe: Recipe, options: RunOptions, world: World, steps: int) 
         try:
             return _time_steps(built.driver, built.train, warmup=WARMUP_STEPS, steps=steps)
         finally:
-            built.train.batches.close()
+            built.train.close()
 
 
-def _endless(data: EpochData) -> Iterator[RecipeBatch]:
+def _endless(data: WholeBatches) -> Iterator[RecipeBatch]:
     """Yield the batches of one epoch after another."""
     while True:
-        yield from (batch for batch in data.batches if batch.data is not None)
+        yield from (batch for batch in data if batch.data is not None)
 
 
-def _time_steps(driver: Driver, data: EpochData, *, warmup: int, steps: int) -> Timing:
+def _time_steps(driver: Driver, data: WholeBatches, *, warmup: int, steps: int) -> Timing:
     """Train `warmup` steps, then time `steps` more; raise `StopRequested` after a stop request. Collective."""
     batches = _endless(data)
     _train(driver, islice(batches, warmup))

@@ -101,7 +101,7 @@ def profile_recipe(recipe: Recipe, plan: Plan) -> Measurements | None:
         built = build(recipe, plan.options, world)
         steps.begin_world(world)
         while True:
-            for batch in built.train.batches:
+            for batch in built.train:
                 built.driver.step(batch)
     return steps.measurements
 

@@ -10,10 +10,9 @@ from samestep.config import RunOptions
 from samestep.errors import InputError
 from samestep.global_view import any_rank
 from samestep.microbatches import Cursor, require_position
-from samestep.recipes.builder import Built, build, start_world
+from samestep.recipes.builder import Built, build, start_world, without_pretrained
 from samestep.recipes.driver import Driver
 from samestep.recipes.optimizers import apply_schedule
-from samestep.recipes.run import without_pretrained
 from samestep.runs.folder import require_same_code
 from samestep.tools.replay.launch import Replayed, ReplayOptions, Subject
 
@@ -37,7 +36,7 @@ def replay_recipe(subject: Subject, last: int, options: ReplayOptions) -> Replay
         if checkpoint is not None:
             _resume(built, subject)
         driver = built.driver
-        batches = built.train.batches
+        batches = built.train
         result = Replayed(str(subject.folder), subject.processes, driver.steps)
         while batches.cursor.epoch < recipe.epochs:
             for batch in batches:
@@ -62,7 +61,7 @@ def replay_recipe(subject: Subject, last: int, options: ReplayOptions) -> Replay
 def _resume(built: Built, subject: Subject) -> None:
     assert subject.checkpoint is not None
     driver = built.driver
-    batches = built.train.batches
+    batches = built.train
     progress = load(subject.checkpoint, driver.training)
     driver.steps = progress.step
     require_position(progress.cursor, batches.samples_of(progress.cursor.epoch), batches.batch_size)

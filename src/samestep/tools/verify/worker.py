@@ -74,7 +74,7 @@ def _run_recipe(recipe: Recipe, trial: Trial) -> None:
         build,
         start_world,
     )  # need packages that scripts do not need
-    from samestep.recipes.run import evaluated
+    from samestep.recipes.predict import evaluated
 
     assert trial.steps is not None
     # A reference on one process has nothing to divide; other runs on one process may use several
@@ -86,7 +86,7 @@ def _run_recipe(recipe: Recipe, trial: Trial) -> None:
     with start_world(recipe, options) as world:
         built = build(recipe, options, world)
         driver = built.driver
-        train = built.train.batches
+        train = built.train
         checkpoints = CheckpointFolder(trial.scratch)
         if trial.killed is not None and checkpoints.steps():
             checkpoint = checkpoints.find("last")

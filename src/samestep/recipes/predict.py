@@ -1,0 +1,225 @@
+"""Predictions of a trained recipe, and its evaluation by class with pictures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samestep.checkpoint.state import load_model
+from samestep.config import Recipe, RunOptions
+from samestep.data.batch import map_tensors, move
+from samestep.distributed.device_reads import device_reads
+from samestep.distributed.devices import set_tf32
+from samestep.errors import InputError
+from samestep.metrics.class_report import averages, class_rows
+from samestep.metrics.counts import MAX_CLASSES, ConfusionMatrix
+from samestep.metrics.metrics import LossMetric, Metric
+from samestep.metrics.overlays import is_segmentation, write_overlays
+from samestep.recipes.builder import TASKS, Built, build_model, find, without_pretrained
+from samestep.recipes.driver import autocast, call_model
+from samestep.recipes.recipe_files import (
+    DatasetInfo,
+)
+from samestep.recipes.samples import complete_epoch
+from samestep.session import start
+from samestep.zoo.options import call, takes
+from samestep.zoo.splits import Answer, Task
+
+
+def trained_model(recipe: Recipe, info: DatasetInfo, checkpoint: Path) -> torch.nn.Module:
+    """Return the model of a checkpoint in evaluation mode, with averaged weights if the recipe has `ema`."""
+    model, _ = build_model(without_pretrained(recipe), info.classes, info.model_options)
+    load_model(checkpoint, model, averaged=recipe.ema is not None)
+    return model.eval()
+
+
+def build_task(recipe: Recipe, info: DatasetInfo) -> Task:
+    """Return the prediction task of a recipe; raise `InputError` if its dataset has none."""
+    name = recipe.data.name
+    if name not in TASKS:
+        raise InputError(
+            f"data {name!r} has no prediction task",
+            expected=f"data of a shipped recipe: {', '.join(TASKS)}",
+            fix="use samestep export, and load the weights into your own model",
+            code="E_UNKNOWN_NAME",
+        )
+    function = find(name, TASKS, "task")
+    # The option `classes` of some data is in the class names of the run.
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in signature(function).parameters.values())
+    names = [
+        name
+        for name in recipe.data.options
+        if name != "classes" and (takes_all or takes(function, name))
+    ]
+    options = {name: recipe.data.options[name] for name in names}
+    task = call(function, options, info.classes, where="data.options")
+    assert isinstance(task, Task)
+    return task
+
+
+def predict(
+    recipe: Recipe,
+    options: RunOptions,
+    info: DatasetInfo,
+    checkpoint: Path,
+    files: tuple[Path, ...],
+    out: Path | None,
+) -> list[Answer]:
+    """Return the prediction for each file, in order, and write pictures of the task to the folder `out`."""
+    task = build_task(recipe, info)
+    if out is not None and task.picture is None:
+        raise InputError(
+            f"--out {out}, but data {recipe.data.name!r} has no pictures",
+            expected="--out for segmentation only",
+            fix="remove --out",
+            code="E_OPTION_CONFLICT",
+        )
+    pictures = [None] * len(files) if out is None else _picture_paths(files, out)
+    answers = []
+    with _model_for_inference(recipe, options, info, checkpoint) as (model, device):
+        for file, picture in zip(files, pictures, strict=True):
+            inputs = map_tensors(task.read(file), lambda tensor: tensor.unsqueeze(0))
+            outputs = call_model(model, move(inputs, device))
+            outputs = map_tensors(outputs, lambda tensor: device_reads.copy(tensor[0].float()))
+            answers.append({"file": str(file), **task.describe(outputs)})
+            if picture is not None and task.picture is not None:
+                picture.parent.mkdir(parents=True, exist_ok=True)
+                task.picture(file, outputs).save(picture)
+                answers[-1]["picture"] = str(picture)
+    return answers
+
+
+def _picture_paths(files: Sequence[Path], out: Path) -> list[Path]:
+    """Return the picture of each file; none replaces another picture or an input."""
+    paths = [out / f"{file.stem}.png" for file in files]
+    counts = Counter(paths)
+    inputs = {file.resolve() for file in files}
+    for file, path in zip(files, paths, strict=True):
+        is_input = path.resolve() in inputs
+        if is_input or counts[path] > 1:
+            raise InputError(
+                f"--out {out}: the picture of {file} is {path}, which is also "
+                + ("an input" if is_input else "that of another file"),
+                expected="files of different names, and another folder for pictures than for inputs",
+                fix="rename the files, or give another folder to --out",
+                code="E_OUTPUT",
+            )
+    return paths
+
+
+def complete(
+    recipe: Recipe,
+    options: RunOptions,
+    info: DatasetInfo,
+    checkpoint: Path,
+    prompt: str,
+    tokens: int,
+) -> Answer:
+    """Return a continuation of `prompt` with at most `tokens` tokens, if the model is a language model."""
+    task = build_task(recipe, info)
+    if task.complete is None:
+        raise InputError(
+            f"--prompt, but the input of the model is {task.reads}",
+            expected="--prompt for language models only",
+            fix="give files instead of --prompt",
+            code="E_OPTION_CONFLICT",
+        )
+    with _model_for_inference(recipe, options, info, checkpoint) as (model, _):
+        return {"prompt": prompt, "text": task.complete(model, prompt, tokens)}
+
+
+@contextmanager
+def _model_for_inference(
+    recipe: Recipe, options: RunOptions, info: DatasetInfo, checkpoint: Path
+) -> Iterator[tuple[torch.nn.Module, torch.device]]:
+    with start(
+        device=options.device, reduction=recipe.step.reduction, threads=recipe.step.threads
+    ) as world:
+        set_tf32(world.device, allowed=recipe.step.tf32)
+        model = trained_model(recipe, info, checkpoint).to(world.device)
+        with torch.no_grad(), autocast(recipe.step.precision, world.device):
+            yield model, world.device
+
+
+_MAX_OVERLAYS = 16
+
+
+class _ClassCounts(ConfusionMatrix):
+    """Confusion matrix `matrix[class][prediction]`; as a single number, the mean recall of the classes."""
+
+    matrix: list[list[int]]
+
+    def value(self, counts: torch.Tensor) -> float:
+        self.matrix = (counts.view(2, 2) if counts.dim() == 1 else counts).tolist()
+        return averages(class_rows(self.matrix, [""] * len(self.matrix)))[self.name]
+
+
+def evaluate_by_class(built: Built, recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Return the evaluation with the confusion matrix as `by_class`, and draw samples of a segmentation into `folder`.
+
+    Raises:
+        InputError: the data has no classes, or too many.
+    """
+    classes = built.dataset_info.classes
+    if not 1 <= len(classes) <= MAX_CLASSES:
+        raise InputError(
+            f"the data of this recipe has {len(classes)} classes",
+            expected=f"1 to {MAX_CLASSES:,} classes for a report by class",
+            fix="omit --report",
+        )
+    counts = _ClassCounts(
+        "balanced_accuracy", len(classes), recipe.loss.options.get("ignore_index", -100)
+    )
+    values = evaluated(built, [*built.metrics, counts])
+    names = (
+        list(classes) if len(classes) > 1 else ["background", *classes]
+    )  # one class: binary segmentation
+    by_class = {
+        "classes": names,
+        "counts": counts.matrix,
+        "pictures": _draw_overlays(built, recipe, folder),
+    }
+    return values | {"by_class": by_class}
+
+
+def _draw_overlays(built: Built, recipe: Recipe, folder: Path) -> int:
+    """Draw the predictions of the first evaluation samples on rank 0, and return their number; a collective.
+
+    File names are the positions in the evaluation data. Only segmentation tasks have overlays.
+    """
+    driver = built.driver
+    count = 0
+    for path in (
+        folder.glob("sample-*.png") if driver.world.is_main else ()
+    ):  # of an earlier evaluation
+        path.unlink()
+    with driver.evaluating(), closing(complete_epoch(built.evaluation)) as batches:
+        for number, batch in enumerate(batches):
+            if number * recipe.batch_size >= _MAX_OVERLAYS:
+                break
+            if batch.data is None:
+                continue
+            inputs, targets = driver.on_device(batch)
+            outputs = driver.losses(inputs, targets)[0]
+            positions = [place for place in batch.samples.tolist() if place < _MAX_OVERLAYS]
+            if positions and is_segmentation(inputs, targets, outputs):
+                drawn = [
+                    tensor[: len(positions)] for tensor in (inputs, targets, outputs)
+                ]  # on all ranks: it gathers
+                if driver.world.is_main:
+                    write_overlays(folder, positions, *drawn)
+                count += len(positions)
+    return count
+
+
+def evaluated(built: Built, metrics: Sequence[Metric | LossMetric]) -> dict[str, float]:
+    """Return the values of an evaluation; a collective."""
+    values = built.driver.evaluate(complete_epoch(built.evaluation), metrics)
+    assert values is not None
+    return values
