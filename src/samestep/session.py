@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.config import DeviceKind, Reduction, StrategyConfig, resolve_mesh
+from samestep.config.exclusions import require_compatible
 from samestep.distributed.collective_check import CollectiveCheck
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import (
@@ -483,13 +484,7 @@ def _select_devices(
         ACCELERATOR, first_gpu_index(local_rank, per_rank, available, share=sharing is not None)
     )
     shape = resolve_mesh(strategy, size)
-    if sharing == "gloo" and shape.pipeline > 1:
-        raise InputError(
-            f"the mesh {shape.name} on ranks that share GPUs",
-            expected="stages of a pipeline on GPUs of their own: torch sends messages between stages by NCCL",
-            fix="start one rank per GPU, or use another strategy",
-            code="E_INCOMPATIBLE",
-        )
+    require_compatible({"sharing": sharing, "pipeline": shape.pipeline})
     accelerator_module().set_device(device)
     own_gpus = gpu_uuids(device, per_rank) if sharing is None else []
     return device, own_gpus

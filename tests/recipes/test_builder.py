@@ -15,8 +15,7 @@ from samestep.distributed import devices
 from samestep.distributed.world import World
 from samestep.errors import DataError, RecipeError
 from samestep.recipes.builder import DATA, LOSSES, MODELS, OPTIMIZERS, _optimizer, build, find
-from samestep.recipes.models import load_matching, transform_model
-from samestep.recipes.optimizers import freeze
+from samestep.recipes.models import freeze, load_matching, transform_model
 from samestep.recipes.recipe_files import load_recipe
 from samestep.zoo.digits import DigitsNet, load_digits
 from samestep.zoo.losses import cross_entropy

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from samestep.config import LearningRateConfig, LearningRateRule, OptimizerConfig
+from samestep.config.exclusions import require_compatible
 from samestep.distributed.devices import is_accelerator
 from samestep.errors import InputError, RecipeError
 from samestep.torchvision_import import make_torchvision_importable
@@ -51,13 +52,9 @@ def apply_layer_decay(optimizer: torch.optim.Optimizer, config: OptimizerConfig)
     scales = [group["lr_scale"] for group in optimizer.param_groups if "lr_scale" in group]
     if not scales:
         return ()
-    if "lr" not in optimizer.param_groups[0]:
-        raise RecipeError(
-            f"optimizer.layer_decay is {config.layer_decay} and {config.name} has no learning rate",
-            expected="an optimizer with an lr in each parameter group",
-            fix="--set optimizer.layer_decay=null",
-            code="E_INCOMPATIBLE",
-        )
+    rate = optimizer.param_groups[0].get("lr")
+    options = {"optimizer.layer_decay": config.layer_decay, "learning rate": rate}
+    require_compatible(options, RecipeError)
     for group in optimizer.param_groups:
         group["lr"] *= group["lr_scale"]
     rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
@@ -82,13 +79,7 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
         numbers: dict[str, int] = group_parameters(model, matcher(coarse=False), reverse=True)
         return numbers
     blocks = list(_blocks(model, ""))
-    if not blocks:
-        raise RecipeError(
-            f"optimizer.layer_decay is set and {type(model).__name__} has no list of similar blocks",
-            expected="a model of timm, or a model with a ModuleList or Sequential of modules of one class",
-            fix="--set optimizer.layer_decay=null",
-            code="E_INCOMPATIBLE",
-        )
+    require_compatible({"optimizer.layer_decay": "set", "blocks": blocks}, RecipeError)
     numbers = {}
     current = 0
     for name, _ in model.named_parameters():
