@@ -343,11 +343,7 @@ class _PlainLoop:
     def training(self) -> Training:
         parameters = divided_parameters(self.model)
         return Training(
-            self.model,
-            self.optimizer,
-            self.scheduler,
-            self._scaler,
-            local_parameters=parameters,
+            self.model, self.optimizer, self.scheduler, self._scaler, local_parameters=parameters
         )
 
     def require_equal_tensors(self) -> None:

@@ -21,13 +21,7 @@ from typing import Annotated
 
 from annotated_types import Len
 
-from samestep.checkpoint.contents import (
-    Count,
-    SavedState,
-    Strict,
-    invalid_contents,
-    parse,
-)
+from samestep.checkpoint.contents import Count, SavedState, Strict, invalid_contents, parse
 from samestep.checkpoint.files import (
     Contents,
     disk_errors,

@@ -23,9 +23,7 @@ from samestep.metrics.metrics import LossMetric, Metric
 from samestep.metrics.overlays import is_segmentation, write_overlays
 from samestep.recipes.builder import TASKS, Built, build_model, find, without_pretrained
 from samestep.recipes.driver import autocast, call_model
-from samestep.recipes.recipe_files import (
-    DatasetInfo,
-)
+from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.samples import complete_epoch
 from samestep.session import start
 from samestep.zoo.options import call, takes
