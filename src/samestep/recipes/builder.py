@@ -1,4 +1,4 @@
-"""Names of datasets, models, losses and optimizers, and construction of the driver, loaders and metrics of a recipe.
+"""Names of datasets, models, losses and optimizers, and construction of the objects of a recipe.
 
 A component that is missing or invalid raises `InputError`, mostly `RecipeError`.
 """
@@ -6,7 +6,6 @@ A component that is missing or invalid raises `InputError`, mostly `RecipeError`
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,7 +26,6 @@ from samestep.config import (
     OptimizerConfig,
     Recipe,
     RunOptions,
-    ScheduleConfig,
     default_workers,
 )
 from samestep.config.key_suggestions import suggest
@@ -57,6 +55,7 @@ from samestep.recipes.optimizers import (
     default_options,
     parameter_groups,
     scale_rates,
+    schedule_factor,
 )
 from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.samples import IndexedCollate, indexed
@@ -133,16 +132,18 @@ def find(name: str, known: Mapping[str, str], kind: str) -> Callable[..., Any]:
         meant = suggest(name, [*known, *models])
         library = ", a model of torchvision" if models else ""
         expected = f"one of {', '.join(known)}{library}, or package.module:attribute"
-        fix = "give the import path" if meant is None else f"did you mean {meant}?"
+        fix = "give the import path"
+        if meant is not None:
+            fix = f"did you mean {meant}?"
         raise _unknown(f"{kind} {name!r} is unknown", fix, expected)
     directory = str(Path.cwd())
     if directory not in sys.path and find_spec(module.partition(".")[0]) is None:
-        sys.path.append(
-            directory
-        )  # last, and for the user's own modules only: installed packages take precedence
+        # Last, and for the user's own modules only: installed packages take precedence.
+        sys.path.append(directory)
     try:
         imported = import_module(module)
-        process_state.source_files.note_imports()  # now: the file can be edited while the data are read
+        # Now: the file can be edited while the data are read.
+        process_state.source_files.note_imports()
         result = getattr(imported, attribute)
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
@@ -175,7 +176,7 @@ class Built:
     # Function from the data of a batch to its numbers of tokens, and of tokens and padding.
     count_tokens: Callable[[Any], tuple[Any, Any]] | None
     metrics: list[CountMetric | LossMetric]
-    notes: tuple[str, ...]  # for the user, such as frozen parameters or a scaled learning rate
+    notes: list[str]  # for the user, such as frozen parameters or a scaled learning rate
     dataset_info: DatasetInfo  # facts of the data that the model depends on
     facts: dict[str, str]  # facts of the training data that a resumption compares
     cache: SampleCache | None  # cache of the samples, if the recipe has one
@@ -191,26 +192,26 @@ def without_pretrained(recipe: Recipe) -> Recipe:
 
 @contextmanager
 def start_world(recipe: Recipe, options: RunOptions) -> Iterator[World]:
-    """Join the other ranks, which divide the calls of results of `samestep.parallel`, and yield the world."""
-    config = recipe.step
+    """Join the other ranks, which divide the calls of parallel models, and yield the world."""
+    reduction = recipe.step.reduction
     session = start(
         device=options.device,
-        reduction=config.reduction,
-        threads=config.threads,
+        reduction=reduction,
+        threads=recipe.step.threads,
         strategy=recipe.strategy,
     )
-    with session as world, world_of_process(world, config.reduction):
+    with session as world, world_of_process(world, reduction):
         yield world
 
 
 def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     """Return the objects of a recipe, in the world of `start_world`. A collective operation."""
     recipe = recipe.with_microbatches()
+    config = recipe.step
     splits = _splits(recipe.data)
     cache, cache_note = _open_cache(recipe.data, splits, world)
-    loss_config, weight_notes = resolve_foreground_weight(
-        recipe.loss, splits, recipe.data.bad_samples, world
-    )
+    bad_samples = recipe.data.bad_samples
+    loss_config, weight_notes = resolve_foreground_weight(recipe.loss, splits, bad_samples, world)
     loss = RecipeLoss(_loss(loss_config))
     _require_best(recipe)
     metrics = build_metrics(recipe.metrics, len(splits.classes), ignore_index=loss.ignore_index)
@@ -219,52 +220,20 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         model, notes = build_model(recipe, splits.classes, splits.model_options)
     if recipe.model.pretrained is not None and not receives_weights:
         check_same_weights(model, world)
-    workers = _workers(recipe, options, splits, world)
+    workers = options.workers
+    if workers is None:
+        workers = 0
+        if splits.reads_files:
+            workers = default_workers(usable_processors(), world.size)
     has_norm = uses_batch_statistics(model)
     train, evaluation = _loaders(recipe, splits, workers, has_batch_norm=has_norm)
     if train.samples_of(0) < len(splits.train) and not recipe.data.drop_last:
-        notes += (
-            "the last batch of an epoch has 1 sample, too few for batch norm, and is left out",
+        notes.append(
+            "the last batch of an epoch has 1 sample, too few for batch norm, and is left out"
         )
-    model = _parallel_model(model, recipe, world)
-    optimizer = _optimizer(recipe.optimizer, model)
-    notes += scale_rates(optimizer, recipe.batch_size, recipe.learning_rate)
-    notes += apply_layer_decay(optimizer, recipe.optimizer)
-    scheduler = LambdaLR(optimizer, schedule_factor(recipe.schedule, len(train), recipe.epochs))
-    driver = Driver(
-        model,
-        optimizer,
-        loss,
-        world=world,
-        recipe=recipe,
-        scheduler=scheduler,
-        parameters=divided_parameters(model) or CompleteModel(model),
-        prepare=splits.prepare,
-    )
-    info = DatasetInfo(splits.classes, splits.model_options)
-    notes += weight_notes
-    return Built(
-        driver,
-        train,
-        evaluation,
-        splits.count_tokens,
-        metrics,
-        notes,
-        info,
-        splits.facts,
-        cache,
-        cache_note,
-        loss_config,
-        workers,
-    )
-
-
-def _parallel_model(model: torch.nn.Module, recipe: Recipe, world: World) -> torch.nn.Module:
-    """Return the model on the device of this rank, with calls that ranks divide."""
-    config = recipe.step
     model.to(world.device)
     transform_model(model, config, world.device)
-    return parallel(
+    model = parallel(
         model,
         strategy=recipe.strategy,
         reduction=config.reduction,
@@ -273,17 +242,43 @@ def _parallel_model(model: torch.nn.Module, recipe: Recipe, world: World) -> tor
         tensor_slices=config.tensor_slices,
         tensor_plan=config.tensor_plan,
     )
+    optimizer = _optimizer(recipe.optimizer, model)
+    notes += scale_rates(optimizer, recipe.batch_size, recipe.learning_rate)
+    notes += apply_layer_decay(optimizer, recipe.optimizer)
+    factor = schedule_factor(recipe.schedule, len(train), recipe.epochs)
+    driver = Driver(
+        model,
+        optimizer,
+        loss,
+        world=world,
+        recipe=recipe,
+        scheduler=LambdaLR(optimizer, factor),
+        parameters=divided_parameters(model) or CompleteModel(model),
+        prepare=splits.prepare,
+    )
+    notes += weight_notes
+    return Built(
+        driver=driver,
+        train=train,
+        evaluation=evaluation,
+        count_tokens=splits.count_tokens,
+        metrics=metrics,
+        notes=notes,
+        dataset_info=DatasetInfo(splits.classes, splits.model_options),
+        facts=splits.facts,
+        cache=cache,
+        cache_note=cache_note,
+        loss=loss_config,
+        workers=workers,
+    )
 
 
 def _require_best(recipe: Recipe) -> None:
-    """Require that evaluation computes the value that selects the best checkpoint, as far as its names are known."""
+    """Require that evaluation computes the value that selects the best checkpoint."""
     if recipe.loss.name not in LOSSES:
-        return
-    names = [
-        "loss",
-        *recipe.metrics,
-        *(f"loss_{name}" for name in _PARTS.get(recipe.loss.name, ())),
-    ]
+        return  # the names of its parts are not known before the first batch
+    names = ["loss", *recipe.metrics]
+    names += [f"loss_{name}" for name in _PARTS.get(recipe.loss.name, ())]
     require(
         recipe.best_by is None or recipe.best_by in names,
         f"best_by is {recipe.best_by}, which evaluation does not compute",
@@ -326,7 +321,7 @@ def _open_cache(config: DataConfig, splits: Splits, world: World) -> tuple[Sampl
 
 def build_model(
     recipe: Recipe, classes: Sequence[str], data_options: Mapping[str, Any]
-) -> tuple[torch.nn.Module, tuple[str, ...]]:
+) -> tuple[torch.nn.Module, list[str]]:
     """Return the model with its initial weights, and notes for the user.
 
     The number of classes is passed to models with an option `num_classes`; `data_options` are model
@@ -334,12 +329,10 @@ def build_model(
     """
     config = recipe.model
     builder = find(config.name, MODELS, "model")
-    options = dict(config.options)
+    options = {name: value for name, value in data_options.items() if takes(builder, name)}
+    options |= config.options
     if config.name.startswith("torchvision:") or takes(builder, "num_classes"):
         options.setdefault("num_classes", len(classes))
-    options = {
-        name: value for name, value in data_options.items() if takes(builder, name)
-    } | options
     # Initial weights are a function of the seed; later random numbers must not depend on their
     # number.
     with preserved_generators():
@@ -352,15 +345,7 @@ def build_model(
         names = freeze(model, config.freeze, config.freeze_except)
         notes.append(f"frozen: {len(names)} of {len(list(model.parameters()))} parameters")
     set_training_mode(model)
-    return model, tuple(notes)
-
-
-def _workers(recipe: Recipe, options: RunOptions, splits: Splits, world: World) -> int:
-    if options.workers is not None:
-        return options.workers
-    if splits.reads_files:
-        return default_workers(usable_processors(), world.size)
-    return 0
+    return model, notes
 
 
 def _loaders(
@@ -398,9 +383,7 @@ def _loaders(
 def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     groups = parameter_groups(model, config)
     kind = find(config.name, OPTIMIZERS, "optimizer")
-    options = default_options(
-        kind, config.options, [one for group in groups for one in group["params"]]
-    )
+    options = default_options(kind, config.options, groups)
     try:
         optimizer = call(kind, options, groups, where="optimizer.options")
     except ValueError as error:
@@ -418,10 +401,8 @@ def _loss(config: NamedConfig) -> LossFunction:
     function = find(config.name, LOSSES, "loss")
     options = config.options
     if function.__module__.startswith("torch.nn."):  # the weights of PyTorch's losses are tensors
-        options = {
-            key: torch.tensor(value) if isinstance(value, list) else value
-            for key, value in options.items()
-        }
+        lists = {key: value for key, value in options.items() if isinstance(value, list)}
+        options = {**options, **{key: torch.tensor(value) for key, value in lists.items()}}
     if isinstance(function, type):  # a criterion class, such as torch.nn:CrossEntropyLoss
         return call(function, options, where="loss.options")  # type: ignore[no-any-return]
     for key in options:
@@ -431,33 +412,3 @@ def _loss(config: NamedConfig) -> LossFunction:
     if options:
         return partial(function, **options)
     return function
-
-
-def schedule_factor(
-    schedule: ScheduleConfig, steps_per_epoch: int, epochs: int
-) -> Callable[[int], float]:
-    """Return a function from a step (from 0) to the factor of the learning rate.
-
-    `cosine` is the schedule of Loshchilov & Hutter, "SGDR" (2017), without restarts. `cosine` and
-    `linear` start after the warm-up and reach `final` at the last step. The decreases of `step`
-    count from the first step of the run, so that the warm-up does not move them (Goyal et al.,
-    "Accurate, large minibatch SGD", 2017).
-    """
-    warmup = round(schedule.warmup_epochs * steps_per_epoch)
-    decay = max(1, steps_per_epoch * epochs - 1 - warmup)
-    period = max(1, round(schedule.step_epochs * steps_per_epoch))
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        if schedule.name == "constant":
-            return 1.0
-        if schedule.name == "step":
-            return schedule.gamma ** (step // period)
-        progress = min(1.0, (step - warmup) / decay)
-        remaining = (
-            0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1 - progress
-        )
-        return schedule.final + (1 - schedule.final) * remaining
-
-    return factor

@@ -1,4 +1,4 @@
-"""Steps and evaluations of a recipe: a plain loop around a model of `samestep.parallel`.
+"""Steps and evaluations of a recipe, around a model of `samestep.parallel`.
 
 Decisions: docs/decisions/recipes.md
 """
@@ -54,7 +54,7 @@ class StepResult:
 
 
 class Driver:
-    """Trains and evaluates a model on whole batches; every rank calls the same methods with the same batches.
+    """Trains and evaluates a model on whole batches; every rank calls the same methods.
 
     Args:
         model: result of `samestep.parallel`, on the device of this rank.
@@ -63,8 +63,8 @@ class Driver:
         world: the ranks.
         recipe: numbers and options of a step.
         scheduler: stepped after each step.
-        prepare: function from a batch on the device to inputs and targets.
         parameters: parameters on this rank.
+        prepare: function from a batch on the device to inputs and targets.
 
     Attributes:
         local_parameters: parameters on this rank.
@@ -90,9 +90,8 @@ class Driver:
         self.world = world
         self.local_parameters = parameters
         self.steps = 0
-        self.scaler = torch.amp.GradScaler(
-            world.device.type, enabled=recipe.step.precision == "fp16"
-        )
+        is_half = recipe.step.precision == "fp16"
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=is_half)
         self._decides_on_device = decides_on_device(optimizer)
         self._loss = loss
         self._config = recipe.step
@@ -104,9 +103,8 @@ class Driver:
             here = {name: p for name, p in self._trained.items() if parameters.has(name)}
             self._average = AveragedWeights(here, recipe.ema.decay)
         self._buffers = list(model.buffers())
-        self._saved_buffers = [
-            buffer.clone() for buffer in self._buffers
-        ]  # before a step that can be refused
+        # Copies from before a step, which can be refused after its forward has changed buffers.
+        self._saved_buffers = [buffer.clone() for buffer in self._buffers]
 
     @property
     def training(self) -> Training:
@@ -128,40 +126,35 @@ class Driver:
         self.world.context.status.heartbeat()
         copy_tensors(self._saved_buffers, self._buffers)
         self.optimizer.zero_grad(set_to_none=True)
-        seed_generators(
-            microbatch_seed("shard", self._config.seed, self.steps, 0), self.world.device
-        )
+        # Random numbers of a step are a function of its number, so that a resumed run has the same.
+        seed = microbatch_seed("shard", self._config.seed, self.steps, 0)
+        seed_generators(seed, self.world.device)
         data = self.on_device(batch)
         loss, weight = self._backward(data, len(batch.samples))
         self.scaler.unscale_(self.optimizer)
         norm = self._clipped_norm()
         rate = float(self.optimizer.param_groups[0]["lr"])
-        numbers = self._update(torch.stack([loss.double(), norm.double(), weight.double()]))
-        is_finite = _are_finite(numbers[:2])
-        if is_finite:
-            if self._average is not None:
-                self._average.update(self.steps + 1)
-        else:
-            copy_tensors(self._buffers, self._saved_buffers)
-            self._require_skip(data, batch.samples, is_loss_finite=math.isfinite(numbers[0]))
-        self.scaler.update()
-        self._step_schedule()
-        self.steps += 1
-        return StepResult(self.steps, numbers[0], numbers[2], rate, numbers[1], not is_finite)
-
-    def _update(self, numbers: torch.Tensor) -> list[float]:
-        """Update the parameters if loss and norm are finite, and return the numbers; the only wait for the device.
-
-        Args:
-            numbers: loss, norm of the gradient and weight, on the device.
-        """
+        numbers = torch.stack([loss.double(), norm.double(), weight.double()])
         if self._decides_on_device:
             step_if(self.optimizer, numbers[:2].isfinite().all())
+        # The only wait for the device in a step.
         values: list[float] = device_reads.values(numbers)
+        is_finite = math.isfinite(values[0]) and math.isfinite(values[1])
         # Not by the scaler, which would read its flags: a finite norm has no overflow in it.
-        if not self._decides_on_device and _are_finite(values[:2]):
+        if is_finite and not self._decides_on_device:
             self.optimizer.step()
-        return values
+        if not is_finite:
+            copy_tensors(self._buffers, self._saved_buffers)
+            self._require_skip(data, batch.samples, is_loss_finite=math.isfinite(values[0]))
+        elif self._average is not None:
+            self._average.update(self.steps + 1)
+        self.scaler.update()
+        with warnings.catch_warnings():
+            # Raised if the first update was skipped; the schedule counts skipped steps on purpose.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            self.scheduler.step()
+        self.steps += 1
+        return StepResult(self.steps, values[0], values[2], rate, values[1], not is_finite)
 
     def on_device(self, batch: RecipeBatch) -> tuple[Any, Any]:
         """Return inputs and targets of a batch on the device of this rank."""
@@ -174,19 +167,18 @@ class Driver:
         return inputs, targets
 
     def _backward(self, data: tuple[Any, Any], samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the gradients of a batch, part after part; return the loss and its weight, as scalars on the device."""
+        """Add the gradients of a batch, part after part; return loss and weight on the device."""
         if self._parts == 1:
             loss = self.losses(*data)[1]["loss"]
             self.scaler.scale(loss).backward()
             return loss.detach(), self._weight(data[1], samples)
         parts = parts_of(data, samples, self._parts)
         sizes = [stop - start for start, stop in microbatch_bounds(samples, len(parts))]
-        weights = [
-            self._weight(targets, size) for (_, targets), size in zip(parts, sizes, strict=True)
-        ]
+        weights = [self._weight(part[1], size) for part, size in zip(parts, sizes, strict=True)]
         total = torch.stack(weights).sum()
         losses = []
         for number, (part, weight) in enumerate(zip(parts, weights, strict=True), start=1):
+            # Ranks add their gradients once, in the backward of the last part.
             with nullcontext() if number == len(parts) else no_sync(self.model):
                 loss = self.losses(*part)[1]["loss"]
                 loss = loss * (weight / total).to(loss.dtype)
@@ -239,12 +231,6 @@ class Driver:
                 is_loss_finite=is_loss_finite,
             )
 
-    def _step_schedule(self) -> None:
-        with warnings.catch_warnings():
-            # Raised if the first update was skipped; the schedule counts skipped steps on purpose.
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-            self.scheduler.step()
-
     # --- evaluation ------------------------------------------------------------------------------
 
     def evaluate(
@@ -254,7 +240,7 @@ class Driver:
         *,
         until_stop: bool = False,
     ) -> dict[str, float] | None:
-        """Return `loss`, other means of the loss function, `samples` and every metric over whole batches.
+        """Return `loss`, other means of the loss function, `samples` and every metric.
 
         With `until_stop`, return None on every rank if a rank receives a stop request.
 
@@ -262,11 +248,12 @@ class Driver:
             RunError: the loss counts nothing.
         """
         counting = [metric for metric in metrics if not isinstance(metric, LossMetric)]
-        means = _Means()
+        sums: dict[str, torch.Tensor] = {}
+        weights = []
         samples = 0
         with self.evaluating():
             for batch in batches:
-                if batch.data is None:
+                if batch.data is None:  # no sample can be used
                     continue
                 if until_stop and any(any_rank(self.world, self.world.stop_requested)):
                     for metric in counting:
@@ -274,27 +261,31 @@ class Driver:
                     return None
                 inputs, targets = self.on_device(batch)
                 outputs, losses = self.losses(inputs, targets)
-                means.add(losses, self._weight(targets, len(batch.samples)))
+                weights.append(self._weight(targets, len(batch.samples)))
+                for name, loss in losses.items():
+                    # A mean over nothing is NaN.
+                    term = (loss.double() * weights[-1]).where(weights[-1] > 0, 0.0)
+                    sums[name] = sums[name] + term if name in sums else term
                 for metric in counting:
                     metric.update(outputs, targets)
                 samples += len(batch.samples)
                 self.world.context.status.heartbeat()
-        values: dict[str, float] = {**means.values(), "samples": samples}
+        values: dict[str, float] = {**_means(sums, weights), "samples": samples}
         for one in metrics:
-            values[one.name] = (
-                one.function(values["loss"]) if isinstance(one, LossMetric) else one.compute()
-            )
+            if isinstance(one, LossMetric):
+                values[one.name] = one.function(values["loss"])
+            else:
+                values[one.name] = one.compute()
         return values
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluate with averaged weights if there are any; modes and random states are as before after the block."""
+        """Evaluate with averaged weights if there are any; restore modes and random states."""
         averaged = nullcontext() if self._average is None else self._average.in_place()
         modes = [(module, module.training) for module in self.model.modules()]
-        with averaged, torch.no_grad(), preserved_generators(self.world.device):
-            seed_generators(
-                microbatch_seed("evaluation", self._config.seed, 0, 0), self.world.device
-            )
+        device = self.world.device
+        with averaged, torch.no_grad(), preserved_generators(device):
+            seed_generators(microbatch_seed("evaluation", self._config.seed, 0, 0), device)
             self.model.eval()
             try:
                 yield
@@ -304,44 +295,24 @@ class Driver:
                         module.train(training)
 
 
-def _are_finite(values: Iterable[float]) -> bool:
-    return all(map(math.isfinite, values))
-
-
-class _Means:
-    """Weighted means of losses by name, summed on the device."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, torch.Tensor] = {}
-        self._weights: list[torch.Tensor] = []
-
-    def add(self, losses: dict[str, torch.Tensor], weight: torch.Tensor) -> None:
-        """Add the losses of a batch."""
-        self._weights.append(weight)
-        for name, loss in losses.items():
-            # A mean over nothing is NaN.
-            term = (loss.double() * weight).where(weight > 0, 0.0)
-            self._sums[name] = self._sums[name] + term if name in self._sums else term
-
-    def values(self) -> dict[str, float]:
-        """Return the means.
-
-        Raises:
-            RunError: the weights are zero.
-        """
-        total = device_reads.values(torch.stack(self._weights).sum()) if self._weights else 0.0
-        if not total:
-            raise RunError(
-                "the loss counted nothing in evaluation",
-                fix="check for ignored targets",
-                code="E_SHAPE",
-            )
-        numbers = device_reads.values(torch.stack(list(self._sums.values())))
-        return {name: number / total for name, number in zip(self._sums, numbers, strict=True)}
+def _means(sums: Mapping[str, torch.Tensor], weights: list[torch.Tensor]) -> dict[str, float]:
+    """Return sums of losses divided by the sum of the weights; this waits for the device."""
+    total = device_reads.values(torch.stack(weights).sum()) if weights else 0.0
+    if not total:
+        raise RunError(
+            "the loss counted nothing in evaluation",
+            fix="check for ignored targets",
+            code="E_SHAPE",
+        )
+    numbers = device_reads.values(torch.stack(list(sums.values())))
+    return {name: number / total for name, number in zip(sums, numbers, strict=True)}
 
 
 class AveragedWeights:
-    """Average of a model's parameters that are or were trained; other parameters and buffers are the model's.
+    """Exponential moving average of trained parameters, for evaluation.
+
+    Polyak & Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992). The update is
+    elementwise on weights that are equal on every rank, so the average has the same bits.
 
     Args:
         trained: this rank's trained parameters by name.
@@ -365,23 +336,20 @@ class AveragedWeights:
         """Update the average with the weights after step number `step`, from 1."""
         # The schedule of TensorFlow's ExponentialMovingAverage with `num_updates`.
         decay = min(self._decay, (1 + step) / (10 + step))
-        current, averages = self._values()
+        current = [parameter.detach() for parameter in self._trained]
         if current:
-            torch._foreach_lerp_(averages, current, 1 - decay)
+            torch._foreach_lerp_(list(self.tensors.values()), current, 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Replace the model's weights by the average for the duration of the block."""
-        current, averages = self._values()
+        current = [parameter.detach() for parameter in self._trained]
         own = [weights.clone() for weights in current]
-        copy_tensors(current, averages)
+        copy_tensors(current, list(self.tensors.values()))
         try:
             yield
         finally:
             copy_tensors(current, own)
-
-    def _values(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return [parameter.detach() for parameter in self._trained], list(self.tensors.values())
 
 
 def copy_tensors(to: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -420,7 +388,6 @@ def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return inputs as positional and named arguments; packed sequences are one argument."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
-    is_unpacked = isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence)
-    if is_unpacked:
-        return (tuple(inputs), {})
-    return ((inputs,), {})
+    if isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence):
+        return tuple(inputs), {}
+    return (inputs,), {}

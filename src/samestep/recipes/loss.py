@@ -1,4 +1,4 @@
-"""The loss of a recipe: scalars of a whole batch, and the weight of a batch in a mean over several."""
+"""The loss of a recipe, and the error of a step that is not finite."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from samestep.global_view import any_rank
 from samestep.recipes.samples import parts_of
 from samestep.zoo.losses import IGNORED, bce_with_logits, cross_entropy
 
+_MAX_LISTED = 8  # samples or parameters in an error
 LossFunction = Callable[[Any, Any], Any]
 # Losses with a mean over targets that are not ignored.
 _BY_TARGET = (cross_entropy, bce_with_logits, functional.cross_entropy, functional.nll_loss)
@@ -59,18 +60,29 @@ class RecipeLoss:
         """
         value = self._function(outputs, targets)
         parts = value if isinstance(value, Mapping) else {"loss": value}
+        returned = ""
         if "loss" not in parts:
-            raise _no_loss(f"a mapping with the keys {', '.join(map(str, parts))}")
+            returned = f"a mapping with the keys {', '.join(map(str, parts))}"
+        for part in parts.values():
+            if not isinstance(part, torch.Tensor):
+                returned = f"a {type(part).__name__}"
+            elif part.numel() != 1:
+                returned = f"a tensor of shape {tuple(part.shape)}"
+        if returned:
+            raise InputError(
+                f"the loss function returned {returned}",
+                expected="a scalar tensor, or a mapping with the scalar 'loss' and others",
+                fix="return the mean over the batch, as the losses of torch.nn do",
+                code="E_SHAPE",
+            )
         losses = {}
         for name, part in parts.items():
-            if not isinstance(part, torch.Tensor) or part.numel() != 1:
-                shape = f" of shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else ""
-                raise _no_loss(f"a {type(part).__name__}{shape}")
-            losses["loss" if name == "loss" else f"loss_{name}"] = part.reshape(())
+            key = f"loss_{name}" if name != "loss" else "loss"
+            losses[key] = part.reshape(())
         return losses
 
     def weight(self, targets: Any, samples: int) -> torch.Tensor | float:
-        """Return the weight of the mean of a batch of `samples` samples among the means of several batches."""
+        """Return the weight of the mean of a batch among the means of several batches."""
         if not (self._counts_targets and isinstance(targets, torch.Tensor)):
             return samples
         if targets.is_floating_point() and not self._is_binary:  # probabilities
@@ -80,18 +92,6 @@ class RecipeLoss:
             return is_counted.sum()
         weights = torch.as_tensor(self._class_weights, dtype=torch.float64, device=targets.device)
         return (weights[targets.where(is_counted, 0)] * is_counted).sum()
-
-
-def _no_loss(returned: str) -> InputError:
-    return InputError(
-        f"the loss function returned {returned}",
-        expected="a scalar tensor, or a mapping with the scalar 'loss' and others",
-        fix="return the mean over the batch, as the losses of torch.nn do",
-        code="E_SHAPE",
-    )
-
-
-_MAX_LISTED = 8
 
 
 def non_finite_error(
@@ -104,7 +104,7 @@ def non_finite_error(
     step: int,
     is_loss_finite: bool,
 ) -> NonFiniteError:
-    """Return the error of a step. Every sample of the batch is computed once more, alone.
+    """Return the error of a step; every sample is computed once more, alone. A collective.
 
     Args:
         data: inputs and targets of the batch, on the device.
@@ -119,19 +119,26 @@ def non_finite_error(
     own = [name for name, p in parameters.items() if p.grad is not None and not _is_finite(p.grad)]
     by_rank = all_gather(own, world)  # a rank may have parts of the model
     bad = [name for name in parameters if any(name in names for names in by_rank)]
-    trained = list(parameters.values()) if is_loss_finite else []
-    bad_samples = _bad_samples(data, samples, trained, loss_of, world)
+    bad_samples = []
+    alone = parts_of(data, len(samples), len(samples))
+    for sample, (inputs, targets) in zip(samples, alone, strict=False):
+        loss = loss_of(inputs, targets)
+        is_finite = _is_finite(loss)
+        if is_finite and is_loss_finite:
+            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            is_finite = all(_is_finite(g) for g in gradients if g is not None)
+        if any(any_rank(world, not is_finite)):
+            bad_samples.append(sample)
     source = _listed("sample", bad_samples)
     if not bad_samples:
         source = f"none of the {len(samples)} samples alone"
     subject = "the loss"
+    advice = "check the learning rate"
     if is_loss_finite:
-        subject = (
-            f"the gradient of {_listed('parameter', bad)}" if bad else "the norm of the gradient"
-        )
-    advice = (
-        "lower the learning rate or set clip_norm" if is_loss_finite else "check the learning rate"
-    )
+        subject = f"the gradient of {_listed('parameter', bad)}"
+        advice = "lower the learning rate or set clip_norm"
+    if is_loss_finite and not bad:  # the norm itself has an overflow
+        subject = "the norm of the gradient"
     return NonFiniteError(
         f"step {step}: {subject} is not finite, from {source}",
         expected="non_finite: stop ends the run before the weights change",
@@ -139,33 +146,13 @@ def non_finite_error(
     )
 
 
-def _bad_samples(
-    data: tuple[Any, Any],
-    samples: Sequence[int],
-    parameters: Sequence[torch.nn.Parameter],
-    loss_of: Callable[[Any, Any], torch.Tensor],
-    world: World,
-) -> list[int]:
-    """Return the samples with a loss, or a gradient of one of the parameters, that is not finite."""
-    bad = []
-    for sample, (inputs, targets) in zip(
-        samples, parts_of(data, len(samples), len(samples)), strict=False
-    ):
-        loss = loss_of(inputs, targets)
-        is_finite = _is_finite(loss)
-        if is_finite and parameters:
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            is_finite = all(_is_finite(g) for g in gradients if g is not None)
-        if any(any_rank(world, not is_finite)):
-            bad.append(sample)
-    return bad
-
-
 def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(device_reads.values(tensor.isfinite().all()))
 
 
 def _listed(noun: str, items: Sequence[object]) -> str:
-    listed = ", ".join(str(item) for item in items[:_MAX_LISTED])
-    more = f" and {len(items) - _MAX_LISTED} more" if len(items) > _MAX_LISTED else ""
-    return f"{noun}{'s' if len(items) > 1 else ''} {listed}{more}"
+    plural = "s" if len(items) > 1 else ""
+    text = f"{noun}{plural} {', '.join(map(str, items[:_MAX_LISTED]))}"
+    if len(items) > _MAX_LISTED:
+        text += f" and {len(items) - _MAX_LISTED} more"
+    return text
