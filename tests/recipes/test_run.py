@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from helpers.system import events, here, tree, weights
 from samestep.errors import EXIT_DONE, EXIT_FAILED, EXIT_INPUT, InputError
 from samestep.metrics.metrics import BestRule
-from samestep.recipes.predict import _picture_paths
+from samestep.recipes.predict import picture_paths
 from samestep.tools.top import read_status
 from samestep.zoo.digits import DigitsNet
 
@@ -98,8 +98,8 @@ def test_pretrained_file_is_not_needed_after_a_checkpoint(tmp_path: Path) -> Non
 
 def test_pictures_replace_neither_each_other_nor_inputs(tmp_path: Path) -> None:
     left, right, other = (tmp_path / name for name in ("left/7.png", "right/7.png", "left/8.jpg"))
-    assert _picture_paths([left, other], tmp_path) == [tmp_path / "7.png", tmp_path / "8.png"]
+    assert picture_paths([left, other], tmp_path) == [tmp_path / "7.png", tmp_path / "8.png"]
     for files, out in (([left, right], tmp_path), ([left, other], tmp_path / "left"), ([left, left], tmp_path)):
         with pytest.raises(InputError) as error:
-            _picture_paths(files, out)
+            picture_paths(files, out)
         assert error.value.code == "E_OUTPUT"

@@ -116,7 +116,7 @@ OPTIMIZERS = {"sgd": "torch.optim:SGD", "adam": "torch.optim:Adam", "adamw": "to
 
 
 def find(name: str, known: Mapping[str, str], kind: str) -> Callable[..., Any]:
-    """Return the object of a short name of `known`, or of an import path `package.module:attribute`.
+    """Return the object of a short name of `known`, or of an import path `package.module:name`.
 
     Models can also be `torchvision:MODEL` (or `MODEL` alone), `timm:MODEL` and
     `transformers:MODEL`. Import paths may refer to modules of the current directory. `kind` names
@@ -340,7 +340,7 @@ def build_model(
         model: torch.nn.Module = call(builder, options, where="model.options")
     notes: list[str] = []
     if config.pretrained is not None:
-        notes += load_matching(model, Path(config.pretrained), config.pretrained_prefix).notes
+        notes += load_matching(model, Path(config.pretrained), config.pretrained_prefix)
     if config.freeze or config.freeze_except:
         names = freeze(model, config.freeze, config.freeze_except)
         notes.append(f"frozen: {len(names)} of {len(list(model.parameters()))} parameters")

@@ -1,12 +1,11 @@
-"""Weights of a model: from files, equal on all ranks, frozen.
+"""Models of recipes: weights from files, frozen parts, and options of memory and speed.
 
-A file that is damaged or does not fit the model raises `DataError`.
+A file of weights that is damaged or does not fit the model raises `DataError`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,31 +35,20 @@ _PREFIXES = ("module.", "_orig_mod.", "model.")
 Tensors = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class LoadedWeights:
-    """Result of loading a file of weights."""
+def load_matching(model: nn.Module, file: Path, prefix: str = "") -> list[str]:
+    """Load the tensors of `file` that match the model; a head of another task is left out.
 
-    taken: tuple[str, ...]  # names of the loaded tensors
-    left_out: tuple[str, ...]  # one line per tensor of the model or the file without a counterpart
-    unwrapped: tuple[str, ...]  # one line per removed key or prefix
+    Args:
+        model: changed in place.
+        file: file of weights.
+        prefix: text in front of the names in the file, such as `encoder.`.
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes for the user."""
-        total = f"pretrained: {len(self.taken)} tensors taken, {len(self.left_out)} left out"
-        unwrapped = (f"pretrained: {line}" for line in self.unwrapped)
-        return (*unwrapped, total, *(f"  left out {line}" for line in self.left_out))
-
-
-def load_matching(model: torch.nn.Module, file: Path, prefix: str = "") -> LoadedWeights:
-    """Load the tensors of `file` that match the model in name and shape; a head of another task is left out.
-
-    The names in the model are those in the file after `prefix`, such as `encoder.`.
+    Returns:
+        Notes for the user: removed keys and prefixes, and tensors without a counterpart.
     """
     own = model.state_dict()
-    tensors, removed = _unwrap(_read(file), own, file)
-    if prefix:
-        tensors = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+    tensors, notes = _unwrap(_read(file), own, file)
+    tensors = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
     taken = [name for name in own if name in tensors and tensors[name].shape == own[name].shape]
     left_out = [_shapes(name, own, tensors) for name in own if name not in taken]
     left_out += [f"{name}: only in the file" for name in tensors if name not in own]
@@ -68,22 +56,23 @@ def load_matching(model: torch.nn.Module, file: Path, prefix: str = "") -> Loade
         raise _weights_error(
             f"no tensor of {file} has the name and shape of a tensor of the model",
             expected="the tensor names of the model",
-            fix=f"--set model.pretrained_prefix=PREFIX, or rename them: the model has {', '.join(list(own)[:2])}",
+            fix="--set model.pretrained_prefix=PREFIX, or rename them: the model has "
+            f"{', '.join(list(own)[:2])}",
         )
     model.load_state_dict({name: tensors[name] for name in taken}, strict=False)
-    return LoadedWeights(tuple(taken), tuple(left_out), removed)
+    notes.append(f"{len(taken)} tensors taken, {len(left_out)} left out")
+    return [f"pretrained: {note}" for note in notes] + [f"  left out {line}" for line in left_out]
 
 
-def load_all(model: torch.nn.Module, file: Path) -> None:
+def load_all(model: nn.Module, file: Path) -> None:
     """Load every tensor of the model from `file`."""
     own = full_state_dict(model)
     tensors, _ = _unwrap(_read(file), own, file)
+    both = [name for name in own if name in tensors]
     problems = {
         "missing": [name for name in own if name not in tensors],
         "of another shape": [
-            _shapes(name, own, tensors)
-            for name in own
-            if name in tensors and tensors[name].shape != own[name].shape
+            _shapes(name, own, tensors) for name in both if tensors[name].shape != own[name].shape
         ],
         "only in the file": [name for name in tensors if name not in own],
     }
@@ -94,20 +83,22 @@ def load_all(model: torch.nn.Module, file: Path) -> None:
         raise _weights_error(
             f"the tensors of {file} differ from those of the model: {'; '.join(counts)}",
             expected="all tensors of the model with their names and shapes",
-            fix="correct model.options (num_classes?), or train from the matching tensors: --set model.pretrained=FILE",
+            fix="correct model.options (num_classes?), or train from the matching tensors: "
+            "--set model.pretrained=FILE",
         )
     model.load_state_dict(tensors)
 
 
-def check_same_weights(model: torch.nn.Module, world: World) -> None:
+def check_same_weights(model: nn.Module, world: World) -> None:
     """Check that all ranks have the same weights. A collective operation.
 
     Each rank reads the file of weights, so that no rank waits for a broadcast.
     """
     checksums = dict(enumerate(all_gather(checksum(model.state_dict()), world)))
     if len(set(checksums.values())) > 1:
+        odd = ranks_text(odd_ranks(checksums) or list(checksums))
         raise _weights_error(
-            f"{ranks_text(odd_ranks(checksums) or list(checksums))} read other weights than the rest",
+            f"{odd} read other weights than the rest",
             expected="the same file in model.pretrained on every rank",
             fix="compare the files on all machines: sha256sum",
         )
@@ -115,8 +106,8 @@ def check_same_weights(model: torch.nn.Module, world: World) -> None:
 
 def _unwrap(
     content: object, own: Mapping[str, torch.Tensor], file: Path
-) -> tuple[Tensors, tuple[str, ...]]:
-    """Return the weights of a file by their names in the model, and one line per removed key or prefix.
+) -> tuple[Tensors, list[str]]:
+    """Return the weights of a file by their names in the model, and what was removed.
 
     A prefix is removed only if no name of the model starts with the prefix.
     """
@@ -125,17 +116,21 @@ def _unwrap(
         key = next((key for key in _KEYS if isinstance(content.get(key), Mapping)), None)
         if key is not None:
             others = ", ".join(str(name) for name in content if name != key)
-            removed.append(f"weights under {key!r}" + (f"; ignored: {others}" if others else ""))
+            removed.append(f"weights under {key!r}" + f"; ignored: {others}" * bool(others))
             content = content[key]
     if not isinstance(content, Mapping) or not all(
         isinstance(value, torch.Tensor) for value in content.values()
     ):
-        problem = f"{file} contains no plain weights"
         raise _weights_error(
-            problem, expected="a mapping of names to tensors", fix="save a state_dict"
+            f"{file} contains no plain weights",
+            expected="a mapping of names to tensors",
+            fix="save a state_dict",
         )
     tensors: Tensors = dict(content)
-    while prefix := next((prefix for prefix in _PREFIXES if _is_added(prefix, tensors, own)), None):
+    own_prefixes = [one for one in _PREFIXES if any(name.startswith(one) for name in own)]
+    added = [prefix for prefix in _PREFIXES if prefix not in own_prefixes]
+    # Wrappers can be nested, so that a prefix appears when another one is removed.
+    while prefix := next((one for one in added if any(n.startswith(one) for n in tensors)), None):
         names = [name for name in tensors if name.startswith(prefix)]
         for name in names:
             if name.removeprefix(prefix) in tensors:
@@ -146,19 +141,11 @@ def _unwrap(
                 )
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         removed.append(f"{prefix!r} removed from {len(names)} names")
-    return tensors, tuple(removed)
-
-
-def _is_added(
-    prefix: str, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
-) -> bool:
-    return any(name.startswith(prefix) for name in tensors) and not any(
-        name.startswith(prefix) for name in own
-    )
+    return tensors, removed
 
 
 def _shapes(name: str, own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> str:
-    there = tuple(tensors[name].shape) if name in tensors else "not"
+    there = str(tuple(tensors[name].shape)) if name in tensors else "not"
     return f"{name}: {tuple(own[name].shape)} here, {there} in the file"
 
 
@@ -170,7 +157,7 @@ def _read(file: Path) -> Any:
     require_path(file, "file", "a file of weights")
     try:
         if file.suffix == ".safetensors":
-            return dict(load_file(file))
+            return load_file(file)
         if file.suffix == ".pdparams":
             return read_pdparams(file).tensors
         return torch.load(file, map_location="cpu", weights_only=True)
@@ -179,13 +166,14 @@ def _read(file: Path) -> Any:
     except Exception as error:  # damaged files raise exceptions of many types
         raise DataError(
             f"{file} cannot be read as weights: {error}",
-            expected="safetensors, a torch file of plain tensors, or a .pdparams file of PaddleViT's ViT",
+            expected="safetensors, a torch file of plain tensors, or a .pdparams file of "
+            "PaddleViT's ViT",
             fix="save the weights again with safetensors.torch.save_file(model.state_dict(), ...)",
             code="E_UNREADABLE",
         ) from error
 
 
-def transform_model(model: torch.nn.Module, config: RecipeStep, device: torch.device) -> None:
+def transform_model(model: nn.Module, config: RecipeStep, device: torch.device) -> None:
     """Set the options of a model in place; parameter names stay unchanged.
 
     Raises:
@@ -194,8 +182,15 @@ def transform_model(model: torch.nn.Module, config: RecipeStep, device: torch.de
     set_tf32(device, allowed=config.tf32)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    for module in _checkpointed_modules(model, config.recompute):
-        module.forward = partial(_checkpointed_forward, module.forward)
+    modules = {name: module for name, module in model.named_modules() if name}
+    names = match_patterns(
+        modules, config.recompute, key="step.recompute", kind="module", example="blocks.*"
+    )
+    for name in names:
+        # The outermost modules only: their children are recomputed with them.
+        if not any(name.startswith(f"{other}.") for other in names):
+            module = modules[name]
+            module.forward = partial(_checkpointed_forward, module.forward)
     if config.compile:
         # Dropout draws the same numbers as without compilation.
         torch._inductor.config.fallback_random = True
@@ -219,20 +214,7 @@ def _checkpointed_forward(forward: Callable[..., Any], /, *arguments: Any, **nam
     return checkpoint(compute, *arguments, *named.values(), use_reentrant=False)
 
 
-def _checkpointed_modules(
-    model: torch.nn.Module, patterns: tuple[str, ...]
-) -> list[torch.nn.Module]:
-    modules = {name: module for name, module in model.named_modules() if name}
-    names = match_patterns(
-        modules, patterns, key="step.recompute", kind="module", example="blocks.*"
-    )
-    # The outermost modules only: their children are recomputed with them.
-    return [
-        modules[name] for name in names if not any(name.startswith(f"{other}.") for other in names)
-    ]
-
-
-def uses_batch_statistics(model: torch.nn.Module) -> bool:
+def uses_batch_statistics(model: nn.Module) -> bool:
     """Return whether a norm layer of the model uses statistics of the batch in its present mode."""
     return any(
         isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
@@ -240,12 +222,10 @@ def uses_batch_statistics(model: torch.nn.Module) -> bool:
     )
 
 
-def freeze(
-    model: torch.nn.Module, patterns: Sequence[str], exceptions: Sequence[str] = ()
-) -> list[str]:
-    """Disable gradients of the parameters that match a pattern and no exception, and return their names.
+def freeze(model: nn.Module, patterns: Sequence[str], exceptions: Sequence[str] = ()) -> list[str]:
+    """Disable gradients of the parameters that match a pattern and no exception.
 
-    Without patterns, all parameters but the exceptions are frozen.
+    Without patterns, all parameters but the exceptions are frozen. Return their names.
     """
     parameters = dict(model.named_parameters())
     match = partial(match_patterns, list(parameters), kind="parameter")
@@ -256,7 +236,8 @@ def freeze(
         raise RecipeError(
             "model.freeze matches every parameter",
             expected="at least one trained parameter",
-            fix="remove patterns of model.freeze, or name the trained parameters in model.freeze_except",
+            fix="remove patterns of model.freeze, or name the trained parameters in "
+            "model.freeze_except",
             code="E_PATTERN",
         )
     for name in frozen:
@@ -271,10 +252,6 @@ def set_training_mode(model: nn.Module) -> None:
     """
     model.train()
     for module in model.modules():
-        parameters = list(module.parameters())
-        if (
-            isinstance(module, _NormBase)
-            and parameters
-            and not any(p.requires_grad for p in parameters)
-        ):
+        are_trained = [parameter.requires_grad for parameter in module.parameters()]
+        if isinstance(module, _NormBase) and are_trained and not any(are_trained):
             module.eval()

@@ -29,9 +29,11 @@ from samestep.session import start
 from samestep.zoo.options import call, takes
 from samestep.zoo.splits import Answer, Task
 
+_MAX_OVERLAYS = 16
+
 
 def trained_model(recipe: Recipe, info: DatasetInfo, checkpoint: Path) -> torch.nn.Module:
-    """Return the model of a checkpoint in evaluation mode, with averaged weights if the recipe has `ema`."""
+    """Return the model of a checkpoint in evaluation mode, with the averaged weights of `ema`."""
     model, _ = build_model(without_pretrained(recipe), info.classes, info.model_options)
     load_model(checkpoint, model, averaged=recipe.ema is not None)
     return model.eval()
@@ -50,12 +52,11 @@ def build_task(recipe: Recipe, info: DatasetInfo) -> Task:
     function = find(name, TASKS, "task")
     # The option `classes` of some data is in the class names of the run.
     takes_all = any(one.kind is one.VAR_KEYWORD for one in signature(function).parameters.values())
-    names = [
-        name
-        for name in recipe.data.options
+    options = {
+        name: value
+        for name, value in recipe.data.options.items()
         if name != "classes" and (takes_all or takes(function, name))
-    ]
-    options = {name: recipe.data.options[name] for name in names}
+    }
     task = call(function, options, info.classes, where="data.options")
     assert isinstance(task, Task)
     return task
@@ -69,7 +70,7 @@ def predict(
     files: tuple[Path, ...],
     out: Path | None,
 ) -> list[Answer]:
-    """Return the prediction for each file, in order, and write pictures of the task to the folder `out`."""
+    """Return the prediction for each file, and write pictures of the task to the folder `out`."""
     task = build_task(recipe, info)
     if out is not None and task.picture is None:
         raise InputError(
@@ -78,7 +79,9 @@ def predict(
             fix="remove --out",
             code="E_OPTION_CONFLICT",
         )
-    pictures = [None] * len(files) if out is None else _picture_paths(files, out)
+    pictures: Sequence[Path | None] = [None] * len(files)
+    if out is not None:
+        pictures = picture_paths(files, out)
     answers = []
     with _model_for_inference(recipe, options, info, checkpoint) as (model, device):
         for file, picture in zip(files, pictures, strict=True):
@@ -93,18 +96,21 @@ def predict(
     return answers
 
 
-def _picture_paths(files: Sequence[Path], out: Path) -> list[Path]:
+def picture_paths(files: Sequence[Path], out: Path) -> list[Path]:
     """Return the picture of each file; none replaces another picture or an input."""
     paths = [out / f"{file.stem}.png" for file in files]
     counts = Counter(paths)
     inputs = {file.resolve() for file in files}
     for file, path in zip(files, paths, strict=True):
-        is_input = path.resolve() in inputs
-        if is_input or counts[path] > 1:
+        other = None
+        if counts[path] > 1:
+            other = "that of another file"
+        if path.resolve() in inputs:
+            other = "an input"
+        if other is not None:
             raise InputError(
-                f"--out {out}: the picture of {file} is {path}, which is also "
-                + ("an input" if is_input else "that of another file"),
-                expected="files of different names, and another folder for pictures than for inputs",
+                f"--out {out}: the picture of {file} is {path}, which is also {other}",
+                expected="files of different names, and a folder for pictures without inputs",
                 fix="rename the files, or give another folder to --out",
                 code="E_OUTPUT",
             )
@@ -119,7 +125,7 @@ def complete(
     prompt: str,
     tokens: int,
 ) -> Answer:
-    """Return a continuation of `prompt` with at most `tokens` tokens, if the model is a language model."""
+    """Return a continuation of `prompt` by a language model, with at most `tokens` tokens."""
     task = build_task(recipe, info)
     if task.complete is None:
         raise InputError(
@@ -136,67 +142,68 @@ def complete(
 def _model_for_inference(
     recipe: Recipe, options: RunOptions, info: DatasetInfo, checkpoint: Path
 ) -> Iterator[tuple[torch.nn.Module, torch.device]]:
-    with start(
-        device=options.device, reduction=recipe.step.reduction, threads=recipe.step.threads
-    ) as world:
-        set_tf32(world.device, allowed=recipe.step.tf32)
+    config = recipe.step
+    session = start(device=options.device, reduction=config.reduction, threads=config.threads)
+    with session as world:
+        set_tf32(world.device, allowed=config.tf32)
         model = trained_model(recipe, info, checkpoint).to(world.device)
-        with torch.no_grad(), autocast(recipe.step.precision, world.device):
+        with torch.no_grad(), autocast(config.precision, world.device):
             yield model, world.device
 
 
-_MAX_OVERLAYS = 16
+def evaluated(built: Built, metrics: Sequence[Metric | LossMetric]) -> dict[str, float]:
+    """Return the values of an evaluation; a collective."""
+    values = built.driver.evaluate(complete_epoch(built.evaluation), metrics)
+    assert values is not None
+    return values
 
 
 class _ClassCounts(ConfusionMatrix):
-    """Confusion matrix `matrix[class][prediction]`; as a single number, the mean recall of the classes."""
+    """Confusion matrix `matrix[class][prediction]`; as one number, the mean recall of classes."""
 
     matrix: list[list[int]]
 
     def value(self, counts: torch.Tensor) -> float:
-        self.matrix = (counts.view(2, 2) if counts.dim() == 1 else counts).tolist()
+        if counts.dim() == 1:
+            counts = counts.view(2, 2)
+        self.matrix = counts.tolist()
         return averages(class_rows(self.matrix, [""] * len(self.matrix)))[self.name]
 
 
 def evaluate_by_class(built: Built, recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Return the evaluation with the confusion matrix as `by_class`, and draw samples of a segmentation into `folder`.
+    """Return the evaluation with the confusion matrix as `by_class`; draw overlays into `folder`.
 
     Raises:
         InputError: the data has no classes, or too many.
     """
-    classes = built.dataset_info.classes
+    classes = list(built.dataset_info.classes)
     if not 1 <= len(classes) <= MAX_CLASSES:
         raise InputError(
             f"the data of this recipe has {len(classes)} classes",
             expected=f"1 to {MAX_CLASSES:,} classes for a report by class",
             fix="omit --report",
         )
-    counts = _ClassCounts(
-        "balanced_accuracy", len(classes), recipe.loss.options.get("ignore_index", -100)
-    )
+    ignored = recipe.loss.options.get("ignore_index", -100)
+    counts = _ClassCounts("balanced_accuracy", len(classes), ignored)
     values = evaluated(built, [*built.metrics, counts])
-    names = (
-        list(classes) if len(classes) > 1 else ["background", *classes]
-    )  # one class: binary segmentation
-    by_class = {
-        "classes": names,
-        "counts": counts.matrix,
-        "pictures": _draw_overlays(built, recipe, folder),
-    }
+    if len(classes) == 1:  # binary segmentation
+        classes = ["background", *classes]
+    pictures = _draw_overlays(built, recipe, folder)
+    by_class = {"classes": classes, "counts": counts.matrix, "pictures": pictures}
     return values | {"by_class": by_class}
 
 
 def _draw_overlays(built: Built, recipe: Recipe, folder: Path) -> int:
-    """Draw the predictions of the first evaluation samples on rank 0, and return their number; a collective.
+    """Draw the first predictions of a segmentation, and return their number; a collective.
 
-    File names are the positions in the evaluation data. Only segmentation tasks have overlays.
+    File names are the positions in the evaluation data. Rank 0 writes.
     """
     driver = built.driver
+    is_main = driver.world.is_main
+    if is_main:
+        for path in folder.glob("sample-*.png"):  # of an earlier evaluation
+            path.unlink()
     count = 0
-    for path in (
-        folder.glob("sample-*.png") if driver.world.is_main else ()
-    ):  # of an earlier evaluation
-        path.unlink()
     with driver.evaluating(), closing(complete_epoch(built.evaluation)) as batches:
         for number, batch in enumerate(batches):
             if number * recipe.batch_size >= _MAX_OVERLAYS:
@@ -207,17 +214,9 @@ def _draw_overlays(built: Built, recipe: Recipe, folder: Path) -> int:
             outputs = driver.losses(inputs, targets)[0]
             positions = [place for place in batch.samples.tolist() if place < _MAX_OVERLAYS]
             if positions and is_segmentation(inputs, targets, outputs):
-                drawn = [
-                    tensor[: len(positions)] for tensor in (inputs, targets, outputs)
-                ]  # on all ranks: it gathers
-                if driver.world.is_main:
+                # On all ranks, because it gathers.
+                drawn = [tensor[: len(positions)] for tensor in (inputs, targets, outputs)]
+                if is_main:
                     write_overlays(folder, positions, *drawn)
                 count += len(positions)
     return count
-
-
-def evaluated(built: Built, metrics: Sequence[Metric | LossMetric]) -> dict[str, float]:
-    """Return the values of an evaluation; a collective."""
-    values = built.driver.evaluate(complete_epoch(built.evaluation), metrics)
-    assert values is not None
-    return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -101,25 +102,22 @@ class IndexedCollate:
 
 
 def parts_of(data: Any, samples: int, parts: int) -> list[Any]:
-    """Return consecutive parts of nested data with rows for samples; fewer parts than `parts` for fewer samples.
+    """Return consecutive parts of nested data with rows for samples.
 
-    Values without a row for each sample are in every part.
+    There are fewer than `parts` for fewer samples. Values without a row for each sample are in
+    every part.
     """
     if parts == 1:
         return [data]
+
+    def rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        if not tensor.dim() or not len(tensor) or len(tensor) % samples:
+            return tensor
+        factor = len(tensor) // samples  # rows of a sample
+        return tensor[start * factor : stop * factor]
+
     bounds = microbatch_bounds(samples, min(parts, samples))
-
-    def part(start: int, stop: int) -> Any:
-        return map_tensors(data, lambda tensor: _rows(tensor, samples, start, stop))
-
-    return [part(start, stop) for start, stop in bounds]
-
-
-def _rows(tensor: torch.Tensor, samples: int, start: int, stop: int) -> torch.Tensor:
-    if not tensor.dim() or not len(tensor) or len(tensor) % samples:
-        return tensor
-    factor = len(tensor) // samples
-    return tensor[start * factor : stop * factor]
+    return [map_tensors(data, partial(rows, start=start, stop=stop)) for start, stop in bounds]
 
 
 def pair_of(data: Any) -> tuple[Any, Any]:
@@ -130,7 +128,9 @@ def pair_of(data: Any) -> tuple[Any, Any]:
     """
     if isinstance(data, list | tuple) and len(data) == 2:
         return data[0], data[1]
-    kind = f"{type(data).__name__} with keys" if isinstance(data, Mapping) else type(data).__name__
+    kind = type(data).__name__
+    if isinstance(data, Mapping):
+        kind += " with keys"
     raise DataError(
         f"a batch is a {kind}",
         expected="a pair (inputs, targets)",
