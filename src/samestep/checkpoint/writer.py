@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory as files of safetensors, and background writing of checkpoints."""
+"""Background writing of checkpoints, from copies of tensors in host memory."""
 
 from __future__ import annotations
 
