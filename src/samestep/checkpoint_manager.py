@@ -15,8 +15,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.checkpoint.checksum import checksum
-from samestep.checkpoint.contents import (
-    Progress,
+from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.encoding import (
     Tensors,
     encode,
     encode_objects,

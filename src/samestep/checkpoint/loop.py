@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from samestep.checkpoint.checksum import Trained
-from samestep.checkpoint.contents import Progress, SavedLoader, SavedState, require_same_names
+from samestep.checkpoint.contents import Progress, SavedLoader, SavedState
+from samestep.checkpoint.encoding import require_same_names
 from samestep.checkpoint.files import Contents
 from samestep.checkpoint.state import Training, load, read_verified, snapshot
 from samestep.checkpoint.store import STATE, CheckpointFolder, file_names

@@ -18,17 +18,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.checkpoint.contents import (
+from samestep.checkpoint.contents import Progress, SavedOptimizer, SavedState, invalid_contents
+from samestep.checkpoint.encoding import (
     EXTRA_STATE,
-    Progress,
-    SavedOptimizer,
-    SavedState,
     Tensors,
     decode,
     encode,
     encode_objects,
     groups_like,
-    invalid_contents,
     load_object,
     load_schedule,
     other_state,

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from samestep.checkpoint.contents import Progress, require_unchanged_settings, setting_changes
+from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.encoding import require_unchanged_settings, setting_changes
 from samestep.checkpoint.loop import LoopCheckpoints
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.checkpoint.writer import SavedCheckpoint
