@@ -52,7 +52,8 @@ def _load_operators() -> bool:
     import torch
 
     spec = find_spec("torchvision")
-    for folder in spec.submodule_search_locations or () if spec else ():
+    folders = spec.submodule_search_locations if spec else None
+    for folder in folders or ():
         for library in Path(folder).glob("_C*.so"):
             try:
                 torch.ops.load_library(library)

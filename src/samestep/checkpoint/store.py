@@ -85,10 +85,10 @@ class CheckpointFolder:
         is_best: bool = False,
         epoch: int | None = None,
     ) -> Path:
-        """Write the checkpoint of `step`, link `last` (and `best`) to it, prune older ones, and return the folder.
+        """Write the checkpoint of `step`, prune older ones, and return its folder.
 
-        An existing checkpoint of the step is replaced, unless the contents are equal. With the
-        number of complete epochs, `epoch-N` is linked to the checkpoint too.
+        `last` is linked to it; with `is_best`, `best`; and with the number of complete epochs,
+        `epoch-N`. An existing checkpoint of the step is replaced, unless the contents are equal.
 
         Raises:
             CheckpointWriteError: the disk is full or not writable. All other checkpoints are
@@ -97,8 +97,11 @@ class CheckpointFolder:
         """
         if self.held is not None:
             self.held.require_in_place()
-        epoch_name = [f"{_EPOCH_PREFIX}{epoch}"] if epoch is not None else []
-        links = ["last", *(["best"] if is_best else []), *epoch_name]
+        links = ["last"]
+        if is_best:
+            links.append("best")
+        if epoch is not None:
+            links.append(f"{_EPOCH_PREFIX}{epoch}")
         with disk_errors(
             f"the checkpoint of step {step} cannot be written to {self.path}",
             expected="a checkpoint is written completely or not at all; earlier ones are unchanged",
@@ -106,7 +109,8 @@ class CheckpointFolder:
             final = self._save(f"{_PREFIX}{step:09d}", files, links)
         with (
             disk_errors(
-                f"the checkpoint of step {step} is written, but an older one cannot be removed from {self.path}",
+                f"the checkpoint of step {step} is written, but an older one cannot be removed "
+                f"from {self.path}",
                 expected=f"the newest {self.keep} and the best are kept; others are removed",
             ),
             disk_operations.run("removal in", self.path),
@@ -138,11 +142,14 @@ class CheckpointFolder:
             if is_folder:
                 return folder  # a copy of the run in which links became folders
             step = target
+            # The link may be missing after a copy by a program that leaves links out.
             if which == "last" and checkpoints and step not in checkpoints:
                 step = max(checkpoints)
+        elif which.isascii() and which.isdigit():
+            step = int(which)
         else:
-            step = int(which) if which.isascii() and which.isdigit() else None
-        if step is not None and step in checkpoints:
+            step = None
+        if step in checkpoints:
             return checkpoints[step]
         raise CheckpointError(
             f"{self.path} has no checkpoint {which!r}",
@@ -160,12 +167,14 @@ class CheckpointFolder:
         with self._read_errors():
             checkpoints = self._by_step()
             last = self._link_target("last")
-        newest_first = sorted(
-            checkpoints, key=lambda step: (last is None or step <= last, step), reverse=True
-        )
-        return next(
-            (checkpoints[step] for step in newest_first if _is_valid(checkpoints[step])), None
-        )
+        order = sorted(checkpoints, key=lambda step: (last is None or step <= last, step))
+        for step in reversed(order):
+            try:
+                verify(checkpoints[step])
+            except CheckpointError:
+                continue
+            return checkpoints[step]
+        return None
 
     def clean(self) -> None:
         """Remove the leftovers of an interrupted write.
@@ -210,7 +219,7 @@ class CheckpointFolder:
         return final
 
     def _by_step(self) -> dict[int, Path]:
-        """Return checkpoints by ascending step; one renamed for replacement counts if its step has no other."""
+        """Return checkpoints by ascending step; one that is being replaced counts if alone."""
         checkpoints: dict[int, Path] = {}
         for prefix in ("", _REPLACED):
             for path in self.path.glob(f"{prefix}{_PREFIX}*"):
@@ -221,8 +230,7 @@ class CheckpointFolder:
 
     def _link_target(self, name: str) -> int | None:
         """Return the step of the checkpoint in this folder that a link points to, or None."""
-        target = _NAME.fullmatch(linked_name(self.path / name) or "")
-        if target:
+        if target := _NAME.fullmatch(linked_name(self.path / name) or ""):
             return int(target[1])
         return None
 
@@ -237,27 +245,24 @@ class CheckpointFolder:
             with disk_operations.run("rename", temporary):
                 self._rename(temporary, final, manifest)
         except OSError:
-            with suppress(
-                OSError
-            ):  # the first error is raised; an incomplete checkpoint would occupy space
+            # An incomplete checkpoint would occupy space; the first error is the one to raise.
+            with suppress(OSError):
                 remove(temporary)
             raise
         sync_folder(self.path)
 
     def _rename(self, temporary: Path, final: Path, manifest: bytes) -> None:
-        """Rename the new checkpoint; a complete checkpoint of an existing step is present at every moment."""
+        """Rename the new checkpoint; a complete one of the step is present at every moment."""
         replaced = self.path / f"{_REPLACED}{final.name}"
         try:
             if os.path.lexists(final) and not _has_contents(final, manifest):
                 final.rename(replaced)
             temporary.rename(final)
         except OSError:
-            if not _has_contents(
-                final, manifest
-            ):  # otherwise another rank has written the same bytes
+            if not _has_contents(final, manifest):
                 self._recover()
                 raise
-            remove(temporary)
+            remove(temporary)  # another rank has written the same bytes
         remove(replaced)
 
     def _recover(self) -> None:
@@ -270,11 +275,11 @@ class CheckpointFolder:
                 replaced.rename(final)
 
     def _prune(self, newest: Path) -> None:
-        """Remove old checkpoints. After a return to an earlier step, higher steps remain, and do not count."""
+        """Remove old checkpoints."""
         best = self._link_target("best")
-        name = _NAME.fullmatch(newest.name)
-        assert name is not None
-        present = [(step, path) for step, path in self._by_step().items() if step <= int(name[1])]
+        last = int(newest.name.removeprefix(_PREFIX))
+        # After a return to an earlier step, higher steps remain, and do not count.
+        present = [(step, path) for step, path in self._by_step().items() if step <= last]
         for step, path in present[: -self.keep]:
             if step != best:
                 # Renamed first: a partly removed folder must not count as a checkpoint.
@@ -282,17 +287,14 @@ class CheckpointFolder:
         checkpoints = self._by_step()
         for link in self.path.glob(f"{_EPOCH_PREFIX}*"):
             is_copy = link.is_dir() and not link.is_symlink()
-            if (
-                not is_copy
-                and _EPOCH_NAME.fullmatch(link.name)
-                and self._link_target(link.name) not in checkpoints
-            ):
+            is_link = _EPOCH_NAME.fullmatch(link.name) and not is_copy
+            if is_link and self._link_target(link.name) not in checkpoints:
                 link.unlink(missing_ok=True)
 
     def _temporary(self, name: str) -> Path:
-        """Return a free name that readers ignore; a failed write of this process may have left a folder."""
+        """Return a free name that readers ignore."""
         path = self.path / f".writing-{name}-{os.getpid()}"
-        remove(path)
+        remove(path)  # of a failed write of this process
         return path
 
 
@@ -308,30 +310,26 @@ def read_state(checkpoint: Path, *others: str) -> SavedState:
 def read_states(
     checkpoint: Path, names: Sequence[str], others: Sequence[str]
 ) -> dict[str, SavedState]:
-    """Verify a checkpoint once, including the files `others`, and return the states without tensors by file name.
+    """Verify a checkpoint once, and return the states without tensors by file name.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or has invalid contents.
     """
     verify(checkpoint, *names, *others)
-    return {
-        name: parse(SavedState, (checkpoint / name).read_bytes(), checkpoint / name)
-        for name in names
-    }
-
-
-def _is_valid(checkpoint: Path) -> bool:
-    try:
-        verify(checkpoint)
-    except CheckpointError:
-        return False
-    return True
+    paths = {name: checkpoint / name for name in names}
+    return {name: parse(SavedState, path.read_bytes(), path) for name, path in paths.items()}
 
 
 def _has_contents(checkpoint: Path, manifest: bytes) -> bool:
     """Return whether a valid checkpoint with this manifest exists."""
     path = checkpoint / MANIFEST
-    return path.is_file() and path.read_bytes() == manifest and _is_valid(checkpoint)
+    if not path.is_file() or path.read_bytes() != manifest:
+        return False
+    try:
+        verify(checkpoint)
+    except CheckpointError:
+        return False
+    return True
 
 
 # --- manifest: SHA-256 of every file ---
