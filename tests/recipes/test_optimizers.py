@@ -55,11 +55,7 @@ def test_groups_equal_those_of_timm(name: str, decay_norms: bool) -> None:
     config = OptimizerConfig(name="adamw", layer_decay=0.7, decay_norms=decay_norms)
     excluded = model.no_weight_decay() if hasattr(model, "no_weight_decay") and not decay_norms else ()
     theirs = param_groups_layer_decay(
-        model,
-        weight_decay=0.3,
-        layer_decay=0.7,
-        weight_decay_exclude_1d=not decay_norms,
-        no_weight_decay_list=excluded,
+        model, weight_decay=0.3, layer_decay=0.7, weight_decay_exclude_1d=not decay_norms, no_weight_decay_list=excluded
     )
     ours = described(model, parameter_groups(model, config), 0.3)
     assert ours == described(model, theirs, 0.3)

@@ -1,4 +1,4 @@
-"""Functions run in ranks by `unit/test_session.py` and `unit/test_plain_checkpoints.py`."""
+"""Functions run in ranks by `unit/test_session.py` and `unit/test_checkpoint_manager.py`."""
 
 import os
 import random
