@@ -351,6 +351,21 @@ class Manifest(Strict):
     files: dict[str, SavedFile]
 
 
+def build_manifest(files: Mapping[str, Contents]) -> bytes:
+    """Return the manifest of files with these contents."""
+    entries = {}
+    for name, contents in files.items():
+        digest = hashlib.sha256()
+        size = 0
+        for piece in pieces(contents):
+            digest.update(piece)
+            size += len(piece)
+        entries[name] = {"sha256": digest.hexdigest(), "bytes": size}
+    manifest: dict[str, object] = {"format": _FORMAT, "files": entries}
+    manifest["sha256"] = _digest(manifest)
+    return json.dumps(manifest, indent=1).encode()
+
+
 def verify(checkpoint: Path, *names: str) -> None:
     """Verify every file of a checkpoint, including `names`, against the manifest.
 
@@ -363,10 +378,19 @@ def verify(checkpoint: Path, *names: str) -> None:
     if missing:
         raise damaged(checkpoint / missing[0], "is not in the manifest")
     for name, entry in files.items():
+        path = checkpoint / name
         try:
-            _verify_file(checkpoint / name, entry)
+            if path.is_symlink() or not path.is_file():
+                raise damaged(path, "is missing, or a link")
+            size = path.stat().st_size
+            if size != entry.bytes:  # before the contents, which take longer to read
+                raise damaged(path, f"has {size} bytes instead of {entry.bytes}")
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise damaged(checkpoint / name, f"cannot be read: {error}") from error
+            raise damaged(path, f"cannot be read: {error}") from error
+        if digest != entry.sha256:
+            raise damaged(path, "was changed: its SHA-256 differs")
 
 
 def file_names(checkpoint: Path) -> set[str]:
@@ -388,25 +412,6 @@ def damaged(path: Path, problem: str) -> CheckpointError:
     )
 
 
-def build_manifest(files: Mapping[str, Contents]) -> bytes:
-    """Return the manifest of files with these contents."""
-    manifest = {
-        "format": _FORMAT,
-        "files": {name: _entry(contents) for name, contents in files.items()},
-    }
-    manifest["sha256"] = _digest(manifest)
-    return json.dumps(manifest, indent=1).encode()
-
-
-def _entry(contents: Contents) -> dict[str, object]:
-    digest = hashlib.sha256()
-    size = 0
-    for piece in pieces(contents):
-        digest.update(piece)
-        size += len(piece)
-    return {"sha256": digest.hexdigest(), "bytes": size}
-
-
 def _read_manifest(checkpoint: Path) -> dict[str, SavedFile]:
     """Return length and hash by file name."""
     path = checkpoint / MANIFEST
@@ -414,8 +419,8 @@ def _read_manifest(checkpoint: Path) -> dict[str, SavedFile]:
         if not path.is_file() or path.is_symlink():
             raise damaged(path, "is missing")
         manifest = json.loads(path.read_bytes())
-        digest = manifest.pop("sha256")
-        is_unchanged = digest == _digest(manifest)
+        # The manifest has a hash of itself, since it decides what the other files must be.
+        is_unchanged = manifest.pop("sha256") == _digest(manifest)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise damaged(path, f"cannot be read: {error}") from error
     if not is_unchanged:
@@ -428,17 +433,6 @@ def _read_manifest(checkpoint: Path) -> dict[str, SavedFile]:
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise invalid_contents(path, f"{name!r} is not the name of a file")
     return files
-
-
-def _verify_file(path: Path, entry: SavedFile) -> None:
-    if path.is_symlink() or not path.is_file():
-        raise damaged(path, "is missing, or a link")
-    size = path.stat().st_size
-    if size != entry.bytes:
-        raise damaged(path, f"has {size} bytes instead of {entry.bytes}")
-    with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
-            raise damaged(path, "was changed: its SHA-256 differs")
 
 
 def _digest(manifest: Mapping[str, object]) -> str:

@@ -207,7 +207,6 @@ def start_world(recipe: Recipe, options: RunOptions) -> Iterator[World]:
 def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     """Return the objects of a recipe, in the world of `start_world`. A collective operation."""
     recipe = recipe.with_microbatches()
-    config = recipe.step
     splits = _splits(recipe.data)
     cache, cache_note = _open_cache(recipe.data, splits, world)
     bad_samples = recipe.data.bad_samples
@@ -231,17 +230,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         notes.append(
             "the last batch of an epoch has 1 sample, too few for batch norm, and is left out"
         )
-    model.to(world.device)
-    transform_model(model, config, world.device)
-    model = parallel(
-        model,
-        strategy=recipe.strategy,
-        reduction=config.reduction,
-        batch_norm=config.batch_norm,
-        microbatches=recipe.microbatch_count,
-        tensor_slices=config.tensor_slices,
-        tensor_plan=config.tensor_plan,
-    )
+    model = _parallel_model(model, recipe, world)
     optimizer = _optimizer(recipe.optimizer, model)
     notes += scale_rates(optimizer, recipe.batch_size, recipe.learning_rate)
     notes += apply_layer_decay(optimizer, recipe.optimizer)
@@ -270,6 +259,23 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
         cache_note=cache_note,
         loss=loss_config,
         workers=workers,
+    )
+
+
+def _parallel_model(model: torch.nn.Module, recipe: Recipe, world: World) -> torch.nn.Module:
+    """Return the model on the device of this rank, with calls that ranks divide."""
+    config = recipe.step
+    model.to(world.device)
+    # Before the division: the trial of a call compares the model as it will be trained.
+    transform_model(model, config, world.device)
+    return parallel(
+        model,
+        strategy=recipe.strategy,
+        reduction=config.reduction,
+        batch_norm=config.batch_norm,
+        microbatches=recipe.microbatch_count,
+        tensor_slices=config.tensor_slices,
+        tensor_plan=config.tensor_plan,
     )
 
 

@@ -53,17 +53,14 @@ def train(
         recipe: the recipe.
         options: options that change no result.
         run: directory of the run.
-        checkpoint: checkpoint to resume from, or None.
-        first_step: step of the checkpoint, or 0.
-        accept_changes: code and training data may differ from those of the last start and of the
-            checkpoint.
+        checkpoint: checkpoint of step `first_step`, or None.
+        first_step: 0 without a checkpoint.
+        accept_changes: code and training data may differ from those of the run so far.
 
     Returns:
-        `stopped`, whether the run ended on request before its last epoch; `stop_signal`, a number
-        or None; `step`, optimizer steps of the run, and `skipped_steps`, those without an update;
-        `has_failed`, whether most were skipped; `evaluation`, values of the last one; `best`, best
-        value of the deciding metric; `seconds` since the start; and `samples_per_second` of
-        training, without evaluation.
+        `stopped`, whether the run ended on request, and `stop_signal`; `step` and `skipped_steps`
+        of the run; `has_failed`, whether most were skipped; `evaluation`, values of the last one;
+        `best`, best value of the deciding metric; `seconds` since the start; `samples_per_second`.
     """
     is_new = checkpoint is None
     with (
@@ -71,23 +68,19 @@ def train(
         FolderLock(run) if world.is_main else nullcontext(),
         RankMonitor(run, world, first_step) as monitor,
     ):
-        notes: list[str] = []
+        code_changes: list[str] = []
         if world.is_main:
-            changes = require_same_code(run, checkpoint, accept_changes=accept_changes)
-            notes = [f"continuing with changed code: {change}" for change in changes]
+            # Before the data are read: changed code ends the run.
+            code_changes = require_same_code(run, checkpoint, accept_changes=accept_changes)
         built = _build(recipe, options, world, run, is_new=is_new)
         folder, log = _open_writers(run, options, world, first_step)
-        resolved = replace(recipe, loss=built.loss)
-        checkpoints = RecipeCheckpoints(folder, built, resolved, options, log)
+        checkpoints = RecipeCheckpoints(folder, built, recipe, options, log)
         events = TrainingEvents(log, built, recipe.epochs, options)
         if checkpoint is not None:
             checkpoints.resume(checkpoint, accept_changes=accept_changes)
         if world.is_main:
             _record_start(run, built, world, recipe, first_step, folder.keep)
-            if not is_new:
-                update_recipe(run / "recipe.yaml", recipe)
-            notes += _notes(built, world, recipe, run, is_new=is_new)
-            for note in notes:
+            for note in _notes(built, world, recipe, run, code_changes, is_new=is_new):
                 log.log_event("note", text=note)
             if built.cache_note:
                 log.log_event("cache", text=built.cache_note)
@@ -96,18 +89,16 @@ def train(
             log.log_config(checkpoints.recipe)
             values, stopped = fit(built, recipe.epochs, checkpoints, events)
             events.log_end(stopped=stopped)
-        step = built.driver.steps
-        skipped_steps = checkpoints.skipped_steps
         return {
             "stopped": stopped,
-            "step": step,
-            "skipped_steps": skipped_steps,
+            "stop_signal": world.context.stop.number,
+            "step": built.driver.steps,
+            "skipped_steps": checkpoints.skipped_steps,
+            "has_failed": 2 * checkpoints.skipped_steps > built.driver.steps,
             "evaluation": values,
             "best": checkpoints.best,
             "seconds": events.timer.elapsed,
             "samples_per_second": events.timer.speed,
-            "stop_signal": world.context.stop.number,
-            "has_failed": 2 * skipped_steps > step,
         }
 
 
@@ -245,11 +236,16 @@ def _record_start(
     )
     append_start(run, start)
     write_dataset_info(built.dataset_info, run)
+    if first_step:
+        update_recipe(run / "recipe.yaml", recipe)
 
 
-def _notes(built: Built, world: World, recipe: Recipe, run: Path, *, is_new: bool) -> list[str]:
-    """Return notes on the file system, weights, layout and learning rate for the log."""
-    notes = [f"{run} is on a file system without {name}" for name in unsupported_features(run)]
+def _notes(
+    built: Built, world: World, recipe: Recipe, run: Path, code_changes: list[str], *, is_new: bool
+) -> list[str]:
+    """Return notes on code, file system, weights, layout and learning rate for the log."""
+    notes = [f"continuing with changed code: {change}" for change in code_changes]
+    notes += [f"{run} is on a file system without {name}" for name in unsupported_features(run)]
     if is_new:
         notes += [*built.notes, *gpu_hints(built.driver.model, recipe.step, world.device)]
     warmup = recipe.schedule.warmup_epochs
