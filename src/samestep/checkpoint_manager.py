@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -182,11 +181,13 @@ class CheckpointManager(LoopCheckpoints):
                 "around the loop",
                 code="E_CHECKPOINT_WRITE",
             )
+        # A checkpoint holds the state of rank 0: differences of others would be lost silently.
         self._require_equal_state()
         for loop in self._loops.values():
             loop.require_equal_tensors()
         is_best = False
         problem = None
+        # A wrong name in `best_by` must not cost the training so far.
         try:
             is_best = values is not None and self._rule.is_best(values, self._best)
         except InputError as error:  # raised once the state is saved
@@ -289,15 +290,10 @@ class CheckpointManager(LoopCheckpoints):
         self._is_entered = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._is_entered = False
         try:
-            super().__exit__(kind, error, at)
+            super().__exit__(*error)
         finally:
             if self._lock is not None:
                 self._lock.release()

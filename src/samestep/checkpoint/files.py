@@ -78,6 +78,7 @@ def pieces(contents: Contents) -> Iterator[Piece]:
 def write_file(path: Path, contents: Contents) -> None:
     """Write a new file and force its contents to the disk."""
     with disk_operations.run("open", path):
+        # Exclusive: two writers of one file would mix their contents.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         for piece in pieces(contents):

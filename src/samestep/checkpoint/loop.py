@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from samestep.checkpoint.checksum import Trained
@@ -121,14 +120,9 @@ class LoopCheckpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Wait for the last checkpoint."""
-        self._writer.__exit__(kind, error, at)
+        self._writer.__exit__(*error)
 
 
 def prefix(name: str) -> str:

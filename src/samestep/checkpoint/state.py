@@ -124,7 +124,7 @@ def snapshot(
     """
     parameters = training.parameters
     if buffers is None and not parameters.is_divided:
-        return {}  # nothing to gather
+        return {}  # rank 0 holds everything: there is nothing to gather
     tensors, aliases = _pack_model(training, buffers)
     others: Tensors = {}
     slots, optimizer = _pack_optimizer(training, others, buffers)
@@ -133,6 +133,7 @@ def snapshot(
         average = _gathered(training.average, parameters, buffers)
     if buffers is None:
         return {}
+    # A run can import modules after its start, and a resumption compares all of them.
     process_state.source_files.note_imports()
     state = {
         "progress": asdict(progress),
@@ -425,6 +426,7 @@ def _load_model(
             "model.pretrained",
             code="E_RESUME_CHANGED",
         )
+    # Only now: a model of another shape stays as it was.
     model.load_state_dict(saved)
 
 

@@ -171,7 +171,7 @@ class AsyncCheckpointWriter:
     ) -> None:
         """Wait for the previous checkpoint, and start to write the files of `snapshot`."""
         start = time.monotonic()
-        self.wait()
+        self.wait()  # one copy of the state at a time: two could exceed the host's memory
         self._buffers.reuse()
         files = snapshot(self._buffers)
 

@@ -215,8 +215,10 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     _require_best(recipe)
     metrics = build_metrics(recipe.metrics, len(splits.classes), ignore_index=loss.ignore_index)
     receives_weights = recipe.strategy.meta and world.mesh_shape.shard > 1
+    # Rank 0 alone has values, which others receive part by part: no rank holds a second copy.
     with torch.device("meta") if receives_weights and not world.is_main else nullcontext():
         model, notes = build_model(recipe, splits.classes, splits.model_options)
+    # A file can differ between machines; random initial weights cannot.
     if recipe.model.pretrained is not None and not receives_weights:
         check_same_weights(model, world)
     workers = options.workers

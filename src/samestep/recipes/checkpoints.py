@@ -127,6 +127,7 @@ class RecipeCheckpoints(LoopCheckpoints):
         settings = self._data_settings(cursor.epoch)
         changes = list(setting_changes("training data", progress.data, settings))
         require_unchanged_settings(changes, accept_changes=accept_changes)
+        # Until here nothing has changed, so that an error leaves the objects as they were.
         self._load(path, saved)
         self._loss_sum = progress.loss_sum
         self._loss_count = progress.loss_count
@@ -166,7 +167,7 @@ class RecipeCheckpoints(LoopCheckpoints):
 
         An automatic restart compares the data with those that were accepted.
         """
-        self._interval.begin_save()
+        self._interval.begin_save()  # the start of the training is the state that a kill would lose
         if self._accepted_changes:
             self.save()
 

@@ -131,7 +131,7 @@ class Driver:
         seed_generators(seed, self.world.device)
         data = self.on_device(batch)
         loss, weight = self._backward(data, len(batch.samples))
-        self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)  # clipping needs gradients in their own scale
         norm = self._clipped_norm()
         rate = float(self.optimizer.param_groups[0]["lr"])
         numbers = torch.stack([loss.double(), norm.double(), weight.double()])

@@ -142,6 +142,7 @@ class TrainingEvents:
 
     def evaluation_batches(self) -> Iterator[RecipeBatch]:
         """Yield the batches of an evaluation, and log the number of complete ones."""
+        # Of an evaluation that a stop request has ended, nothing is reported.
         self._skipped["evaluation"] = []
         batches = self._built.evaluation
         for done, batch in enumerate(complete_epoch(batches)):
@@ -200,6 +201,7 @@ class TrainingEvents:
         """Log new reports about the cache of samples; a collective, if all ranks have one."""
         if self._built.cache is None:
             return
+        # A damaged entry is reported by each rank that reads it: the sets below remove repetitions.
         reports = all_gather(self._built.cache.take_reports(), self._driver.world)
         for text in sorted({text for part in reports for text in part})[:_MAX_CACHE_REPORTS]:
             self._logger.log_event("cache", text=f"warning: {text}")

@@ -59,6 +59,7 @@ def load_matching(model: nn.Module, file: Path, prefix: str = "") -> list[str]:
             fix="--set model.pretrained_prefix=PREFIX, or rename them: the model has "
             f"{', '.join(list(own)[:2])}",
         )
+    # Not strict: a head of another task keeps its initial weights.
     model.load_state_dict({name: tensors[name] for name in taken}, strict=False)
     notes.append(f"{len(taken)} tensors taken, {len(left_out)} left out")
     return [f"pretrained: {note}" for note in notes] + [f"  left out {line}" for line in left_out]
@@ -160,6 +161,7 @@ def _read(file: Path) -> Any:
             return load_file(file)
         if file.suffix == ".pdparams":
             return read_pdparams(file).tensors
+        # Weights alone: other pickles could run code.
         return torch.load(file, map_location="cpu", weights_only=True)
     except DataError:
         raise

@@ -64,6 +64,7 @@ def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str
             fix="quote the value",
             code="E_VALUE",
         ) from error
+    # Before validation, so that an override can supply a missing key.
     for override in overrides:
         _override(data, override)
     step = data.get("step") if isinstance(data, dict) else None

@@ -118,7 +118,7 @@ def fit(
     batches = built.train
     values: dict[str, float] = {}
     stopped = False
-    with checkpoints:
+    with checkpoints:  # waits for the last one before the result reports success
         checkpoints.begin()
         if batches.cursor.epoch >= epochs and not checkpoints.awaits_evaluation:
             # Nothing remains of a complete run, but its summary has the values of an evaluation.
@@ -137,7 +137,7 @@ def fit(
                     # One message for all decisions that ranks make together.
                     stopped, is_due = any_rank(world, world.stop_requested, is_due)
                 events.log_step(result, begin, batches)
-                checkpoints.add(result)
+                checkpoints.add(result)  # before a save, which contains the mean of the epoch
                 if stopped:
                     break  # also after the last step: the resumed run starts with the evaluation
                 if is_due:
