@@ -218,7 +218,7 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     # Rank 0 alone has values, which others receive part by part: no rank holds a second copy.
     with torch.device("meta") if receives_weights and not world.is_main else nullcontext():
         model, notes = build_model(recipe, splits.classes, splits.model_options)
-    # A file can differ between machines; random initial weights cannot.
+    # A file can differ between machines; other initial weights are a function of the seed.
     if recipe.model.pretrained is not None and not receives_weights:
         check_same_weights(model, world)
     workers = options.workers

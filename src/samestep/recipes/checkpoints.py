@@ -167,7 +167,7 @@ class RecipeCheckpoints(LoopCheckpoints):
 
         An automatic restart compares the data with those that were accepted.
         """
-        self._interval.begin_save()  # the start of the training is the state that a kill would lose
+        self._interval.begin_save()  # the time before is no work that a kill would lose
         if self._accepted_changes:
             self.save()
 
