@@ -62,7 +62,6 @@ def train(
         of the run; `has_failed`, whether most were skipped; `evaluation`, values of the last one;
         `best`, best value of the deciding metric; `seconds` since the start; `samples_per_second`.
     """
-    is_new = checkpoint is None
     with (
         start_world(recipe, options) as world,
         FolderLock(run) if world.is_main else nullcontext(),
@@ -72,7 +71,7 @@ def train(
         if world.is_main:
             # Before the data are read: changed code ends the run.
             code_changes = require_same_code(run, checkpoint, accept_changes=accept_changes)
-        built = _build(recipe, options, world, run, is_new=is_new)
+        built = _build(recipe, options, world, run, is_new=checkpoint is None)
         folder, log = _open_writers(run, options, world, first_step)
         checkpoints = RecipeCheckpoints(folder, built, recipe, options, log)
         events = TrainingEvents(log, built, recipe.epochs, options)
@@ -80,7 +79,7 @@ def train(
             checkpoints.resume(checkpoint, accept_changes=accept_changes)
         if world.is_main:
             _record_start(run, built, world, recipe, first_step, folder.keep)
-            for note in _notes(built, world, recipe, run, code_changes, is_new=is_new):
+            for note in _notes(built, world, recipe, run, code_changes, is_new=checkpoint is None):
                 log.log_event("note", text=note)
             if built.cache_note:
                 log.log_event("cache", text=built.cache_note)
