@@ -45,7 +45,7 @@ def make_torchvision_importable() -> None:
 
 
 def _load_operators() -> bool:
-    """Load torchvision's compiled operators, as torchvision does; return whether they are present."""
+    """Load the compiled operators, as torchvision does; return whether they are present."""
     from importlib.util import find_spec
     from pathlib import Path
 
