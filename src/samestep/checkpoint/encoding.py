@@ -277,8 +277,9 @@ def encode_objects(
         name: value for name, value in model.state_dict().items() if name.endswith(EXTRA_STATE)
     }
     states = {name: object_state(name, value) for name, value in objects.items()}
+    schedule = scheduler.state_dict() if scheduler else None
     return {
-        "scheduler": encode(scheduler.state_dict() if scheduler else None, tensors, "scheduler"),
+        "scheduler": encode(schedule, tensors, "scheduler"),
         "extra": {name: encode(value, tensors, name) for name, value in extra.items()},
         "objects": {
             name: encode(value, tensors, f"state.{name}") for name, value in states.items()

@@ -158,7 +158,8 @@ def snapshot(
 def pack(training: Training, progress: Progress, *, keep: bool = True) -> dict[str, bytes]:
     """Return the complete files of `snapshot`; with `keep=False`, only take part in gathering."""
     buffers = HostBuffers()
-    files = snapshot(training, progress, buffers if keep else None)
+    used = buffers if keep else None
+    files = snapshot(training, progress, used)
     buffers.wait()
     return {name: b"".join(pieces(contents)) for name, contents in files.items()}
 
