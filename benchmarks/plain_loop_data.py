@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from samestep.config import RunOptions
 from samestep.recipes.builder import build, start_world
 from samestep.recipes.recipe_files import load_recipe
-from samestep.recipes.training import complete_epoch
+from samestep.recipes.samples import complete_epoch
 from samestep.zoo.digits import DigitsNet, load_digits
 
 IMAGES_VARIABLE = "PLAIN_LOOP_IMAGES"  # folder of the JPEG files, for all processes of the benchmark
@@ -157,9 +157,9 @@ def recipe_epochs() -> tuple[nn.Module, Callable[[], None]]:
     torch.set_num_threads(1)
 
     def epoch() -> None:
-        for batch in built.train.batches:
+        for batch in built.train:
             built.driver.step(batch)
-        built.driver.evaluate(complete_epoch(built.evaluation.batches), built.metrics)
+        built.driver.evaluate(complete_epoch(built.evaluation), built.metrics)
 
     return built.driver.model, epoch
 

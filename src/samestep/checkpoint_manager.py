@@ -6,17 +6,16 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.checkpoint.checksum import checksum
-from samestep.checkpoint.compatibility import (
+from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.encoding import (
     Tensors,
     encode,
     encode_objects,
@@ -25,12 +24,11 @@ from samestep.checkpoint.compatibility import (
     require_unchanged_settings,
     setting_changes,
 )
-from samestep.checkpoint.contents import Progress, SavedLoader, SavedState, file_names
-from samestep.checkpoint.files import Contents
-from samestep.checkpoint.lock import FolderLock
-from samestep.checkpoint.snapshot import AsyncCheckpointWriter, HostBuffers, SavedCheckpoint
-from samestep.checkpoint.state import Training, load, read_verified, snapshot
-from samestep.checkpoint.store import STATE, CheckpointFolder
+from samestep.checkpoint.files import FolderLock
+from samestep.checkpoint.loop import LoopCheckpoints, prefix
+from samestep.checkpoint.state import Training
+from samestep.checkpoint.store import CheckpointFolder
+from samestep.checkpoint.writer import SavedCheckpoint
 from samestep.data.whole_batches import WholeBatches, is_stopping, stoppable_epochs
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.logging import logger
@@ -40,103 +38,14 @@ from samestep.distributed.world import Session, all_gather
 from samestep.errors import InputError, RankMismatchError
 from samestep.launcher.job import process_state
 from samestep.metrics.metrics import BestRule, Mode
-from samestep.microbatches import require_position
 from samestep.session import init, stopped_by_signals
 from samestep.strategies.divided_parameters import divided_parameters, is_divided, split_of
 
 Part = TypeVar("Part")
 
 
-class _PlainLoop:
-    """Model and optimizer of a loop.
-
-    Attributes:
-        steps: steps of the optimizer, with those before a resumption.
-    """
-
-    def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, others: tuple[Any, Any]
-    ) -> None:
-        self.world = init()
-        self.steps = 0
-        self.model = model
-        self.optimizer = optimizer
-        self.scheduler, self._scaler = others
-        own = set(model.parameters())
-        if not own.issuperset(
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ):
-            raise InputError(
-                "the optimizer updates parameters that the model does not have",
-                expected="an optimizer of the model's parameters",
-                fix="CheckpointManager(folder, nn.ModuleDict({...}), ...) with all modules of the optimizer",
-                code="E_CHECKPOINT_WRITE",
-            )
-        # torch calls the hook with arguments of the step.
-        optimizer.register_step_post_hook(self._count)
-
-    def _count(self, *_: Any) -> None:
-        self.steps += 1
-
-    @property
-    def training(self) -> Training:
-        scaler = self._scaler or torch.amp.GradScaler(enabled=False)
-        return Training(
-            self.model,
-            self.optimizer,
-            self.scheduler,
-            scaler,
-            local_parameters=divided_parameters(self.model),
-        )
-
-    def check(self) -> None:
-        """Require equal parameters, buffers and state of the optimizer on ranks that have the same; a collective."""
-        parameters = self.training.parameters
-        values = {
-            name: value
-            for name, value in self.model.state_dict().items()
-            if name not in parameters.local
-        }
-        values |= {name: value for name, value in parameters.local.items() if parameters.has(name)}
-        for number, state in self.optimizer.state_dict()["state"].items():
-            values |= {f"{number}.{slot}": value for slot, value in state.items()}
-        tensors = {
-            name: value
-            for name, value in values.items()
-            if isinstance(value, torch.Tensor) and not is_divided(value)
-        }
-        copies = self.world
-        if split_of(self.model) is not None:
-            copies = self.world.data  # others have other parts
-        sums = all_gather(str(checksum(tensors)), copies) if copies.size > 1 else []
-        if len(set(sums)) > 1:
-            ranks = [rank for rank, value in enumerate(sums) if value != sums[0]]
-            raise RankMismatchError(
-                f"the state of the model or the optimizer of rank {ranks[0]} differs from that of rank 0",
-                expected="equal state on every rank",
-                fix="make every change of the model on all ranks, and from values that are equal on them",
-            )
-
-
-class _Generators:
-    """Generators of torch, NumPy and Python, from which a plain loop draws."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._generators = passed_generators(device)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the states."""
-        return {str(number): generator.state() for number, generator in enumerate(self._generators)}
-
-    def load_state_dict(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Set the states; that of a GPU is left out on another device."""
-        for number, generator in enumerate(self._generators):
-            if (state := states.get(str(number))) is not None:
-                generator.set_state(state)
-
-
-class CheckpointManager:
-    """Checkpoints of one training loop: complete or absent, verified, resumable on any number of ranks.
+class CheckpointManager(LoopCheckpoints):
+    """Checkpoints of one training loop: complete or absent, verified, for any number of ranks.
 
         checkpoints = samestep.CheckpointManager("checkpoints", model, batches, optimizer=optimizer)
         for epoch in checkpoints.epochs(10):
@@ -171,6 +80,8 @@ class CheckpointManager:
         cannot hold.
     """
 
+    _loops: Mapping[str, _PlainLoop]
+
     def __init__(
         self,
         folder: str | Path,
@@ -186,37 +97,33 @@ class CheckpointManager:
         best_mode: Mode | None = None,
         background: bool = False,
     ) -> None:
-        self._rule = BestRule.of(best_by, best_mode)
-        self._best: float | None = None
-        self._saved: int | None = None  # number of the last checkpoint
-        self._saved_hashes: dict[
-            str, str
-        ] = {}  # of its state that the loop can change between steps
-        self._last_step = 0  # before the last batch
-        self._loaders: dict[str, WholeBatches] = _by_name(batches)
-        self._loops = _parts(_by_name(model), optimizer, scheduler, scaler)
-        self._world = world = next(iter(self._loops.values())).world
-        self._objects = dict(state or {})
-        self._objects |= {"script_generators": _Generators(world.device)}
-        for name, loader in self._loaders.items():
+        rule = BestRule.of(best_by, best_mode)
+        loaders = _by_name(batches)
+        loops = _plain_loops(_by_name(model), optimizer, scheduler, scaler)
+        world = next(iter(loops.values())).world
+        objects = {**(state or {}), "script_generators": _Generators(world.device)}
+        for name, loader in loaders.items():
             if isinstance(loader, WholeBatches) and loader.has_state:
-                self._objects |= {f"order_of_loader_{name}".rstrip("_"): loader}
-        for each in self._loops.values():
-            require_savable(each.model, each.optimizer, each.scheduler, self._objects)
-        self._folder = CheckpointFolder(_place(Path(folder)), keep)
-        self._background = background
-        self._is_entered = False
-        self._lock = FolderLock(self._folder.path) if world.is_main else None
+                objects[f"order_of_loader_{name}".rstrip("_")] = loader
+        for loop in loops.values():
+            require_savable(loop.model, loop.optimizer, loop.scheduler, objects)
+        store = CheckpointFolder(_place(Path(folder)), keep)
+        self._lock = FolderLock(store.path) if world.is_main else None
         if world.is_main:
-            self._folder.hold(HeldFolder(self._folder.path))
+            store.hold(HeldFolder(store.path))
         process_state.source_files.note_imports()
         # No reference to this object: its lock ends with it.
-        self._writer = AsyncCheckpointWriter(
-            self._folder, partial(_report, world.session), world.session.status.heartbeat
-        )
+        on_saved = partial(_report, world.session)
+        super().__init__(store, loops, loaders, objects, rule, on_saved)
+        self._background = background
+        self._is_entered = False
+        self._saved: int | None = None  # number of the last checkpoint
+        # Hashes of the saved state that the loop can change between steps.
+        self._saved_hashes: dict[str, str] = {}
+        self._last_step = 0  # before the last batch
 
     def epochs(self, number: int) -> Iterator[int]:
-        """Resume from the newest checkpoint, yield the remaining epochs as `samestep.epochs`, and save after each.
+        """Resume, yield the remaining epochs as `samestep.epochs`, and save after each.
 
         If the body has called `save` after the last step, and the state has not changed since, the
         state is not saved again. Errors are those of `resume`, `samestep.epochs` and `save`.
@@ -227,9 +134,7 @@ class CheckpointManager:
         self.resume()
         self._last_step = self._step
         with stopped_by_signals(self._world.session.stop, keeps_handlers=True):
-            for epoch in stoppable_epochs(
-                next(iter(self._loaders.values())), number, self._end_on_request
-            ):
+            for epoch in stoppable_epochs(self._first_loader, number, self._end_on_request):
                 yield epoch
                 if self._saved != self._step or any(
                     all_gather(self._hashes() != self._saved_hashes, self._world)
@@ -237,13 +142,13 @@ class CheckpointManager:
                     self.save()
 
     def _end_on_request(self) -> None:
-        """End the script between two batches or epochs after a stop request, with a checkpoint of the state."""
+        """End the script between two batches or epochs after a stop request, and save before."""
         step = self._step
         has_gradients = step == self._last_step  # possibly, of an accumulation
         self._last_step = step
         if not is_stopping():
             return
-        if next(iter(self._loaders.values())).cursor.samples:
+        if self._first_loader.cursor.samples:
             if has_gradients or len(self._loaders) > 1:  # other loaders can be ahead
                 return
             self.save()
@@ -253,7 +158,7 @@ class CheckpointManager:
         raise StoppedLoop
 
     def save(self, values: Mapping[str, float] | None = None) -> bool:
-        """Save models, optimizers, schedules, objects and positions. Call on every rank; rank 0 writes.
+        """Save models, optimizers, schedules, objects and positions. Call on every rank.
 
         Args:
             values: results of an evaluation of this state. The checkpoint becomes `best` if they
@@ -272,29 +177,29 @@ class CheckpointManager:
             raise InputError(
                 "checkpoints are saved in the background without a with block",
                 expected="a block that waits for the last checkpoint and raises write errors",
-                fix="with samestep.CheckpointManager(..., background=True) as checkpoints: around the loop",
+                fix="with samestep.CheckpointManager(..., background=True) as checkpoints: "
+                "around the loop",
                 code="E_CHECKPOINT_WRITE",
             )
+        # A checkpoint holds the state of rank 0: differences of others would be lost silently.
         self._require_equal_state()
         for loop in self._loops.values():
-            loop.check()  # ranks must agree on the saved state
+            loop.require_equal_tensors()
+        is_best = False
         problem = None
+        # A wrong name in `best_by` must not cost the training so far.
         try:
             is_best = values is not None and self._rule.is_best(values, self._best)
         except InputError as error:  # raised once the state is saved
             problem = error
-            is_best = False
         if values is not None and is_best:
             self._best = values[self._rule.by]
-        step = self._saved = self._step
-        cursor = next(iter(self._loaders.values())).cursor
-        if self._world.is_main:
-            epoch = cursor.epoch if step and not cursor.samples else None
-            self._writer.save(step, self._snapshot, is_best=is_best, epoch=epoch)
-            if not self._background:
-                self._writer.wait()
-        else:
-            self._snapshot(None)
+        self._saved = self._step
+        cursor = self._first_loader.cursor
+        epoch = cursor.epoch if self._saved and not cursor.samples else None
+        self._write(is_best=is_best, epoch=epoch)
+        if not self._background:
+            self._writer.wait()
         if problem is not None:
             raise problem
         return is_best
@@ -322,75 +227,48 @@ class CheckpointManager:
         if not self._folder.steps():
             return False
         path = self._folder.find(checkpoint)
+        saved = self._read(path)
+        changes = [change for state in saved.values() for change in self._changes(state.progress)]
+        changes = list(dict.fromkeys(changes))
+        require_unchanged_settings(changes, accept_changes=accept_changes)
         sources = process_state.source_files
-        names = {
-            file.removesuffix(STATE).removesuffix(".")
-            for file in file_names(path)
-            if file.endswith(STATE)
-        }
-        require_same_names("models", names, self._loops)
-        trainings = {_prefix(name): training for name, training in self._trainings()}
-        states = read_verified(path, trainings)
-        saved = {name: states[_prefix(name)] for name in self._loops}
-        changes = [
-            change
-            for name, state in saved.items()
-            for change in self._changes(name, state.progress)
-        ]
-        require_unchanged_settings(
-            list(dict.fromkeys(changes)), self._world.is_main, accept_changes=accept_changes
-        )
         if self._world.is_main:
-            for name in sources.require(
-                next(iter(saved.values())).sources, accept_changes=accept_changes
-            ):
+            for change in changes:
+                logger.warning("continuing with a change: %s", change)
+            saved_sources = next(iter(saved.values())).sources
+            for name in sources.require(saved_sources, accept_changes=accept_changes):
                 logger.warning("continuing with changed code: %s", name)
         sources.check_ranks(self._world)
-        for name, training in self._trainings():
-            load(path, training, saved[name], _prefix(name), new_objects=accept_changes)
-        self._restore(saved)
+        self._load(path, saved, new_objects=accept_changes)
         return True
 
-    @property
-    def _step(self) -> int:
-        return max(loop.steps for loop in self._loops.values())
-
-    def _trainings(self) -> Iterator[tuple[str, Training]]:
-        """Yield the objects of each model; those of the loop belong to the first model in alphabetical order."""
-        first = min(self._loops)
-        for name, loop in self._loops.items():
-            yield name, replace(loop.training, objects=self._objects if name == first else {})
-
-    def _snapshot(self, buffers: HostBuffers | None) -> dict[str, Contents]:
-        loaders = {
-            name: SavedLoader(loader.cursor, loader.settings_of(loader.cursor.epoch))
-            for name, loader in self._loaders.items()
-        }
-        files: dict[str, Contents] = {}
-        for name, training in self._trainings():
-            progress = Progress(
-                step=self._loops[name].steps,
-                cursor=next(iter(loaders.values())).cursor,
-                best=self._best,
-                loaders=loaders,
-            )
-            own = snapshot(training, progress, buffers)
-            files |= {f"{_prefix(name)}{file}": contents for file, contents in own.items()}
-        return files
+    def _changes(self, saved: Progress) -> Iterator[str]:
+        """Yield the options that differ from those of a checkpoint."""
+        if saved.loaders:
+            require_same_names("loaders", saved.loaders, self._loaders)
+        for key, saved_loader in saved.loaders.items():
+            loader = self._loaders[key]
+            before = loader.adopt(saved_loader.settings)
+            now = loader.settings_of(saved_loader.cursor.epoch)
+            yield from setting_changes(key or "loader", before, now)
 
     def _require_equal_state(self) -> None:
         """Compare state that ranks compute on their own; a collective."""
         self._saved_hashes = self._hashes()
-        by_rank = all_gather(self._saved_hashes, self._world) if self._world.size > 1 else [{}]
+        if self._world.size == 1:
+            return
+        by_rank = all_gather(self._saved_hashes, self._world)
         differing = [name for name in by_rank[0] if len({row.get(name) for row in by_rank}) > 1]
         if differing:
             raise RankMismatchError(
                 f"ranks have a different {differing[0]}",
-                expected="schedules, optimizers, modules and objects in state change in the same way on every rank",
+                expected="schedules, optimizers, modules and objects in state change in the same "
+                "way on every rank",
                 fix="compute them from values of all ranks, such as those of samestep.all_gather",
             )
 
     def _hashes(self) -> dict[str, str]:
+        """Return hashes of the state that is not in parameters and their optimizer slots."""
         hashes = {}
         for name, training in self._trainings():
             tensors: Tensors = {}
@@ -400,58 +278,119 @@ class CheckpointManager:
                 for group in training.optimizer.param_groups
             ]
             state["optimizer"] = encode(groups, tensors, "optimizer")
-            for kind in (state, state["objects"]):
-                for key in sorted(set(kind) - {"objects"}):
-                    text = json.dumps(kind[key]).encode()
-                    hashes[f"state of {_prefix(name)}{key}"] = hashlib.blake2b(
-                        text, digest_size=4
-                    ).hexdigest()
-            hashes[f"tensors in the state of {name or 'the loop'}"] = str(
-                checksum(dict(tensors.values()))
-            )
+            values = state | state.pop("objects")
+            for key in sorted(values):
+                digest = hashlib.blake2b(json.dumps(values[key]).encode(), digest_size=4)
+                hashes[f"state of {prefix(name)}{key}"] = digest.hexdigest()
+            sums = checksum(dict(tensors.values()))
+            hashes[f"tensors in the state of {name or 'the loop'}"] = str(sums)
         return hashes
 
-    def _changes(self, name: str, saved: Progress) -> Iterator[str]:
-        """Yield the options that differ from those of a checkpoint."""
-        if saved.loaders:
-            require_same_names("loaders", saved.loaders, self._loaders)
-        for key, loader in saved.loaders.items():
-            before = self._loaders[key].adopt(loader.settings)
-            yield from setting_changes(
-                key or "loader", before, self._loaders[key].settings_of(loader.cursor.epoch)
-            )
-
-    def _restore(self, saved: Mapping[str, SavedState]) -> None:
-        for name, state in saved.items():
-            progress = state.progress
-            self._loops[name].steps = progress.step
-            self._best = progress.best
-            positions = {key: loader.cursor for key, loader in progress.loaders.items()}
-            for key, cursor in (positions or {next(iter(self._loaders)): progress.cursor}).items():
-                loader = self._loaders[key]
-                require_position(cursor, loader.samples_of(cursor.epoch), loader.batch_size)
-                loader.cursor = cursor
-
-    def __enter__(self) -> CheckpointManager:
+    def __enter__(self) -> Self:
         self._is_entered = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._is_entered = False
         try:
-            self._writer.__exit__(kind, error, at)
+            super().__exit__(*error)
         finally:
             if self._lock is not None:
                 self._lock.release()
 
 
+class _PlainLoop:
+    """Model and optimizer of a loop.
+
+    Attributes:
+        steps: steps of the optimizer, with those before a resumption.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler | None,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.world = init()
+        self.steps = 0
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self._scaler = scaler or torch.amp.GradScaler(enabled=False)
+        own = set(model.parameters())
+        optimized = [one for group in optimizer.param_groups for one in group["params"]]
+        if not own.issuperset(optimized):
+            raise InputError(
+                "the optimizer updates parameters that the model does not have",
+                expected="an optimizer of the model's parameters",
+                fix="CheckpointManager(folder, nn.ModuleDict({...}), ...) with all modules of the "
+                "optimizer",
+                code="E_CHECKPOINT_WRITE",
+            )
+        # torch calls the hook with arguments of the step.
+        optimizer.register_step_post_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.steps += 1
+
+    @property
+    def training(self) -> Training:
+        parameters = divided_parameters(self.model)
+        return Training(
+            self.model, self.optimizer, self.scheduler, self._scaler, local_parameters=parameters
+        )
+
+    def require_equal_tensors(self) -> None:
+        """Compare parameters, buffers and optimizer slots of ranks with the same; a collective."""
+        parameters = self.training.parameters
+        values = {
+            name: value
+            for name, value in self.model.state_dict().items()
+            if name not in parameters.local
+        }
+        values |= {name: value for name, value in parameters.local.items() if parameters.has(name)}
+        for number, state in self.optimizer.state_dict()["state"].items():
+            values |= {f"{number}.{slot}": value for slot, value in state.items()}
+        tensors = {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, torch.Tensor) and not is_divided(value)
+        }
+        copies = self.world
+        if split_of(self.model) is not None:
+            copies = self.world.data  # others have other parts
+        sums = all_gather(str(checksum(tensors)), copies) if copies.size > 1 else []
+        differing = [rank for rank, value in enumerate(sums) if value != sums[0]]
+        if differing:
+            raise RankMismatchError(
+                f"the state of the model or the optimizer of rank {differing[0]} differs from "
+                "that of rank 0",
+                expected="equal state on every rank",
+                fix="make every change of the model on all ranks, and from values that are equal "
+                "on them",
+            )
+
+
+class _Generators:
+    """Generators of torch, NumPy and Python, from which a plain loop draws."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = passed_generators(device)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {str(number): generator.state() for number, generator in enumerate(self._generators)}
+
+    def load_state_dict(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Set the states; that of a GPU is left out on another device."""
+        for number, generator in enumerate(self._generators):
+            if (state := states.get(str(number))) is not None:
+                generator.set_state(state)
+
+
 def _place(folder: Path) -> Path:
-    """Return the folder itself; in an experiment, a folder of the experiment, one for each folder of the script."""
+    """Return the folder; in an experiment, a folder of the experiment for each of the script."""
     root = process_state.checkpoint_root
     if root is None or (path := folder.resolve()).is_relative_to(root):
         return folder
@@ -462,15 +401,20 @@ def _report(session: Session, saved: SavedCheckpoint) -> None:
     session.status.checkpoint_saved()
 
 
-def _parts(models: Mapping[str, Any], *others: Any) -> dict[str, _PlainLoop]:
-    """Return the parts of a loop by name."""
-    optimizer, scheduler, scaler = others
-    optimizers, schedulers = (
-        dict(other)
-        if isinstance(other, Mapping)
-        else dict.fromkeys(list(models)[: len(models) == 1], other)
-        for other in (optimizer, scheduler)
-    )
+def _plain_loops(
+    models: Mapping[str, torch.nn.Module],
+    optimizer: Any,
+    scheduler: Any,
+    scaler: torch.amp.GradScaler | None,
+) -> dict[str, _PlainLoop]:
+    """Return models with their optimizers and schedules, which are single ones or mappings."""
+    by_name = []
+    for part in (optimizer, scheduler):
+        if not isinstance(part, Mapping):
+            # A single optimizer belongs to a single model.
+            part = dict.fromkeys(list(models)[: len(models) == 1], part)  # noqa: PLW2901
+        by_name.append(part)
+    optimizers, schedulers = by_name
     for name in models:
         if not isinstance(optimizers.get(name), torch.optim.Optimizer):
             raise InputError(
@@ -480,7 +424,7 @@ def _parts(models: Mapping[str, Any], *others: Any) -> dict[str, _PlainLoop]:
                 code="E_CHECKPOINT_WRITE",
             )
     return {
-        name: _PlainLoop(model, optimizers[name], (schedulers.get(name), scaler))
+        name: _PlainLoop(model, optimizers[name], schedulers.get(name), scaler)
         for name, model in models.items()
     }
 
@@ -497,9 +441,3 @@ def _by_name(parts: Part | Mapping[str, Part]) -> dict[str, Part]:
             code="E_CHECKPOINT_WRITE",
         )
     return dict(parts)
-
-
-def _prefix(name: str) -> str:
-    if name:
-        return f"{name}."
-    return ""

@@ -6,7 +6,7 @@ it.
 
 from __future__ import annotations
 
-from samestep.report_limits import bounded
+import re
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -14,75 +14,86 @@ EXIT_INPUT = 2
 EXIT_DIFFERS = 3  # a check did not hold
 EXIT_STOPPED = 130  # stopped on request; 128 + SIGINT, the convention of shells
 
+# Limits of a report, below one screen of 60 lines and 8 kB: lines of the progress can precede a
+# report.
+_MAX_LINES = 48
+_MAX_BYTES = 6_144
+_MAX_CHARACTERS = 1_000
+_LINE_END_CHARACTERS = 100  # kept at the end of a long line, which can have the code
+_NAME = type.__dict__["__name__"]
+_NEWLINE = "\n"
+_CONTINUED = _NEWLINE + 12 * " "  # below the text of a section
+_UNUSUAL = re.compile(r"[^\n -~]")
+
 # Stable codes and their meanings; docs/reference/errors.md is generated from this table.
 CODES = {
     "E_INPUT": "The input is invalid.",
     "E_RECIPE": "A recipe, or an override of a recipe, is invalid.",
     "E_DATA": "A dataset, a batch or a sample cannot be used, or a dataset has no samples.",
-    "E_CHECKPOINT": "A checkpoint does not exist, is damaged or incomplete, or has an unknown format.",
+    "E_CHECKPOINT": "A checkpoint is missing, damaged or incomplete, or of an unknown format.",
     "E_RUN": "The run failed.",
-    "E_NONFINITE": "A loss or a gradient is not finite. With `non_finite: skip`: most steps of a run were skipped.",
-    "E_RANK_MISMATCH": "Ranks hold different models, weights, buffers, optimizer state or other state of a checkpoint.",
-    "E_RANK_SETTINGS": "Ranks have different optimizers, learning rates, losses or settings of a step.",
+    "E_NONFINITE": "A loss or a gradient is not finite; with `non_finite: skip`, in most steps.",
+    "E_RANK_MISMATCH": "Ranks hold different models, weights, buffers or other saved state.",
+    "E_RANK_SETTINGS": "Ranks have different optimizers, rates, losses or settings of a step.",
     "E_RANK_BATCH": "Ranks step or evaluate different global batches, or read different datasets.",
-    "E_CHECKPOINT_WRITE": "A checkpoint cannot be written, or cannot hold a value. Earlier checkpoints are unchanged.",
+    "E_CHECKPOINT_WRITE": "A checkpoint cannot be written; earlier ones are unchanged.",
     "E_RANK_DESYNC": "Ranks issue different collectives, or one rank issues none.",
     "E_PEER_LOST": "A collective failed because another rank ended.",
     "E_RANK_FAILED": "The code of a rank raised an exception.",
-    "E_NO_DETERMINISTIC_KERNEL": "An operator has no deterministic kernel, which `exact` requests from torch.",
+    "E_NO_DETERMINISTIC_KERNEL": "An operator has no deterministic kernel, as `exact` needs.",
     "E_RANK_KILLED": "A signal ended a rank.",
     "E_RANK_EXITED": "A rank ended its process before the function returned or the script ended.",
     "E_HANG": "No rank made progress within `--hang-after`.",
-    "E_DISK_HANG": "An operation of the disk did not return within `--hang-after`, or keeps a killed rank from ending.",
-    "E_STOPPED": "The run was stopped on request or by a preemption, before the end of a step or after a checkpoint.",
+    "E_DISK_HANG": "An operation of the disk does not return within `--hang-after`.",
+    "E_STOPPED": "The run was stopped on request or by a preemption.",
     "E_RENDEZVOUS": "Ranks of a job cannot find each other: address, port, or time limit.",
-    "E_DEVICES": "A selection of devices is invalid, too few GPUs are visible, or two ranks use one GPU.",
-    "E_LAUNCH": "A launch is invalid, nested in another, or does not fit the launcher that started the process.",
-    "E_MACHINE": "A limit of the machine is too low for the ranks, or its loopback interface does not work.",
+    "E_DEVICES": "Devices are invalid, too few, or used by two ranks.",
+    "E_LAUNCH": "A launch is invalid, nested in another, or does not fit its launcher.",
+    "E_MACHINE": "A limit of the machine is too low, or its loopback does not work.",
     "E_NOT_PICKLABLE": "A function, an argument or a result cannot be sent between processes.",
-    "E_REDUCE_DICT": "`reduce_dict` received different keys or shapes on different ranks, or nothing was counted.",
-    "E_SHAPE": "Outputs, targets, weights or a loss have shapes that do not match, or cannot be joined.",
-    "E_OPTIMIZER": "The optimizer does not hold exactly the trained parameters, or it or a scheduler does not fit.",
+    "E_REDUCE_DICT": "`reduce_dict` received different keys or shapes, or counted nothing.",
+    "E_SHAPE": "Outputs, targets, weights or a loss have shapes that do not fit.",
+    "E_OPTIMIZER": "The optimizer does not hold the trained parameters, or does not fit.",
     "E_INCOMPATIBLE": "Two options of the recipe, or a strategy and the model, exclude each other.",
-    "E_WRAPPED_MODEL": "The model, or a part of it, is wrapped in DDP, FSDP, torch.compile or TorchScript.",
+    "E_WRAPPED_MODEL": "A part of the model is in DDP, FSDP, torch.compile or TorchScript.",
     "E_VALUE": "A recipe value, an option, an argument or a setting is outside of its range.",
     "E_BATCH_SIZE": "`batch_size` is smaller than `microbatches`, or is set twice.",
     "E_PATTERN": "A shell pattern of the recipe matches no name.",
     "E_MESH": "The axes of a mesh do not fit the strategy or the number of processes.",
-    "E_STRATEGY": "A strategy option, or the shares of ranks, do not fit the model, the mesh or the devices.",
+    "E_STRATEGY": "A strategy option or the shares do not fit the model, mesh or devices.",
     "E_JOB": "Slurm or another system refused a job, or there is no job.",
     "E_PROCESSES": "`--processes` or `--devices` does not name a possible number of ranks.",
-    "E_LAUNCHER_GONE": "The launcher, the process that forks ranks, or the store of a job has ended.",
-    "E_SCRIPT_FILES": "An unchanged script reads a file that only another process has, or whose content is gone.",
+    "E_LAUNCHER_GONE": "The launcher, the process that forks ranks, or a store has ended.",
+    "E_SCRIPT_FILES": "A script reads a file that only another process has, or that is gone.",
     "E_SCRIPT": "A command needs a recipe, or the run of a script cannot be started again.",
-    "E_NOT_A_RUN": "A directory is not a run, there is no run yet, or the directory of a run was replaced.",
-    "E_NO_CHECKSUM": "A run has no checksum of a step, or two runs have no checksums of the same steps.",
+    "E_NOT_A_RUN": "A directory is not a run, or was replaced; or there is no run yet.",
+    "E_NO_CHECKSUM": "A run has no checksum of a step, or two runs have none in common.",
     "E_RUN_NAME": "The name of a run is not that of a folder, or differs between ranks.",
     "E_UNTRUSTED": "The recipe of a run names code that is not known to be trusted.",
     "E_CODE_CHANGED": "A Python module of the user differs from the one with which the run began.",
     "E_OUTPUT": "An output exists, cannot be written, or would replace an input or another output.",
-    "E_OPTION_CONFLICT": "Two command-line options exclude each other, or a required one is missing.",
+    "E_OPTION_CONFLICT": "Two command-line options exclude each other, or one is missing.",
     "E_FILE_MISSING": "An input file does not exist.",
     "E_FILE_CHANGED": "A file of a dataset has changed during a run.",
-    "E_LOADER": "A dataset, a sampler or an argument of a loader cannot be used, or no step used its batches.",
-    "E_METRIC": "A metric is unknown, or does not support the outputs, the targets or the number of classes.",
+    "E_LOADER": "A dataset, sampler or argument of a loader cannot be used, or no batch was.",
+    "E_METRIC": "A metric is unknown, or does not support the outputs, targets or classes.",
     "E_LOCKED": "Another process writes to the directory, or its lock file cannot be used.",
-    "E_RESUME_CHANGED": "A run resumes with another model, optimizer, data, options or objects than in the checkpoint.",
+    "E_RESUME_CHANGED": "A run resumes with other objects, data or options than it had.",
     "E_UNKNOWN_KEY": "A recipe or an override has a key that does not exist.",
     "E_MISSING_KEY": "A recipe key or an option without a default is missing.",
     "E_UNKNOWN_OPTION": "A dataset, model, loss, optimizer or command has no option of this name.",
     "E_UNKNOWN_NAME": "A command, recipe, component, logger or column of this name does not exist.",
-    "E_NOT_INSTALLED": "An optional library that a recipe, a logger or a plot needs is not installed.",
+    "E_NOT_INSTALLED": "An optional library that a recipe or a logger needs is missing.",
     "E_UNREADABLE": "A file is damaged, has another format, or has no equivalent here.",
-    "E_CLASSES": "Classes or labels of a dataset are missing, duplicated, too few to split, or unexpected.",
-    "E_MASK": "A mask is missing, has an unknown value, or its size differs from the size of its image or volume.",
+    "E_CLASSES": "Classes or labels of a dataset are missing, repeated or unexpected.",
+    "E_MASK": "A mask is missing, has an unknown value, or another size than its image.",
     "E_WEIGHTS": "A file of weights does not fit the model, or differs between ranks.",
-    "E_IO": "The disk, the network or the Hugging Face Hub failed while a file was read, or refused it.",
-    "E_EXPORT": "A model cannot be exported in the requested format, or the exported one computes other outputs.",
+    "E_IO": "The disk, the network or the Hugging Face Hub failed or refused a file.",
+    "E_EXPORT": "A model cannot be exported, or the exported one computes other outputs.",
     "E_TOO_MANY_RANKS": "More ranks share the data than the recipe or the loader has microbatches.",
     "E_LOG_WRITE": "A logger cannot write metrics or events.",
-    "E_NOTHING_OBSERVED": "A command under `samestep audit` or `samestep verify` made no step that could be observed.",
-    "E_PIPELINE": "The model, its inputs or `strategy.stages` cannot be divided into pipeline stages.",
+    "E_NOTHING_OBSERVED": "A command under `samestep audit` or `verify` made no step.",
+    "E_PIPELINE": "The model, its inputs or `strategy.stages` do not fit a pipeline.",
 }
 
 
@@ -131,15 +142,12 @@ class SamestepError(Exception):
             f"{title} [{self.code}]",
             *(line if line.startswith(" ") else f"    {line}" for line in details),
         ]
-        for name, text in (("expected:", self.expected), ("fix:", self.fix)):
+        sections = [("expected:", self.expected), ("fix:", self.fix)]
+        sections += [("also:", str(note)) for note in getattr(self, "__notes__", ())]
+        for name, text in sections:
             if text:
-                lines.append(f"  {name:<9} {_continued(text)}")
-        lines += [f"  also:     {_continued(str(note))}" for note in getattr(self, "__notes__", ())]
+                lines.append(f"  {name:<9} {text.replace(_NEWLINE, _CONTINUED)}")
         return "\n".join(lines)
-
-
-def _continued(text: str) -> str:
-    return text.replace("\n", "\n" + 12 * " ")
 
 
 def _rebuilt(
@@ -211,3 +219,73 @@ class PeerLostError(RunError):
     """Collective that failed because another rank ended: a consequence, never the first cause."""
 
     default_code = "E_PEER_LOST"
+
+
+def printable(text: str) -> str:
+    r"""Return `text` with control characters but newlines as escape sequences such as `\x1b`.
+
+    A terminal would execute control characters. Lone surrogates, which stand for invalid UTF-8, are
+    escaped too.
+    """
+
+    def escaped(match: re.Match[str]) -> str:
+        character = match[0]
+        if character.isprintable():
+            return character
+        return character.encode("unicode_escape").decode()
+
+    return _UNUSUAL.sub(escaped, text.expandtabs(4))
+
+
+def bounded(text: str) -> str:
+    """Return a report of printable characters of at most 48 lines and 6 kB.
+
+    A line has at most 1,000 characters. The middle is left out, with a remark.
+    """
+    lines = text.split("\n")
+    begin: list[str] = []
+    end: list[str] = []
+    size = 0
+    while len(begin) + len(end) < min(len(lines), _MAX_LINES - 1):
+        is_begin = len(begin) <= len(end)
+        number = len(begin) if is_begin else -len(end) - 1
+        line = _shortened(lines[number])
+        size += len(line.encode()) + 1
+        if size > _MAX_BYTES - 100:  # the remark needs a line too
+            break
+        (begin if is_begin else end).append(line)
+    if count := len(lines) - len(begin) - len(end):
+        begin.append(f"    ... {count:,} lines are left out ...")
+    return "\n".join([*begin, *reversed(end)])
+
+
+def _shortened(line: str) -> str:
+    count = len(line)
+    # Before the conversion, which is slow for millions of characters.
+    if count > 2 * _MAX_CHARACTERS:
+        line = line[:_MAX_CHARACTERS] + line[-_LINE_END_CHARACTERS:]
+    line = printable(line)
+    if len(line) <= _MAX_CHARACTERS and count <= _MAX_CHARACTERS:
+        return line
+    remark = f" ... {count:,} characters ... "
+    end = remark + line[-_LINE_END_CHARACTERS:]
+    return line[: _MAX_CHARACTERS - len(end)] + end
+
+
+def indented(text: str, indent: str = "    ") -> str:
+    """Return `text` with an indent before each line; only the first line of a report has none."""
+    return indent + text.replace("\n", f"\n{indent}")
+
+
+def message_of(error: object) -> str:
+    """Return `str(error)`, or a remark if the class of the error fails to compute the text."""
+    try:
+        return str(error)
+    except BaseException as failure:  # boundary: the code of a user's exception can raise anything
+        return f"<no text: {class_name(error)}.__str__ raised {class_name(failure)}>"
+
+
+def class_name(value: object) -> str:
+    """Return the name of the class of `value` on one line; it can be any text."""
+    name: str = _NAME.__get__(type(value))  # not by attribute, which a metaclass can replace
+    return printable(name).replace("\n", "\\n") or "<class without a name>"

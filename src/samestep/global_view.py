@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from samestep.config import Reduction, StrategyConfig
+from samestep.config.exclusions import require_compatible
 from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.launcher.job import process_state
@@ -298,25 +299,12 @@ def _strategy(
     name = config.name
     shape = world.mesh_shape
     is_exact = reduction == "exact"
-    for option, plain in (("gather", "fp32"), ("hook", "none")):
-        value = getattr(config, option)
-        if is_exact and value != plain:
-            raise InputError(
-                "samestep.parallel: reduction='exact' "
-                f"with strategy={name!r} and {option}={value!r}",
-                expected="parameters and gradients in their own precision with this reduction",
-                fix=f"{option}={plain!r}",
-                code="E_INCOMPATIBLE",
-            )
-    kind: Callable[..., Strategy] = Replicated
     has_shards = name in ("fsdp", "hsdp") and world.size > 1
-    if has_shards and slices > 1:
-        raise InputError(
-            f"samestep.parallel: tensor_slices={slices} with strategy={name!r}",
-            expected="a strategy that can divide matrix products: ddp, tp or pp",
-            fix="strategy='ddp', or 'tp' if the model does not fit on a device",
-            code="E_INCOMPATIBLE",
-        )
+    options: dict[str, Any] = {"reduction": reduction, "gather": config.gather, "hook": config.hook}
+    if has_shards:  # on one rank, options for several ranks are valid
+        options |= {"sharding": name, "tensor_slices": slices}
+    require_compatible(options)
+    kind: Callable[..., Strategy] = Replicated
     if has_shards:
         from samestep.strategies.fsdp import Gathered, Sharded  # slow to import
 

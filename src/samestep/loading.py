@@ -43,7 +43,7 @@ _LOADER_DEFAULTS: dict[str, Any] = {
 def loader(
     dataset: SizedDataset | DataLoader[Any], *arguments: Any, **options: Any
 ) -> WholeBatches:
-    """Return an iterable over the whole batches of one epoch, of which each rank reads its own rows.
+    """Return an iterable over the whole batches of an epoch, of which ranks read their own rows.
 
     With a data set and the arguments of torch's `DataLoader`, the order is a function of (seed,
     epoch), and a run resumes at any batch at the same cost. With a `DataLoader`, the order is that
@@ -69,9 +69,11 @@ def loader(
     """
     named = {**dict(zip(_LOADER_DEFAULTS, arguments, strict=False)), **options}
     unknown = [name for name in named if name not in _LOADER_DEFAULTS]
-    if unknown or len(arguments) > len(_LOADER_DEFAULTS):
+    if len(arguments) > len(_LOADER_DEFAULTS):
+        unknown.append(f"number {len(arguments)}")
+    if unknown:
         raise InputError(
-            f"samestep.loader has no argument {next(iter(unknown), 'number ' + str(len(arguments)))}",
+            f"samestep.loader has no argument {unknown[0]}",
             expected=f"arguments of torch's DataLoader: {', '.join(_LOADER_DEFAULTS)}",
             fix="leave it out",
             code="E_LOADER",

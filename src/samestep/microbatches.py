@@ -1,8 +1,9 @@
-"""Division of a global batch into microbatches, and their ownership by ranks, in integer arithmetic."""
+"""Division of a global batch into microbatches, and their ownership by ranks, in integers."""
 
 from __future__ import annotations
 
 import operator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -11,9 +12,8 @@ from annotated_types import Ge, Le
 from samestep.errors import CheckpointError, InputError
 from samestep.units import plural
 
-Shares = (
-    int | tuple[int, ...]
-)  # number of ranks with equal shares of the microbatches, or the share of each rank
+# Number of ranks with equal shares of the microbatches, or the share of each rank.
+Shares = int | tuple[int, ...]
 
 
 def microbatch_bounds(size: int, microbatches: int) -> list[tuple[int, int]]:
@@ -26,7 +26,10 @@ def microbatch_bounds(size: int, microbatches: int) -> list[tuple[int, int]]:
 
 
 def owned_microbatches(microbatches: int, shares: Shares, rank: int) -> range:
-    """Return the microbatches of a rank: `[V*r//R, V*(r+1)//R)` of R equal shares, or in proportion to the shares."""
+    """Return the microbatches of a rank, in proportion to the shares.
+
+    With R equal shares of V microbatches they are `[V*r//R, V*(r+1)//R)`.
+    """
     if isinstance(shares, int):
         return range(microbatches * rank // shares, microbatches * (rank + 1) // shares)
     total = sum(shares)
@@ -50,38 +53,39 @@ def require_shares(
         InputError: there are other numbers of shares than ranks, or a rank would have no
         microbatch.
     """
-    numbers = range(data_ranks)
-    is_positive = len(shares) == data_ranks and min(shares) >= 1
-    if is_positive and (
-        microbatches is None
-        or all(owned_microbatches(microbatches, shares, rank) for rank in numbers)
-    ):
-        return
-    of = "" if microbatches is None else f" of {plural(microbatches, 'microbatch')}"
-    raise InputError(
-        f"shares {','.join(map(str, shares))}{of} for {plural(data_ranks, 'rank')} that share the data",
-        expected="a positive share for each of these ranks, with at least one microbatch",
-        fix=f"--shares {','.join(['1'] * data_ranks)} for equal shares; or more microbatches, with other results",
-        code="E_STRATEGY",
-    )
+    is_valid = len(shares) == data_ranks and min(shares) >= 1
+    text = ",".join(map(str, shares))
+    if microbatches is not None:
+        text += f" of {plural(microbatches, 'microbatch')}"
+        is_valid = is_valid and all(
+            owned_microbatches(microbatches, shares, rank) for rank in range(data_ranks)
+        )
+    if not is_valid:
+        raise InputError(
+            f"shares {text} for {plural(data_ranks, 'rank')} that share the data",
+            expected="a positive share for each of these ranks, with at least one microbatch",
+            fix=f"--shares {','.join(['1'] * data_ranks)} for equal shares; or more microbatches, "
+            "with other results",
+            code="E_STRATEGY",
+        )
 
 
 def require_enough_microbatches(
     microbatches: int, data_ranks: int, *, ranks_per_model: int = 1
 ) -> None:
-    """Require a microbatch for each of `data_ranks` ranks, or groups of `ranks_per_model` ranks, with different data.
+    """Require a microbatch for each of `data_ranks` ranks, or groups of ranks with one model.
 
     Raises:
         InputError: a rank would have no microbatch.
     """
-    if data_ranks <= microbatches:
-        return
-    raise InputError(
-        f"{data_ranks} ranks share the data but there are {plural(microbatches, 'microbatch')}",
-        expected="ranks that share the data <= microbatches: each computes at least one",
-        fix=f"--processes {microbatches * ranks_per_model}; or microbatches={data_ranks} or more",
-        code="E_TOO_MANY_RANKS",
-    )
+    if data_ranks > microbatches:
+        processes = microbatches * ranks_per_model
+        raise InputError(
+            f"{data_ranks} ranks share the data but there are {plural(microbatches, 'microbatch')}",
+            expected="ranks that share the data <= microbatches: each computes at least one",
+            fix=f"--processes {processes}; or microbatches={data_ranks} or more",
+            code="E_TOO_MANY_RANKS",
+        )
 
 
 def require_integer(
@@ -100,10 +104,10 @@ def require_integer(
     Raises:
         InputError: the value is no integer, or outside of the range.
     """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
+    number: int | None = None
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            number = operator.index(value)
     if number is None or number < at_least or (at_most is not None and number > at_most):
         limits = f">= {at_least}" if at_most is None else f"from {at_least} to {at_most}"
         raise InputError(
@@ -120,9 +124,7 @@ class Cursor:
     """The only position of a run, independent of ranks."""
 
     epoch: Annotated[int, Ge(0), Le(2**62)] = 0  # number of complete passes over the data
-    samples: Annotated[int, Ge(0), Le(2**62)] = (
-        0  # samples of the current pass consumed by all ranks together
-    )
+    samples: Annotated[int, Ge(0), Le(2**62)] = 0  # of the current pass, consumed by all ranks
 
 
 def require_position(cursor: Cursor, samples: int, batch_size: int) -> None:
@@ -134,7 +136,8 @@ def require_position(cursor: Cursor, samples: int, batch_size: int) -> None:
     if cursor.samples >= samples or cursor.samples % batch_size:
         raise CheckpointError(
             f"the checkpoint is at sample {cursor.samples} of an epoch",
-            expected=f"the start of a global batch of {batch_size}, in an epoch of {samples} samples",
+            expected=f"the start of a global batch of {batch_size}, in an epoch of {samples} "
+            "samples",
             fix="use the data and the batch size with which the run began",
             code="E_RESUME_CHANGED",
         )

@@ -45,14 +45,15 @@ def make_torchvision_importable() -> None:
 
 
 def _load_operators() -> bool:
-    """Load torchvision's compiled operators, as torchvision does; return whether they are present."""
+    """Load the compiled operators, as torchvision does; return whether they are present."""
     from importlib.util import find_spec
     from pathlib import Path
 
     import torch
 
     spec = find_spec("torchvision")
-    for folder in spec.submodule_search_locations or () if spec else ():
+    folders = spec.submodule_search_locations if spec else None
+    for folder in folders or ():
         for library in Path(folder).glob("_C*.so"):
             try:
                 torch.ops.load_library(library)

@@ -31,8 +31,9 @@ def parse_duration(option: str, text: str) -> float:
     Raises:
         InputError: `text` is not a duration above 0.
     """
-    match = _DURATION.fullmatch(text)
-    value = float(match[1]) * _DURATION_UNITS[match[2]] if match else 0.0
+    value = 0.0
+    if match := _DURATION.fullmatch(text):
+        value = float(match[1]) * _DURATION_UNITS[match[2]]
     if not 0 < value < float("inf"):
         raise InputError(
             f"{option} {text}",
@@ -46,13 +47,11 @@ def parse_duration(option: str, text: str) -> float:
 def format_milliseconds(seconds: float) -> str:
     """Return seconds as milliseconds: `1,234 ms`, `12.3 ms`, `0.12 ms`."""
     value = seconds * 1e3
-    return (
-        f"{value:,.0f} ms"
-        if value >= 100
-        else f"{value:.1f} ms"
-        if value >= 1
-        else f"{value:.2f} ms"
-    )
+    if value >= 100:
+        return f"{value:,.0f} ms"
+    if value >= 1:
+        return f"{value:.1f} ms"
+    return f"{value:.2f} ms"
 
 
 def format_percent(fraction: float | None) -> str:
@@ -64,8 +63,10 @@ def format_percent(fraction: float | None) -> str:
 
 def plural(number: int, noun: str) -> str:
     """Return a number with its noun: `1 rank`, `2 ranks`, `2 processes`, `2 microbatches`."""
+    if number == 1:
+        return f"1 {noun}"
     ending = "es" if noun.endswith(("s", "tch")) else "s"
-    return f"{number} {noun}{'' if number == 1 else ending}"
+    return f"{number} {noun}{ending}"
 
 
 def format_time(seconds: float) -> str:

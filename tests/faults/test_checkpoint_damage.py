@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from helpers.system import here
-from samestep.checkpoint.contents import MANIFEST, Progress
+from samestep.checkpoint.contents import Progress
 from samestep.checkpoint.state import MODEL, OPTIMIZER, Training, load, load_model, pack
-from samestep.checkpoint.store import STATE, CheckpointFolder, read_state
+from samestep.checkpoint.store import MANIFEST, STATE, CheckpointFolder, read_state
 from samestep.errors import EXIT_INPUT, CheckpointError
 
 FILES = (MODEL, OPTIMIZER, STATE, MANIFEST)

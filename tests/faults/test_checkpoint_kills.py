@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers.disk_faults import SAVES, content, intercepting, kill, names, run_saves
-from samestep.checkpoint.contents import verify
-from samestep.checkpoint.store import CheckpointFolder
+from samestep.checkpoint.store import CheckpointFolder, verify
 
 
 def killed_at(call: int, folder: CheckpointFolder, patch: pytest.MonkeyPatch) -> tuple[bool, int]:

@@ -22,7 +22,7 @@ def steps(*overrides: str) -> tuple[bool, list[bool], bool, int]:
     options = RunOptions(device="cuda", workers=0)
     with start_world(recipe, options) as world:
         driver = (built := build(recipe, options, world)).driver
-        batches = iter(built.train.batches)
+        batches = iter(built.train)
         batch = next(batches)
         batch.data[0][3] = float("nan")
         before = [parameter.clone() for parameter in driver.model.parameters()]

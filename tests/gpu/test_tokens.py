@@ -9,7 +9,7 @@ from samestep.config import RunOptions
 from samestep.launcher.launch import launch
 from samestep.recipes.builder import build, start_world
 from samestep.recipes.recipe_files import load_recipe
-from samestep.recipes.training import complete_epoch
+from samestep.recipes.samples import complete_epoch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,10 +25,10 @@ def train(*overrides: str) -> tuple[str, dict[str, float]]:
     options = RunOptions(device="cuda", workers=0)
     with start_world(recipe, options) as world:
         built = build(recipe, options, world)
-        for batch in built.train.batches:
+        for batch in built.train:
             built.driver.step(batch)
         tensors = [tensor.cpu().numpy().tobytes() for tensor in built.driver.model.state_dict().values()]
-        values = built.driver.evaluate(complete_epoch(built.evaluation.batches), built.metrics)
+        values = built.driver.evaluate(complete_epoch(built.evaluation), built.metrics)
         assert values is not None
         return hashlib.sha256(b"".join(tensors)).hexdigest(), values
 

@@ -12,7 +12,6 @@ PACKAGE = "samestep"
 # From the bottom up; rooms on one line do not import each other. The package itself ("") and __main__
 # stand above every room: nothing below may import them.
 FLOORS = [
-    ["report_limits"],
     ["errors"],
     ["units", "torchvision_import"],
     ["microbatches"],
@@ -20,7 +19,8 @@ FLOORS = [
     ["distributed"],
     ["launcher"],
     ["reduce"],
-    ["data", "checkpoint", "metrics", "loggers"],
+    ["data", "metrics", "loggers"],
+    ["checkpoint"],
     ["view"],
     ["strategies"],
     ["runs"],
@@ -33,7 +33,7 @@ FLOORS = [
     ["cli"],
     ["", "__main__"],
 ]
-LEVELS = {room: level for level, rooms in enumerate(FLOORS, start=-1) for room in rooms}
+LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 ENVIRONMENT_READER = f"{PACKAGE}.distributed.env"
 DEVICE_MODULE = f"{PACKAGE}.distributed.devices"
 READING_MODULE = f"{PACKAGE}.distributed.device_reads"

@@ -15,10 +15,8 @@ from samestep.distributed import devices
 from samestep.distributed.world import World
 from samestep.errors import DataError, RecipeError
 from samestep.recipes.builder import DATA, LOSSES, MODELS, OPTIMIZERS, _optimizer, build, find
-from samestep.recipes.model_options import transform_model
-from samestep.recipes.parameter_groups import freeze
+from samestep.recipes.models import freeze, load_matching, transform_model
 from samestep.recipes.recipe_files import load_recipe
-from samestep.recipes.weights import load_matching
 from samestep.zoo.digits import DigitsNet, load_digits
 from samestep.zoo.losses import cross_entropy
 from samestep.zoo.options import call
@@ -45,15 +43,14 @@ def test_weights_are_taken_where_name_and_shape_match(tmp_path: Path, name: str)
     given, model = net(5), net(3)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     file = saved(tmp_path / name, {**given.state_dict(), "extra": torch.zeros(1)})
-    matched = load_matching(model, file)
-    assert matched.left_out == (
-        "3.weight: (3, 8) here, (5, 8) in the file",
-        "3.bias: (3,) here, (5,) in the file",
-        "extra: only in the file",
-    )
+    assert load_matching(model, file) == [
+        f"pretrained: {len(before) - 2} tensors taken, 3 left out",
+        "  left out 3.weight: (3, 8) here, (5, 8) in the file",
+        "  left out 3.bias: (3,) here, (5,) in the file",
+        "  left out extra: only in the file",
+    ]
     for key, tensor in model.state_dict().items():
         is_taken = not key.startswith("3.")
-        assert (key in matched.taken) == is_taken
         assert torch.equal(tensor, given.state_dict()[key] if is_taken else before[key])
 
 
@@ -62,12 +59,10 @@ def test_names_in_the_file_are_those_of_a_part_of_the_model(tmp_path: Path) -> N
     file = saved(tmp_path / "a.pth", {f"module.{name}": tensor for name, tensor in encoder.state_dict().items()})
     with pytest.raises(DataError, match=r"--set model\.pretrained_prefix=PREFIX"):
         load_matching(model, file)
-    loaded = load_matching(model, file, "encoder.")
-    assert loaded.taken == tuple(f"encoder.{name}" for name in encoder.state_dict())
-    assert loaded.left_out == (
-        "decoder.weight: (2, 3) here, not in the file",
-        "decoder.bias: (2,) here, not in the file",
-    )
+    assert load_matching(model, file, "encoder.")[-2:] == [
+        "  left out decoder.weight: (2, 3) here, not in the file",
+        "  left out decoder.bias: (2,) here, not in the file",
+    ]
     assert all(
         torch.equal(model["encoder"].state_dict()[name], tensor) for name, tensor in encoder.state_dict().items()
     )

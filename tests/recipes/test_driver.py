@@ -1,18 +1,22 @@
-"""The loop of recipes beside a plain loop: bits on one process, parts of a batch, and steps that are not finite."""
+"""Steps and evaluations of recipes beside a plain loop: bits, parts, averages and batch norm."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.overrides import TorchFunctionMode
 
+from helpers.system import events, here
 from samestep.config import RunOptions
 from samestep.distributed.rng import microbatch_seed, seed_generators
 from samestep.distributed.world import World
-from samestep.errors import NonFiniteError
+from samestep.errors import EXIT_DONE, EXIT_INPUT, InputError, NonFiniteError
 from samestep.recipes.builder import Built, build
-from samestep.recipes.recipe_files import load_recipe
-from samestep.recipes.run import evaluated
+from samestep.recipes.driver import AveragedWeights
+from samestep.recipes.predict import evaluated
+from samestep.recipes.recipe_files import load_recipe, read_recipe
 
 SMALL = ("data.options.shift=0", "model.options.width=4", "batch_size=128", "optimizer.options.lr=0.1")
 
@@ -40,7 +44,7 @@ def test_steps_have_the_bits_of_a_plain_loop(alone: World, options: tuple[str, .
     other.driver.optimizer.state.clear()  # without momentum before the first step
     optimizer = other.driver.optimizer
     model = other.driver.model
-    for number, (batch, same) in enumerate(zip(made.train.batches, other.train.batches, strict=True)):
+    for number, (batch, same) in enumerate(zip(made.train, other.train, strict=True)):
         result = made.driver.step(batch)
         seed_generators(microbatch_seed("shard", 0, number, 0))
         inputs, targets = same.data
@@ -53,7 +57,7 @@ def test_steps_have_the_bits_of_a_plain_loop(alone: World, options: tuple[str, .
     assert all(map(torch.equal, weights(made), weights(other)))
     values = evaluated(made, made.metrics)
     model.eval()
-    data = [batch.data for batch in other.evaluation.batches]
+    data = [batch.data for batch in other.evaluation]
     inputs, targets = (torch.cat(column) for column in zip(*data, strict=True))
     with torch.no_grad():
         outputs = model(inputs)
@@ -66,7 +70,7 @@ def test_parts_have_the_gradient_of_the_whole_batch(alone: World) -> None:
     norms = []
     for parts in (1, 3):
         made = built(alone, "model.options.dropout=0", f"accumulate={parts}")
-        norms.append(made.driver.step(next(iter(made.train.batches))).grad_norm)
+        norms.append(made.driver.step(next(iter(made.train))).grad_norm)
     assert norms[0] == pytest.approx(norms[1], rel=0.5)  # batch norm uses the statistics of a part
     assert norms[0] != norms[1]
 
@@ -78,7 +82,7 @@ def test_a_sample_that_is_not_finite_is_named_or_skipped(
     alone: World, reaction: str, options: tuple[str, ...], steps: int
 ) -> None:
     made = built(alone, f"step.non_finite={reaction}", *options)
-    batches = iter(made.train.batches)
+    batches = iter(made.train)
     for _ in range(steps):
         assert not made.driver.step(next(batches)).skipped
     batch = next(batches)
@@ -106,7 +110,7 @@ def test_overflows_of_half_precision_are_skipped_and_reduce_the_scale(alone: Wor
     for options in ((), FUSED):
         made = built(alone, "step.precision=fp16", *options)
         made.driver.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
-        results = [made.driver.step(batch).skipped for batch in made.train.batches]
+        results = [made.driver.step(batch).skipped for batch in made.train]
         found.append((results, made.driver.scaler.get_scale()))
     assert found[0] == found[1]
     skipped, scale = found[0]
@@ -118,7 +122,7 @@ def test_overflows_of_half_precision_are_skipped_and_reduce_the_scale(alone: Wor
 @pytest.mark.parametrize(("options", "kernel"), [(FUSED, "_fused_sgd_"), (ADAMW, "_fused_adamw_")])
 def test_nothing_is_read_before_a_fused_update(alone: World, options: tuple[str, ...], kernel: str) -> None:
     made = built(alone, *options, "step.clip_norm=1")
-    batches = iter(made.train.batches)
+    batches = iter(made.train)
     made.driver.step(next(batches))
     batch = next(batches)
     batch.samples.tolist()  # indices of the samples are on the host
@@ -154,3 +158,103 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         self.names.append(function.__name__)
         return function(*arguments, **(options or {}))
+
+
+DECAY = 0.8
+
+
+def test_average_equals_that_of_torch() -> None:
+    """The decay increases during the first steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    averaged = AveragedWeights(dict(model.named_parameters()), DECAY)
+    decays = iter([2 / 11, 3 / 12, 4 / 13, 5 / 14])
+
+    def move(average: list[torch.Tensor], weights: list[torch.Tensor], count: int) -> None:
+        get_ema_multi_avg_fn(next(decays))(average, weights, count)
+
+    reference = AveragedModel(model, multi_avg_fn=move)
+    reference.update_parameters(model)  # its first update is a copy
+    for step in range(1, 5):
+        with torch.no_grad():
+            model.weight.add_(0.1 * step)
+        averaged.update(step)
+        reference.update_parameters(model)
+    expected = dict(reference.module.named_parameters())
+    assert averaged.tensors.keys() == expected.keys()
+    for name, average in averaged.tensors.items():
+        assert torch.equal(average, expected[name]), name
+    assert not torch.equal(averaged.tensors["weight"], model.weight)
+
+
+def test_later_steps_use_the_configured_decay() -> None:
+    model = torch.nn.Linear(1, 1, bias=False)
+    averaged = AveragedWeights(dict(model.named_parameters()), DECAY)
+    before = averaged.tensors["weight"].clone()
+    with torch.no_grad():
+        model.weight.fill_(5.0)
+    averaged.update(1000)
+    assert torch.allclose(averaged.tensors["weight"], DECAY * before + (1 - DECAY) * 5)
+
+
+def test_the_average_is_in_place_for_a_block_alone() -> None:
+    model = torch.nn.Linear(2, 1)
+    averaged = AveragedWeights(dict(model.named_parameters()), DECAY)
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    before = model.weight.clone()
+    with averaged.in_place():
+        assert torch.equal(model.weight, averaged.tensors["weight"])
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0, -0.5, 2.0])
+def test_invalid_decay_is_refused(decay: float) -> None:
+    with pytest.raises(InputError, match="ema is"):
+        AveragedWeights({}, decay)
+
+
+RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"  # 102 samples, and a model with batch norm
+AUTO = ("microbatches=auto", "batch_size=16", "epochs=1")
+
+
+def train(folder: Path, name: str, *settings: str, processes: object = 1) -> tuple[int, Path]:
+    code = here("train", RECIPE, "--name", name, "--processes", processes, "--set", *AUTO, *settings, cwd=folder)
+    return code, folder / "runs" / name
+
+
+def notes(run: Path) -> str:
+    return "\n".join(event["text"] for event in events(run, "note"))
+
+
+def test_auto_is_resolved_before_ranks_start(tmp_path: Path) -> None:
+    code, run = train(tmp_path, "a", processes=2)
+    assert code == EXIT_DONE
+    assert read_recipe(run / "recipe.yaml").microbatches == 8
+    assert notes(run) == ""
+    assert here("eval", run, cwd=tmp_path) == EXIT_DONE
+
+
+def test_more_processes_are_refused_with_ways_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, run = train(tmp_path, "a", "microbatches=2", processes=3)
+    err = capsys.readouterr().err
+    assert (code, run.exists()) == (EXIT_INPUT, False)
+    assert "[E_TOO_MANY_RANKS]" in err
+    for way_out in ("--processes 2;", "microbatches=3 or more"):
+        assert way_out in err
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "note"),
+    [
+        (("data.options.samples=33",), 2, "the last batch of an epoch has 1 sample"),
+        pytest.param(("data.options.samples=34",), 3, "", marks=pytest.mark.slow),
+        pytest.param(("data.options.samples=34", "data.drop_last=true"), 2, "", marks=pytest.mark.slow),
+    ],
+)
+def test_last_batch(tmp_path: Path, settings: tuple[str, ...], steps: int, note: str) -> None:
+    code, run = train(tmp_path, "a", *settings)
+    assert code == EXIT_DONE
+    assert len(events(run, "step")) == steps
+    assert notes(run).startswith(note)
+    assert bool(notes(run)) == bool(note)

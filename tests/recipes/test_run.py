@@ -1,14 +1,22 @@
-"""Runs of recipes: failures while the model is built, notes, the best checkpoint, models and tasks for predictions."""
+"""Runs of recipes: training, evaluation, predictions and notes on GPUs."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from helpers.system import events, here, tree, weights
+from samestep.config import RecipeStep
+from samestep.distributed.devices import GpuMemory
+from samestep.distributed.world import World
 from samestep.errors import EXIT_DONE, EXIT_FAILED, EXIT_INPUT, InputError
 from samestep.metrics.metrics import BestRule
-from samestep.recipes.run import _picture_paths
+from samestep.recipes.events import memory_event
+from samestep.recipes.predict import picture_paths
+from samestep.recipes.run import gpu_hints
 from samestep.tools.top import read_status
 from samestep.zoo.digits import DigitsNet
 
@@ -98,8 +106,33 @@ def test_pretrained_file_is_not_needed_after_a_checkpoint(tmp_path: Path) -> Non
 
 def test_pictures_replace_neither_each_other_nor_inputs(tmp_path: Path) -> None:
     left, right, other = (tmp_path / name for name in ("left/7.png", "right/7.png", "left/8.jpg"))
-    assert _picture_paths([left, other], tmp_path) == [tmp_path / "7.png", tmp_path / "8.png"]
+    assert picture_paths([left, other], tmp_path) == [tmp_path / "7.png", tmp_path / "8.png"]
     for files, out in (([left, right], tmp_path), ([left, other], tmp_path / "left"), ([left, left], tmp_path)):
         with pytest.raises(InputError) as error:
-            _picture_paths(files, out)
+            picture_paths(files, out)
         assert error.value.code == "E_OUTPUT"
+
+
+CONVOLUTIONS = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
+
+
+def test_hints_are_for_gpus_and_for_options_that_are_not_set() -> None:
+    gpu = torch.device("cuda", 0)
+    step = RecipeStep()
+    assert gpu_hints(CONVOLUTIONS, step, torch.device("cpu")) == []
+    hints = gpu_hints(CONVOLUTIONS, step, gpu)
+    assert [option in hint for option, hint in zip(("bf16", "channels_last"), hints, strict=True)] == [True, True]
+    assert gpu_hints(nn.Linear(2, 2), step, gpu) == hints[:1]
+    assert gpu_hints(CONVOLUTIONS, replace(step, precision="fp16"), gpu) == hints[1:]
+    assert gpu_hints(CONVOLUTIONS, replace(step, precision="bf16", channels_last=True), gpu) == []
+
+
+def test_memory_of_an_epoch(alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory_event(alone) is None  # without GPUs
+    unit = 2**30
+    memory = GpuMemory(allocated=unit, peak=6 * unit, reserved=8 * unit, free=70 * unit, total=80 * unit)
+    monkeypatch.setattr("samestep.recipes.events.gpu_memory", lambda: memory)
+    event = memory_event(alone)
+    assert event is not None
+    assert "6 GiB and 2 GiB for connections, of 80 GiB" in event.pop("text")
+    assert event == {"peak_bytes": 6 * unit, "other_bytes": 2 * unit, "total_bytes": 80 * unit}

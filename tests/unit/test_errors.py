@@ -1,4 +1,4 @@
-"""Errors: text, code, exit code and pickling."""
+"""Errors, their codes, and the limits of reports."""
 
 import pickle
 
@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep import errors
+from samestep.errors import bounded, class_name, message_of
 
 
 @pytest.mark.parametrize(
@@ -73,3 +74,20 @@ def test_report_is_bounded_and_printable(text: str, times: int) -> None:
     assert len(lines) <= 60
     assert len(report.encode()) <= 8192
     assert all(line.isprintable() and (line.startswith(" ") or not number) for number, line in enumerate(lines))
+
+
+def test_begin_end_and_code_of_a_long_report_are_kept() -> None:
+    lines = bounded("\n".join(["x" * 100_000 + " [E_RUN]", *map(str, range(100_000))])).split("\n")
+    assert (lines[0][0], lines[0][-8:], lines[1], lines[-1]) == ("x", " [E_RUN]", "0", "99999")
+    assert any("99,9" in line and "left out" in line for line in lines)
+    assert bounded("short\n  text") == "short\n  text"
+
+
+def test_message_of_an_exception_without_a_text() -> None:
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise KeyError
+
+    assert message_of(Unprintable()) == "<no text: Unprintable.__str__ raised KeyError>"
+    assert message_of(ValueError("a")) == "a"
+    assert class_name(type("", (Exception,), {})()) == "<class without a name>"

@@ -7,12 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import InputError
-from samestep.microbatches import (
-    microbatch_bounds,
-    owned_microbatches,
-    require_enough_microbatches,
-    require_shares,
-)
+from samestep.microbatches import microbatch_bounds, owned_microbatches, require_enough_microbatches, require_shares
 
 sizes = st.integers(0, 5000)
 counts = st.integers(1, 200)

@@ -219,13 +219,7 @@ class OneGpu:
 
 @pytest.mark.parametrize(
     ("sharing", "stages", "refusal"),
-    [
-        (None, 1, "E_DEVICES"),
-        ("gloo", 1, None),
-        ("gloo", 2, "E_INCOMPATIBLE"),
-        ("nccl", 1, None),
-        ("nccl", 2, None),
-    ],
+    [(None, 1, "E_DEVICES"), ("gloo", 1, None), ("gloo", 2, "E_INCOMPATIBLE"), ("nccl", 1, None), ("nccl", 2, None)],
 )
 def test_refusals_of_ranks_on_one_gpu(
     sharing: Sharing | None, stages: int, refusal: str | None, monkeypatch: pytest.MonkeyPatch

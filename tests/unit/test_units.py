@@ -3,12 +3,7 @@
 import pytest
 
 from samestep.errors import InputError
-from samestep.units import (
-    format_bytes,
-    format_percent,
-    parse_duration,
-    plural,
-)
+from samestep.units import format_bytes, format_percent, parse_duration, plural
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Functions run in ranks by `unit/test_plain_checkpoints.py` and `unit/data/test_whole_batches.py`."""
+"""Functions run in ranks by `unit/test_session.py` and `unit/test_checkpoint_manager.py`."""
 
 from collections.abc import Sequence
 from pathlib import Path

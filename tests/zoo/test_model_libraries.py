@@ -14,8 +14,8 @@ from helpers.system import here, weights
 from samestep.errors import EXIT_DONE, DataError, InputError, RecipeError
 from samestep.launcher.launch import RankError, launch
 from samestep.recipes.builder import MODELS, find
+from samestep.recipes.models import load_matching
 from samestep.recipes.recipe_files import make_recipe
-from samestep.recipes.weights import load_matching
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.model_libraries import transformers_model
 from samestep.zoo.models import GPT
@@ -80,8 +80,8 @@ def test_folder_of_transformers_defines_architecture_and_names(vit_folder: str, 
     assert model(torch.zeros(1, 3, 16, 16)).shape == (1, 3)
     source = built(f"transformers:{vit_folder}", num_classes=7)
     save_file(source.state_dict(), tmp_path / "model.safetensors")
-    loaded = load_matching(model, tmp_path / "model.safetensors")
-    assert [line.split(":")[0] for line in loaded.left_out] == ["classifier.weight", "classifier.bias"]
+    notes = load_matching(model, tmp_path / "model.safetensors")
+    assert [line.split(":")[0] for line in notes[1:]] == ["  left out classifier.weight", "  left out classifier.bias"]
     assert {"vit.embeddings.cls_token", "classifier.bias"} < set(model.state_dict())
 
 
@@ -174,10 +174,9 @@ def test_keys_and_prefixes_are_removed(prefixes: tuple[str, ...], key: str | Non
     source, model = net(), net()
     state = {"".join(prefixes) + name: tensor for name, tensor in source.state_dict().items()}
     torch.save({key: state, "optimizer": {"lr": 0.1}} if key else state, tmp_path / "a.pt")
-    loaded = load_matching(model, tmp_path / "a.pt")
-    assert len(loaded.taken) == 2
-    assert not loaded.left_out
-    assert len(loaded.unwrapped) == len(prefixes) + (key is not None)
+    notes = load_matching(model, tmp_path / "a.pt")
+    assert notes[-1] == "pretrained: 2 tensors taken, 0 left out"
+    assert len(notes[:-1]) == len(prefixes) + (key is not None)
     assert all(torch.equal(tensor, source.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 

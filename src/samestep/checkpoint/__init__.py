@@ -1,1 +1,1 @@
-"""Checkpoints: complete or absent, verified before loading, independent of ranks, without pickle."""
+"""Checkpoints: complete or absent, verified before loading, independent of ranks."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple
 from functools import cache, lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from samestep.checkpoint.compatibility import Tensors, encode, encode_objects
+from samestep.checkpoint.encoding import Tensors, encode, encode_objects
 from samestep.checkpoint.state import Training
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import is_accelerator
@@ -28,47 +28,40 @@ if TYPE_CHECKING:
 _BLOCK = 2**16
 _GPU_BLOCKS = 2**6
 _SEED = 0x5EED
-_FACTOR = (
-    6364136223846793005  # odd, and 5 modulo 8: the powers have period 2^62 (Knuth's MMIX generator)
-)
+# Odd, and 5 modulo 8: the powers have period 2^62 (Knuth's MMIX generator).
+_FACTOR = 6364136223846793005
 MODULUS = 2**64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def checksum(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return 64 bits that depend on every bit of `tensors`, its position, and names, types and shapes.
+    """Return 64 bits that depend on every bit of `tensors`, and on names, types and shapes.
 
     A tensor is a sequence of words v_i of at most 32 bits, in the order of its elements. Its sum is
     s = sum of v_i w_i modulo 2^64, with fixed odd 64-bit weights: w_i = r_(i mod B) P^(i div B),
     with random odd r of a block of B words, and an odd P. The checksum is the sum over tensors of a
     s + b modulo 2^64, with a, odd, and b from a BLAKE2 hash of name, type and shape. Sums modulo
-    2^64 have no rounding, so threads and the order of summation are irrelevant. Raw
-    bits are read: NaNs with different payloads differ, and so do 0.0 and -0.0.
+    2^64 have no rounding, so threads and the order of summation are irrelevant. Raw bits are read:
+    NaNs with different payloads differ, and so do 0.0 and -0.0.
 
-    A change within one word is always detected: it alters v_i by d with 0 < |d| < 2^32, and the checksum by d times an
-    odd number, which is no multiple of 2^64. So every single flipped bit is detected. Changes in
-    several words cancel for about one choice of the weights in 2^32 (multilinear hashing: Lemire
-    and Kaser, "Strongly universal string hashing is fast", 2014; words have half the width of the
-    weights so that this holds for high bits too). The weights
-    are public: the checksum detects accidents, not constructed collisions.
+    A change within one word is always detected: it alters v_i by d with 0 < |d| < 2^32, and the
+    checksum by d times an odd number, which is no multiple of 2^64. So every single flipped bit is
+    detected. Changes in several words cancel for about one choice of the weights in 2^32
+    (multilinear hashing: Lemire and Kaser, "Strongly universal string hashing is fast", 2014; words
+    have half the width of the weights so that this holds for high bits too). The weights are
+    public: the checksum detects accidents, not constructed collisions.
     """
     return int(_sum_of_tensors(tensors, torch.device("cpu"))) % MODULUS
 
 
 def _sum_of_tensors(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the contribution of tensors to a checksum, without a wait for a GPU.
+    """Return the contribution of tensors to a checksum as a 64-bit integer on `device`.
 
-    Args:
-        tensors: by name.
-        device: device of the result.
-
-    Returns:
-        A 64-bit integer; sums of such integers wrap around.
+    Sums of such integers wrap around. This does not wait for a GPU.
     """
     summands = sum(_hash(name, tensor.dtype, tensor.shape)[1] for name, tensor in tensors.items())
-    total = torch.full(
-        (), signed(summands), dtype=torch.int64, device=device
-    )  # `torch.tensor` waits for a GPU
+    # `torch.tensor` would wait for a GPU.
+    total = torch.full((), signed(summands), dtype=torch.int64, device=device)
     by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         if tensor.numel():
@@ -76,9 +69,8 @@ def _sum_of_tensors(tensors: Mapping[str, torch.Tensor], device: torch.device) -
     for place, local in by_device.items():
         blocks = chain.from_iterable(_block_sums(name, tensor) for name, tensor in local.items())
         sums, factors = zip(*blocks, strict=True)
-        products = torch.cat(sums) * torch.tensor([*chain.from_iterable(factors)]).to(
-            place, non_blocking=True
-        )
+        weights = torch.tensor([*chain.from_iterable(factors)]).to(place, non_blocking=True)
+        products = torch.cat(sums) * weights
         total += products.sum().to(device, non_blocking=is_accelerator(device))
     return total
 
@@ -95,7 +87,7 @@ def words_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mix(history: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Return h P + bits modulo 2^64 for 64-bit integers: a difference between two histories never disappears."""
+    """Return h P + bits modulo 2^64: a difference between two histories never disappears."""
     return history * _FACTOR + bits
 
 
@@ -114,7 +106,18 @@ def _hash(name: str, dtype: torch.dtype, shape: torch.Size) -> tuple[int, int]:
 def _block_sums(name: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[int]]]:
     """Yield sums of words times weights, and their factors in the checksum."""
     power = _hash(name, tensor.dtype, tensor.shape)[0]
-    for sums in _sums_of_run(words_of(tensor)):
+    words = words_of(tensor)
+    weights = _weights(words.device)
+    whole = len(words) // _BLOCK * _BLOCK
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if whole:
+        at_once = _GPU_BLOCKS if is_accelerator(words.device) else 1
+        rows = words[:whole].view(-1, _BLOCK)
+        parts = [(some, weights) for some in rows.split(at_once)]
+    if whole < len(words):
+        parts.append((words[whole:], weights[: len(words) - whole]))
+    for some, factors in parts:
+        sums = some.to(torch.int64).mul_(factors).sum(-1).reshape(-1)
         powers = []
         for _ in range(len(sums)):
             powers.append(signed(power))
@@ -122,29 +125,10 @@ def _block_sums(name: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor,
         yield sums, powers
 
 
-def _sums_of_run(words: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield sums of words times weights, one per block."""
-    weights = _weights(words.device)
-    whole = len(words) // _BLOCK * _BLOCK
-    if whole:
-        rows = words[:whole].view(-1, _BLOCK)
-        at_once = _GPU_BLOCKS if is_accelerator(words.device) else 1
-        for some in rows.split(at_once):
-            yield _products(some, weights)
-    if whole < len(words):
-        yield _products(words[whole:], weights[: len(words) - whole])
-
-
-def _products(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the sum of words times weights of each row."""
-    return words.to(torch.int64).mul_(weights).sum(-1).reshape(-1)
-
-
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(
-        _SEED
-    )  # not the default one: its state must not change
+    # Not the default generator, whose state must not change.
+    generator = torch.Generator().manual_seed(_SEED)
     weights = torch.randint(-(2**63), 2**63 - 1, (_BLOCK,), generator=generator) | 1
     return weights.to(device)
 
@@ -160,21 +144,15 @@ class Trained(Protocol):
         """The objects with state."""
 
 
-@dataclass
-class _State:
-    """State of which a checksum is computed.
+class _State(NamedTuple):
+    """State of which a checksum is computed: tensors, and other values as text, by name."""
 
-    Attributes:
-        tensors: tensors by name.
-        values: other values as text, by name.
-    """
-
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    values: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor]
+    values: dict[str, str]
 
 
 def state_checksum(trained: Trained, cursor: Cursor) -> int | None:
-    """Return 64 bits that depend on every bit of the state of `trained`; None on ranks other than 0.
+    """Return 64 bits that depend on every bit of the state; None on ranks other than 0.
 
     The state consists of parameters, persistent buffers, state and groups of the optimizer, moving
     average, state of scaler, schedule and modules, number of steps, and the position `cursor`.
@@ -204,7 +182,7 @@ def checksum_event(trained: Trained, cursor: Cursor) -> dict[str, Any]:
 
 
 def checksums_by_name(trained: Trained, cursor: Cursor) -> dict[str, str]:
-    """Return the share of each tensor and value of the checksum, in hexadecimal digits; empty on ranks other than 0."""
+    """Return the share of each tensor and value of the checksum; empty on ranks other than 0."""
     if not trained.world.is_main:
         return {}
     state = _state_of(trained, cursor)
@@ -219,45 +197,11 @@ def checksums_by_name(trained: Trained, cursor: Cursor) -> dict[str, str]:
 def _state_of(trained: Trained, cursor: Cursor) -> _State:
     training = trained.training
     assert not training.parameters.is_divided
-    result = _other_state(training, trained.steps, cursor)
-    for name, kind, value in _values_of_parameters(training):
-        if isinstance(value, torch.Tensor):
-            result.tensors[f"{kind} of {name}"] = value
-        else:
-            result.values[f"{kind} of {name}"] = json.dumps(encode(value, {}, kind))
-    return result
-
-
-def _values_of_parameters(training: Training) -> Iterator[tuple[str, str, Any]]:
-    """Yield name, kind and value of the parameters, their state in the optimizer, and their average."""
-    state = training.optimizer.state
-    for name, parameter in training.parameters.local.items():
-        yield name, "value", parameter.detach()
-        for key, value in state.get(parameter, {}).items():
-            yield name, f"optimizer {key}", value
-    for name, value in (training.average or {}).items():
-        yield name, "average", value
-
-
-def _buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers of a model that a checkpoint contains, by name."""
-    return {
-        f"{path}.{name}" if path else name: buffer
-        for path, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
-
-
-def _other_state(training: Training, step: int, cursor: Cursor) -> _State:
-    """Return the state besides parameters."""
-    result = _State()
-    model = training.model
-    encoded = Tensors()
-    result.tensors |= {f"buffer {name}": buffer for name, buffer in _buffers_of(model).items()}
     optimizer = training.optimizer
+    tensors = {f"buffer {name}": buffer for name, buffer in _buffers_of(training.model).items()}
     groups = [
-        {key: _as_loaded(v) for key, v in group.items() if key != "params"}
+        # Tuples become lists when a checkpoint restores them.
+        {key: list(v) if isinstance(v, tuple) else v for key, v in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
     shared = {
@@ -265,37 +209,50 @@ def _other_state(training: Training, step: int, cursor: Cursor) -> _State:
         for key, value in optimizer.state.items()
         if not isinstance(key, torch.Tensor)
     }
+    encoded = Tensors()
     values = {
-        "steps": step,
+        "steps": trained.steps,
         "position": astuple(cursor),
         "optimizer groups": encode(groups, encoded, "optimizer groups"),
         "optimizer state without a parameter": encode(shared, encoded, "optimizer state"),
-        **encode_objects(model, training.scheduler, {}, encoded),
+        **encode_objects(training.model, training.scheduler, {}, encoded),
     }
-    result.values |= {name: json.dumps(value, sort_keys=True) for name, value in values.items()}
-    result.tensors |= dict(encoded.values())
+    texts = {name: json.dumps(value, sort_keys=True) for name, value in values.items()}
+    tensors |= dict(encoded.values())
     scaler = training.scaler
-    if (
-        scaler.is_enabled()
-    ):  # not `state_dict`, which waits for the device; the tensors are created in the first step
-        scale = torch.tensor(scaler._init_scale) if scaler._scale is None else scaler._scale
+    if scaler.is_enabled():
+        # Not `state_dict`, which waits for the device. The first step creates the tensors.
+        scale = scaler._scale
         tracker = scaler._growth_tracker
-        tracker = torch.tensor(scaler._init_growth_tracker) if tracker is None else tracker
-        result.tensors |= {"scale": scale.float(), "growth tracker": tracker.int()}
-    return result
+        if scale is None or tracker is None:
+            scale = torch.tensor(scaler._init_scale)
+            tracker = torch.tensor(scaler._init_growth_tracker)
+        tensors |= {"scale": scale.float(), "growth tracker": tracker.int()}
+    for name, parameter in training.parameters.local.items():
+        tensors[f"value of {name}"] = parameter.detach()
+        for key, value in optimizer.state.get(parameter, {}).items():
+            kind = f"optimizer {key}"
+            if isinstance(value, torch.Tensor):
+                tensors[f"{kind} of {name}"] = value
+            else:
+                texts[f"{kind} of {name}"] = json.dumps(encode(value, {}, kind))
+    average = training.average or {}
+    tensors |= {f"average of {name}": value for name, value in average.items()}
+    return _State(tensors, texts)
 
 
-def _as_loaded(value: Any) -> Any:
-    """Return an option of the optimizer as a checkpoint restores it."""
-    if isinstance(value, tuple):
-        return list(value)
-    return value
+def _buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers of a model that a checkpoint contains, by name."""
+    return {
+        f"{path}.{name}".removeprefix("."): buffer
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 def _sum_of_values(values: dict[str, str]) -> int:
     """Return the contribution of values to a checksum, as a signed integer."""
-    texts = (f"{name} {value}".encode() for name, value in values.items())
-    total = sum(
-        int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") for text in texts
-    )
-    return (total + 2**63) % MODULUS - 2**63
+    texts = [f"{name} {value}".encode() for name, value in values.items()]
+    hashes = [hashlib.blake2b(text, digest_size=8).digest() for text in texts]
+    return signed(sum(int.from_bytes(one, "little") for one in hashes))

@@ -1,17 +1,26 @@
-"""Durable file operations, disk errors, and the features of a file system that a checkpoint needs."""
+"""Durable file operations, disk errors, and the lock of a folder."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 import shutil
+import socket
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from samestep.distributed.disk_operations import disk_operations
-from samestep.errors import CheckpointWriteError, RunError
+from samestep.distributed.logging import logger
+from samestep.errors import CheckpointWriteError, InputError, RunError
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
 
 # A system call writes less than 2 GiB; smaller chunks let other threads of this process run in
 # between.
@@ -33,7 +42,8 @@ _FIXES = {
     errno.EACCES: _MAKE_WRITABLE,
     errno.EPERM: _MAKE_WRITABLE,
     errno.EIO: "check the system log for disk faults",
-    errno.EXDEV: "choose a folder on another file system (--runs DIR): this one cannot rename folders",
+    errno.EXDEV: "choose a folder on another file system (--runs DIR): "
+    "this one cannot rename folders",
 }
 # Errors of file systems without an operation, such as FAT, 9p and some FUSE file systems.
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
@@ -68,6 +78,7 @@ def pieces(contents: Contents) -> Iterator[Piece]:
 def write_file(path: Path, contents: Contents) -> None:
     """Write a new file and force its contents to the disk."""
     with disk_operations.run("open", path):
+        # Exclusive: two writers of one file would mix their contents.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         for piece in pieces(contents):
@@ -82,7 +93,7 @@ def write_file(path: Path, contents: Contents) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a small file and force it to the disk; a kill leaves the old contents or the new ones.
+    """Replace a small file and force it to the disk; a kill leaves the old or the new contents.
 
     Raises:
         RunError: the file cannot be written; the old contents are unchanged.
@@ -93,9 +104,8 @@ def write_atomically(path: Path, text: str) -> None:
         try:
             write_file(temporary, text.encode())
             temporary.replace(path)
-        except OSError:
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
         sync_folder(path.parent)
     except OSError as error:
         raise RunError(
@@ -108,7 +118,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the folder of `path`; rename it to `path` after the block, remove it on failure."""
+    """Yield a temporary path next to `path`, to which it is renamed after the block."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         yield temporary
@@ -127,7 +137,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> bool:
-    """Force the names in a folder to the disk; return False if the file system does not support that."""
+    """Force the names in a folder to the disk; return whether the file system supports that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with disk_operations.run("fsync", path):
@@ -142,10 +152,9 @@ def sync_folder(path: Path) -> bool:
 
 
 def link_name(path: Path, target: str) -> bool:
-    """Make `path` a link to the name `target` in the same folder; on a file system without links, a file with the name.
+    """Make `path` a link to the name `target` in the same folder; return whether it is a link.
 
-    Returns:
-        Whether the file system has links.
+    On a file system without links, it is a file with the name.
     """
     with replacing(path) as temporary:
         try:
@@ -177,7 +186,7 @@ def remove(path: Path) -> None:
 
 
 def unsupported_features(folder: Path) -> list[str]:
-    """Try the operations of a save in a folder; return those that its file system replaces or omits.
+    """Try the operations of a save in a folder; return those that its file system does not have.
 
     Raises:
         CheckpointWriteError: the file system lacks an operation that a save needs.
@@ -185,19 +194,116 @@ def unsupported_features(folder: Path) -> list[str]:
     for leftover in folder.glob(f"{_TRIAL}*"):  # of a process that was killed
         remove(leftover)
     trial = folder / f"{_TRIAL}{secrets.token_hex(4)}"
+    names = []
     with disk_errors(
         f"a trial of the operations of a checkpoint failed in {folder}", "a folder for checkpoints"
     ):
         try:
             (trial / "written").mkdir(parents=True)
             write_file(trial / "written" / "file", b"1")
-            has_sync = sync_folder(trial / "written")
+            if not sync_folder(trial / "written"):
+                names.append("folder fsync")
             (trial / "written").rename(trial / "renamed")
-            has_links = link_name(trial / "link", "renamed")
+            if not link_name(trial / "link", "renamed"):
+                names.append("symbolic links")
         finally:
             remove(trial)
-    return [
-        name
-        for name, is_present in (("folder fsync", has_sync), ("symbolic links", has_links))
-        if not is_present
-    ]
+    return names
+
+
+LOCK = ".lock"
+
+# Errors of file systems without locks, such as Lustre mounted without `flock`.
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+class FolderLock:
+    """Lock that keeps other processes from writing to a folder.
+
+    The lock is flock(2) on the file `.lock`, released by the kernel with the process; the remaining
+    file has no meaning. Objects of one process share the lock, for example when a notebook creates
+    a second one before the first is deleted; the lock ends with the last of them.
+
+    Args:
+        folder: created if missing.
+        timeout: seconds to wait for another process, which may be about to end.
+
+    Raises:
+        InputError: another process holds the lock, or the folder cannot be locked.
+    """
+
+    def __init__(self, folder: Path, timeout: float = 5.0) -> None:
+        # Lazy: `is_locked` works without this import of 35 ms.
+        from filelock import FileLock, Timeout
+
+        self._lock: BaseFileLock | None = None
+        path = folder.resolve() / LOCK
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Only users with write access to the folder can open the file and lock it.
+            writers = path.parent.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            lock = FileLock(
+                path,
+                mode=stat.S_IRUSR | stat.S_IWUSR | writers | writers << 1,
+                thread_local=False,
+                is_singleton=True,
+                fallback_to_soft=False,
+                on_acquired=_write_holder,
+            )
+            lock.acquire(timeout=timeout)
+        except Timeout:
+            holder = path.read_text(encoding="utf-8", errors="replace")[:200].strip()
+            raise InputError(
+                f"{folder} is in use by {holder or 'another process'}",
+                expected="one run at a time writes to a directory",
+                fix="wait for the end of that process, end it, or choose another directory",
+                code="E_LOCKED",
+            ) from None
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                problem = "%s is on a file system without locks: a second run there is not refused"
+                logger.warning(problem, folder)
+                return
+            raise InputError(
+                f"{folder} cannot be locked: {error.strerror}",
+                expected="a writable directory",
+                fix="make the directory writable, free space, or choose another one",
+                code="E_LOCKED",
+            ) from error
+        self._lock = lock
+
+    def release(self) -> None:
+        """Release the lock; further calls have no effect."""
+        lock = self._lock
+        self._lock = None
+        if lock is not None:
+            lock.release()
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+def _write_holder(descriptor: int) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Return whether a process holds the lock of a folder, or None if unknown.
+
+    The check itself holds a shared lock for an instant; a process that locks the folder at that
+    time retries.
+    """
+    try:
+        with (folder / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    return False

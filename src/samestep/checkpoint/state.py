@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.checkpoint.compatibility import (
+from samestep.checkpoint.contents import Progress, SavedOptimizer, SavedState, invalid_contents
+from samestep.checkpoint.encoding import (
     EXTRA_STATE,
     Tensors,
     decode,
@@ -30,16 +31,9 @@ from samestep.checkpoint.compatibility import (
     other_state,
     require_same_names,
 )
-from samestep.checkpoint.contents import (
-    Progress,
-    SavedOptimizer,
-    SavedState,
-    file_names,
-    invalid_contents,
-)
 from samestep.checkpoint.files import Contents, pieces
-from samestep.checkpoint.snapshot import HostBuffers, TensorFile, distinct
-from samestep.checkpoint.store import STATE, read_state, read_states
+from samestep.checkpoint.store import STATE, file_names, read_state, read_states
+from samestep.checkpoint.writer import HostBuffers, TensorFile, distinct
 from samestep.errors import CheckpointError
 from samestep.launcher.job import process_state
 
@@ -53,7 +47,7 @@ Values = Mapping[str, Mapping[str, Any]]
 
 
 class SavedParameters(Protocol):
-    """Parameters of a model on this rank. The methods of this class are those of a rank with the complete model.
+    """Parameters of a model on this rank, by default the complete model.
 
     Attributes:
         local: local part of each parameter, as the optimizer has it, by the model's names.
@@ -69,7 +63,7 @@ class SavedParameters(Protocol):
         return True
 
     def full_values(self, values: Values) -> Iterator[tuple[str, str, Any]]:
-        """Yield name, slot and full value of parameters and their state, one after another. A collective.
+        """Yield name, slot and full value of parameters and their state. A collective.
 
         Args:
             values: values of this rank by name and slot: local parts of parameters, element-wise
@@ -80,16 +74,12 @@ class SavedParameters(Protocol):
                 yield name, slot, value
 
     def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a full tensor; a tensor of another shape than the parameter's is unchanged."""
+        """Return this rank's part of a full tensor; one of another shape stays as it is."""
         return full
 
 
 class CompleteModel(SavedParameters):
-    """Parameters of a model that this rank has completely.
-
-    Args:
-        model: the model.
-    """
+    """Parameters of a model that this rank has completely."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.local = dict(model.named_parameters())
@@ -134,13 +124,16 @@ def snapshot(
     """
     parameters = training.parameters
     if buffers is None and not parameters.is_divided:
-        return {}  # nothing to gather
+        return {}  # rank 0 holds everything: there is nothing to gather
     tensors, aliases = _pack_model(training, buffers)
     others: Tensors = {}
     slots, optimizer = _pack_optimizer(training, others, buffers)
-    average = None if training.average is None else _gathered(training.average, parameters, buffers)
+    average = None
+    if training.average is not None:
+        average = _gathered(training.average, parameters, buffers)
     if buffers is None:
         return {}
+    # A run can import modules after its start, and a resumption compares all of them.
     process_state.source_files.note_imports()
     state = {
         "progress": asdict(progress),
@@ -150,11 +143,10 @@ def snapshot(
         "sources": process_state.source_files.hashes,
         **encode_objects(training.model, training.scheduler, training.objects, others),
     }
-    data = json.dumps(state, indent=1).encode()
     files: dict[str, Contents] = {
         MODEL: TensorFile(tensors),
         OPTIMIZER: TensorFile(slots),
-        STATE: data,
+        STATE: json.dumps(state, indent=1).encode(),
     }
     if average is not None:
         files[AVERAGE] = TensorFile(average)
@@ -166,13 +158,85 @@ def snapshot(
 def pack(training: Training, progress: Progress, *, keep: bool = True) -> dict[str, bytes]:
     """Return the complete files of `snapshot`; with `keep=False`, only take part in gathering."""
     buffers = HostBuffers()
-    files = snapshot(training, progress, buffers if keep else None)
+    used = buffers if keep else None
+    files = snapshot(training, progress, used)
     buffers.wait()
     return {name: b"".join(pieces(contents)) for name, contents in files.items()}
 
 
+def _gathered(
+    tensors: Mapping[str, torch.Tensor], parameters: SavedParameters, buffers: HostBuffers | None
+) -> dict[str, torch.Tensor]:
+    """Gather full tensors of parameters in host memory, one after another; a collective."""
+    gathered = parameters.full_values({name: {"": local} for name, local in tensors.items()})
+    return {name: buffers.copy(full) for name, _, full in gathered if buffers is not None}
+
+
+def _pack_model(
+    training: Training, buffers: HostBuffers | None
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return copies of distinct parameters and buffers, and the original of each alias."""
+    parameters = training.parameters
+    state = {
+        name: tensor
+        for name, tensor in training.model.state_dict().items()
+        if not name.endswith(EXTRA_STATE)
+    }
+    if not parameters.is_divided:
+        tensors, aliases = distinct(state)
+        return _gathered(tensors, parameters, buffers), aliases
+    in_model = dict(training.model.named_parameters(remove_duplicate=False))
+    first = {id(in_model[name]): name for name in parameters.local}
+    aliases = {name: first[id(p)] for name, p in in_model.items() if first[id(p)] != name}
+    of_buffers = {name: tensor for name, tensor in state.items() if name not in in_model}
+    others, other_aliases = distinct(of_buffers)
+    local = {name: parameter.detach() for name, parameter in parameters.local.items()}
+    tensors = _gathered(local, parameters, buffers)
+    if buffers is not None:
+        tensors |= {name: buffers.copy(tensor) for name, tensor in others.items()}
+    return {name: tensors[name] for name in state if name in tensors}, aliases | other_aliases
+
+
+def _pack_optimizer(
+    training: Training, others: Tensors, buffers: HostBuffers | None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return copies of the tensors as `slot/name`, and other values as JSON, with `others`."""
+    names = _names(training)
+    state = training.optimizer.state_dict()["state"]
+    shared = [[key, value] for key, value in state.items() if key not in names]
+    slots: dict[str, torch.Tensor] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    own = {name: state[index] for index, name in names.items() if index in state}
+    for name, slot, value in training.parameters.full_values(own):
+        if not isinstance(value, torch.Tensor):
+            numbers.setdefault(name, {})[slot] = value
+        elif buffers is not None:
+            slots[f"{slot}/{name}"] = buffers.copy(value)
+    values = {"numbers": numbers, "groups": _groups(training, names), "shared": shared}
+    return slots, {key: encode(value, others, f"optimizer.{key}") for key, value in values.items()}
+
+
+def _names(training: Training) -> dict[int, str]:
+    """Return the name of each parameter by the optimizer's index."""
+    by_parameter = {parameter: name for name, parameter in training.parameters.local.items()}
+    optimized = [one for group in training.optimizer.param_groups for one in group["params"]]
+    return {index: by_parameter[parameter] for index, parameter in enumerate(optimized)}
+
+
+def _groups(training: Training, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    groups = training.optimizer.state_dict()["param_groups"]
+    return [{**group, "params": [names[index] for index in group["params"]]} for group in groups]
+
+
+# --- loading ---
+
+
 def read_verified(checkpoint: Path, trainings: Mapping[str, Training]) -> dict[str, SavedState]:
-    """Verify a checkpoint once, and return the states without tensors, both by the beginning of the file names.
+    """Verify a checkpoint once, and return the states without tensors.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        trainings: objects by the beginning of the names of their files.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or has invalid contents.
@@ -207,23 +271,18 @@ def load(
         optimizer or objects.
     """
     state = saved or read_verified(checkpoint, {prefix: training})[prefix]
-    known = set(training.objects) & set(state.objects) if new_objects else training.objects
+    known = set(training.objects)
+    if new_objects:
+        known &= set(state.objects)
     require_same_names("objects", state.objects, known)
+    parameters = training.parameters
     with _load_errors(checkpoint):
         if training.average is not None:
-            _copy(
-                _mapped_tensors(checkpoint, prefix + AVERAGE), training.average, training.parameters
-            )
-        restore = _decoder(checkpoint, prefix, training.parameters)
+            average = _mapped_tensors(checkpoint, prefix + AVERAGE)
+            _copy(average, training.average, parameters)
+        restore = _decoder(checkpoint, prefix, parameters)
         slots = _mapped_tensors(checkpoint, prefix + OPTIMIZER)
-        _load_model(
-            checkpoint,
-            prefix,
-            state.aliases,
-            restore(state.extra),
-            training.model,
-            training.parameters,
-        )
+        _load_model(checkpoint, prefix, state, restore, training.model, parameters)
         _load_optimizer(training, slots, replace(state.optimizer, **restore(vars(state.optimizer))))
         if training.scheduler is not None and state.scheduler is not None:
             load_schedule(training.scheduler, restore(state.scheduler))
@@ -233,17 +292,6 @@ def load(
             if name in state.objects:
                 load_object(value, restore(state.objects[name]))
     return state.progress
-
-
-def _decoder(checkpoint: Path, prefix: str, parameters: SavedParameters) -> Callable[[Any], Any]:
-    """Return a function that restores encoded values, with the tensors of the checkpoint."""
-    has_tensors = prefix + OTHERS in file_names(checkpoint)
-    mapped = _mapped_tensors(checkpoint, prefix + OTHERS) if has_tensors else {}
-    tensors = {name: tensor.clone() for name, tensor in mapped.items()}  # objects may keep them
-    device = next(
-        (p.device for p in parameters.local.values() if not p.is_meta), torch.device("cpu")
-    )
-    return partial(decode, tensors=tensors, device=device)
 
 
 def load_model(
@@ -268,24 +316,24 @@ def load_model(
     parameters = parameters or CompleteModel(model)
     with _load_errors(checkpoint):
         state = read_state(checkpoint, MODEL, *averages)
-        extra = _decoder(checkpoint, "", parameters)(state.extra)
-        _load_model(checkpoint, "", state.aliases, extra, model, parameters)
+        restore = _decoder(checkpoint, "", parameters)
+        _load_model(checkpoint, "", state, restore, model, parameters)
         if averaged:
             average = _mapped_tensors(checkpoint, AVERAGE)
-            current = {name: p.detach() for name, p in parameters.local.items() if name in average}
-            _copy(
-                average,
-                {name: p for name, p in current.items() if parameters.has(name)},
-                parameters,
-            )
+            target = {
+                name: parameter.detach()
+                for name, parameter in parameters.local.items()
+                if name in average and parameters.has(name)
+            }
+            _copy(average, target, parameters)
 
 
 @contextmanager
 def _load_errors(checkpoint: Path) -> Iterator[None]:
-    """Convert the errors of objects that cannot load their state: it belongs to other objects, or was forged.
+    """Convert the errors of objects that cannot load their state.
 
     Raises:
-        CheckpointError: in place of such an error.
+        CheckpointError: the state belongs to other objects, or was forged.
     """
     try:
         yield
@@ -301,26 +349,30 @@ def _load_errors(checkpoint: Path) -> Iterator[None]:
     ) as error:
         raise CheckpointError(
             f"{checkpoint} cannot be loaded: {type(error).__name__}: {error}",
-            expected="the state of the same model, optimizer, schedule and objects, in the format of this version",
-            fix="build the objects of the run that wrote the checkpoint; do not load files of unknown origin",
+            expected="the state of the same model, optimizer, schedule and objects, in the format "
+            "of this version",
+            fix="build the objects of the run that wrote the checkpoint; do not load files of "
+            "unknown origin",
             code="E_CHECKPOINT",
         ) from error
 
 
+def _decoder(checkpoint: Path, prefix: str, parameters: SavedParameters) -> Callable[[Any], Any]:
+    """Return a function that restores encoded values, with the tensors of the checkpoint."""
+    tensors: dict[str, torch.Tensor] = {}
+    if prefix + OTHERS in file_names(checkpoint):
+        mapped = _mapped_tensors(checkpoint, prefix + OTHERS)
+        tensors = {name: tensor.clone() for name, tensor in mapped.items()}  # objects may keep them
+    devices = [p.device for p in parameters.local.values() if not p.is_meta]
+    return partial(decode, tensors=tensors, device=[*devices, torch.device("cpu")][0])
+
+
 def _mapped_tensors(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file as parts of the mapped file, to be copied: only parts that are used are read."""
+    """Return the tensors of a mapped file, to be copied: only parts that are used are read."""
     try:
         return load_file(checkpoint / name)
     except SafetensorError as error:
         raise invalid_contents(checkpoint / name, str(error)) from error
-
-
-def _gathered(
-    tensors: Mapping[str, torch.Tensor], parameters: SavedParameters, buffers: HostBuffers | None
-) -> dict[str, torch.Tensor]:
-    """Gather full tensors of parameters one after another, in host memory; every rank takes part."""
-    gathered = parameters.full_values({name: {"": local} for name, local in tensors.items()})
-    return {name: buffers.copy(full) for name, _, full in gathered if buffers is not None}
 
 
 def _copy(
@@ -328,117 +380,61 @@ def _copy(
     target: Mapping[str, torch.Tensor],
     parameters: SavedParameters,
 ) -> None:
-    """Copy this rank's parts of full tensors into `target`, in place; raise `ValueError` unless they fit."""
-    parts = {
-        name: parameters.local_part(name, tensor)
-        for name, tensor in source.items()
-        if parameters.has(name)
-    }
-    if {name: _kind(tensor) for name, tensor in target.items()} != {
-        name: _kind(part) for name, part in parts.items()
-    }:
+    """Copy this rank's parts of full tensors into `target`, in place."""
+    own = {name: tensor for name, tensor in source.items() if parameters.has(name)}
+    parts = {name: parameters.local_part(name, tensor) for name, tensor in own.items()}
+    if target.keys() != parts.keys() or not all(_fits(parts[name], target[name]) for name in parts):
         raise ValueError("the weights belong to other parameters")
     for name, tensor in target.items():
         tensor.copy_(parts[name])
 
 
-def _fits(name: str, saved: Any, current: Any) -> bool:
-    return name.endswith(EXTRA_STATE) or (
-        isinstance(saved, torch.Tensor) and _kind(saved) == _kind(current)
-    )
-
-
-def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
-
-
-def _pack_model(
-    training: Training, buffers: HostBuffers | None
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return copies of distinct parameters and buffers, and the name of the original for each alias (tied weights)."""
-    parameters = training.parameters
-    state = {
-        name: tensor
-        for name, tensor in training.model.state_dict().items()
-        if not name.endswith(EXTRA_STATE)
-    }
-    if not parameters.is_divided:
-        tensors, aliases = distinct(state)
-        return _gathered(tensors, parameters, buffers), aliases
-    in_model = dict(training.model.named_parameters(remove_duplicate=False))
-    first = {id(in_model[name]): name for name in parameters.local}
-    aliases = {name: first[id(p)] for name, p in in_model.items() if first[id(p)] != name}
-    others, other_aliases = distinct(
-        {name: tensor for name, tensor in state.items() if name not in in_model}
-    )
-    tensors = _gathered(
-        {name: p.detach() for name, p in parameters.local.items()}, parameters, buffers
-    )
-    tensors |= {
-        name: buffers.copy(tensor) for name, tensor in others.items() if buffers is not None
-    }
-    return {name: tensors[name] for name in state if name in tensors}, aliases | other_aliases
+def _fits(saved: Any, current: torch.Tensor) -> bool:
+    is_tensor = isinstance(saved, torch.Tensor)
+    return is_tensor and saved.shape == current.shape and saved.dtype == current.dtype
 
 
 def _load_model(
     checkpoint: Path,
     prefix: str,
-    aliases: Mapping[str, str],
-    extra: Mapping[str, Any],
+    state: SavedState,
+    restore: Callable[[Any], Any],
     model: torch.nn.Module,
     parameters: SavedParameters,
 ) -> None:
     """Load weights, buffers and extra state."""
-    tensors = _mapped_tensors(checkpoint, prefix + MODEL)
-    parts = {
-        name: parameters.local_part(name, tensor) if name in parameters.local else tensor
-        for name, tensor in tensors.items()
-    }
-    saved: dict[str, Any] = {
-        **parts,
-        **{name: parts[original] for name, original in aliases.items()},
-        **extra,
-    }
+    saved: dict[str, Any] = dict(_mapped_tensors(checkpoint, prefix + MODEL))
+    for name, tensor in saved.items():
+        if name in parameters.local:
+            saved[name] = parameters.local_part(name, tensor)
+    saved |= {name: saved[original] for name, original in state.aliases.items()}
+    saved |= restore(state.extra)
     expected = model.state_dict()
-    wrong = [
+    fitting = {
         name
-        for name in expected
-        if name not in saved or not _fits(name, saved[name], expected[name])
-    ]
+        for name, value in saved.items()
+        if name in expected and (name.endswith(EXTRA_STATE) or _fits(value, expected[name]))
+    }
+    wrong = [name for name in expected if name not in fitting]
     unknown = [name for name in saved if name not in expected]
     if wrong or unknown:
         raise CheckpointError(
-            f"{checkpoint} is of another model: {len(wrong)} tensors missing or of another shape or type "
-            f"({', '.join(wrong[:3]) or '-'}), {len(unknown)} unknown ({', '.join(unknown[:3]) or '-'})",
+            f"{checkpoint} is of another model: {len(wrong)} tensors missing or of another shape "
+            f"or type ({', '.join(wrong[:3]) or '-'}), {len(unknown)} unknown "
+            f"({', '.join(unknown[:3]) or '-'})",
             expected="names and shapes of the model",
-            fix="build the trained model, or load matching weights of another one with model.pretrained",
+            fix="build the trained model, or load matching weights of another one with "
+            "model.pretrained",
             code="E_RESUME_CHANGED",
         )
+    # Only now: a model of another shape stays as it was.
     model.load_state_dict(saved)
-
-
-def _pack_optimizer(
-    training: Training, others: Tensors, buffers: HostBuffers | None
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return copies of the optimizer's tensors as `slot/name`, and other values as JSON, with tensors in `others`."""
-    names = _names(training)
-    state = training.optimizer.state_dict()["state"]
-    shared = [[key, value] for key, value in state.items() if key not in names]
-    slots: dict[str, torch.Tensor] = {}
-    numbers: dict[str, dict[str, Any]] = {}
-    own = {name: state[index] for index, name in names.items() if index in state}
-    for name, slot, value in training.parameters.full_values(own):
-        if not isinstance(value, torch.Tensor):
-            numbers.setdefault(name, {})[slot] = value
-        elif buffers is not None:
-            slots[f"{slot}/{name}"] = buffers.copy(value)
-    values = {"numbers": numbers, "groups": _groups(training, names), "shared": shared}
-    return slots, {key: encode(value, others, f"optimizer.{key}") for key, value in values.items()}
 
 
 def _load_optimizer(
     training: Training, slots: Mapping[str, torch.Tensor], saved: SavedOptimizer
 ) -> None:
+    """Load the state of the optimizer from tensors by `slot/name` and other values."""
     names = _names(training)
     parameters = training.parameters
     groups = groups_like(saved.groups, _groups(training, names))
@@ -463,31 +459,13 @@ def _load_optimizer(
         {"state": state | dict(saved.shared), "param_groups": groups}
     )
     for name, parameter in parameters.local.items():
-        for slot, value in state.get(index.get(name, -1), {}).items():
-            _own(training.optimizer.state[parameter], slot, value)
-
-
-def _own(state: dict[str, Any], slot: str, saved: Any) -> None:
-    """Make a loaded value independent of the file, with the saved type.
-
-    torch converts tensors to the type of the parameter, and text to a description. A tensor that
-    needs no conversion remains part of the mapped file.
-    """
-    if not isinstance(saved, torch.Tensor):
-        state[slot] = saved
-    elif state[slot].dtype != saved.dtype or state[slot].data_ptr() == saved.data_ptr():
-        state[slot] = saved.to(state[slot].device, copy=True)
-
-
-def _groups(training: Training, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    groups = training.optimizer.state_dict()["param_groups"]
-    return [{**group, "params": [names[index] for index in group["params"]]} for group in groups]
-
-
-def _names(training: Training) -> dict[int, str]:
-    """Return the name of each parameter by the optimizer's index."""
-    by_parameter = {parameter: name for name, parameter in training.parameters.local.items()}
-    optimized = [
-        parameter for group in training.optimizer.param_groups for parameter in group["params"]
-    ]
-    return {i: by_parameter[parameter] for i, parameter in enumerate(optimized)}
+        if index.get(name) not in state:
+            continue
+        loaded = training.optimizer.state[parameter]
+        for slot, value in state[index[name]].items():
+            # torch converts tensors to the type of the parameter, and text to a description. A
+            # tensor that needs no conversion remains part of the mapped file.
+            if not isinstance(value, torch.Tensor):
+                loaded[slot] = value
+            elif loaded[slot].dtype != value.dtype or loaded[slot].data_ptr() == value.data_ptr():
+                loaded[slot] = value.to(loaded[slot].device, copy=True)

@@ -9,19 +9,26 @@ Decisions: docs/decisions/runs.md
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from samestep.checkpoint.contents import MANIFEST, SavedState, build_manifest, parse, verify
+from annotated_types import Len
+
+from samestep.checkpoint.contents import Count, SavedState, Strict, invalid_contents, parse
 from samestep.checkpoint.files import (
     Contents,
     disk_errors,
     link_name,
     linked_name,
     make_folder,
+    pieces,
     remove,
     sync_folder,
     write_file,
@@ -31,6 +38,8 @@ from samestep.distributed.disk_operations import HeldFolder, disk_operations
 from samestep.errors import CheckpointError, InputError
 
 STATE = "state.json"
+MANIFEST = "manifest.json"
+_FORMAT = 2  # of the manifest
 _PREFIX = "step-"
 _NAME = re.compile(rf"{_PREFIX}(\d{{9,}})")
 _REPLACED = ".replaced-"
@@ -76,10 +85,10 @@ class CheckpointFolder:
         is_best: bool = False,
         epoch: int | None = None,
     ) -> Path:
-        """Write the checkpoint of `step`, link `last` (and `best`) to it, prune older ones, and return the folder.
+        """Write the checkpoint of `step`, prune older ones, and return its folder.
 
-        An existing checkpoint of the step is replaced, unless the contents are equal. With the
-        number of complete epochs, `epoch-N` is linked to the checkpoint too.
+        `last` is linked to it; with `is_best`, `best`; and with the number of complete epochs,
+        `epoch-N`. An existing checkpoint of the step is replaced, unless the contents are equal.
 
         Raises:
             CheckpointWriteError: the disk is full or not writable. All other checkpoints are
@@ -88,8 +97,11 @@ class CheckpointFolder:
         """
         if self.held is not None:
             self.held.require_in_place()
-        epoch_name = [f"{_EPOCH_PREFIX}{epoch}"] if epoch is not None else []
-        links = ["last", *(["best"] if is_best else []), *epoch_name]
+        links = ["last"]
+        if is_best:
+            links.append("best")
+        if epoch is not None:
+            links.append(f"{_EPOCH_PREFIX}{epoch}")
         with disk_errors(
             f"the checkpoint of step {step} cannot be written to {self.path}",
             expected="a checkpoint is written completely or not at all; earlier ones are unchanged",
@@ -97,7 +109,8 @@ class CheckpointFolder:
             final = self._save(f"{_PREFIX}{step:09d}", files, links)
         with (
             disk_errors(
-                f"the checkpoint of step {step} is written, but an older one cannot be removed from {self.path}",
+                f"the checkpoint of step {step} is written, but an older one cannot be removed "
+                f"from {self.path}",
                 expected=f"the newest {self.keep} and the best are kept; others are removed",
             ),
             disk_operations.run("removal in", self.path),
@@ -129,11 +142,14 @@ class CheckpointFolder:
             if is_folder:
                 return folder  # a copy of the run in which links became folders
             step = target
+            # The link may be missing after a copy by a program that leaves links out.
             if which == "last" and checkpoints and step not in checkpoints:
                 step = max(checkpoints)
+        elif which.isascii() and which.isdigit():
+            step = int(which)
         else:
-            step = int(which) if which.isascii() and which.isdigit() else None
-        if step is not None and step in checkpoints:
+            step = None
+        if step in checkpoints:
             return checkpoints[step]
         raise CheckpointError(
             f"{self.path} has no checkpoint {which!r}",
@@ -151,12 +167,14 @@ class CheckpointFolder:
         with self._read_errors():
             checkpoints = self._by_step()
             last = self._link_target("last")
-        newest_first = sorted(
-            checkpoints, key=lambda step: (last is None or step <= last, step), reverse=True
-        )
-        return next(
-            (checkpoints[step] for step in newest_first if _is_valid(checkpoints[step])), None
-        )
+        order = sorted(checkpoints, key=lambda step: (last is None or step <= last, step))
+        for step in reversed(order):
+            try:
+                verify(checkpoints[step])
+            except CheckpointError:
+                continue
+            return checkpoints[step]
+        return None
 
     def clean(self) -> None:
         """Remove the leftovers of an interrupted write.
@@ -201,7 +219,7 @@ class CheckpointFolder:
         return final
 
     def _by_step(self) -> dict[int, Path]:
-        """Return checkpoints by ascending step; one renamed for replacement counts if its step has no other."""
+        """Return checkpoints by ascending step; one that is being replaced counts if alone."""
         checkpoints: dict[int, Path] = {}
         for prefix in ("", _REPLACED):
             for path in self.path.glob(f"{prefix}{_PREFIX}*"):
@@ -212,8 +230,7 @@ class CheckpointFolder:
 
     def _link_target(self, name: str) -> int | None:
         """Return the step of the checkpoint in this folder that a link points to, or None."""
-        target = _NAME.fullmatch(linked_name(self.path / name) or "")
-        if target:
+        if target := _NAME.fullmatch(linked_name(self.path / name) or ""):
             return int(target[1])
         return None
 
@@ -228,27 +245,24 @@ class CheckpointFolder:
             with disk_operations.run("rename", temporary):
                 self._rename(temporary, final, manifest)
         except OSError:
-            with suppress(
-                OSError
-            ):  # the first error is raised; an incomplete checkpoint would occupy space
+            # An incomplete checkpoint would occupy space; the first error is the one to raise.
+            with suppress(OSError):
                 remove(temporary)
             raise
         sync_folder(self.path)
 
     def _rename(self, temporary: Path, final: Path, manifest: bytes) -> None:
-        """Rename the new checkpoint; a complete checkpoint of an existing step is present at every moment."""
+        """Rename the new checkpoint; a complete one of the step is present at every moment."""
         replaced = self.path / f"{_REPLACED}{final.name}"
         try:
             if os.path.lexists(final) and not _has_contents(final, manifest):
                 final.rename(replaced)
             temporary.rename(final)
         except OSError:
-            if not _has_contents(
-                final, manifest
-            ):  # otherwise another rank has written the same bytes
+            if not _has_contents(final, manifest):
                 self._recover()
                 raise
-            remove(temporary)
+            remove(temporary)  # another rank has written the same bytes
         remove(replaced)
 
     def _recover(self) -> None:
@@ -261,11 +275,11 @@ class CheckpointFolder:
                 replaced.rename(final)
 
     def _prune(self, newest: Path) -> None:
-        """Remove old checkpoints. After a return to an earlier step, higher steps remain, and do not count."""
+        """Remove old checkpoints."""
         best = self._link_target("best")
-        name = _NAME.fullmatch(newest.name)
-        assert name is not None
-        present = [(step, path) for step, path in self._by_step().items() if step <= int(name[1])]
+        last = int(newest.name.removeprefix(_PREFIX))
+        # After a return to an earlier step, higher steps remain, and do not count.
+        present = [(step, path) for step, path in self._by_step().items() if step <= last]
         for step, path in present[: -self.keep]:
             if step != best:
                 # Renamed first: a partly removed folder must not count as a checkpoint.
@@ -273,17 +287,14 @@ class CheckpointFolder:
         checkpoints = self._by_step()
         for link in self.path.glob(f"{_EPOCH_PREFIX}*"):
             is_copy = link.is_dir() and not link.is_symlink()
-            if (
-                not is_copy
-                and _EPOCH_NAME.fullmatch(link.name)
-                and self._link_target(link.name) not in checkpoints
-            ):
+            is_link = _EPOCH_NAME.fullmatch(link.name) and not is_copy
+            if is_link and self._link_target(link.name) not in checkpoints:
                 link.unlink(missing_ok=True)
 
     def _temporary(self, name: str) -> Path:
-        """Return a free name that readers ignore; a failed write of this process may have left a folder."""
+        """Return a free name that readers ignore."""
         path = self.path / f".writing-{name}-{os.getpid()}"
-        remove(path)
+        remove(path)  # of a failed write of this process
         return path
 
 
@@ -299,19 +310,21 @@ def read_state(checkpoint: Path, *others: str) -> SavedState:
 def read_states(
     checkpoint: Path, names: Sequence[str], others: Sequence[str]
 ) -> dict[str, SavedState]:
-    """Verify a checkpoint once, including the files `others`, and return the states without tensors by file name.
+    """Verify a checkpoint once, and return the states without tensors by file name.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or has invalid contents.
     """
     verify(checkpoint, *names, *others)
-    return {
-        name: parse(SavedState, (checkpoint / name).read_bytes(), checkpoint / name)
-        for name in names
-    }
+    paths = {name: checkpoint / name for name in names}
+    return {name: parse(SavedState, path.read_bytes(), path) for name, path in paths.items()}
 
 
-def _is_valid(checkpoint: Path) -> bool:
+def _has_contents(checkpoint: Path, manifest: bytes) -> bool:
+    """Return whether a valid checkpoint with this manifest exists."""
+    path = checkpoint / MANIFEST
+    if not path.is_file() or path.read_bytes() != manifest:
+        return False
     try:
         verify(checkpoint)
     except CheckpointError:
@@ -319,7 +332,108 @@ def _is_valid(checkpoint: Path) -> bool:
     return True
 
 
-def _has_contents(checkpoint: Path, manifest: bytes) -> bool:
-    """Return whether a valid checkpoint with this manifest exists."""
+# --- manifest: SHA-256 of every file ---
+
+
+@dataclass(frozen=True)
+class SavedFile(Strict):
+    """Entry of a file in the manifest."""
+
+    bytes: Count
+    sha256: Annotated[str, Len(64, 64)]
+
+
+@dataclass(frozen=True)
+class Manifest(Strict):
+    """Files of a checkpoint by name."""
+
+    format: int
+    files: dict[str, SavedFile]
+
+
+def build_manifest(files: Mapping[str, Contents]) -> bytes:
+    """Return the manifest of files with these contents."""
+    entries = {}
+    for name, contents in files.items():
+        digest = hashlib.sha256()
+        size = 0
+        for piece in pieces(contents):
+            digest.update(piece)
+            size += len(piece)
+        entries[name] = {"sha256": digest.hexdigest(), "bytes": size}
+    manifest: dict[str, object] = {"format": _FORMAT, "files": entries}
+    manifest["sha256"] = _digest(manifest)
+    return json.dumps(manifest, indent=1).encode()
+
+
+def verify(checkpoint: Path, *names: str) -> None:
+    """Verify every file of a checkpoint, including `names`, against the manifest.
+
+    Raises:
+        CheckpointError: a file is missing, a link, outside the folder, unreadable, or has another
+            length or hash; or the manifest itself is damaged.
+    """
+    files = _read_manifest(checkpoint)
+    missing = [name for name in names if name not in files]
+    if missing:
+        raise damaged(checkpoint / missing[0], "is not in the manifest")
+    for name, entry in files.items():
+        path = checkpoint / name
+        try:
+            if path.is_symlink() or not path.is_file():
+                raise damaged(path, "is missing, or a link")
+            size = path.stat().st_size
+            if size != entry.bytes:  # before the contents, which take longer to read
+                raise damaged(path, f"has {size} bytes instead of {entry.bytes}")
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise damaged(path, f"cannot be read: {error}") from error
+        if digest != entry.sha256:
+            raise damaged(path, "was changed: its SHA-256 differs")
+
+
+def file_names(checkpoint: Path) -> set[str]:
+    """Return the names of the files in the manifest.
+
+    Raises:
+        CheckpointError: the manifest is damaged.
+    """
+    return set(_read_manifest(checkpoint))
+
+
+def damaged(path: Path, problem: str) -> CheckpointError:
+    """Return the error for a damaged checkpoint."""
+    return CheckpointError(
+        f"{path} {problem}",
+        expected="a complete checkpoint, verified before any part is loaded",
+        fix="resume from another one: --checkpoint best, or --checkpoint STEP",
+        code="E_CHECKPOINT",
+    )
+
+
+def _read_manifest(checkpoint: Path) -> dict[str, SavedFile]:
+    """Return length and hash by file name."""
     path = checkpoint / MANIFEST
-    return path.is_file() and path.read_bytes() == manifest and _is_valid(checkpoint)
+    try:
+        if not path.is_file() or path.is_symlink():
+            raise damaged(path, "is missing")
+        manifest = json.loads(path.read_bytes())
+        # The manifest has a hash of itself, since it decides what the other files must be.
+        is_unchanged = manifest.pop("sha256") == _digest(manifest)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise damaged(path, f"cannot be read: {error}") from error
+    if not is_unchanged:
+        raise damaged(path, "was changed: its SHA-256 differs")
+    if manifest.get("format") != _FORMAT:
+        raise invalid_contents(path, f"its format is {manifest.get('format')}, not {_FORMAT}")
+    files = parse(Manifest, json.dumps(manifest).encode(), path).files
+    for name in files:
+        # A name with a folder part could point outside the checkpoint.
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise invalid_contents(path, f"{name!r} is not the name of a file")
+    return files
+
+
+def _digest(manifest: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -12,8 +12,7 @@ from samestep.cli.launch_options import LaunchOptions
 from samestep.cli.options import JsonOption, argument, option, option_conflict, options_of
 from samestep.cli.run_plans import plan_to_replay
 from samestep.config import resolve_mesh
-from samestep.errors import EXIT_DIFFERS, EXIT_DONE
-from samestep.report_limits import printable
+from samestep.errors import EXIT_DIFFERS, EXIT_DONE, printable
 from samestep.runs import LOOP
 from samestep.units import plural
 

@@ -14,8 +14,7 @@ from samestep.cli.options import JsonOption, count, option
 from samestep.config import default_workers
 from samestep.distributed.env import cache_folder
 from samestep.distributed.resources import usable_processors
-from samestep.errors import EXIT_DIFFERS, EXIT_DONE
-from samestep.report_limits import printable
+from samestep.errors import EXIT_DIFFERS, EXIT_DONE, printable
 from samestep.tools.doctor import Finding, Plan, Verdict, check_machine, read_nvidia
 from samestep.units import format_bytes
 

@@ -50,12 +50,12 @@ def run(options: Options) -> int:
     model = (plan.recipe, run_options, read_dataset_info(options.folder), plan.checkpoint)
     if options.prompt is not None:
         text = call_in_worker(
-            "samestep.recipes.run", "complete", *model, options.prompt, options.tokens
+            "samestep.recipes.predict", "complete", *model, options.prompt, options.tokens
         )
         options.result(text, text["text"])
         return EXIT_DONE
     predictions = call_in_worker(
-        "samestep.recipes.run", "predict", *model, tuple(options.files), options.out
+        "samestep.recipes.predict", "predict", *model, tuple(options.files), options.out
     )
     for prediction in predictions:
         options.result(prediction, *_prediction_lines(prediction))

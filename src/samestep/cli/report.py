@@ -9,8 +9,7 @@ from typing import ClassVar
 
 from samestep.checkpoint.files import replacing
 from samestep.cli.options import JsonOption, argument, option, output_errors
-from samestep.errors import EXIT_DONE, InputError
-from samestep.report_limits import printable
+from samestep.errors import EXIT_DONE, InputError, printable
 
 _REPORT = "report.html"
 

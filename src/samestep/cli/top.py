@@ -13,9 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from samestep.cli.options import JsonOption, argument, option
-from samestep.errors import EXIT_DONE, InputError
+from samestep.errors import EXIT_DONE, InputError, printable
 from samestep.loggers.logger import format_metric
-from samestep.report_limits import printable
 from samestep.tools.run_log import parse_finite
 from samestep.tools.top import RunStatus, read_status
 from samestep.units import format_bytes

@@ -92,7 +92,7 @@ class TrainedRun:
     """Result of a training.
 
     Attributes:
-        summary: fields of `recipes.training.Summary`.
+        summary: other values that `recipes.run.train` returns.
         folder: directory of the run.
         stop_signal: signal that requested the end, if any.
         has_failed: whether most steps were skipped.

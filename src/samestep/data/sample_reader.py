@@ -31,8 +31,7 @@ from samestep.distributed.rng import (
     seed_generators,
 )
 from samestep.distributed.signals import die_with_parent
-from samestep.errors import DataError, SamestepError
-from samestep.report_limits import message_of
+from samestep.errors import DataError, SamestepError, message_of
 
 # `check`: read whole and decide; `own`: read the own rows; `whole`: read all; `plain`: read all as
 # torch does, without seeds for the samples.

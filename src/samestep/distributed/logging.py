@@ -6,7 +6,7 @@ import logging
 import sys
 from typing import TextIO
 
-from samestep.report_limits import printable
+from samestep.errors import printable
 
 logger = logging.getLogger("samestep")
 

@@ -1,4 +1,4 @@
-"""Ranks as workers of Ray Train: a backend for `DataParallelTrainer`, and a training function for commands.
+"""Ranks as workers of Ray Train: a backend for `DataParallelTrainer`, and a training function.
 
     trainer = DataParallelTrainer(train, backend_config=SamestepConfig(),
     scaling_config=ScalingConfig(num_workers=4))
@@ -36,7 +36,7 @@ _START = (
 
 
 class SamestepConfig(BackendConfig):  # type: ignore[misc]  # Ray's classes have no types here
-    """Configuration of a trainer with ranks of Samestep as workers; Ray creates no process group."""
+    """Configuration of a trainer with ranks as workers; Ray creates no process group."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -95,7 +95,8 @@ def run_rank(config: Mapping[str, Any]) -> None:
 
 def _free_address() -> tuple[str, int]:
     address = ray.util.get_node_ip_address()
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as listener:
         listener.bind((address, 0))
         return address, listener.getsockname()[1]
 

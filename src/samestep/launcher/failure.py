@@ -18,8 +18,18 @@ from samestep.distributed.torch_errors import (
     operator_without_kernel,
     reason_of,
 )
-from samestep.errors import EXIT_FAILED, EXIT_STOPPED, InputError, PeerLostError, SamestepError
-from samestep.report_limits import bounded, class_name, indented, message_of, printable
+from samestep.errors import (
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    InputError,
+    PeerLostError,
+    SamestepError,
+    bounded,
+    class_name,
+    indented,
+    message_of,
+    printable,
+)
 from samestep.units import plural
 
 _SIGNAL_FIXES = {

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from samestep.distributed.status import RankStatus, StatusSnapshot
 from samestep.distributed.streams import report_line
-from samestep.errors import EXIT_FAILED
+from samestep.errors import EXIT_FAILED, bounded
 from samestep.launcher.failure import Failure
 from samestep.launcher.job import Job
 from samestep.launcher.rendezvous import (
@@ -47,7 +47,6 @@ from samestep.launcher.watchdog import (
     start_time,
 )
 from samestep.launcher.worker import exit_process
-from samestep.report_limits import bounded
 
 _MIN_INTERVAL = 0.25
 _MAX_INTERVAL = 5.0

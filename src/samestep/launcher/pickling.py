@@ -17,8 +17,7 @@ from importlib import import_module
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from samestep.errors import InputError, RunError
-from samestep.report_limits import message_of
+from samestep.errors import InputError, RunError, message_of
 
 
 @dataclass(frozen=True)

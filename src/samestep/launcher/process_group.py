@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from samestep.config import DeviceKind, Reduction, StrategyConfig, resolve_mesh
+from samestep.config.exclusions import require_compatible
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import (
     ACCELERATOR,
@@ -228,14 +229,7 @@ def select_devices(
     index = first_gpu_index(local_rank, per_rank, available, share=sharing is not None)
     device = torch.device(ACCELERATOR, index)
     shape = resolve_mesh(strategy, size)
-    if sharing == "gloo" and shape.pipeline > 1:
-        raise InputError(
-            f"the mesh {shape.name} on ranks that share GPUs",
-            expected="stages of a pipeline on GPUs of their own: torch sends messages between "
-            "stages by NCCL",
-            fix="start one rank per GPU, or use another strategy",
-            code="E_INCOMPATIBLE",
-        )
+    require_compatible({"sharing": sharing, "pipeline": shape.pipeline})
     accelerator_module().set_device(device)
     if sharing is None:
         return device, gpu_uuids(device, per_rank)

@@ -18,8 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from samestep.errors import InputError
-from samestep.report_limits import printable
+from samestep.errors import InputError, printable
 from samestep.units import plural
 
 if TYPE_CHECKING:

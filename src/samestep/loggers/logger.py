@@ -13,8 +13,15 @@ from types import TracebackType
 from typing import Any, Protocol, TextIO, runtime_checkable
 
 from samestep.distributed.disk_operations import HeldFolder, disk_operations
-from samestep.errors import EXIT_FAILED, EXIT_STOPPED, RunError, RunMovedError, SamestepError
-from samestep.report_limits import class_name, message_of
+from samestep.errors import (
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    RunError,
+    RunMovedError,
+    SamestepError,
+    class_name,
+    message_of,
+)
 
 Event = Mapping[str, Any]
 _STEP_METRICS = ("loss", "lr", "grad_norm", "samples_per_second", "data_seconds")

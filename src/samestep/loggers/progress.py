@@ -15,8 +15,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from samestep.errors import printable
 from samestep.loggers.logger import NOT_METRICS, Event, Logger, format_metric
-from samestep.report_limits import printable
 from samestep.units import plural
 
 _LINE_SECONDS = 60.0  # between lines about the progress without a terminal

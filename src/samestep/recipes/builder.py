@@ -1,4 +1,4 @@
-"""Names of datasets, models, losses and optimizers, and construction of the driver, loaders and metrics of a recipe.
+"""Names of datasets, models, losses and optimizers, and construction of the objects of a recipe.
 
 A component that is missing or invalid raises `InputError`, mostly `RecipeError`.
 """
@@ -6,11 +6,10 @@ A component that is missing or invalid raises `InputError`, mostly `RecipeError`
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,11 +26,11 @@ from samestep.config import (
     OptimizerConfig,
     Recipe,
     RunOptions,
-    ScheduleConfig,
     default_workers,
 )
 from samestep.config.key_suggestions import suggest
 from samestep.config.validation import require
+from samestep.data.whole_batches import WholeBatches
 from samestep.distributed.resources import usable_processors
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
@@ -42,20 +41,24 @@ from samestep.loading import loader
 from samestep.metrics.counts import CountMetric
 from samestep.metrics.metrics import LossMetric, build_metrics
 from samestep.recipes.driver import Driver
-from samestep.recipes.fused_optimizers import default_options
-from samestep.recipes.learning_rate import scale_rates
 from samestep.recipes.loss import LossFunction, RecipeLoss
-from samestep.recipes.model_options import transform_model, uses_batch_statistics
-from samestep.recipes.parameter_groups import (
-    apply_layer_decay,
+from samestep.recipes.models import (
+    check_same_weights,
     freeze,
-    parameter_groups,
+    load_matching,
     set_training_mode,
+    transform_model,
+    uses_batch_statistics,
+)
+from samestep.recipes.optimizers import (
+    apply_layer_decay,
+    default_options,
+    parameter_groups,
+    scale_rates,
+    schedule_factor,
 )
 from samestep.recipes.recipe_files import DatasetInfo
 from samestep.recipes.samples import IndexedCollate, indexed
-from samestep.recipes.training import EpochData
-from samestep.recipes.weights import check_same_weights, load_matching
 from samestep.session import start
 from samestep.strategies.divided_parameters import divided_parameters
 from samestep.zoo.masks import resolve_foreground_weight
@@ -113,7 +116,7 @@ OPTIMIZERS = {"sgd": "torch.optim:SGD", "adam": "torch.optim:Adam", "adamw": "to
 
 
 def find(name: str, known: Mapping[str, str], kind: str) -> Callable[..., Any]:
-    """Return the object of a short name of `known`, or of an import path `package.module:attribute`.
+    """Return the object of a short name of `known`, or of an import path `package.module:name`.
 
     Models can also be `torchvision:MODEL` (or `MODEL` alone), `timm:MODEL` and
     `transformers:MODEL`. Import paths may refer to modules of the current directory. `kind` names
@@ -129,16 +132,18 @@ def find(name: str, known: Mapping[str, str], kind: str) -> Callable[..., Any]:
         meant = suggest(name, [*known, *models])
         library = ", a model of torchvision" if models else ""
         expected = f"one of {', '.join(known)}{library}, or package.module:attribute"
-        fix = "give the import path" if meant is None else f"did you mean {meant}?"
+        fix = "give the import path"
+        if meant is not None:
+            fix = f"did you mean {meant}?"
         raise _unknown(f"{kind} {name!r} is unknown", fix, expected)
     directory = str(Path.cwd())
     if directory not in sys.path and find_spec(module.partition(".")[0]) is None:
-        sys.path.append(
-            directory
-        )  # last, and for the user's own modules only: installed packages take precedence
+        # Last, and for the user's own modules only: installed packages take precedence.
+        sys.path.append(directory)
     try:
         imported = import_module(module)
-        process_state.source_files.note_imports()  # now: the file can be edited while the data are read
+        # Now: the file can be edited while the data are read.
+        process_state.source_files.note_imports()
         result = getattr(imported, attribute)
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
@@ -166,10 +171,12 @@ class Built:
     """Objects of a recipe."""
 
     driver: Driver
-    train: EpochData
-    evaluation: EpochData
+    train: WholeBatches  # training data, whose cursor is the position of the run
+    evaluation: WholeBatches
+    # Function from the data of a batch to its numbers of tokens, and of tokens and padding.
+    count_tokens: Callable[[Any], tuple[Any, Any]] | None
     metrics: list[CountMetric | LossMetric]
-    notes: tuple[str, ...]  # for the user, such as frozen parameters or a scaled learning rate
+    notes: list[str]  # for the user, such as frozen parameters or a scaled learning rate
     dataset_info: DatasetInfo  # facts of the data that the model depends on
     facts: dict[str, str]  # facts of the training data that a resumption compares
     cache: SampleCache | None  # cache of the samples, if the recipe has one
@@ -178,17 +185,22 @@ class Built:
     workers: int  # loader processes of a rank
 
 
+def without_pretrained(recipe: Recipe) -> Recipe:
+    """Return the recipe without its file of weights, for a model that loads a checkpoint."""
+    return replace(recipe, model=replace(recipe.model, pretrained=None))
+
+
 @contextmanager
 def start_world(recipe: Recipe, options: RunOptions) -> Iterator[World]:
-    """Join the other ranks, which divide the calls of results of `samestep.parallel`, and yield the world."""
-    config = recipe.step
+    """Join the other ranks, which divide the calls of parallel models, and yield the world."""
+    reduction = recipe.step.reduction
     session = start(
         device=options.device,
-        reduction=config.reduction,
-        threads=config.threads,
+        reduction=reduction,
+        threads=recipe.step.threads,
         strategy=recipe.strategy,
     )
-    with session as world, world_of_process(world, config.reduction):
+    with session as world, world_of_process(world, reduction):
         yield world
 
 
@@ -197,55 +209,58 @@ def build(recipe: Recipe, options: RunOptions, world: World) -> Built:
     recipe = recipe.with_microbatches()
     splits = _splits(recipe.data)
     cache, cache_note = _open_cache(recipe.data, splits, world)
-    loss_config, weight_notes = resolve_foreground_weight(
-        recipe.loss, splits, recipe.data.bad_samples, world
-    )
+    bad_samples = recipe.data.bad_samples
+    loss_config, weight_notes = resolve_foreground_weight(recipe.loss, splits, bad_samples, world)
     loss = RecipeLoss(_loss(loss_config))
     _require_best(recipe)
     metrics = build_metrics(recipe.metrics, len(splits.classes), ignore_index=loss.ignore_index)
     receives_weights = recipe.strategy.meta and world.mesh_shape.shard > 1
+    # Rank 0 alone has values, which others receive part by part: no rank holds a second copy.
     with torch.device("meta") if receives_weights and not world.is_main else nullcontext():
         model, notes = build_model(recipe, splits.classes, splits.model_options)
+    # A file can differ between machines; other initial weights are a function of the seed.
     if recipe.model.pretrained is not None and not receives_weights:
         check_same_weights(model, world)
-    workers = _workers(recipe, options, splits, world)
+    workers = options.workers
+    if workers is None:
+        workers = 0
+        if splits.reads_files:
+            workers = default_workers(usable_processors(), world.size)
     has_norm = uses_batch_statistics(model)
     train, evaluation = _loaders(recipe, splits, workers, has_batch_norm=has_norm)
-    if train.batches.samples_of(0) < len(splits.train) and not recipe.data.drop_last:
-        notes += (
-            "the last batch of an epoch has 1 sample, too few for batch norm, and is left out",
+    if train.samples_of(0) < len(splits.train) and not recipe.data.drop_last:
+        notes.append(
+            "the last batch of an epoch has 1 sample, too few for batch norm, and is left out"
         )
     model = _parallel_model(model, recipe, world)
     optimizer = _optimizer(recipe.optimizer, model)
     notes += scale_rates(optimizer, recipe.batch_size, recipe.learning_rate)
     notes += apply_layer_decay(optimizer, recipe.optimizer)
-    scheduler = LambdaLR(
-        optimizer, schedule_factor(recipe.schedule, len(train.batches), recipe.epochs)
-    )
+    factor = schedule_factor(recipe.schedule, len(train), recipe.epochs)
     driver = Driver(
         model,
         optimizer,
         loss,
         world=world,
         recipe=recipe,
-        scheduler=scheduler,
+        scheduler=LambdaLR(optimizer, factor),
         parameters=divided_parameters(model) or CompleteModel(model),
         prepare=splits.prepare,
     )
-    info = DatasetInfo(splits.classes, splits.model_options)
     notes += weight_notes
     return Built(
-        driver,
-        train,
-        evaluation,
-        metrics,
-        notes,
-        info,
-        splits.facts,
-        cache,
-        cache_note,
-        loss_config,
-        workers,
+        driver=driver,
+        train=train,
+        evaluation=evaluation,
+        count_tokens=splits.count_tokens,
+        metrics=metrics,
+        notes=notes,
+        dataset_info=DatasetInfo(splits.classes, splits.model_options),
+        facts=splits.facts,
+        cache=cache,
+        cache_note=cache_note,
+        loss=loss_config,
+        workers=workers,
     )
 
 
@@ -253,6 +268,7 @@ def _parallel_model(model: torch.nn.Module, recipe: Recipe, world: World) -> tor
     """Return the model on the device of this rank, with calls that ranks divide."""
     config = recipe.step
     model.to(world.device)
+    # Before the division: the trial of a call compares the model as it will be trained.
     transform_model(model, config, world.device)
     return parallel(
         model,
@@ -266,14 +282,11 @@ def _parallel_model(model: torch.nn.Module, recipe: Recipe, world: World) -> tor
 
 
 def _require_best(recipe: Recipe) -> None:
-    """Require that evaluation computes the value that selects the best checkpoint, as far as its names are known."""
+    """Require that evaluation computes the value that selects the best checkpoint."""
     if recipe.loss.name not in LOSSES:
-        return
-    names = [
-        "loss",
-        *recipe.metrics,
-        *(f"loss_{name}" for name in _PARTS.get(recipe.loss.name, ())),
-    ]
+        return  # the names of its parts are not known before the first batch
+    names = ["loss", *recipe.metrics]
+    names += [f"loss_{name}" for name in _PARTS.get(recipe.loss.name, ())]
     require(
         recipe.best_by is None or recipe.best_by in names,
         f"best_by is {recipe.best_by}, which evaluation does not compute",
@@ -316,7 +329,7 @@ def _open_cache(config: DataConfig, splits: Splits, world: World) -> tuple[Sampl
 
 def build_model(
     recipe: Recipe, classes: Sequence[str], data_options: Mapping[str, Any]
-) -> tuple[torch.nn.Module, tuple[str, ...]]:
+) -> tuple[torch.nn.Module, list[str]]:
     """Return the model with its initial weights, and notes for the user.
 
     The number of classes is passed to models with an option `num_classes`; `data_options` are model
@@ -324,12 +337,10 @@ def build_model(
     """
     config = recipe.model
     builder = find(config.name, MODELS, "model")
-    options = dict(config.options)
+    options = {name: value for name, value in data_options.items() if takes(builder, name)}
+    options |= config.options
     if config.name.startswith("torchvision:") or takes(builder, "num_classes"):
         options.setdefault("num_classes", len(classes))
-    options = {
-        name: value for name, value in data_options.items() if takes(builder, name)
-    } | options
     # Initial weights are a function of the seed; later random numbers must not depend on their
     # number.
     with preserved_generators():
@@ -337,25 +348,17 @@ def build_model(
         model: torch.nn.Module = call(builder, options, where="model.options")
     notes: list[str] = []
     if config.pretrained is not None:
-        notes += load_matching(model, Path(config.pretrained), config.pretrained_prefix).notes
+        notes += load_matching(model, Path(config.pretrained), config.pretrained_prefix)
     if config.freeze or config.freeze_except:
         names = freeze(model, config.freeze, config.freeze_except)
         notes.append(f"frozen: {len(names)} of {len(list(model.parameters()))} parameters")
     set_training_mode(model)
-    return model, tuple(notes)
-
-
-def _workers(recipe: Recipe, options: RunOptions, splits: Splits, world: World) -> int:
-    if options.workers is not None:
-        return options.workers
-    if splits.reads_files:
-        return default_workers(usable_processors(), world.size)
-    return 0
+    return model, notes
 
 
 def _loaders(
     recipe: Recipe, splits: Splits, workers: int, *, has_batch_norm: bool
-) -> tuple[EpochData, EpochData]:
+) -> tuple[WholeBatches, WholeBatches]:
     skips = recipe.data.bad_samples == "skip"
     # Batch norm has no variance of one sample.
     samples = len(splits.train)
@@ -382,15 +385,13 @@ def _loaders(
         lengths=splits.evaluation_lengths,
         **options,
     )
-    return EpochData(train, splits.count_tokens), EpochData(evaluation)
+    return train, evaluation
 
 
 def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     groups = parameter_groups(model, config)
     kind = find(config.name, OPTIMIZERS, "optimizer")
-    options = default_options(
-        kind, config.options, [one for group in groups for one in group["params"]]
-    )
+    options = default_options(kind, config.options, groups)
     try:
         optimizer = call(kind, options, groups, where="optimizer.options")
     except ValueError as error:
@@ -408,10 +409,8 @@ def _loss(config: NamedConfig) -> LossFunction:
     function = find(config.name, LOSSES, "loss")
     options = config.options
     if function.__module__.startswith("torch.nn."):  # the weights of PyTorch's losses are tensors
-        options = {
-            key: torch.tensor(value) if isinstance(value, list) else value
-            for key, value in options.items()
-        }
+        lists = {key: value for key, value in options.items() if isinstance(value, list)}
+        options = {**options, **{key: torch.tensor(value) for key, value in lists.items()}}
     if isinstance(function, type):  # a criterion class, such as torch.nn:CrossEntropyLoss
         return call(function, options, where="loss.options")  # type: ignore[no-any-return]
     for key in options:
@@ -421,33 +420,3 @@ def _loss(config: NamedConfig) -> LossFunction:
     if options:
         return partial(function, **options)
     return function
-
-
-def schedule_factor(
-    schedule: ScheduleConfig, steps_per_epoch: int, epochs: int
-) -> Callable[[int], float]:
-    """Return a function from a step (from 0) to the factor of the learning rate.
-
-    `cosine` is the schedule of Loshchilov & Hutter, "SGDR" (2017), without restarts. `cosine` and
-    `linear` start after the warm-up and reach `final` at the last step. The decreases of `step`
-    count from the first step of the run, so that the warm-up does not move them (Goyal et al.,
-    "Accurate, large minibatch SGD", 2017).
-    """
-    warmup = round(schedule.warmup_epochs * steps_per_epoch)
-    decay = max(1, steps_per_epoch * epochs - 1 - warmup)
-    period = max(1, round(schedule.step_epochs * steps_per_epoch))
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        if schedule.name == "constant":
-            return 1.0
-        if schedule.name == "step":
-            return schedule.gamma ** (step // period)
-        progress = min(1.0, (step - warmup) / decay)
-        remaining = (
-            0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1 - progress
-        )
-        return schedule.final + (1 - schedule.final) * remaining
-
-    return factor

@@ -1,4 +1,4 @@
-"""Steps and evaluations of a recipe: a plain loop around a model of `samestep.parallel`.
+"""Steps and evaluations of a recipe, around a model of `samestep.parallel`.
 
 Decisions: docs/decisions/recipes.md
 """
@@ -7,29 +7,27 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.checkpoint.state import SavedParameters, Training
-from samestep.config import Recipe
+from samestep.config import Precision, Recipe
 from samestep.data.batch import channels_last, move
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
-from samestep.errors import RunError
+from samestep.errors import InputError, RunError
 from samestep.global_view import any_rank, no_sync
 from samestep.metrics.metrics import LossMetric, Metric
 from samestep.microbatches import microbatch_bounds
-from samestep.recipes.ema import AveragedWeights, copy_tensors
-from samestep.recipes.forward import autocast, call_model
-from samestep.recipes.fused_optimizers import decides_on_device, step_if
-from samestep.recipes.loss import RecipeLoss
-from samestep.recipes.non_finite import non_finite_error
+from samestep.recipes.loss import RecipeLoss, non_finite_error
+from samestep.recipes.optimizers import decides_on_device, step_if
 from samestep.recipes.samples import RecipeBatch, pair_of, parts_of
 from samestep.strategies.divided_parameters import full_tensor
 
@@ -56,7 +54,7 @@ class StepResult:
 
 
 class Driver:
-    """Trains and evaluates a model on whole batches; every rank calls the same methods with the same batches.
+    """Trains and evaluates a model on whole batches; every rank calls the same methods.
 
     Args:
         model: result of `samestep.parallel`, on the device of this rank.
@@ -65,8 +63,8 @@ class Driver:
         world: the ranks.
         recipe: numbers and options of a step.
         scheduler: stepped after each step.
-        prepare: function from a batch on the device to inputs and targets.
         parameters: parameters on this rank.
+        prepare: function from a batch on the device to inputs and targets.
 
     Attributes:
         local_parameters: parameters on this rank.
@@ -92,9 +90,8 @@ class Driver:
         self.world = world
         self.local_parameters = parameters
         self.steps = 0
-        self.scaler = torch.amp.GradScaler(
-            world.device.type, enabled=recipe.step.precision == "fp16"
-        )
+        is_half = recipe.step.precision == "fp16"
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=is_half)
         self._decides_on_device = decides_on_device(optimizer)
         self._loss = loss
         self._config = recipe.step
@@ -106,9 +103,8 @@ class Driver:
             here = {name: p for name, p in self._trained.items() if parameters.has(name)}
             self._average = AveragedWeights(here, recipe.ema.decay)
         self._buffers = list(model.buffers())
-        self._saved_buffers = [
-            buffer.clone() for buffer in self._buffers
-        ]  # before a step that can be refused
+        # Copies from before a step, which can be refused after its forward has changed buffers.
+        self._saved_buffers = [buffer.clone() for buffer in self._buffers]
 
     @property
     def training(self) -> Training:
@@ -130,40 +126,35 @@ class Driver:
         self.world.session.status.heartbeat()
         copy_tensors(self._saved_buffers, self._buffers)
         self.optimizer.zero_grad(set_to_none=True)
-        seed_generators(
-            microbatch_seed("shard", self._config.seed, self.steps, 0), self.world.device
-        )
+        # Random numbers of a step are a function of its number, so that a resumed run has the same.
+        seed = microbatch_seed("shard", self._config.seed, self.steps, 0)
+        seed_generators(seed, self.world.device)
         data = self.on_device(batch)
         loss, weight = self._backward(data, len(batch.samples))
-        self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)  # clipping needs gradients in their own scale
         norm = self._clipped_norm()
         rate = float(self.optimizer.param_groups[0]["lr"])
-        numbers = self._update(torch.stack([loss.double(), norm.double(), weight.double()]))
-        is_finite = _are_finite(numbers[:2])
-        if is_finite:
-            if self._average is not None:
-                self._average.update(self.steps + 1)
-        else:
-            copy_tensors(self._buffers, self._saved_buffers)
-            self._require_skip(data, batch.samples, is_loss_finite=math.isfinite(numbers[0]))
-        self.scaler.update()
-        self._step_schedule()
-        self.steps += 1
-        return StepResult(self.steps, numbers[0], numbers[2], rate, numbers[1], not is_finite)
-
-    def _update(self, numbers: torch.Tensor) -> list[float]:
-        """Update the parameters if loss and norm are finite, and return the numbers; the only wait for the device.
-
-        Args:
-            numbers: loss, norm of the gradient and weight, on the device.
-        """
+        numbers = torch.stack([loss.double(), norm.double(), weight.double()])
         if self._decides_on_device:
             step_if(self.optimizer, numbers[:2].isfinite().all())
+        # The only wait for the device in a step.
         values: list[float] = device_reads.values(numbers)
+        is_finite = math.isfinite(values[0]) and math.isfinite(values[1])
         # Not by the scaler, which would read its flags: a finite norm has no overflow in it.
-        if not self._decides_on_device and _are_finite(values[:2]):
+        if is_finite and not self._decides_on_device:
             self.optimizer.step()
-        return values
+        if not is_finite:
+            copy_tensors(self._buffers, self._saved_buffers)
+            self._require_skip(data, batch.samples, is_loss_finite=math.isfinite(values[0]))
+        elif self._average is not None:
+            self._average.update(self.steps + 1)
+        self.scaler.update()
+        with warnings.catch_warnings():
+            # Raised if the first update was skipped; the schedule counts skipped steps on purpose.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            self.scheduler.step()
+        self.steps += 1
+        return StepResult(self.steps, values[0], values[2], rate, values[1], not is_finite)
 
     def on_device(self, batch: RecipeBatch) -> tuple[Any, Any]:
         """Return inputs and targets of a batch on the device of this rank."""
@@ -176,19 +167,18 @@ class Driver:
         return inputs, targets
 
     def _backward(self, data: tuple[Any, Any], samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the gradients of a batch, part after part; return the loss and its weight, as scalars on the device."""
+        """Add the gradients of a batch, part after part; return loss and weight on the device."""
         if self._parts == 1:
             loss = self.losses(*data)[1]["loss"]
             self.scaler.scale(loss).backward()
             return loss.detach(), self._weight(data[1], samples)
         parts = parts_of(data, samples, self._parts)
         sizes = [stop - start for start, stop in microbatch_bounds(samples, len(parts))]
-        weights = [
-            self._weight(targets, size) for (_, targets), size in zip(parts, sizes, strict=True)
-        ]
+        weights = [self._weight(part[1], size) for part, size in zip(parts, sizes, strict=True)]
         total = torch.stack(weights).sum()
         losses = []
         for number, (part, weight) in enumerate(zip(parts, weights, strict=True), start=1):
+            # Ranks add their gradients once, in the backward of the last part.
             with nullcontext() if number == len(parts) else no_sync(self.model):
                 loss = self.losses(*part)[1]["loss"]
                 loss = loss * (weight / total).to(loss.dtype)
@@ -241,12 +231,6 @@ class Driver:
                 is_loss_finite=is_loss_finite,
             )
 
-    def _step_schedule(self) -> None:
-        with warnings.catch_warnings():
-            # Raised if the first update was skipped; the schedule counts skipped steps on purpose.
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-            self.scheduler.step()
-
     # --- evaluation ------------------------------------------------------------------------------
 
     def evaluate(
@@ -256,7 +240,7 @@ class Driver:
         *,
         until_stop: bool = False,
     ) -> dict[str, float] | None:
-        """Return `loss`, other means of the loss function, `samples` and every metric over whole batches.
+        """Return `loss`, other means of the loss function, `samples` and every metric.
 
         With `until_stop`, return None on every rank if a rank receives a stop request.
 
@@ -264,37 +248,44 @@ class Driver:
             RunError: the loss counts nothing.
         """
         counting = [metric for metric in metrics if not isinstance(metric, LossMetric)]
-        means = _Means()
+        sums: dict[str, torch.Tensor] = {}
+        weights = []
         samples = 0
         with self.evaluating():
             for batch in batches:
+                if batch.data is None:  # no sample can be used
+                    continue
                 if until_stop and any(any_rank(self.world, self.world.stop_requested)):
                     for metric in counting:
                         metric.reset()
                     return None
                 inputs, targets = self.on_device(batch)
                 outputs, losses = self.losses(inputs, targets)
-                means.add(losses, self._weight(targets, len(batch.samples)))
+                weights.append(self._weight(targets, len(batch.samples)))
+                for name, loss in losses.items():
+                    # A mean over nothing is NaN.
+                    term = (loss.double() * weights[-1]).where(weights[-1] > 0, 0.0)
+                    sums[name] = sums[name] + term if name in sums else term
                 for metric in counting:
                     metric.update(outputs, targets)
                 samples += len(batch.samples)
                 self.world.session.status.heartbeat()
-        values: dict[str, float] = {**means.values(), "samples": samples}
+        values: dict[str, float] = {**_means(sums, weights), "samples": samples}
         for one in metrics:
-            values[one.name] = (
-                one.function(values["loss"]) if isinstance(one, LossMetric) else one.compute()
-            )
+            if isinstance(one, LossMetric):
+                values[one.name] = one.function(values["loss"])
+            else:
+                values[one.name] = one.compute()
         return values
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluate with averaged weights if there are any; modes and random states are as before after the block."""
+        """Evaluate with averaged weights if there are any; restore modes and random states."""
         averaged = nullcontext() if self._average is None else self._average.in_place()
         modes = [(module, module.training) for module in self.model.modules()]
-        with averaged, torch.no_grad(), preserved_generators(self.world.device):
-            seed_generators(
-                microbatch_seed("evaluation", self._config.seed, 0, 0), self.world.device
-            )
+        device = self.world.device
+        with averaged, torch.no_grad(), preserved_generators(device):
+            seed_generators(microbatch_seed("evaluation", self._config.seed, 0, 0), device)
             self.model.eval()
             try:
                 yield
@@ -304,37 +295,99 @@ class Driver:
                         module.train(training)
 
 
-def _are_finite(values: Iterable[float]) -> bool:
-    return all(map(math.isfinite, values))
+def _means(sums: Mapping[str, torch.Tensor], weights: list[torch.Tensor]) -> dict[str, float]:
+    """Return sums of losses divided by the sum of the weights; this waits for the device."""
+    total = device_reads.values(torch.stack(weights).sum()) if weights else 0.0
+    if not total:
+        raise RunError(
+            "the loss counted nothing in evaluation",
+            fix="check for ignored targets",
+            code="E_SHAPE",
+        )
+    numbers = device_reads.values(torch.stack(list(sums.values())))
+    return {name: number / total for name, number in zip(sums, numbers, strict=True)}
 
 
-class _Means:
-    """Weighted means of losses by name, summed on the device."""
+class AveragedWeights:
+    """Exponential moving average of trained parameters, for evaluation.
 
-    def __init__(self) -> None:
-        self._sums: dict[str, torch.Tensor] = {}
-        self._weights: list[torch.Tensor] = []
+    Polyak & Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992). The update is
+    elementwise on weights that are equal on every rank, so the average has the same bits.
 
-    def add(self, losses: dict[str, torch.Tensor], weight: torch.Tensor) -> None:
-        """Add the losses of a batch."""
-        self._weights.append(weight)
-        for name, loss in losses.items():
-            # A mean over nothing is NaN.
-            term = (loss.double() * weight).where(weight > 0, 0.0)
-            self._sums[name] = self._sums[name] + term if name in self._sums else term
+    Args:
+        trained: this rank's trained parameters by name.
+        decay: fraction of the average that remains at each step, between 0 and 1; smaller in the
+            first steps, so that the initial weights lose their influence soon.
 
-    def values(self) -> dict[str, float]:
-        """Return the means.
+    Attributes:
+        tensors: the average, by parameter name.
+    """
 
-        Raises:
-            RunError: the weights are zero.
-        """
-        total = device_reads.values(torch.stack(self._weights).sum()) if self._weights else 0.0
-        if not total:
-            raise RunError(
-                "the loss counted nothing in evaluation",
-                fix="check for ignored targets",
-                code="E_SHAPE",
+    def __init__(self, trained: Mapping[str, torch.nn.Parameter], decay: float) -> None:
+        if not 0 < decay < 1:
+            raise InputError(
+                f"ema is {decay}", expected="a decay between 0 and 1, or None", fix="ema=0.9999"
             )
-        numbers = device_reads.values(torch.stack(list(self._sums.values())))
-        return {name: number / total for name, number in zip(self._sums, numbers, strict=True)}
+        self._trained = list(trained.values())
+        self.tensors = {name: parameter.detach().clone() for name, parameter in trained.items()}
+        self._decay = decay
+
+    def update(self, step: int) -> None:
+        """Update the average with the weights after step number `step`, from 1."""
+        # The schedule of TensorFlow's ExponentialMovingAverage with `num_updates`.
+        decay = min(self._decay, (1 + step) / (10 + step))
+        current = [parameter.detach() for parameter in self._trained]
+        if current:
+            torch._foreach_lerp_(list(self.tensors.values()), current, 1 - decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Replace the model's weights by the average for the duration of the block."""
+        current = [parameter.detach() for parameter in self._trained]
+        own = [weights.clone() for weights in current]
+        copy_tensors(current, list(self.tensors.values()))
+        try:
+            yield
+        finally:
+            copy_tensors(current, own)
+
+
+def copy_tensors(to: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy `values` to `to`.
+
+    One call per pair of types: torch raises on empty lists, CUDA copies lists of several types one
+    tensor at a time, and torch 2.10 writes all of them as the type of the first
+    (https://github.com/pytorch/pytorch/issues/173383).
+    """
+    groups: dict[tuple[torch.dtype, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, value in zip(to, values, strict=True):
+        targets, sources = groups.setdefault((target.dtype, value.dtype), ([], []))
+        targets.append(target)
+        sources.append(value)
+    for targets, sources in groups.values():
+        torch._foreach_copy_(targets, sources)
+
+
+_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
+    """Return the autocast context of a precision."""
+    if (dtype := _AUTOCAST[precision]) is None and not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def call_model(module: torch.nn.Module, inputs: Any) -> Any:
+    """Call `module`; a mapping or a tuple of inputs is unpacked into arguments."""
+    positional, named = as_arguments(inputs)
+    return module(*positional, **named)
+
+
+def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return inputs as positional and named arguments; packed sequences are one argument."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence):
+        return tuple(inputs), {}
+    return (inputs,), {}

@@ -1,8 +1,8 @@
-"""The loss of a recipe: scalars of a whole batch, and the weight of a batch in a mean over several."""
+"""The loss of a recipe, and the error of a step that is not finite."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,9 +10,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from samestep.errors import InputError
+from samestep.distributed.device_reads import device_reads
+from samestep.distributed.world import World, all_gather
+from samestep.errors import InputError, NonFiniteError
+from samestep.global_view import any_rank
+from samestep.recipes.samples import parts_of
 from samestep.zoo.losses import IGNORED, bce_with_logits, cross_entropy
 
+_MAX_LISTED = 8  # samples or parameters in an error
 LossFunction = Callable[[Any, Any], Any]
 # Losses with a mean over targets that are not ignored.
 _BY_TARGET = (cross_entropy, bce_with_logits, functional.cross_entropy, functional.nll_loss)
@@ -55,18 +60,29 @@ class RecipeLoss:
         """
         value = self._function(outputs, targets)
         parts = value if isinstance(value, Mapping) else {"loss": value}
+        returned = ""
         if "loss" not in parts:
-            raise _no_loss(f"a mapping with the keys {', '.join(map(str, parts))}")
+            returned = f"a mapping with the keys {', '.join(map(str, parts))}"
+        for part in parts.values():
+            if not isinstance(part, torch.Tensor):
+                returned = f"a {type(part).__name__}"
+            elif part.numel() != 1:
+                returned = f"a tensor of shape {tuple(part.shape)}"
+        if returned:
+            raise InputError(
+                f"the loss function returned {returned}",
+                expected="a scalar tensor, or a mapping with the scalar 'loss' and others",
+                fix="return the mean over the batch, as the losses of torch.nn do",
+                code="E_SHAPE",
+            )
         losses = {}
         for name, part in parts.items():
-            if not isinstance(part, torch.Tensor) or part.numel() != 1:
-                shape = f" of shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else ""
-                raise _no_loss(f"a {type(part).__name__}{shape}")
-            losses["loss" if name == "loss" else f"loss_{name}"] = part.reshape(())
+            key = f"loss_{name}" if name != "loss" else "loss"
+            losses[key] = part.reshape(())
         return losses
 
     def weight(self, targets: Any, samples: int) -> torch.Tensor | float:
-        """Return the weight of the mean of a batch of `samples` samples among the means of several batches."""
+        """Return the weight of the mean of a batch among the means of several batches."""
         if not (self._counts_targets and isinstance(targets, torch.Tensor)):
             return samples
         if targets.is_floating_point() and not self._is_binary:  # probabilities
@@ -78,10 +94,65 @@ class RecipeLoss:
         return (weights[targets.where(is_counted, 0)] * is_counted).sum()
 
 
-def _no_loss(returned: str) -> InputError:
-    return InputError(
-        f"the loss function returned {returned}",
-        expected="a scalar tensor, or a mapping with the scalar 'loss' and others",
-        fix="return the mean over the batch, as the losses of torch.nn do",
-        code="E_SHAPE",
+def non_finite_error(
+    data: tuple[Any, Any],
+    samples: Sequence[int],
+    parameters: Mapping[str, torch.nn.Parameter],
+    *,
+    loss_of: Callable[[Any, Any], torch.Tensor],
+    world: World,
+    step: int,
+    is_loss_finite: bool,
+) -> NonFiniteError:
+    """Return the error of a step; every sample is computed once more, alone. A collective.
+
+    Args:
+        data: inputs and targets of the batch, on the device.
+        samples: indices of the samples.
+        parameters: trained parameters by name, with the gradients of the step.
+        loss_of: returns the loss of inputs and targets in evaluation mode, where samples are
+            independent.
+        world: the ranks.
+        step: number of the step, from 1.
+        is_loss_finite: whether the loss is finite, and a gradient is not.
+    """
+    own = [name for name, p in parameters.items() if p.grad is not None and not _is_finite(p.grad)]
+    by_rank = all_gather(own, world)  # a rank may have parts of the model
+    bad = [name for name in parameters if any(name in names for names in by_rank)]
+    bad_samples = []
+    alone = parts_of(data, len(samples), len(samples))
+    for sample, (inputs, targets) in zip(samples, alone, strict=False):
+        loss = loss_of(inputs, targets)
+        is_finite = _is_finite(loss)
+        if is_finite and is_loss_finite:
+            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            is_finite = all(_is_finite(g) for g in gradients if g is not None)
+        if any(any_rank(world, not is_finite)):
+            bad_samples.append(sample)
+    source = _listed("sample", bad_samples)
+    if not bad_samples:
+        source = f"none of the {len(samples)} samples alone"
+    subject = "the loss"
+    advice = "check the learning rate"
+    if is_loss_finite:
+        subject = f"the gradient of {_listed('parameter', bad)}"
+        advice = "lower the learning rate or set clip_norm"
+    if is_loss_finite and not bad:  # the norm itself has an overflow
+        subject = "the norm of the gradient"
+    return NonFiniteError(
+        f"step {step}: {subject} is not finite, from {source}",
+        expected="non_finite: stop ends the run before the weights change",
+        fix=f"check these samples, {advice}; non_finite: skip skips such steps",
     )
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(device_reads.values(tensor.isfinite().all()))
+
+
+def _listed(noun: str, items: Sequence[object]) -> str:
+    plural = "s" if len(items) > 1 else ""
+    text = f"{noun}{plural} {', '.join(map(str, items[:_MAX_LISTED]))}"
+    if len(items) > _MAX_LISTED:
+        text += f" and {len(items) - _MAX_LISTED} more"
+    return text

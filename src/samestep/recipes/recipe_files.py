@@ -21,7 +21,7 @@ from samestep.config import Recipe, RecipeStep
 from samestep.config.key_suggestions import SYNONYMS, suggest
 from samestep.errors import InputError, RecipeError
 
-_MISSING = object()
+_NOT_SET = object()
 _DATASET_FILE = "data.json"
 # Names that pydantic appends to the key of a value with alternative types.
 _ALTERNATIVES = ("constrained-int", "literal['auto']")
@@ -34,36 +34,51 @@ def shipped_recipes() -> dict[str, Path]:
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """Return a shipped recipe or the recipe of a YAML file, with `key=value` overrides."""
-    return make_recipe(read_yaml(_find(name)), overrides, origin=name)
+    shipped = shipped_recipes()
+    path = shipped.get(name, Path(name))
+    if path.suffix not in (".yaml", ".yml"):
+        meant = suggest(name, shipped)
+        fix = f"samestep train {next(iter(shipped))}"
+        if meant is not None:
+            fix = f"did you mean {meant}?"
+        raise RecipeError(
+            f"there is no recipe {name!r}",
+            expected=f"one of {', '.join(shipped)}, or a file that ends in .yaml",
+            fix=fix,
+            code="E_UNKNOWN_NAME",
+        )
+    if not path.is_file():
+        problem = f"{name} is not a file" if path.exists() else f"there is no file {name}"
+        raise RecipeError(problem, "a YAML file", "correct the path", code="E_FILE_MISSING")
+    return make_recipe(read_yaml(path), overrides, origin=name)
 
 
 def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str) -> Recipe:
-    """Return the validated recipe of plain data with `key=value` overrides; `origin` names the recipe in errors."""
+    """Return the validated recipe of plain data with overrides; errors name its `origin`."""
     try:
         data = json.loads(json.dumps(raw))
     except (TypeError, ValueError) as error:  # ValueError: a YAML alias that contains itself
-        expected = "numbers, text, true/false, null, lists and mappings"
         raise RecipeError(
-            f"{origin}: {error}", expected=expected, fix="quote the value", code="E_VALUE"
+            f"{origin}: {error}",
+            expected="numbers, text, true/false, null, lists and mappings",
+            fix="quote the value",
+            code="E_VALUE",
         ) from error
+    # Before validation, so that an override can supply a missing key.
     for override in overrides:
         _override(data, override)
-    if isinstance(step := data.get("step") if isinstance(data, dict) else None, dict):
-        _restore_words(step)
+    step = data.get("step") if isinstance(data, dict) else None
+    if isinstance(step, dict):
+        # YAML 1.1 reads the words `on` and `off` as booleans.
+        for name, hint in get_type_hints(RecipeStep).items():
+            if "off" in get_args(hint) and isinstance(step.get(name), bool):
+                step[name] = ("off", "on")[step[name]]
     try:
         # Strict validation of JSON accepts lists for tuples, but no other conversions.
         recipe: Recipe = validator_of(Recipe).validate_json(json.dumps(data), strict=True)
         return recipe
     except ValidationError as error:
         raise _explained(error.errors(), origin) from error
-
-
-def _restore_words(step: dict[str, Any]) -> None:
-    """Replace the booleans as which YAML 1.1 reads `on` and `off`, in keys that have these values."""
-    words = [name for name, hint in get_type_hints(RecipeStep).items() if "off" in get_args(hint)]
-    step |= {
-        name: "on" if step[name] else "off" for name in words if isinstance(step.get(name), bool)
-    }
 
 
 def recipe_data(recipe: Recipe) -> dict[str, Any]:
@@ -83,23 +98,23 @@ def read_recipe(path: Path) -> Recipe:
     """Return the recipe of a file that `write_recipe` has written.
 
     Raises:
-        RecipeError: the file is damaged: it cannot be read, or has fewer keys than a resolved
-        recipe.
+        RecipeError: the file is damaged, or has fewer keys than a resolved recipe.
     """
     raw = read_yaml(path)
     recipe = make_recipe(raw, (), origin=str(path))
     missing = sorted(recipe_data(recipe).keys() - raw.keys())
     if missing:
-        problem = f"{path} has no {missing[0]}"
-        fix = "restore the file"
         raise RecipeError(
-            problem, expected="a resolved recipe with all keys", fix=fix, code="E_UNREADABLE"
+            f"{path} has no {missing[0]}",
+            expected="a resolved recipe with all keys",
+            fix="restore the file",
+            code="E_UNREADABLE",
         )
     return recipe
 
 
 def update_recipe(path: Path, recipe: Recipe) -> None:
-    """Write the epochs of `recipe` to the file of a run, for a later resumption; replace a damaged file."""
+    """Write the epochs of `recipe` to the file of a run; replace a damaged file."""
     try:
         saved = read_recipe(path)
     except RecipeError:
@@ -125,14 +140,15 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     """Return the differences of two recipes in plain data, one line per key."""
     lines = []
     for key in [*old, *(key for key in new if key not in old)]:
-        before = old.get(key, _MISSING)
-        after = new.get(key, _MISSING)
+        before = old.get(key, _NOT_SET)
+        after = new.get(key, _NOT_SET)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             lines += differences(before, after, f"{prefix}{key}.")
         elif before != after:
-            texts = [
-                "(not set)" if value is _MISSING else json.dumps(value) for value in (before, after)
-            ]
+            texts = [json.dumps(value) for value in (old.get(key), new.get(key))]
+            for number, side in enumerate((old, new)):
+                if key not in side:
+                    texts[number] = "(not set)"
             lines.append(f"{prefix}{key}: {' -> '.join(texts)}")
     return lines
 
@@ -144,41 +160,17 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     try:
         raw = from_yaml(path.read_text(encoding="utf-8"))
     except (YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
-        problem = f"{path} cannot be read: {error}"
-        fix = "correct the line of the error"
         raise RecipeError(
-            problem, expected="YAML in UTF-8", fix=fix, code="E_UNREADABLE"
+            f"{path} cannot be read: {error}",
+            expected="YAML in UTF-8",
+            fix="correct the line of the error",
+            code="E_UNREADABLE",
         ) from error
     if not isinstance(raw, Mapping):
         raise RecipeError(
-            f"{path} contains a {type(raw).__name__}",
-            expected="a mapping",
-            fix="write key: value lines",
+            f"{path} contains a {type(raw).__name__}", "a mapping", "write key: value lines"
         )
     return raw
-
-
-def _find(name: str) -> Path:
-    shipped = shipped_recipes()
-    if name in shipped:
-        return shipped[name]
-    path = Path(name)
-    if path.suffix not in (".yaml", ".yml"):
-        meant = suggest(name, shipped)
-        raise RecipeError(
-            f"there is no recipe {name!r}",
-            expected=f"one of {', '.join(shipped)}, or a file that ends in .yaml",
-            fix=f"did you mean {meant}?"
-            if meant is not None
-            else f"samestep train {next(iter(shipped))}",
-            code="E_UNKNOWN_NAME",
-        )
-    if not path.is_file():
-        problem = f"{name} is not a file" if path.exists() else f"there is no file {name}"
-        raise RecipeError(
-            problem, expected="a YAML file", fix="correct the path", code="E_FILE_MISSING"
-        )
-    return path
 
 
 def _override(data: dict[str, Any], override: str) -> None:
@@ -224,38 +216,39 @@ def _explained(errors: Sequence[ErrorDetails], origin: str) -> RecipeError:
     """
     unknown = [error for error in errors if error["type"] == "unexpected_keyword_argument"]
     error = (unknown or errors)[0]
-    path = [str(part) for part in error["loc"] if part not in _ALTERNATIVES]
-    key = ".".join(path)
+    *section, name = [str(part) for part in error["loc"] if part not in _ALTERNATIVES]
+    key = ".".join([*section, name])
     if unknown:
-        names = _keys(path[:-1])
-        siblings = [".".join([*path[:-1], name]) for name in names]
+        names = _keys(section)
+        siblings = [".".join([*section, other]) for other in names]
         meant = suggest(key, [*siblings, *SYNONYMS.values()], least=0.75)
         if meant is None and "options" in names:
-            meant = ".".join([*path[:-1], "options", path[-1]])
+            meant = ".".join([*section, "options", name])
         problem = f"unknown key {key}"
         code = "E_UNKNOWN_KEY"
         expected = f"one of the keys {', '.join(names)}"
-        fix = f"did you mean {meant}?" if meant is not None else f"remove {key}"
+        fix = f"remove {key}"
     elif error["type"] in ("missing", "missing_argument"):
+        meant = None
         problem = f"{key} is missing"
         code = "E_MISSING_KEY"
         expected = "a value; this key has no default"
-        fix = f"add {path[-1]}: to the recipe, or --set {key}=VALUE"
+        fix = f"add {name}: to the recipe, or --set {key}=VALUE"
     else:
+        meant = suggest(key, SYNONYMS.values(), least=1.0)  # such as a number for `learning_rate`
         problem = f"{key} is {json.dumps(error['input'])}"
         code = "E_VALUE"
         expected = error["msg"].removeprefix("Input should be ")
-        meant = suggest(key, SYNONYMS.values(), least=1.0)  # such as a number for `learning_rate`
         fix = f"--set {key}=..., or correct the file"
-        if meant not in (None, key):
-            fix = f"did you mean {meant}?"
+    if meant not in (None, key):
+        fix = f"did you mean {meant}?"
     return RecipeError(f"{origin}: {problem}", expected=expected, fix=fix, code=code)
 
 
-def _keys(path: Sequence[str]) -> list[str]:
+def _keys(section: Sequence[str]) -> list[str]:
     """Return the names of the keys of a section of the recipe."""
     kind: Any = Recipe
-    for part in path:
+    for part in section:
         hint = get_type_hints(kind)[part]
         kind = next(option for option in (hint, *get_args(hint)) if is_dataclass(option))
     return [key.name for key in fields(kind)]
@@ -269,9 +262,8 @@ class DatasetInfo:
     """Facts of a dataset that a trained model needs."""
 
     classes: Sequence[str]  # class names by number
-    model_options: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # model options that follow from the data
+    # Options of the model that follow from the data.
+    model_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def write_dataset_info(info: DatasetInfo, run: Path) -> None:

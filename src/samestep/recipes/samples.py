@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from samestep.data.batch import Collate, SizedDataset, map_tensors
 from samestep.data.streams import StreamDataset
+from samestep.data.whole_batches import WholeBatches
 from samestep.errors import DataError
-from samestep.microbatches import microbatch_bounds
+from samestep.microbatches import Cursor, microbatch_bounds
 
 
 class _Unusable(NamedTuple):
@@ -99,25 +101,22 @@ class IndexedCollate:
 
 
 def parts_of(data: Any, samples: int, parts: int) -> list[Any]:
-    """Return consecutive parts of nested data with rows for samples; fewer parts than `parts` for fewer samples.
+    """Return consecutive parts of nested data with rows for samples.
 
-    Values without a row for each sample are in every part.
+    There are fewer than `parts` for fewer samples. Values without a row for each sample are in
+    every part.
     """
     if parts == 1:
         return [data]
+
+    def rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        if not tensor.dim() or not len(tensor) or len(tensor) % samples:
+            return tensor
+        factor = len(tensor) // samples  # rows of a sample
+        return tensor[start * factor : stop * factor]
+
     bounds = microbatch_bounds(samples, min(parts, samples))
-
-    def part(start: int, stop: int) -> Any:
-        return map_tensors(data, lambda tensor: _rows(tensor, samples, start, stop))
-
-    return [part(start, stop) for start, stop in bounds]
-
-
-def _rows(tensor: torch.Tensor, samples: int, start: int, stop: int) -> torch.Tensor:
-    if not tensor.dim() or not len(tensor) or len(tensor) % samples:
-        return tensor
-    factor = len(tensor) // samples
-    return tensor[start * factor : stop * factor]
+    return [map_tensors(data, partial(rows, start=start, stop=stop)) for start, stop in bounds]
 
 
 def pair_of(data: Any) -> tuple[Any, Any]:
@@ -128,10 +127,18 @@ def pair_of(data: Any) -> tuple[Any, Any]:
     """
     if isinstance(data, list | tuple) and len(data) == 2:
         return data[0], data[1]
-    kind = f"{type(data).__name__} with keys" if isinstance(data, Mapping) else type(data).__name__
+    kind = type(data).__name__
+    if isinstance(data, Mapping):
+        kind += " with keys"
     raise DataError(
         f"a batch is a {kind}",
         expected="a pair (inputs, targets)",
         fix="return pairs from the data set, or from its collate function",
         code="E_DATA",
     )
+
+
+def complete_epoch(batches: WholeBatches) -> Generator[RecipeBatch]:
+    """Yield all batches of the first epoch, for an evaluation."""
+    batches.cursor = Cursor()
+    yield from batches

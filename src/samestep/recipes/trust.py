@@ -1,9 +1,8 @@
 """Trust in the code that a run directory names.
 
 Components of Samestep and of well-known libraries are imported from any run. Other import paths are
-code of the author
-of the run: they need `--trust`, or a signature of this account, whose key is outside of the run
-    directory.
+code of the author of the run: they need `--trust`, or a signature of this account, whose key is
+outside of the run directory.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _FUNCTION = re.compile(r"[a-z]\w*")
 
 
 def foreign_paths(recipe: Recipe) -> dict[str, str]:
-    """Return the import paths of a recipe that are neither of Samestep nor of well-known libraries, by section."""
+    """Return the import paths of a recipe that may be code of its author, by section."""
     names = {section: str(getattr(recipe, section).name) for section in _SECTIONS}
     return {section: name for section, name in names.items() if not _is_well_known(section, name)}
 
@@ -56,24 +55,19 @@ def _is_well_known(section: str, name: str) -> bool:
     module, colon, attribute = name.partition(":")
     if not colon or _ZOO.fullmatch(name):
         return True  # a short name can only be one of Samestep's
-    if section == "model" and module in _MODEL_LIBRARIES:
-        return _is_installed(module)
+    package = module.partition(".")[0]
     is_class = module in _CLASSES.get(section, ()) and _CLASS.fullmatch(attribute)
     is_function = module in _FUNCTIONS.get(section, ()) and _FUNCTION.fullmatch(attribute)
-    return bool(is_class or is_function) and _is_installed(module.partition(".")[0])
-
-
-def _is_installed(package: str) -> bool:
-    """Whether a package is installed; a folder of its name in the current folder is not the package."""
-    current = Path.cwd()
-    return (
-        PathFinder.find_spec(package, [path for path in sys.path if path and Path(path) != current])
-        is not None
-    )
+    is_model = section == "model" and module in _MODEL_LIBRARIES
+    if not (is_class or is_function or is_model):
+        return False
+    # A folder of this name in the current folder is not the package.
+    folders = [path for path in sys.path if path and Path(path) != Path.cwd()]
+    return PathFinder.find_spec(package, folders) is not None
 
 
 def sign(folder: Path, recipe: Recipe) -> None:
-    """Write the signature of a run with a trusted recipe. Without a state folder, the run needs `--trust` later."""
+    """Sign a run with a trusted recipe; without a state folder, it needs `--trust` later."""
     if not foreign_paths(recipe):
         return
     with suppress(OSError):
@@ -83,7 +77,7 @@ def sign(folder: Path, recipe: Recipe) -> None:
 
 
 def require_trusted(folder: Path, recipe: Recipe, *, trust: bool | Recipe) -> None:
-    """Require that the code which the recipe of a run directory names is trusted, and sign a run with `trust`.
+    """Require trust in the code that a run directory names, and sign a run with `trust`.
 
     Args:
         folder: directory of the run.
@@ -102,9 +96,11 @@ def require_trusted(folder: Path, recipe: Recipe, *, trust: bool | Recipe) -> No
         names = ", ".join(f"{section} {name}" for section, name in paths.items())
         raise InputError(
             f"{folder} names code outside of Samestep: {names}",
-            expected="a run that this account has trained on this machine, or components of Samestep, torch, "
-            "torchvision, timm, transformers, monai and segmentation_models_pytorch (docs/security.md)",
-            fix="--trust, if you trust the author of the run and these modules: their code runs with your permissions",
+            expected="a run that this account has trained on this machine, or components of "
+            "Samestep, torch, torchvision, timm, transformers, monai and "
+            "segmentation_models_pytorch (docs/security.md)",
+            fix="--trust, if you trust the author of the run and these modules: their code runs "
+            "with your permissions",
             code="E_UNTRUSTED",
         )
 
@@ -129,7 +125,7 @@ def _signature(recipe: Recipe, key: bytes) -> str:
 
 
 def _key(*, create: bool) -> bytes:
-    """Return the secret key of this account; raise `OSError` if there is none and none can be created."""
+    """Return the secret key of this account; raise `OSError` if there is none."""
     path = state_folder() / _KEY_FILE
     if create and not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ __all__ = ["YAMLError", "from_yaml", "to_yaml"]
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads values of JSON alone, and refuses a repeated key of a mapping, of which PyYAML ignores all but the last."""
+    """Reads values of JSON, and refuses a repeated key, of which PyYAML would use the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from samestep.checkpoint.files import write_atomically
-from samestep.checkpoint.lock import LOCK, FolderLock
+from samestep.checkpoint.files import LOCK, FolderLock, write_atomically
 from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.config import DEFAULT_KEEP, LOGGERS
 from samestep.distributed.devices import accelerator_module, is_accelerator

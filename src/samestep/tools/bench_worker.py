@@ -17,7 +17,7 @@ from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.distributed.world import World, all_gather
 from samestep.recipes.builder import Built, build, start_world
 from samestep.recipes.driver import Driver
-from samestep.recipes.run import evaluated
+from samestep.recipes.predict import evaluated
 from samestep.tools.bench import WARMUP_STEPS, Contender, Timing, Trained
 from samestep.tools.ranks import StopRequested, endless, train, wait_for_all
 
@@ -34,14 +34,14 @@ def train_contender(contender: Contender, epochs: int, options: RunOptions) -> T
         if is_accelerator(world.device):
             accelerator_module().reset_peak_memory_stats(world.device)
         built = _build(contender, options, world)
-        steps = epochs * len(built.train.batches) or 1
+        steps = epochs * len(built.train) or 1
         try:
             for _ in train(built.driver, islice(endless(built.train), steps)):
                 pass
         except StopRequested:
             return None
         held, peak = _measure_memory(built.driver)
-        samples = built.train.batches.samples_of(0)
+        samples = built.train.samples_of(0)
         values = evaluated(built, built.metrics) if epochs else {}
         return Trained(values, held, peak, samples)
 
@@ -91,7 +91,7 @@ def time_workers(
                     except StopRequested:
                         return None
                     finally:
-                        built.train.batches.close()
+                        built.train.close()
             result.append([timings[count] for count in counts])
     return result
 

@@ -9,9 +9,8 @@ from samestep.checkpoint.state import load
 from samestep.config import RunOptions
 from samestep.errors import InputError
 from samestep.microbatches import require_position
-from samestep.recipes.builder import Built, build, start_world
-from samestep.recipes.learning_rate import apply_schedule
-from samestep.recipes.run import without_pretrained
+from samestep.recipes.builder import Built, build, start_world, without_pretrained
+from samestep.recipes.optimizers import apply_schedule
 from samestep.runs.folder import require_same_code
 from samestep.tools.diff import Replayed, ReplayOptions, Subject
 from samestep.tools.ranks import StopRequested, train
@@ -44,7 +43,7 @@ def replay_recipe(subject: Subject, last: int, options: ReplayOptions) -> Replay
 def _resume(built: Built, subject: Subject) -> None:
     assert subject.checkpoint is not None
     driver = built.driver
-    batches = built.train.batches
+    batches = built.train
     progress = load(subject.checkpoint, driver.training)
     driver.steps = progress.step
     require_position(progress.cursor, batches.samples_of(progress.cursor.epoch), batches.batch_size)
@@ -56,7 +55,7 @@ def _resume(built: Built, subject: Subject) -> None:
 
 def _replay(built: Built, subject: Subject, last: int) -> Replayed:
     driver = built.driver
-    batches = built.train.batches
+    batches = built.train
     result = Replayed(str(subject.folder), subject.processes, driver.steps)
     while batches.cursor.epoch < subject.recipe.epochs:
         for _ in train(driver, batches):

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from samestep.checkpoint.contents import file_names, verify
-from samestep.checkpoint.store import CheckpointFolder, read_state
+from samestep.checkpoint.store import CheckpointFolder, file_names, read_state, verify
 from samestep.config import Recipe
 from samestep.data.batch import map_tensors, tensors_of
 from samestep.errors import InputError, RunError
 from samestep.loggers.logger import format_metric
-from samestep.recipes.forward import as_arguments, call_model
+from samestep.recipes.driver import as_arguments, call_model
+from samestep.recipes.predict import build_task, trained_model
 from samestep.recipes.recipe_files import (
     DatasetInfo,
     differences,
@@ -30,7 +30,6 @@ from samestep.recipes.recipe_files import (
     write_dataset_info,
     write_recipe,
 )
-from samestep.recipes.run import build_task, trained_model
 from samestep.session import start
 from samestep.tools.run_log import read_run
 from samestep.tools.templates import render

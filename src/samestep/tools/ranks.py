@@ -14,9 +14,9 @@ from samestep.launcher.job import process_state
 from samestep.launcher.worker import run_script
 
 if TYPE_CHECKING:  # scripts do not need the packages of recipes
+    from samestep.data.whole_batches import WholeBatches
     from samestep.recipes.driver import Driver
     from samestep.recipes.samples import RecipeBatch
-    from samestep.recipes.training import EpochData
 
 
 class StopRequested(Exception):
@@ -37,10 +37,10 @@ def train(driver: Driver, batches: Iterable[RecipeBatch]) -> Iterator[RecipeBatc
                 raise StopRequested
 
 
-def endless(data: EpochData) -> Iterator[RecipeBatch]:
+def endless(data: WholeBatches) -> Iterator[RecipeBatch]:
     """Yield the batches of one epoch after another."""
     while True:
-        yield from (batch for batch in data.batches if batch.data is not None)
+        yield from (batch for batch in data if batch.data is not None)
 
 
 def wait_for_all(world: World) -> None:

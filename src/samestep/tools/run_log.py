@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from samestep.errors import InputError
+from samestep.errors import InputError, printable
 from samestep.loggers.logger import parse_json_line, to_json
 from samestep.recipes.recipe_files import read_yaml
-from samestep.report_limits import printable
 from samestep.runs import LOOP
 from samestep.units import plural
 

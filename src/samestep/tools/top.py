@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import psutil
 
-from samestep.checkpoint.lock import is_locked
+from samestep.checkpoint.files import is_locked
 from samestep.recipes.recipe_files import read_yaml
 from samestep.runs import LOOP
 from samestep.tools.run_log import (

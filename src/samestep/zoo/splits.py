@@ -14,8 +14,7 @@ from torch.utils.data import default_collate
 
 from samestep.data.batch import Collate, SizedDataset
 from samestep.data.sample_files import SampleFiles, fingerprint_of
-from samestep.errors import DataError
-from samestep.report_limits import printable
+from samestep.errors import DataError, printable
 from samestep.zoo.options import require_option
 from samestep.zoo.sample_cache import SampleCache
 

@@ -18,7 +18,6 @@ from helpers.terminal import Screen
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import RunOptions
 from samestep.config.validation import require_package
-from samestep.distributed.status import WaitClock
 from samestep.errors import EXIT_INPUT, InputError, RunError
 from samestep.loggers.logger import (
     Event,
@@ -28,10 +27,11 @@ from samestep.loggers.logger import (
 )
 from samestep.loggers.progress import ProgressLogger, evaluation_line
 from samestep.loggers.trackers import TensorBoardLogger
-from samestep.metrics.metrics import BestRule
 from samestep.recipes.builder import build, start_world
+from samestep.recipes.checkpoints import RecipeCheckpoints
+from samestep.recipes.events import StepTimer, TrainingEvents
 from samestep.recipes.recipe_files import load_recipe, recipe_data
-from samestep.recipes.training import StepTimer, Trainer
+from samestep.recipes.run import fit
 from samestep.runs.folder import append_start
 from samestep.session import start
 
@@ -332,20 +332,15 @@ def test_environment_has_an_entry_for_each_start(tmp_path: Path) -> None:
     assert all(entry["started"] and entry["samestep"] for entry in entries)
 
 
-def test_timer_counts_the_current_wait_and_local_samples() -> None:
-    timer = StepTimer(waits := WaitClock())
-    with waits.wait():
-        first, second = timer.data_seconds, timer.data_seconds
-        assert 0 <= first < second
-    after = timer.data_seconds
-    assert after == timer.data_seconds == pytest.approx(timer.last_wait)
-    with pytest.raises(ZeroDivisionError), waits.wait():
-        1 / 0  # noqa: B018
-    assert timer.data_seconds == timer.data_seconds > after
+def test_timer_counts_the_wait_before_a_step_and_local_samples() -> None:
+    timer = StepTimer()
+    with timer.waits.wait():
+        pass
     for local_samples in (3, 5):
         with timer.step(10, local_samples):
             pass
     assert timer.local_samples == 8
+    assert timer.last_step > timer.waits.last > 0
 
 
 # --- training ---------------------------------------------------------------------------------------------
@@ -381,18 +376,10 @@ def train_with_memory_logger(folder: Path) -> MemoryLogger:
     logger = MemoryLogger()
     with start_world(recipe, options) as world:
         built = build(recipe, options, world)
-        trainer = Trainer(
-            built.driver,
-            built.train,
-            built.evaluation,
-            list(built.metrics),
-            best=BestRule.of(recipe.best_by, recipe.best_mode, recipe.metrics),
-            folder=CheckpointFolder(folder, 2),
-            recipe=recipe_data(recipe),
-            facts=built.facts,
-            epochs=recipe.epochs,
-            options=options,
-            loggers=[logger],
-        )
-        trainer.fit()
+        with RunLogger([logger]) as log:
+            log.log_config(recipe_data(recipe))
+            checkpoints = RecipeCheckpoints(CheckpointFolder(folder, 2), built, recipe, options, log)
+            events = TrainingEvents(log, built, recipe.epochs, options)
+            fit(built, recipe.epochs, checkpoints, events)
+            events.log_end(stopped=False)
     return logger

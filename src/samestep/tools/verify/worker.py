@@ -78,7 +78,7 @@ def _run_recipe(recipe: Recipe, trial: Trial) -> None:
     """Run the first steps, the last batch of the epoch and one evaluation."""
     # Here, since scripts do not need the packages of recipes.
     from samestep.recipes.builder import build, start_world
-    from samestep.recipes.run import evaluated
+    from samestep.recipes.predict import evaluated
 
     assert trial.steps is not None
     # A reference on one process has nothing to divide; other runs on one process may use several
@@ -90,7 +90,7 @@ def _run_recipe(recipe: Recipe, trial: Trial) -> None:
     with start_world(recipe, options) as world, suppress(StopRequested):
         built = build(recipe, options, world)
         driver = built.driver
-        batches = built.train.batches
+        batches = built.train
         checkpoints = CheckpointFolder(trial.scratch)
         if trial.killed is not None and checkpoints.steps():
             checkpoint = checkpoints.find("last")

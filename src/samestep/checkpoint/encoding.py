@@ -1,4 +1,4 @@
-"""State of objects as JSON with named tensors, and comparison of a loop with that of a checkpoint."""
+"""State of objects as JSON with named tensors, and its comparison with present objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.distributed.logging import logger
 from samestep.errors import CheckpointError, InputError
 
 EXTRA_STATE = _EXTRA_STATE_KEY_SUFFIX
@@ -36,7 +35,7 @@ _TYPES: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]], 
     "str": (
         str,
         lambda value: list(value.encode(errors="surrogatepass")),
-        lambda items: _text(bytes(items)),
+        lambda items: bytes(items).decode(errors="surrogatepass"),
     ),
     "complex": (complex, lambda value: [value.real, value.imag], lambda items: complex(*items)),
 }
@@ -67,27 +66,30 @@ def encode(value: Any, tensors: Tensors, place: str) -> Any:
     for name, (known, contents, _) in _TYPES.items():
         if kind is known:
             items = encode(contents(value), tensors, place)
-            return {
-                _TYPE: name,
-                "items": sorted(items, key=json.dumps) if kind in (set, frozenset) else items,
-            }
+            if kind in (set, frozenset):
+                items = sorted(items, key=json.dumps)
+            return {_TYPE: name, "items": items}
     if isinstance(value, torch.Tensor) and _is_savable(value):
-        device = {} if value.device.type == "cpu" else {"device": value.device.type}
-        return {_TYPE: "tensor", "name": _named(value, tensors, place), **device}
+        encoded = {_TYPE: "tensor", "name": _named(value, tensors, place)}
+        if value.device.type != "cpu":
+            encoded["device"] = value.device.type
+        return encoded
     if isinstance(value, numpy.ndarray | numpy.generic) and _is_savable_array(value):
         array = torch.from_numpy(numpy.array(value))
         name = "array" if isinstance(value, numpy.ndarray) else "numpy"
         return {_TYPE: name, "name": _named(array, tensors, place)}
     raise InputError(
         f"{place} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold",
-        expected="numbers, text, None, dense tensors, arrays of NumPy, and lists, tuples, sets and dicts of these",
-        fix="leave the value out of the state (state_dict, get_extra_state), or convert it to such values",
+        expected="numbers, text, None, dense tensors, arrays of NumPy, and lists, tuples, sets "
+        "and dicts of these",
+        fix="leave the value out of the state (state_dict, get_extra_state), or convert it to such "
+        "values",
         code="E_CHECKPOINT_WRITE",
     )
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Any:
-    """Return the value that `encode` represents; tensors that were on an accelerator are moved to `device`.
+    """Return the value that `encode` represents; tensors of an accelerator are moved to `device`.
 
     Raises:
         ValueError, TypeError, KeyError: `encode` does not write such data.
@@ -100,10 +102,14 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor], device: torch.device
     if kind is None:
         return {key: decode(item, tensors, device) for key, item in value.items()}
     if kind in ("tensor", "array", "numpy"):
-        tensor = tensors[value["name"]]
-        if kind == "tensor":
-            return tensor.to(device) if "device" in value else tensor
-        return tensor.numpy() if kind == "array" else tensor.numpy()[()]
+        restored: Any = tensors[value["name"]]
+        if kind != "tensor":
+            restored = restored.numpy()
+        elif "device" in value:
+            restored = restored.to(device)
+        if kind == "numpy":
+            restored = restored[()]  # a scalar
+        return restored
     items = decode(value["items"], tensors, device)
     if not isinstance(items, list):
         raise ValueError(f"the items of a {kind} are no list")
@@ -112,10 +118,6 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor], device: torch.device
 
 def _is_text(value: Any) -> bool:
     return type(value) is str and _SURROGATE.search(value) is None
-
-
-def _text(data: bytes) -> str:
-    return data.decode(errors="surrogatepass")
 
 
 def _is_savable(tensor: torch.Tensor) -> bool:
@@ -173,10 +175,8 @@ def load_schedule(scheduler: LRScheduler, saved: dict[str, Any]) -> None:
         CheckpointError: the state is that of another kind of scheduler.
     """
     # Names that begin with an underscore differ between versions of torch.
-    names, own = (
-        sorted(name for name in state if name[0] != "_")
-        for state in (saved, scheduler.state_dict())
-    )
+    names = sorted(name for name in saved if name[0] != "_")
+    own = sorted(name for name in scheduler.state_dict() if name[0] != "_")
     if type(scheduler).__module__.startswith("torch.optim.") and names != own:
         raise other_state(
             "schedule", f"it has the values {', '.join(names)}, and not {', '.join(own)}"
@@ -194,19 +194,17 @@ def setting_changes(
             yield f"{name}: {key} is {current[key]}, and was {saved[key]}"
 
 
-def require_unchanged_settings(changes: list[str], is_main: bool, *, accept_changes: bool) -> None:
-    """Refuse changed settings of a run that resumes; with `accept_changes`, rank 0 logs them.
+def require_unchanged_settings(changes: list[str], *, accept_changes: bool) -> None:
+    """Refuse changed settings of a run that resumes, unless `accept_changes` is set.
 
     Raises:
-        InputError: there are changes, and `accept_changes` is not set.
+        CheckpointError: there are changes.
     """
     if changes and not accept_changes:
         raise _other_loop(
             "; ".join(changes),
             "the values with which the run began, so that the result is that of one run",
         )
-    for change in changes if is_main else ():
-        logger.warning("continuing with a change: %s", change)
 
 
 def require_same_names(kind: str, saved: Collection[str], current: Collection[str]) -> None:
@@ -228,22 +226,23 @@ def _other_loop(problem: str, expected: str) -> CheckpointError:
     return CheckpointError(
         f"the run differs from that of the checkpoint: {problem}",
         expected=expected,
-        fix="restore them; or continue with new values or additional objects: samestep resume RUN --accept-changes, "
-        "in a script checkpoints.resume(accept_changes=True)",
+        fix="restore them; or continue with new values or additional objects: samestep resume RUN "
+        "--accept-changes, in a script checkpoints.resume(accept_changes=True)",
         code="E_RESUME_CHANGED",
     )
 
 
 def groups_like(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the saved parameter groups of an optimizer for its present groups, with names of parameters.
+    """Return the saved parameter groups of an optimizer for its present groups.
+
+    Both have names of parameters.
 
     Raises:
         CheckpointError: the groups are those of another optimizer.
     """
     if [set(group) for group in current] != [set(group) for group in saved]:
-        raise other_state(
-            "optimizer", "its settings are those of another optimizer, or of other parameter groups"
-        )
+        problem = "its settings are those of another optimizer, or of other parameter groups"
+        raise other_state("optimizer", problem)
     if [group["params"] for group in current] != [group["params"] for group in saved]:
         raise other_state("optimizer", "it trained other parameters")
     # How a step is computed depends on the machine.
@@ -269,7 +268,7 @@ def encode_objects(
     objects: Mapping[str, Any],
     tensors: Tensors,
 ) -> dict[str, Any]:
-    """Return the state of schedule, modules and objects as JSON, and add the tensors that it contains to `tensors`.
+    """Return the state of schedule, modules and objects as JSON, and add its tensors to `tensors`.
 
     Raises:
         InputError: a value has a type that a checkpoint cannot hold.
@@ -278,8 +277,9 @@ def encode_objects(
         name: value for name, value in model.state_dict().items() if name.endswith(EXTRA_STATE)
     }
     states = {name: object_state(name, value) for name, value in objects.items()}
+    schedule = scheduler.state_dict() if scheduler else None
     return {
-        "scheduler": encode(scheduler.state_dict() if scheduler else None, tensors, "scheduler"),
+        "scheduler": encode(schedule, tensors, "scheduler"),
         "extra": {name: encode(value, tensors, name) for name, value in extra.items()},
         "objects": {
             name: encode(value, tensors, f"state.{name}") for name, value in states.items()

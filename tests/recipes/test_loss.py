@@ -10,9 +10,9 @@ from samestep.config import Recipe, RunOptions
 from samestep.distributed.world import World
 from samestep.errors import InputError, RecipeError
 from samestep.recipes.builder import Built, build
+from samestep.recipes.predict import evaluated
 from samestep.recipes.recipe_files import load_recipe
-from samestep.recipes.run import evaluated
-from samestep.recipes.training import complete_epoch
+from samestep.recipes.samples import complete_epoch
 
 PARTS = """
 from samestep.zoo.losses import cross_entropy
@@ -57,7 +57,7 @@ def test_class_weights_are_a_list_in_a_recipe(alone: World) -> None:
     made.driver.model.eval()
     total = count = 0.0
     with torch.no_grad():
-        for batch in complete_epoch(made.evaluation.batches):
+        for batch in complete_epoch(made.evaluation):
             inputs, targets = batch.data
             outputs, weight = made.driver.model(inputs), torch.tensor(heavy, dtype=torch.float64)
             loss = torch.nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1)(outputs.double(), targets)
@@ -69,7 +69,7 @@ def test_class_weights_are_a_list_in_a_recipe(alone: World) -> None:
 def test_class_weights_of_another_number_of_classes_are_refused(alone: World) -> None:
     made = built(alone, "loss.options.weight=[1, 2]")
     with pytest.raises(InputError, match=r"weights of shape \(2,\) for 29 classes"):
-        made.driver.step(next(iter(made.train.batches)))
+        made.driver.step(next(iter(made.train)))
 
 
 def test_options_go_to_a_class_of_losses_and_nowhere_else(place: Path, alone: World) -> None:

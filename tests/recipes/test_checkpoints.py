@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from samestep.recipes.training import CheckpointInterval
+from samestep.recipes.checkpoints import CheckpointInterval
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory as files of safetensors, and background writing of checkpoints."""
+"""Background writing of checkpoints, from copies of tensors in host memory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ class HostBuffers:
     """Host memory for copies of tensors, reused by the copies of the next save.
 
     The memory is page-locked for tensors on an accelerator. Their copies are queued in the current
-    stream of their
-    device: the host does not wait, and later work of the stream, such as the next update, follows
-        the copies.
+    stream of their device: the host does not wait, and later work of the stream, such as the next
+    update, follows the copies.
     """
 
     def __init__(self) -> None:
@@ -45,12 +44,10 @@ class HostBuffers:
         device = tensor.device
         is_queued = is_accelerator(tensor.device)
         key = tensor.shape, tensor.dtype, is_queued
-        free = self._free.get(key)
-        buffer = (
-            free.pop()
-            if free
-            else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_queued)
-        )
+        if free := self._free.get(key):
+            buffer = free.pop()
+        else:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_queued)
         self._used.setdefault(key, []).append(buffer)
         buffer.copy_(tensor.detach(), non_blocking=is_queued)
         if is_queued:
@@ -58,12 +55,12 @@ class HostBuffers:
         return buffer
 
     def wait(self) -> None:
-        """Wait for the copies. Any thread may call this."""
+        """Wait for the copies; any thread may call this."""
         for event in self._events.values():
             event.synchronize()
 
     def reuse(self) -> None:
-        """Make the memory of the present copies available to the next ones; call when nothing reads them any more."""
+        """Reuse the memory of the present copies, which nothing reads any more."""
         self._free = self._used
         self._used = {}
 
@@ -83,7 +80,7 @@ def distinct(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tenso
 
 
 class TensorFile:
-    """File in the format of safetensors, with the bytes of `safetensors.torch.save`, as an iterable of its pieces.
+    """File with the bytes of `safetensors.torch.save`, as an iterable of its pieces.
 
     Large tensors are not copied; small ones are joined, so that a file has few pieces.
 
@@ -172,9 +169,9 @@ class AsyncCheckpointWriter:
         is_best: bool = False,
         epoch: int | None = None,
     ) -> None:
-        """Wait for the previous checkpoint, and start writing the files of `snapshot` as the checkpoint of `step`."""
+        """Wait for the previous checkpoint, and start to write the files of `snapshot`."""
         start = time.monotonic()
-        self.wait()
+        self.wait()  # one copy of the state at a time: two could exceed the host's memory
         self._buffers.reuse()
         files = snapshot(self._buffers)
 

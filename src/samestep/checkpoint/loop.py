@@ -1,0 +1,132 @@
+"""Checkpoints of a training loop: what the loops of scripts and of recipes have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+from samestep.checkpoint.checksum import Trained
+from samestep.checkpoint.contents import Progress, SavedLoader, SavedState
+from samestep.checkpoint.encoding import require_same_names
+from samestep.checkpoint.files import Contents
+from samestep.checkpoint.state import Training, load, read_verified, snapshot
+from samestep.checkpoint.store import STATE, CheckpointFolder, file_names
+from samestep.checkpoint.writer import AsyncCheckpointWriter, HostBuffers, SavedCheckpoint
+from samestep.data.whole_batches import WholeBatches
+from samestep.metrics.metrics import BestRule
+from samestep.microbatches import require_position
+
+
+class LoopCheckpoints:
+    """Checkpoints of the models and loaders of one loop, written by a background thread.
+
+    Args:
+        folder: folder of the checkpoints.
+        loops: models with their optimizers, by name.
+        loaders: training data by name; the cursor of the first is the position of the loop.
+        objects: other objects with state, by name.
+        rule: rule that selects the best checkpoint.
+        on_saved: called in the training thread for each complete checkpoint.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        loops: Mapping[str, Trained],
+        loaders: Mapping[str, WholeBatches],
+        objects: Mapping[str, Any],
+        rule: BestRule,
+        on_saved: Callable[[SavedCheckpoint], None],
+    ) -> None:
+        self._folder = folder
+        self._loops = loops
+        self._loaders = loaders
+        self._objects = objects
+        self._rule = rule
+        self._best: float | None = None
+        self._world = next(iter(loops.values())).world
+        heartbeat = self._world.session.status.heartbeat
+        self._writer = AsyncCheckpointWriter(folder, on_saved, heartbeat)
+
+    @property
+    def _step(self) -> int:
+        return max(loop.steps for loop in self._loops.values())
+
+    @property
+    def _first_loader(self) -> WholeBatches:
+        return next(iter(self._loaders.values()))
+
+    def _progress(self, name: str) -> Progress:
+        """Return the progress that the checkpoint of a model contains."""
+        loaders = {
+            key: SavedLoader(loader.cursor, loader.settings_of(loader.cursor.epoch))
+            for key, loader in self._loaders.items()
+        }
+        return Progress(
+            step=self._loops[name].steps,
+            cursor=self._first_loader.cursor,
+            best=self._best,
+            loaders=loaders,
+        )
+
+    def _trainings(self) -> Iterator[tuple[str, Training]]:
+        """Yield the objects of each model; those of the loop belong to the first name."""
+        first = min(self._loops)
+        for name, loop in self._loops.items():
+            objects = self._objects if name == first else {}
+            yield name, replace(loop.training, objects=objects)
+
+    def _write(self, *, is_best: bool, epoch: int | None) -> None:
+        """Copy the state and begin to write it on rank 0; others only take part in gathering."""
+        if self._world.is_main:
+            self._writer.save(self._step, self._snapshot, is_best=is_best, epoch=epoch)
+        else:
+            self._snapshot(None)
+
+    def _snapshot(self, buffers: HostBuffers | None) -> dict[str, Contents]:
+        files: dict[str, Contents] = {}
+        for name, training in self._trainings():
+            own = snapshot(training, self._progress(name), buffers)
+            files |= {f"{prefix(name)}{file}": contents for file, contents in own.items()}
+        return files
+
+    def _read(self, path: Path) -> dict[str, SavedState]:
+        """Verify a checkpoint, and return its states without tensors by the names of models."""
+        endings = [file.removesuffix(STATE) for file in file_names(path) if file.endswith(STATE)]
+        require_same_names("models", [end.removesuffix(".") for end in endings], self._loops)
+        trainings = {prefix(name): training for name, training in self._trainings()}
+        states = read_verified(path, trainings)
+        return {name: states[prefix(name)] for name in self._loops}
+
+    def _load(
+        self, path: Path, saved: Mapping[str, SavedState], *, new_objects: bool = False
+    ) -> None:
+        """Restore the state and the position of a checkpoint that `_read` has verified."""
+        for name, training in self._trainings():
+            load(path, training, saved[name], prefix(name), new_objects=new_objects)
+        for name, state in saved.items():
+            progress = state.progress
+            self._loops[name].steps = progress.step
+            self._best = progress.best
+            positions = {key: loader.cursor for key, loader in progress.loaders.items()}
+            # Checkpoints of recipes have one position, without the settings of a loader.
+            for key, cursor in (positions or {next(iter(self._loaders)): progress.cursor}).items():
+                loader = self._loaders[key]
+                require_position(cursor, loader.samples_of(cursor.epoch), loader.batch_size)
+                loader.cursor = cursor
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Wait for the last checkpoint."""
+        self._writer.__exit__(*error)
+
+
+def prefix(name: str) -> str:
+    """Return the beginning of the names of the files of a model."""
+    if name:
+        return f"{name}."
+    return ""

@@ -1,0 +1,281 @@
+"""Checkpoints of the training of a recipe, and their interval."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
+
+from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.encoding import require_unchanged_settings, setting_changes
+from samestep.checkpoint.loop import LoopCheckpoints
+from samestep.checkpoint.store import CheckpointFolder
+from samestep.checkpoint.writer import SavedCheckpoint
+from samestep.config import Recipe, RunOptions
+from samestep.config.validation import require
+from samestep.errors import CheckpointWriteError, InputError
+from samestep.loggers.logger import RunLogger
+from samestep.metrics.metrics import BestRule
+from samestep.recipes.builder import Built
+from samestep.recipes.driver import StepResult
+from samestep.recipes.optimizers import apply_schedule
+from samestep.recipes.recipe_files import recipe_data
+from samestep.units import plural
+
+_REMEMBERED_SAVES = 8
+
+
+class RecipeCheckpoints(LoopCheckpoints):
+    """Checkpoints of a recipe: also the recipe, facts of its data, and the mean of the epoch.
+
+    Use this object as a context manager around the loop: the end of the block waits for the last
+    checkpoint.
+
+    Args:
+        folder: folder of the checkpoints.
+        built: objects of the recipe.
+        recipe: the recipe, which every checkpoint contains.
+        options: limits on the time and the steps between checkpoints.
+        logger: receives the events.
+
+    Attributes:
+        recipe: resolved recipe as plain data.
+        skipped_steps: steps of the run without an update.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        built: Built,
+        recipe: Recipe,
+        options: RunOptions,
+        logger: RunLogger,
+    ) -> None:
+        rule = BestRule.of(recipe.best_by, recipe.best_mode, recipe.metrics)
+        super().__init__(folder, {"": built.driver}, {"": built.train}, {}, rule, self._log_saved)
+        # The weight of the foreground is a number there, as the masks can change.
+        self.recipe = recipe_data(replace(recipe, loss=built.loss))
+        self.skipped_steps = 0
+        self._driver = built.driver
+        self._batches = built.train
+        self._facts = built.facts
+        self._logger = logger
+        self._loss_sum = 0.0
+        self._loss_count = 0.0
+        self._accepted_changes: list[str] = []
+        self._interval = CheckpointInterval(options.max_lost_work)
+        self._every = options.checkpoint_every
+
+    @property
+    def best(self) -> float | None:
+        """Best value of the deciding metric so far."""
+        return self._best
+
+    @property
+    def train_loss(self) -> float:
+        """Mean loss of the steps of the epoch so far; NaN without a loss."""
+        if self._loss_count:
+            return self._loss_sum / self._loss_count
+        return float("nan")
+
+    @property
+    def awaits_evaluation(self) -> bool:
+        """Whether an epoch has all its steps but no evaluation, as after a stop request."""
+        return bool(self._loss_count) and not self._batches.cursor.samples
+
+    def _progress(self, name: str) -> Progress:
+        cursor = self._batches.cursor
+        return Progress(
+            step=self._driver.steps,
+            cursor=cursor,
+            best=self._best,
+            loss_sum=self._loss_sum,
+            loss_count=self._loss_count,
+            skipped_steps=self.skipped_steps,
+            recipe=self.recipe,
+            data=self._data_settings(cursor.epoch),
+        )
+
+    def _data_settings(self, epoch: int) -> dict[str, Any]:
+        """Return the settings and facts of the training data on which an epoch depends."""
+        return {**self._batches.settings_of(epoch), **self._facts}
+
+    def resume(self, path: Path, *, accept_changes: bool) -> None:
+        """Resume from a checkpoint of any number of ranks.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or belongs to another model.
+            InputError: the data have changed, or `epochs` is too small.
+        """
+        saved = self._read(path)
+        progress = saved[""].progress
+        cursor = progress.cursor
+        epochs = self.recipe["epochs"]
+        require(
+            cursor.epoch <= epochs,
+            f"epochs is {epochs}, and {path} has {plural(cursor.epoch, 'epoch')}",
+            "at least the epochs that are complete",
+            f"--set epochs={cursor.epoch} or more",
+        )
+        settings = self._data_settings(cursor.epoch)
+        changes = list(setting_changes("training data", progress.data, settings))
+        require_unchanged_settings(changes, accept_changes=accept_changes)
+        # Until here nothing has changed, so that an error leaves the objects as they were.
+        self._load(path, saved)
+        self._loss_sum = progress.loss_sum
+        self._loss_count = progress.loss_count
+        self.skipped_steps = progress.skipped_steps
+        self._accepted_changes = changes
+        before = progress.recipe.get("epochs", epochs)
+        if before != epochs and isinstance(self._driver.scheduler, LambdaLR):
+            apply_schedule(self._driver.scheduler)  # the schedule depends on the number of epochs
+        # Other keys may have new defaults in this version: they stay as they were.
+        self.recipe = {**progress.recipe, "epochs": epochs}
+        self._log_resumption(before)
+
+    def _log_resumption(self, epochs_before: int) -> None:
+        cursor = self._batches.cursor
+        step = self._driver.steps
+        epochs = self.recipe["epochs"]
+        if self.awaits_evaluation:
+            position = f"evaluation of epoch {cursor.epoch}/{epochs}"
+        elif cursor.epoch >= epochs:
+            position = (
+                f"the run is complete ({plural(epochs, 'epoch')}); --set epochs=N adds epochs"
+            )
+        else:
+            next_step = cursor.samples // self._batches.batch_size + 1
+            position = f"epoch {cursor.epoch + 1}/{epochs}, step {next_step}/{len(self._batches)}"
+        text = f"resuming after step {step}: {position}"
+        if epochs_before != epochs:
+            text += f" (before: {plural(epochs_before, 'epoch')})"
+        self._logger.log_event(
+            "resume", step=step, epoch=cursor.epoch, samples=cursor.samples, text=text
+        )
+        for change in self._accepted_changes:
+            self._logger.log_event("note", text=f"continuing with a change: {change}")
+
+    def begin(self) -> None:
+        """Begin the first interval, and save if the data have changed since the checkpoint.
+
+        An automatic restart compares the data with those that were accepted.
+        """
+        self._interval.begin_save()  # the time before is no work that a kill would lose
+        if self._accepted_changes:
+            self.save()
+
+    def add(self, result: StepResult) -> None:
+        """Add the result of a step to the mean of the epoch, and report a finished checkpoint."""
+        self.skipped_steps += result.skipped
+        if not result.skipped and result.weight:
+            self._loss_sum += result.loss * result.weight
+            self._loss_count += result.weight
+        self._writer.poll()
+
+    def is_due(self, step_seconds: float, evaluation_seconds: float) -> bool:
+        """Return whether to save after the step of the batch that was read last.
+
+        Args:
+            step_seconds: expected time of this step, and of the next one.
+            evaluation_seconds: expected time of an evaluation, before which nothing can be saved.
+        """
+        ends_epoch = not self._batches.cursor.samples
+        ahead = 2 * step_seconds
+        if ends_epoch:
+            ahead += evaluation_seconds  # the next opportunity is after it
+        if self._world.is_main and self._interval.is_due(ahead):
+            return True
+        step = self._driver.steps + 1
+        return self._every is not None and not ends_epoch and step % self._every == 0
+
+    def is_best(self, values: Mapping[str, float]) -> bool:
+        """Return whether the results of an evaluation are the best so far."""
+        return self._rule.is_best(values, self._best)
+
+    def save(self, values: Mapping[str, float] | None = None) -> None:
+        """Save the state, at the end of an epoch with the `values` of its evaluation.
+
+        Call this on every rank; rank 0 writes, in the background.
+        """
+        epoch = None
+        is_best = False
+        if values is not None:
+            epoch = self._batches.cursor.epoch
+            is_best = self.is_best(values)
+            self._loss_sum = 0.0
+            self._loss_count = 0.0
+        if values is not None and is_best:
+            self._best = values[self._rule.by]
+        self._interval.begin_save()
+        self._write(is_best=is_best, epoch=epoch)
+
+    @contextmanager
+    def saved_on_bad_data(self) -> Iterator[None]:
+        """Save before the error of a bad sample, if rank 0 holds the complete state.
+
+        Other ranks need not have the error, so that no rank can take part in gathering.
+        """
+        try:
+            yield
+        except InputError as error:
+            is_divided = self._driver.local_parameters.is_divided
+            if self._driver.steps and not is_divided and self._world.is_main:
+                try:
+                    self.save()
+                    self._writer.wait()
+                except CheckpointWriteError as failure:
+                    error.add_note(str(failure))
+            raise
+
+    def _log_saved(self, saved: SavedCheckpoint) -> None:
+        self._world.session.status.checkpoint_saved()
+        if self._interval.end_save(saved.seconds):
+            text = f"a save takes {saved.seconds:.1f} s: more than --max-lost-work allows"
+            self._logger.log_event("note", text=text)
+        self._logger.log_event(
+            "checkpoint", step=saved.step, path=saved.path.name, is_best=saved.is_best
+        )
+
+
+class CheckpointInterval:
+    """Times of checkpoints that bound the work lost by a kill.
+
+    The next checkpoint must be complete, not started, before the state of the previous one reaches
+    the maximum age. The durations of steps and writes are predicted from the last step and the
+    longest of the last few saves.
+
+    Args:
+        seconds: maximum lost work, or None for no bound.
+    """
+
+    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._state_time = clock()
+        self._is_exceeded = False
+        self._durations: deque[float] = deque(maxlen=_REMEMBERED_SAVES)
+
+    def is_due(self, ahead: float) -> bool:
+        """Return whether to save now; the next opportunity is in `ahead` seconds."""
+        if self._seconds is None:
+            return False
+        age = self._clock() - self._state_time
+        return age + ahead + max(self._durations, default=0.0) >= self._seconds
+
+    def begin_save(self) -> None:
+        """Record the start of a save of the current state."""
+        self._state_time = self._clock()
+
+    def end_save(self, seconds: float) -> bool:
+        """Record the end of a save; return whether it is the first that exceeds the bound."""
+        self._durations.append(seconds)
+        was_exceeded = self._is_exceeded
+        self._is_exceeded = was_exceeded or seconds > (self._seconds or math.inf)
+        return self._is_exceeded and not was_exceeded

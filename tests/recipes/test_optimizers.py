@@ -1,0 +1,320 @@
+"""Optimizers of recipes: parameter groups, scaled learning rates and schedules."""
+
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, StepLR
+
+from helpers.system import here, weights
+from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.state import Training, load, pack
+from samestep.checkpoint.store import CheckpointFolder
+from samestep.config import LearningRateConfig, LearningRateRule, OptimizerConfig, RunOptions, ScheduleConfig
+from samestep.distributed.world import World
+from samestep.errors import CheckpointError, RecipeError
+from samestep.recipes.builder import Built, build
+from samestep.recipes.optimizers import apply_layer_decay, layer_numbers, parameter_groups, scale_rates, schedule_factor
+from samestep.recipes.recipe_files import load_recipe
+from samestep.torchvision_import import make_torchvision_importable
+from samestep.zoo.digits import DigitsNet
+from samestep.zoo.models import TokensNet
+
+
+def timm_model(name: str) -> nn.Module:
+    make_torchvision_importable()
+    import timm
+
+    with torch.random.fork_rng():
+        model: nn.Module = timm.create_model(name, pretrained=False, num_classes=5)
+    return model
+
+
+def described(model: nn.Module, groups: list[dict[str, Any]], weight_decay: float) -> dict[str, tuple[float, float]]:
+    """Return rate factor and weight decay of each parameter."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        names[parameter]: (group.get("lr_scale", 1.0), group.get("weight_decay", weight_decay))
+        for group in groups
+        for parameter in group["params"]
+    }
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_convnext", "test_resnet"])
+@pytest.mark.parametrize("decay_norms", [False, True])
+def test_groups_equal_those_of_timm(name: str, decay_norms: bool) -> None:
+    model = timm_model(name)
+    from timm.optim import param_groups_layer_decay
+
+    config = OptimizerConfig(name="adamw", layer_decay=0.7, decay_norms=decay_norms)
+    excluded = model.no_weight_decay() if hasattr(model, "no_weight_decay") and not decay_norms else ()
+    theirs = param_groups_layer_decay(
+        model, weight_decay=0.3, layer_decay=0.7, weight_decay_exclude_1d=not decay_norms, no_weight_decay_list=excluded
+    )
+    ours = described(model, parameter_groups(model, config), 0.3)
+    assert ours == described(model, theirs, 0.3)
+    assert len({scale for scale, _ in ours.values()}) >= 3
+
+
+def test_trained_parameters_are_in_one_group_each_with_the_full_rate_first() -> None:
+    model = TokensNet(width=8, heads=2, blocks=3)
+    model.tokens.weight.requires_grad_(False)
+    groups = parameter_groups(model, OptimizerConfig(name="adamw", layer_decay=0.5, decay_norms=False))
+    grouped = [id(parameter) for group in groups for parameter in group["params"]]
+    assert sorted(grouped) == sorted(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
+    scales = [group["lr_scale"] for group in groups]
+    assert scales == sorted(scales, reverse=True)
+    assert set(scales) == {1.0, 0.5, 0.25, 0.125, 0.0625}, "frozen parameters do not move the others' layers"
+
+
+def test_layers_of_torchvisions_models() -> None:
+    make_torchvision_importable()
+    from torchvision.models import resnet18
+    from torchvision.models.vision_transformer import VisionTransformer
+
+    with torch.random.fork_rng():
+        vit = layer_numbers(VisionTransformer(16, 8, num_layers=3, num_heads=2, hidden_dim=8, mlp_dim=8, num_classes=3))
+        resnet = layer_numbers(resnet18(num_classes=3))
+    first = {"class_token", "conv_proj.weight", "conv_proj.bias", "encoder.pos_embedding"}
+    assert {name for name, layer in vit.items() if layer == 0} == first
+    assert {vit["encoder.ln.weight"], vit["heads.head.weight"]} == {4}
+    assert vit["encoder.layers.encoder_layer_2.mlp.0.weight"] == 3
+    names = ("conv1.weight", "layer1.0.conv1.weight", "layer4.1.conv2.weight", "fc.bias")
+    assert [resnet[name] for name in names] == [0, 1, 8, 9]
+
+
+def test_parameters_between_two_lists_belong_to_the_earlier_block() -> None:
+    model = nn.ModuleDict(
+        {
+            "first": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]),
+            "between": nn.Linear(2, 3),
+            "second": nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]),
+        }
+    )
+    numbers = layer_numbers(model)
+    names = ("first.0", "first.1", "between", "second.0", "second.1")
+    assert [numbers[f"{name}.weight"] for name in names] == [1, 2, 2, 3, 4]
+
+
+def test_model_without_blocks_is_refused() -> None:
+    with pytest.raises(RecipeError, match="no list of similar blocks"):
+        layer_numbers(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
+
+
+def test_rates_are_scaled_once_and_reported() -> None:
+    model, config = DigitsNet(width=4), OptimizerConfig(name="sgd", layer_decay=0.5)
+    optimizer = torch.optim.SGD(parameter_groups(model, config), lr=0.8)
+    (note,) = apply_layer_decay(optimizer, config)
+    assert note == "layer decay 0.5: 5 learning rates from 0.05 to 0.8"
+    assert [group["lr"] for group in optimizer.param_groups] == [0.8, 0.4, 0.2, 0.1, 0.05]
+    assert optimizer.param_groups[0]["params"][0] is model.head.weight
+    plain = torch.optim.SGD(model.parameters(), lr=0.8)
+    assert apply_layer_decay(plain, OptimizerConfig(name="sgd")) == []
+
+
+def training(layer_decay: float | None) -> Training:
+    with torch.random.fork_rng():
+        model = DigitsNet(width=4)
+    config = OptimizerConfig(name="adamw", layer_decay=layer_decay, decay_norms=False)
+    optimizer = torch.optim.AdamW(parameter_groups(model, config), lr=0.1)
+    apply_layer_decay(optimizer, config)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    return Training(model, optimizer, scheduler, torch.amp.GradScaler("cpu", enabled=False))
+
+
+def test_groups_are_restored_from_a_checkpoint(tmp_path: Path) -> None:
+    first, second, other = training(0.5), training(0.5), training(None)
+    first.model(torch.ones(2, 1, 8, 8)).sum().backward()
+    first.optimizer.step()
+    assert first.scheduler is not None
+    first.scheduler.step()
+    checkpoint = CheckpointFolder(tmp_path).write(1, pack(first, Progress(step=1)))
+    load(checkpoint, second)
+    for ours, theirs in zip(first.optimizer.param_groups, second.optimizer.param_groups, strict=True):
+        assert {key: ours[key] for key in ("lr", "lr_scale", "weight_decay", "initial_lr")} == {
+            key: theirs[key] for key in ("lr", "lr_scale", "weight_decay", "initial_lr")
+        }
+    names = {parameter: name for name, parameter in second.model.named_parameters()}
+    slots = {names[parameter]: state["exp_avg"] for parameter, state in second.optimizer.state.items()}
+    for name, parameter in first.model.named_parameters():
+        assert torch.equal(slots[name], first.optimizer.state[parameter]["exp_avg"])
+    with pytest.raises(CheckpointError, match="does not match"):
+        load(checkpoint, other)
+
+
+@pytest.mark.slow
+def test_layer_decay_gives_equal_weights_on_one_and_three_processes(tmp_path: Path) -> None:
+    overrides = (
+        "data.options.lines=60",
+        "epochs=2",
+        "step.reduction=exact",
+        "optimizer.layer_decay=0.5",
+        "optimizer.decay_norms=false",
+        "schedule={name: step, step_epochs: 1, gamma: 0.5}",
+    )
+    for count in (1, 3):
+        code = here("train", "tokens", "--processes", count, "--name", count, "--set", *overrides, cwd=tmp_path)
+        assert code == 0
+    assert weights(tmp_path / "runs" / "1") == weights(tmp_path / "runs" / "3")
+    assert (
+        here("train", "tokens", "--name", "plain", "--set", *overrides, "optimizer.layer_decay=null", cwd=tmp_path) == 0
+    )
+    assert weights(tmp_path / "runs" / "plain") != weights(tmp_path / "runs" / "1")
+
+
+def scaled(lr: float, size: int, rule: LearningRateRule, base: int) -> float:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    scale_rates(optimizer, size, LearningRateConfig(rule=rule, base_batch_size=base))
+    return float(optimizer.param_groups[0]["lr"])
+
+
+sizes = st.integers(1, 2**20)
+
+
+@given(size=sizes, base=sizes, rate=st.floats(1e-6, 10))
+def test_sqrt_twice_equals_linear_and_the_base_batch_size_keeps_the_rate(size: int, base: int, rate: float) -> None:
+    linear = scaled(rate, size, "linear", base)
+    assert scaled(scaled(rate, size, "sqrt", base), size, "sqrt", base) == pytest.approx(linear, rel=1e-12)
+    assert scaled(rate, base, "linear", base) == pytest.approx(rate, rel=1e-15)
+    assert scaled(rate, base, "sqrt", base) == rate
+    assert scaled(0.1, 8192, "linear", 256) == pytest.approx(3.2)
+
+
+def test_every_parameter_group_is_scaled() -> None:
+    first, second = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([{"params": [first], "lr": 0.4}, {"params": [second]}], lr=0.1)
+    lines = scale_rates(optimizer, 512, LearningRateConfig(rule="sqrt", base_batch_size=256))
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.4 * math.sqrt(2), 0.1 * math.sqrt(2)])
+    assert lines == [
+        "learning rate 0.565685 = 0.4 x sqrt(512/256) (sqrt)",
+        "learning rate 0.141421 = 0.1 x sqrt(512/256) (sqrt)",
+    ]
+
+
+SMALL = ("data.options.lines=50", "model.options.width=16", "batch_size=16", "microbatches=4", "schedule.name=constant")
+LINEAR = ("learning_rate.rule=linear", "learning_rate.base_batch_size=8")
+
+
+def built(world: World, *overrides: str) -> Built:
+    return build(load_recipe("tokens", [*SMALL, *overrides]), RunOptions(workers=0), world)
+
+
+def rate_of_steps(made: Built, steps: int) -> list[float]:
+    batches = iter(made.train)
+    return [made.driver.step(next(batches)).lr for _ in range(steps)]
+
+
+def test_the_rate_is_scaled_before_the_schedule_and_told(alone: World) -> None:
+    made = built(alone, "optimizer.options.lr=0.01", "schedule.warmup_epochs=1", *LINEAR)
+    assert made.notes == ["learning rate 0.02 = 0.01 x 16/8 (linear)"]
+    assert len(made.train) == 3
+    assert rate_of_steps(made, 3) == pytest.approx([0.02 / 3, 0.02 * 2 / 3, 0.02])
+
+
+def test_an_optimizers_own_rate_is_scaled_too(alone: World) -> None:
+    made = built(alone, "optimizer.options={}", "schedule.warmup_epochs=0", *LINEAR)
+    assert made.notes == ["learning rate 0.002 = 0.001 x 16/8 (linear)"]
+    assert rate_of_steps(made, 1) == [0.002]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learning_rate.rule=linear", "learning_rate.rule is linear and learning_rate.base_batch_size is None"),
+        ("learning_rate.base_batch_size=256", "learning_rate.rule is fixed and learning_rate.base_batch_size is 256"),
+        ("learning_rate={rule: sqrt, base_batch_size: 0}", "base_batch_size is 0"),
+        ("learning_rate.rule=quadratic", '"quadratic"'),
+        ("learning_rate.base=256", "unknown key learning_rate.base"),
+        ("learning_rate=0.1", "learning_rate is 0.1"),
+    ],
+)
+def test_invalid_values_are_refused(override: str, message: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_recipe("digits", [override])
+    assert message in str(error.value)
+    assert error.value.expected
+    assert error.value.fix
+
+
+# --- factor of a schedule ---
+
+
+STEPS, EPOCHS = 10, 6
+FALLING = STEPS * EPOCHS - 1
+
+
+def by_torch(kind: type[LRScheduler], **options: float) -> list[float]:
+    """The factors of one of torch's schedulers, step by step."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler, factors = kind(optimizer, **options), []  # type: ignore[arg-type]
+    for _ in range(STEPS * EPOCHS):
+        factors.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        scheduler.step()
+    return factors
+
+
+def factors(schedule: ScheduleConfig) -> list[float]:
+    factor = schedule_factor(schedule, STEPS, EPOCHS)
+    return [factor(step) for step in range(STEPS * EPOCHS)]
+
+
+@pytest.mark.parametrize("final", [0.0, 0.25, 1.0])
+def test_linear_is_torchs(final: float) -> None:
+    theirs = by_torch(LinearLR, start_factor=1.0, end_factor=final, total_iters=FALLING)
+    assert factors(ScheduleConfig(name="linear", final=final)) == pytest.approx(theirs, abs=1e-12)
+
+
+@pytest.mark.parametrize("final", [0.0, 0.25])
+def test_cosine_is_torchs(final: float) -> None:
+    theirs = by_torch(CosineAnnealingLR, T_max=FALLING, eta_min=final)
+    assert factors(ScheduleConfig(name="cosine", final=final)) == pytest.approx(theirs, abs=1e-12)
+
+
+@pytest.mark.parametrize(("epochs", "gamma"), [(2, 0.1), (1, 0.5), (0.5, 0.9), (100, 0.1)])
+def test_step_is_torchs(epochs: float, gamma: float) -> None:
+    theirs = by_torch(StepLR, step_size=round(epochs * STEPS), gamma=gamma)
+    assert factors(ScheduleConfig(name="step", step_epochs=epochs, gamma=gamma)) == pytest.approx(theirs)
+
+
+def test_warm_up_rises_in_equal_parts_to_one() -> None:
+    factor = schedule_factor(ScheduleConfig(warmup_epochs=0.5), steps_per_epoch=10, epochs=3)
+    assert [factor(step) for step in range(7)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+def test_peak_comes_after_the_warm_up_and_the_end_at_the_last_step(name: str) -> None:
+    schedule = ScheduleConfig(name=name, warmup_epochs=1, final=0.1)  # type: ignore[arg-type]
+    factor = schedule_factor(schedule, steps_per_epoch=10, epochs=3)
+    assert factor(0) == pytest.approx(0.1)
+    assert factor(9) == factor(10) == 1.0
+    middle = (10 + 29) / 2
+    assert factor(19) + factor(20) == pytest.approx(2 * (0.1 + 0.9 / 2)), f"symmetric about {middle}"
+    assert factor(29) == pytest.approx(0.1)
+    assert factor(30) == pytest.approx(0.1), "called once more after the last step"
+    fallen = {"cosine": 0.5 * (1 + math.cos(math.pi * 5 / 19)), "linear": 1 - 5 / 19}
+    assert factor(15) == pytest.approx(0.1 + 0.9 * fallen[name])
+
+
+@given(
+    name=st.sampled_from(["cosine", "linear", "step"]),
+    steps=st.integers(1, 50),
+    epochs=st.integers(1, 20),
+    warmup=st.floats(0, 30),
+    final=st.floats(0, 1),
+)
+def test_factor_stays_between_its_ends_and_never_rises_after_the_warm_up(
+    name: str, steps: int, epochs: int, warmup: float, final: float
+) -> None:
+    schedule = ScheduleConfig(name=name, warmup_epochs=warmup, final=final, step_epochs=3)  # type: ignore[arg-type]
+    factor = schedule_factor(schedule, steps, epochs)
+    values = [factor(step) for step in range(steps * epochs)]
+    assert all(0 < value <= 1 or (value == 0 and final == 0) or value == pytest.approx(final) for value in values)
+    after = values[round(warmup * steps) :]
+    assert all(later <= earlier + 1e-12 for earlier, later in pairwise(after))

@@ -1,0 +1,30 @@
+"""The table of options that exclude each other."""
+
+from typing import Any
+
+import pytest
+
+from samestep.config.exclusions import EXCLUSIONS, require_compatible
+from samestep.errors import InputError
+
+EXCLUDED: list[dict[str, Any]] = [
+    {"reduction": "exact", "gather": "bf16"},
+    {"reduction": "exact", "hook": "fp16"},
+    {"sharding": "hsdp", "tensor_slices": 2},
+    {"sharing": "gloo", "pipeline": 2},
+    {"optimizer.layer_decay": 0.5, "learning rate": None},
+    {"optimizer.layer_decay": 0.5, "blocks": []},
+]
+
+
+@pytest.mark.parametrize("options", EXCLUDED, ids=str)
+def test_options_exclude_each_other(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError) as error:
+        require_compatible({**options, "another": 1})
+    assert error.value.code == "E_INCOMPATIBLE"
+    for name in options:
+        require_compatible({key: value for key, value in options.items() if key != name})
+
+
+def test_each_row_has_an_example() -> None:
+    assert [tuple(options) for options in EXCLUDED] == [row.options for row in EXCLUSIONS]
