@@ -68,7 +68,7 @@ Bounds = list[tuple[int, int]]
 
 
 class BatchRanks(Protocol):
-    """Ranks that read batches together, as one of them sees them (`view/batches.py`)."""
+    """Ranks that read batches together, as one of them sees them (`view/view.py`)."""
 
     rank: int
     size: int
