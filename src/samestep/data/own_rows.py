@@ -70,7 +70,7 @@ Leaves = list[tuple[Leaf, Any]]
 
 
 class BatchRanks(Protocol):
-    """Ranks that read batches together, as one of them sees them (`view/batches.py`)."""
+    """Ranks that read batches together, as one of them sees them (`view/view.py`)."""
 
     rank: int
     size: int
