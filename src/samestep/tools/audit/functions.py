@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,9 @@ def observe_functions(session: Session) -> None:
     observer = FunctionObserver(session)
     dropped = session.guarded(observer.dropout)
     normalised = session.guarded(observer.batch_norm)
-    computed = session.guarded(observer.loss)
     dropout = F.dropout
     attention = F.scaled_dot_product_attention
     batch_norm = F.batch_norm
-    cross_entropy = F.cross_entropy
     has_dropout = "dropout" not in session.without
     has_batch_norm = "batch norm" not in session.without
 
@@ -123,6 +122,15 @@ def observe_functions(session: Session) -> None:
         training = training and (has_batch_norm or running_mean is None)
         return batch_norm(input, running_mean, running_var, weight, bias, training, *args, **kwargs)
 
+    _replace("dropout", observed_dropout)
+    _replace("scaled_dot_product_attention", observed_attention)
+    _replace("batch_norm", observed_batch_norm)
+    _observe_losses(session.guarded(observer.loss))
+
+
+def _observe_losses(computed: Callable[..., None]) -> None:
+    cross_entropy = F.cross_entropy
+
     def observed_cross_entropy(
         input: Any,
         target: Any,
@@ -140,9 +148,6 @@ def observe_functions(session: Session) -> None:
             computed(loss, target, ignore_index)
         return loss
 
-    _replace("dropout", observed_dropout)
-    _replace("scaled_dot_product_attention", observed_attention)
-    _replace("batch_norm", observed_batch_norm)
     _replace("cross_entropy", observed_cross_entropy)
 
 

@@ -430,9 +430,7 @@ def _observe_loaders(add_batch: Callable[..., None]) -> None:
     def observed_batch(self: Any) -> Any:
         data = next_batch(self)
         asked = self.__dict__.get("_asked_indices")
-        self._read_indices = None
-        if asked:
-            self._read_indices = asked.popleft()
+        self._read_indices = asked.popleft() if asked else None
         if not isinstance(self, _OwnRowsIterator):
             add(self, data)
         return data
