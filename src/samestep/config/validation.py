@@ -35,7 +35,8 @@ class Constrained:
         from pydantic import ValidationError
 
         try:
-            validator = _validator(type(self), item.name)  # type: ignore[arg-type]  # a class can be hashed
+            # A class can be hashed.
+            validator = _validator(type(self), item.name)  # type: ignore[arg-type]
             validator.validate_python(value, strict=True)
         except ValidationError as error:
             key = self.key(item.name)
@@ -81,10 +82,9 @@ def require_package(subject: str, package: str, fix: str) -> None:
         RecipeError: it is not installed.
     """
     if find_spec(package) is None:
+        value = f"{subject} needs {package}"
         expected = "installed packages of the selected loggers, formats and plots"
-        raise RecipeError(
-            f"{subject} needs {package}", expected, f"pip install {fix}", code="E_NOT_INSTALLED"
-        )
+        raise RecipeError(value, expected, f"pip install {fix}", code="E_NOT_INSTALLED")
 
 
 def match_patterns(

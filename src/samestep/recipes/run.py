@@ -33,8 +33,7 @@ from samestep.loggers.logger import EVENTS, JsonlLogger, RunLogger
 from samestep.loggers.rank_monitor import RankMonitor
 from samestep.loggers.trackers import create_loggers
 from samestep.metrics.class_report import averages, class_rows
-from samestep.metrics.counts import MAX_CLASSES, ConfusionMatrix
-from samestep.metrics.metrics import BestRule, LossMetric, Metric
+from samestep.metrics.metrics import MAX_CLASSES, BestRule, ConfusionMatrix, LossMetric, Metric
 from samestep.metrics.overlays import is_segmentation, write_overlays
 from samestep.recipes.builder import TASKS, Built, build, build_model, find, start_world
 from samestep.recipes.forward import autocast, call_model

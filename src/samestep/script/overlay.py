@@ -9,9 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from samestep.script.file_functions import database_path, path_argument
 from samestep.script.file_journal import (
-    PATHS,
     READING,
     REAL,
     UNNAMED,
@@ -27,7 +25,13 @@ from samestep.script.file_journal import (
     open_function,
 )
 from samestep.script.file_view import MISSING, FileView, Place
+from samestep.script.replaced import PATHS, database_path, path_argument
 
+# Functions whose replacement is the method of the same name.
+_OWN = (
+    "descriptor listdir scandir getcwd chdir mkdir makedirs symlink link remove rmdir truncate "
+    "replace"
+)
 _QUERIES = ("stat", "statvfs", "lstat", "access", "readlink", "listxattr", "getxattr")
 _ATTRIBUTES = ("utime", "chmod", "chown", "lchown", "setxattr", "removexattr")
 
@@ -41,36 +45,18 @@ class Overlay(FileView):
 
     def replacements(self) -> list[tuple[Any, Any]]:
         """Return pairs of a function and its replacement."""
-        own = (
-            "descriptor",
-            "listdir",
-            "scandir",
-            "getcwd",
-            "chdir",
-            "mkdir",
-            "makedirs",
-            "symlink",
-        )
-        pairs = [
-            (getattr(REAL, name), getattr(self, name))
-            for name in (*own, "link", "remove", "rmdir", "truncate")
-        ]
-        pairs += [
+        pairs = [(getattr(REAL, name), getattr(self, name)) for name in _OWN.split()]
+        pairs += [(getattr(REAL, n), self.query(n)) for n in _QUERIES if hasattr(REAL, n)]
+        pairs += [(getattr(REAL, n), self._attribute(n)) for n in _ATTRIBUTES if hasattr(REAL, n)]
+        return [
+            *pairs,
             (REAL.unlink, self.remove),
             (REAL.rename, self.replace),
-            (REAL.replace, self.replace),
+            (REAL.mkstemp, self._exempt.mkstemp),
+            (REAL.mkdtemp, self._exempt.mkdtemp),
+            (REAL.open, open_function(self.open, lambda: self._is_active)),
+            (REAL.connect, self.connect),
         ]
-        pairs += [(REAL.mkstemp, self._exempt.mkstemp), (REAL.mkdtemp, self._exempt.mkdtemp)]
-        pairs += [
-            (getattr(REAL, name), self.query(name)) for name in _QUERIES if hasattr(REAL, name)
-        ]
-        pairs += [
-            (getattr(REAL, name), self._attribute(name))
-            for name in _ATTRIBUTES
-            if hasattr(REAL, name)
-        ]
-        pairs.append((REAL.open, open_function(self.open, lambda: self._is_active)))
-        return [*pairs, (REAL.connect, self.connect)]
 
     def _target(self, path: Any, *, follow: bool = False) -> Place | None:
         """Return the place of a change; None if it is made in the real file system."""
@@ -83,9 +69,8 @@ class Overlay(FileView):
 
     def _state(self, place: Place, *, waits: bool = True) -> os.stat_result | None:
         try:
-            state: os.stat_result = self._query(
-                "/".join(place) or "/", REAL.lstat, follow=False, waits=waits
-            )
+            path = "/".join(place) or "/"
+            state: os.stat_result = self._query(path, REAL.lstat, follow=False, waits=waits)
         except MISSING:
             return None
         return state
@@ -99,7 +84,10 @@ class Overlay(FileView):
         self._changes.update(self._note_own)
 
     def _require_new(self, place: Place, *paths: Any) -> None:
-        """Require that a path does not exist, unless rank 0 made it in this run, and that its folder exists."""
+        """Require that a path does not exist, and that its folder does.
+
+        A path that rank 0 made in this run may exist.
+        """
         state = self._state(place, waits=False)
         if state is not None and (self._find(place) or "/".join(place) not in self._made):
             raise _error(errno.EEXIST, *paths)
@@ -110,8 +98,7 @@ class Overlay(FileView):
         if state is None or not stat.S_ISDIR(state.st_mode):
             raise _error(errno.ENOENT if state is None else errno.ENOTDIR, *paths)
 
-    # --- content
-    # -----------------------------------------------------------------------------------------
+    # --- content ---
 
     def _opened(
         self, path: Any, *, copies: bool, creates: bool = True, is_new: bool = False, most: float
@@ -130,12 +117,10 @@ class Overlay(FileView):
         if place is None:
             return ""
         with self._preparing:
-            return self._prepared(
-                path, place, copies=copies, creates=creates, is_new=is_new, most=most
-            )
+            return self._prepared(path, place, copies, creates, is_new, most)
 
     def _prepared(
-        self, path: Any, place: Place, *, copies: bool, creates: bool, is_new: bool, most: float
+        self, path: Any, place: Place, copies: bool, creates: bool, is_new: bool, most: float
     ) -> str:
         state = self._state(place, waits=copies or not creates)
         if is_new:
@@ -196,25 +181,26 @@ class Overlay(FileView):
                 return noted_file(file, self._content(file, target), how)
 
             return self._query(file, read)
-        most = float("inf") if "+" in mode else self._keep_bytes
-        is_kept = bool(set("ar") & set(mode))
         target = self._opened(
-            file, copies=is_kept, creates="r" not in mode, is_new="x" in mode, most=most
+            file,
+            copies=bool(set("ar") & set(mode)),
+            creates="r" not in mode,
+            is_new="x" in mode,
+            most=float("inf") if "+" in mode else self._keep_bytes,
         )
         if not target:
             return REAL.open(file, *how)
-        return noted_file(
-            file, target, how, lambda: self._written(target, is_complete=begins_again(mode))
-        )
+        is_complete = begins_again(mode)
+        return noted_file(file, target, how, lambda: self._written(target, is_complete=is_complete))
 
     def descriptor(self, path: Any, flags: int, mode: int = 0o777) -> int:
         """Replace `os.open`."""
         if not flags & WRITING or flags & UNNAMED == UNNAMED:
 
             def read(target: Any) -> Any:
-                return REAL.descriptor(
-                    self._content(path, target) if target else target, flags, mode
-                )
+                if target:
+                    target = self._content(path, target)
+                return REAL.descriptor(target, flags, mode)
 
             return int(self._query(path, read))
         target = self._opened(
@@ -234,9 +220,8 @@ class Overlay(FileView):
             if path is None:
                 return real(*arguments, **options)
             try:
-                descriptor = self.descriptor(
-                    path, os.O_RDONLY
-                )  # another file can be at the path later
+                # Another file can be at the path later.
+                descriptor = self.descriptor(path, os.O_RDONLY)
             except MISSING:
                 return real(*arguments, **options)  # perhaps a URL
             try:
@@ -252,7 +237,9 @@ class Overlay(FileView):
 
         def call(*arguments: Any, **options: Any) -> Any:
             path, put = path_argument(position, keyword, arguments, options)
-            target = self._opened(path, copies=False, most=0) if path is not None else ""
+            target = ""
+            if path is not None:
+                target = self._opened(path, copies=False, most=0)
             if not target:
                 return real(*arguments, **options)
             positional, named = put(target)
@@ -265,21 +252,18 @@ class Overlay(FileView):
     def connect(self, *arguments: Any, **options: Any) -> Any:
         """Replace `sqlite3.connect`."""
         path, put = database_path(arguments, options)
-        target = self._opened(path, copies=True, most=float("inf")) if path is not None else ""
-        positional, named = put(target) if target else (arguments, options)
-        return REAL.connect(*positional, **named)
+        if path is not None and (target := self._opened(path, copies=True, most=float("inf"))):
+            arguments, options = put(target)
+        return REAL.connect(*arguments, **options)
 
     def truncate(self, path: Any, length: int) -> None:
         """Replace `os.truncate`."""
-        target = (
-            ""
-            if isinstance(path, int)
-            else self._opened(path, copies=True, creates=False, most=float("inf"))
-        )
+        target = ""
+        if not isinstance(path, int):
+            target = self._opened(path, copies=True, creates=False, most=float("inf"))
         REAL.truncate(target or path, length)
 
-    # --- names
-    # -------------------------------------------------------------------------------------------
+    # --- names ---
 
     def makedirs(self, *arguments: Any, **options: Any) -> None:
         """Replace `os.makedirs`: that a folder does not exist is no reason to wait."""
@@ -374,9 +358,8 @@ class Overlay(FileView):
         if existing is None:
             self._require_folder(place, source, None, path)
         elif stat.S_ISDIR(existing.st_mode) != stat.S_ISDIR(state.st_mode):
-            raise _error(
-                errno.ENOTDIR if stat.S_ISDIR(state.st_mode) else errno.EISDIR, source, None, path
-            )
+            code = errno.ENOTDIR if stat.S_ISDIR(state.st_mode) else errno.EISDIR
+            raise _error(code, source, None, path)
         elif stat.S_ISDIR(existing.st_mode):
             self.rmdir(path)
         paths = below(start) if stat.S_ISDIR(state.st_mode) else [start]
@@ -419,12 +402,15 @@ class Overlay(FileView):
         is_real = self._exempt.covers(path)
         left = path if is_real else f"{self._root}{path}"
         with suppress(FileNotFoundError):
-            (REAL.rmdir if stat.S_ISDIR(REAL.lstat(left).st_mode) else REAL.unlink)(left)
+            if stat.S_ISDIR(REAL.lstat(left).st_mode):
+                REAL.rmdir(left)
+            else:
+                REAL.unlink(left)
         if not is_real:
             self._set(place, "")
 
     def _attribute(self, name: str) -> Callable[..., None]:
-        """Return the replacement of a function of `os` that changes an attribute: it does so of own files only."""
+        """Return the replacement of a function of `os` that changes an attribute of own files."""
         real = getattr(REAL, name)
 
         def call(path: Any, *arguments: Any, **options: Any) -> None:

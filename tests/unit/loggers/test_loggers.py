@@ -26,8 +26,7 @@ from samestep.loggers.logger import (
     RunLogger,
     parse_json_line,
 )
-from samestep.loggers.progress import ProgressLogger, evaluation_line
-from samestep.loggers.trackers import TensorBoardLogger
+from samestep.loggers.trackers import ProgressLogger, TensorBoardLogger, evaluation_line
 from samestep.metrics.metrics import BestRule
 from samestep.recipes.builder import build, start_world
 from samestep.recipes.recipe_files import load_recipe, recipe_data
