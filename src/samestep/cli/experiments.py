@@ -222,24 +222,22 @@ class Diff(JsonOption, LaunchOptions):
                 note = "not replayed: --no-replay, different recipes, or the run of a script"
             elif logs.first_different is not None:
                 replays, finding = self._replay(runs, logs.last_equal, logs.first_different)
-        data = {
-            "runs": [str(run.folder) for run in runs],
-            "equal": equal,
-            "note": note,
-            "finding": None if finding is None else asdict(finding),
-            "replays": list(map(asdict, replays)),
-            **log_data,
-        }
+        data = {"runs": [str(run.folder) for run in runs], "equal": equal, "note": note}
+        data["finding"] = None
+        data["replays"] = list(map(asdict, replays))
         if note is not None and not equal:
             lines["note"] = [note]
         if replays:
             lines["replays"] = list(map(_replayed, replays))
-            lines["difference"] = [] if finding is None else [finding.text]
+            lines["difference"] = []
+        if finding is not None:
+            data["finding"] = asdict(finding)
+            lines["difference"] = [finding.text]
         texts = []
         for title, values in lines.items():
             for label, line in zip([title, *[""] * len(values)], values or ["equal"], strict=False):
                 texts.append(f"{label:<14}{printable(line)}")
-        self.result(data, *texts)
+        self.result({**data, **log_data}, *texts)
         if equal:
             return EXIT_DONE
         return EXIT_DIFFERS
@@ -383,12 +381,9 @@ class Bench(JsonOption, DeviceOption, RecipeOptions):
             accumulate=self.accumulate or bench.ACCUMULATE,
         )
         options = RunOptions(device=self.device, workers=next(iter(workers), None), quiet=self.json)
+        epochs = recipe.epochs if self.epochs is None else self.epochs
         plan = bench.Plan(
-            rounds=self.rounds,
-            steps=self.steps,
-            epochs=recipe.epochs if self.epochs is None else self.epochs,
-            options=options,
-            preload=PRELOAD,
+            rounds=self.rounds, steps=self.steps, epochs=epochs, options=options, preload=PRELOAD
         )
         with output_folder(self.out, f"bench-{Path(self.recipe).stem}") as folder:
             facts = {"recipe": recipe_data(recipe), "machine": describe_machine(gpus)}
@@ -453,10 +448,10 @@ class Profile(JsonOption, BatchOptions, StrategyOptions, LoaderOptions, SubjectO
             options = options_of(RunOptions, self, quiet=self.json)
             plan = options_of(profile.Plan, self, folder=folder, options=options)
             self.note(f"training {plan.steps} steps of {stem} on {plural(processes, 'rank')}")
-            machine = describe_machine([] if self.device == "cpu" else gpu_names())
+            gpus = [] if self.device == "cpu" else gpu_names()
             environment = self.environment or {}
             measured = profile.profile(subject, plan, processes, PRELOAD, environment)
-            data = profile.profile_data(subject, plan, measured, machine)
+            data = profile.profile_data(subject, plan, measured, describe_machine(gpus))
             (folder / "profile.json").write_text(to_json(data), encoding="utf-8")
         if self.json:
             self.result({**data, "folder": str(folder)})

@@ -8,11 +8,11 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from samestep.cli.launch import FaultOptions
 from samestep.cli.options import (
@@ -97,18 +97,17 @@ class Run(FaultOptions):
         if mode is not Mode.UNCHANGED:
             self._require_no_options_of_calls(mode)
         processes = self.process_range()
-        is_alone = processes[1] == 1
-        call = partial(
-            ByName("samestep.script.unchanged", "run"),
-            self.script,
-            tuple(self.arguments),
-            is_module=self.module,
-            mode=mode,
-            reduction="exact" if self.exact else "fast",
-            strategy=strategy,
-            explains=self.explain,
-            folder=None if is_alone else folder.resolve(),
-        )
+        # A single process needs no folder: there are no other ranks with logs.
+        output: AbstractContextManager[Any] = nullcontext()
+        options: dict[str, Any] = {"is_module": self.module, "mode": mode, "strategy": strategy}
+        options |= {"explains": self.explain, "reduction": "fast"}
+        if self.exact:
+            options["reduction"] = "exact"
+        if processes[1] > 1:
+            output = output_folder(log_dir, stem, "--runs")
+            options["folder"] = folder.resolve()
+        function = ByName("samestep.script.unchanged", "run")
+        call = partial(function, self.script, tuple(self.arguments), **options)
         starts = itertools.count()
 
         def attempt(count: int, config: LaunchConfig) -> LaunchResult:
@@ -120,8 +119,7 @@ class Run(FaultOptions):
                 environment=self.environment,
             )
 
-        # One process writes to the terminal, as does rank 0 of several.
-        with nullcontext() if is_alone else output_folder(log_dir, stem, "--runs"):
+        with output:
             result = self.launch_with_restarts(processes, attempt, log_dir=log_dir)
         if result.stop_signal is not None or result.is_stopped:
             return EXIT_STOPPED

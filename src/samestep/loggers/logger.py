@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TextIO, runtime_checkable
+from typing import Any, Protocol, TextIO
 
 from samestep.distributed.disk_operations import HeldFolder, disk_operations
 from samestep.errors import EXIT_FAILED, EXIT_STOPPED, RunError, RunMovedError, SamestepError
@@ -60,14 +60,6 @@ class MetricLogger(Logger):
             self.log(event["step"], {f"evaluation/{name}": float(event[name]) for name in names})
 
 
-@runtime_checkable
-class LogsProgress(Protocol):
-    """Logger that shows the progress within a long operation; the method is optional."""
-
-    def log_progress(self, label: str, done: int, total: int) -> None:
-        """Log that `done` of `total` steps or batches are complete."""
-
-
 class RunLogger:
     """Fan-out to several loggers; a logger that cannot write raises `RunError`.
 
@@ -106,8 +98,9 @@ class RunLogger:
         """Show progress that is no event, such as the batches of an evaluation, on the terminal."""
         with write_errors(OSError):
             for logger in self._loggers:
-                if isinstance(logger, LogsProgress):
-                    logger.log_progress(label, done, total)
+                show = getattr(logger, "log_progress", None)  # which loggers may have
+                if show is not None:
+                    show(label, done, total)
 
     def __enter__(self) -> RunLogger:
         return self

@@ -315,9 +315,11 @@ class Exemptions:
         if place != self._temporary_folder and not self.covers(place):
             return function(*arguments)
         made = self.passing(function, *arguments)
-        path = os.fsdecode(made[1] if isinstance(made, tuple) else made)
+        path = made
+        if isinstance(made, tuple):  # of `mkstemp`, with a descriptor
+            path = made[1]
         if place == self._temporary_folder:
-            self._temporary.add(os.path.basename(path))
+            self._temporary.add(os.path.basename(os.fsdecode(path)))
         return made
 
 

@@ -403,7 +403,8 @@ class FileView:
             if not is_real and not stat.S_ISDIR(REAL.stat(target).st_mode):
                 return REAL.scandir(target)  # raises the error
             try:
-                with REAL.scandir(path if target is path else folder) as entries:
+                real = path if target is path else folder
+                with REAL.scandir(real) as entries:
                     return {os.fsdecode(entry.name): entry for entry in entries}
             except MISSING:
                 if is_real:

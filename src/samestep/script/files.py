@@ -251,8 +251,10 @@ class FirstWriter:
             with suppress(OSError):  # another file system
                 REAL.link(name, copy)
                 return copy, False
-        is_full = self._copied_bytes + state.st_size > _COPIES * self._keep_bytes
-        is_copied = copy_file(name, copy, -1 if is_full else self._keep_bytes)
+        most = self._keep_bytes
+        if self._copied_bytes + state.st_size > _COPIES * most:
+            most = -1
+        is_copied = copy_file(name, copy, most)
         self._copied_bytes += state.st_size * is_copied
         return copy, not is_copied
 

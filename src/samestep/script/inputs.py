@@ -125,7 +125,9 @@ def equal_entropy(seed: bytes, seeds: MutableMapping[str, tuple[Line, str]]) -> 
     manual_seed = torch.manual_seed
 
     def seed_of_random(self: random.Random, a: Any = None, version: int = 2) -> None:
-        seed_random(self, int.from_bytes(draw(32), "little") if a is None else a, version)
+        if a is None:
+            a = int.from_bytes(draw(32), "little")
+        seed_random(self, a, version)
 
     def seed_of_torch() -> int:
         value = int.from_bytes(draw(8), "little")
@@ -184,7 +186,8 @@ class _Console:
             raise _refusal("standard input is read in a thread or a child process")
         message = b""
         while not message:
-            message = self._share(_message(read) if self._is_reader else None)
+            own = _message(read) if self._is_reader else None
+            message = self._share(own)
         if message[:1] == _OS_ERROR:
             raise OSError(message[1:].decode())
         if message[:1] == _END:

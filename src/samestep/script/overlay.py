@@ -96,7 +96,8 @@ class Overlay(FileView):
     def _require_folder(self, place: Place, *paths: Any) -> None:
         state = self._state(self._place(place[0] or "/", follow=True))
         if state is None or not stat.S_ISDIR(state.st_mode):
-            raise _error(errno.ENOENT if state is None else errno.ENOTDIR, *paths)
+            code = errno.ENOENT if state is None else errno.ENOTDIR
+            raise _error(code, *paths)
 
     # --- content ---
 
@@ -139,7 +140,8 @@ class Overlay(FileView):
         def copy(actual: Any) -> bool:
             if actual == target and (actual not in self._dropped or is_large):
                 return actual in self._dropped
-            return not copy_file(actual if is_large else self._content(path, actual), target, most)
+            source = actual if is_large else self._content(path, actual)
+            return not copy_file(source, target, most)
 
         is_lost = copies and not is_new and state is not None and self._query("/".join(place), copy)
         if is_lost or self._find(place) != target or target in self._dropped:
@@ -181,12 +183,10 @@ class Overlay(FileView):
                 return noted_file(file, self._content(file, target), how)
 
             return self._query(file, read)
+        most = float("inf") if "+" in mode else self._keep_bytes
+        copies = bool(set("ar") & set(mode))
         target = self._opened(
-            file,
-            copies=bool(set("ar") & set(mode)),
-            creates="r" not in mode,
-            is_new="x" in mode,
-            most=float("inf") if "+" in mode else self._keep_bytes,
+            file, copies=copies, creates="r" not in mode, is_new="x" in mode, most=most
         )
         if not target:
             return REAL.open(file, *how)
@@ -203,12 +203,13 @@ class Overlay(FileView):
                 return REAL.descriptor(target, flags, mode)
 
             return int(self._query(path, read))
+        most = float("inf") if flags & os.O_RDWR else self._keep_bytes
         target = self._opened(
             path,
             copies=not flags & os.O_TRUNC,
             creates=bool(flags & os.O_CREAT),
             is_new=bool(flags & os.O_CREAT and flags & os.O_EXCL),
-            most=float("inf") if flags & os.O_RDWR else self._keep_bytes,
+            most=most,
         )
         return int(REAL.descriptor(target or path, flags, mode))
 

@@ -219,7 +219,8 @@ class Summary:
     path: Path | None = None
 
     def __post_init__(self) -> None:
-        self.records = Records(None if self.path is None else self.write)
+        publish = None if self.path is None else self.write
+        self.records = Records(publish)
         self._messages: dict[str, None] = {}
         self._start = os.getcwd()
 

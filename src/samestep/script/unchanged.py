@@ -155,7 +155,8 @@ def unchanged(
             if size == 1 and reduction == "fast":
                 summary = _alone(stack)
             else:
-                summary = _together(stack, reduction, strategy, path if rank == 0 else None)
+                own_path = path if rank == 0 else None
+                summary = _together(stack, reduction, strategy, own_path)
             summary.explains = explains
             yield summary
     except SystemExit:  # a usual end of a script
