@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from helpers.started import as_srun, ranks
 from helpers.system import Running, here, samestep, until
 from samestep.cli.main import build_parser
 
@@ -342,13 +341,6 @@ def test_missing_script_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert here("run", "nothing.py", cwd=tmp_path) == 2
     assert "nothing.py is not a file" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_run_under_another_launcher_is_an_error(tmp_path: Path) -> None:
-    with ranks(as_srun("8"), 2, "run", script(tmp_path, WITH_START), cwd=tmp_path) as started:
-        ended = started.wait()
-    assert [rank.code for rank in ended] == [2, 2]
-    assert "samestep run is rank 0 of 2 processes that Slurm started" in ended[0].err
 
 
 @pytest.mark.parametrize("before", [(), ("--processes", "2")])

@@ -767,32 +767,3 @@ def test_all_functions_are_restored(tmp_path: Path) -> None:
     finally:
         os.chdir(previous)
     assert not (tmp_path / "shared/rank-1").exists()
-
-
-@pytest.mark.slow
-def test_cost_of_reading_many_files(tmp_path: Path) -> None:
-    for number in range(2000):
-        path = tmp_path / "data" / f"class-{number % 10}" / f"{number}.jpg"
-        path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_bytes(b"image")
-
-    def scan_and_read() -> tuple[float, float]:
-        start = time.perf_counter()
-        paths = [os.path.join(folder, name) for folder, _, names in os.walk(f"{tmp_path}/data") for name in names]
-        middle = time.perf_counter()
-        for path in paths:
-            with open(path, "rb") as file:
-                assert file.read() == b"image"
-        return middle - start, time.perf_counter() - middle
-
-    def body(rank: Rank) -> Any:
-        rank.exchange()
-        os.makedirs("runs")
-        Path("runs/log").write_text("log")
-        return [min(times) for times in zip(*(scan_and_read() for _ in range(5)), strict=True)]
-
-    plain = [min(times) for times in zip(*(scan_and_read() for _ in range(5)), strict=True)]
-    results = on_ranks(body, tmp_path / "work", ranks=2)
-    for name, scan, read in (("plain", *plain), ("rank 0", *results[0]), ("rank 1", *results[1])):
-        print(f"{name}: {scan * 1e3:.1f} ms to list 2,000 files, {read / 2000 * 1e6:.1f} us to open and read one")
-    assert all(seconds > 0 for result in results for seconds in result)
