@@ -376,7 +376,6 @@ def run_as_rank(
 
 
 def _require_compatible(options: LaunchOptions, rendezvous: Rendezvous) -> None:
-    """Require options that leave the launch to the other launcher."""
     launcher = rendezvous.launcher
     size = rendezvous.world_size
     values = {
@@ -397,7 +396,6 @@ def _require_compatible(options: LaunchOptions, rendezvous: Rendezvous) -> None:
 
 
 def _share_plan(job: Job, make_plan: Callable[[int], RunPlan]) -> RunPlan:
-    """Return the plan of rank 0 on every rank."""
     from samestep.cli.run_plans import RunPlan
     from samestep.launcher.job import failure_reported
 

@@ -62,7 +62,6 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _options_class(name: str) -> Any:
-    """Return the class of a command, which has its options and the method `run`."""
     module = import_module(f"samestep.cli.{COMMANDS[name].module}")
     return getattr(module, name.capitalize())
 

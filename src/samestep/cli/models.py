@@ -84,7 +84,6 @@ class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
         return EXIT_DONE
 
     def _rank_arguments(self, plan: RunPlan) -> tuple[Any, ...]:
-        """Return the arguments of the function `evaluate` of the ranks."""
         if self.report is not None:
             value = f"--report {self.report}"
             with output_errors(value, "a writable folder", "--report with another folder"):
@@ -96,7 +95,6 @@ class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
         return plan.recipe, options, plan.checkpoint, self.report, classes
 
     def _plan(self, restarts: int) -> RunPlan:
-        """Return the plan of an evaluation, after a check of all options."""
         if self.report is not None:
             from samestep.metrics.class_report import require_matplotlib
 
@@ -163,7 +161,6 @@ class Predict(JsonOption, DeviceOption, RunArgument):
 
 
 def _prediction_lines(prediction: dict[str, Any]) -> list[str]:
-    """Return a prediction as text: the file, followed by indented values."""
     lines = [prediction["file"]]
     for name, value in prediction.items():
         if isinstance(value, list):
@@ -233,7 +230,6 @@ class Export(JsonOption, RunArgument):
         return EXIT_DONE
 
     def _export_to_hub(self, repository: str) -> int:
-        """Write the files of a repository, and upload them or move them to `--out`."""
         from samestep.tools.hub import upload, write_repository
 
         if self.like is not None or self.format != "safetensors":

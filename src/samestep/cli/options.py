@@ -77,7 +77,6 @@ def add_fields(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
 
 
 def _conversion(kind: Any) -> dict[str, Any]:
-    """Return the arguments of `add_argument` for the type of a field."""
     if NoneType in get_args(kind):
         kind = get_args(kind)[0]
     if kind is bool:

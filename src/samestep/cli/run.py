@@ -126,7 +126,6 @@ class Run(FaultOptions):
         return int(result.value or EXIT_DONE)
 
     def _strategy(self) -> StrategyConfig:
-        """Return the strategy of the divided calls."""
         if self.devices_per_process == 1:
             return StrategyConfig(name=self.strategy)
         if self.strategy != "ddp":
@@ -134,11 +133,6 @@ class Run(FaultOptions):
         return StrategyConfig(name="device_map", devices=self.devices_per_process)
 
     def _require_no_options_of_calls(self, mode: Mode) -> None:
-        """Require that options of divided calls are absent: other scripts would ignore them.
-
-        Raises:
-            InputError: one is given.
-        """
         options_of_calls = {
             "--exact": self.exact,
             "--strategy": self.strategy != "ddp",
@@ -231,7 +225,6 @@ class Submit(JsonOption, SubjectOptions, _System):
 
 
 def _submit(submission: Submission) -> str:
-    """Write the file, run the command, and return its output."""
     path = Path(submission.file)
     command = shlex.join(submission.command)
     fix = "another --name, or another current folder"

@@ -279,7 +279,6 @@ class Top(JsonOption):
         return EXIT_DONE
 
     def _follow(self, console: Console) -> None:
-        """Update the view until Ctrl-C."""
         from rich.live import Live
         from rich.text import Text
 

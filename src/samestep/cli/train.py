@@ -225,7 +225,6 @@ class TrainingOptions(
         return EXIT_DONE
 
     def _rank_arguments(self, plan: RunPlan) -> tuple[Any, ...]:
-        """Return the arguments of the function `train` of the ranks."""
         options = options_of(RunOptions, self, quiet=self.json)
         return plan.recipe, options, plan.folder, plan.checkpoint, plan.step, plan.accept_changes
 

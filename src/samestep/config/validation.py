@@ -55,7 +55,6 @@ class Constrained:
 
 
 def _default(item: Field[Any]) -> Any:
-    """Return the default of a field, or MISSING."""
     if item.default_factory is MISSING:
         return item.default
     return item.default_factory()
@@ -63,7 +62,6 @@ def _default(item: Field[Any]) -> Any:
 
 @cache
 def _validator(kind: type, name: str) -> TypeAdapter[Any]:
-    """Return the validator of a field."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(get_type_hints(kind, include_extras=True)[name])

@@ -110,7 +110,6 @@ def run_directory(run: str | Path) -> Path:
 
 
 def _require_own(folder: Path) -> None:
-    """Require that a directory is new, or the run of a custom loop."""
     if (folder / _RECIPE).exists():
         raise InputError(
             f"{folder} is the run of a recipe",
@@ -153,7 +152,6 @@ def _require_equal(run: str, world: World) -> None:
 
 
 def _destinations(folder: Path, loggers: Sequence[Logger | str]) -> list[Logger]:
-    """Return `events.jsonl` and the loggers."""
     destinations = create_loggers(["jsonl"], folder)
     for one in loggers:
         if isinstance(one, str):

@@ -419,5 +419,4 @@ class FirstWriter:
 
 
 def _through(descriptor: int) -> str:
-    """Return the path through which other processes open a file of this process."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"

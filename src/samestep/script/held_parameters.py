@@ -83,7 +83,6 @@ class _Retired(torch.Tensor):
 
 
 def _move_state(before: nn.Parameter, after: Any) -> None:
-    """Give gradient, hooks and attributes of a parameter to the divided one."""
     if before.grad is not None:
         after.grad = divided_like(after, before.grad)
     for name, value in vars(before).items():
@@ -100,7 +99,6 @@ def _move_state(before: nn.Parameter, after: Any) -> None:
 
 
 def _replace_references(former: Sequence[nn.Parameter], divided: dict[int, Any]) -> None:
-    """Replace parameters in containers, attributes of objects and closures."""
     for holder in gc.get_referrers(*former):
         if holder is former or isinstance(holder, FrameType | tuple):
             continue

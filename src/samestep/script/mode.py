@@ -62,7 +62,6 @@ def imports_samestep(script: Path, package: str = "") -> bool:
 
 
 def _imported(file: Path, package: str) -> Iterator[str]:
-    """Yield the complete names that a file imports."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, OSError):  # it fails later, with its own error
@@ -145,7 +144,6 @@ def uses_samestep(function: Callable[..., Any]) -> bool:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names that code and the functions in it use."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -371,7 +371,6 @@ class Overlay(FileView):
         self._folders.clear()
 
     def _move(self, source: str, path: str) -> None:
-        """Put one file, link or folder under another path."""
         place = self._place(path, follow=False)
         is_real = self._exempt.covers(path)
         target = path if is_real else self._private(place)
@@ -398,7 +397,6 @@ class Overlay(FileView):
             self._set(place, target, is_dropped=is_dropped, token=token)
 
     def _forget(self, path: str) -> None:
-        """Remove what is left of a moved file or folder."""
         place = self._place(path, follow=False)
         is_real = self._exempt.covers(path)
         left = path if is_real else f"{self._root}{path}"

@@ -52,14 +52,11 @@ _FILE: Any = io.IOBase.__base__  # a check of many classes against the abstract 
 
 
 def _line_of_script() -> str:
-    """Return file and line of the script that has called."""
     file, line = script_line(sys._getframe(1))
     return f"{file}:{line}"
 
 
 def _refusing(what: str, expected: str, fix: str) -> Callable[..., NoReturn]:
-    """Return a function that raises an `InputError` with the line of the script."""
-
     def refuse(*_: Any, **__: Any) -> NoReturn:
         value = f"{_line_of_script()}: {what} in an unchanged script"
         raise InputError(value, expected, fix, code="E_LAUNCH")
@@ -344,12 +341,10 @@ def files_closed() -> Iterator[None]:
 
 
 def _open_files() -> list[io.IOBase]:
-    """Return open files but those of standard streams."""
     return [file for file in _all_of(_FILE) if not file.closed and _descriptor(file) > 2]
 
 
 def _all_of(kind: type[_Kind]) -> list[_Kind]:
-    """Return all objects of a class that this process has made."""
     return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 

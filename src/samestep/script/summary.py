@@ -380,7 +380,6 @@ class Summary:
 
 
 def _lines_of_calls(records: Sequence[CallRecord]) -> Iterator[str]:
-    """Yield a line for each class that has taken most time, and one for the others."""
     classes: dict[str, list[CallRecord]] = {}
     for record in records:
         classes.setdefault(record.module, []).append(record)
@@ -397,7 +396,6 @@ def _lines_of_calls(records: Sequence[CallRecord]) -> Iterator[str]:
 
 
 def _counts(records: Sequence[CallRecord]) -> str:
-    """Return how many calls were divided, and why others were not."""
     reasons: Counter[str] = Counter()
     for record in records:
         reasons[record.reason] += record.calls

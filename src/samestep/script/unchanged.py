@@ -168,7 +168,6 @@ def unchanged(
 
 
 def _alone(stack: ExitStack) -> Summary:
-    """Give a script on one process what it needs, until the stack is closed."""
     stack.enter_context(shared_console(0, 1, lambda data: data or b""))
     stack.enter_context(plain_start_method())
     stack.enter_context(children_ended())
@@ -257,7 +256,6 @@ def _dividing_owner(
 
 
 def _begin(view: View, writer: FirstWriter | Overlay, worker: WorkerSpec) -> None:
-    """Prepare for the exchanges with other ranks, before the first one."""
     worker.stop.install()  # not earlier: SIGTERM must end a script that reaches no word
     writer.exchange()
     view.before_word = writer.exchange
@@ -265,7 +263,6 @@ def _begin(view: View, writer: FirstWriter | Overlay, worker: WorkerSpec) -> Non
 
 @contextmanager
 def _ending_on_request(view: View) -> Iterator[None]:
-    """End an interrupted script on all ranks."""
     try:
         yield
     except KeyboardInterrupt:
@@ -282,7 +279,6 @@ def _temporary_folder() -> str:
 
 
 def _share(view: View, world: World, data: bytes | None) -> bytes:
-    """Return the bytes that rank 0 gives, on all ranks."""
     if world.size == 1:
         return data or b""
     view.any_rank(place="standard input")  # otherwise ranks elsewhere would take it for another
