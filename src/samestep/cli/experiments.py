@@ -96,7 +96,7 @@ class Verify(JsonOption, DeviceOption, StrategyOptions, SubjectOptions):
 
         if self.exact and self.reduction == "fast":
             raise option_conflict("--exact and --reduction fast")
-        if self.exact and self.reduction is None:
+        if self.exact and self.reduction is None:  # two spellings of one option
             return replace(self, reduction="exact").run()
         subject = self._subject()
         conditions = self._conditions(subject.recipe)
@@ -218,6 +218,7 @@ class Diff(JsonOption, LaunchOptions):
             lines = _compared(logs)
             equal = logs.first_different is None and logs.compared > 0
             has_script = any((run.folder / LOOP).is_file() for run in runs)
+            # Different recipes explain all later differences; a script cannot be started again.
             if logs.recipe or has_script or self.no_replay:
                 note = "not replayed: --no-replay, different recipes, or the run of a script"
             elif logs.first_different is not None:
@@ -388,6 +389,7 @@ class Bench(JsonOption, DeviceOption, RecipeOptions):
         with output_folder(self.out, f"bench-{Path(self.recipe).stem}") as folder:
             facts = {"recipe": recipe_data(recipe), "machine": describe_machine(gpus)}
 
+            # After each way: a comparison takes long, and can be stopped.
             def save(results: dict[str, Any]) -> None:
                 with replacing(folder / "bench.json") as temporary:
                     temporary.write_text(to_json({**facts, **results}), encoding="utf-8")

@@ -75,7 +75,8 @@ class LaunchOptions(DeviceOption):
         default=False,
     )
 
-    # Options of subclasses; constants of commands without them.
+    # Options of subclasses; constants of commands without them, so that the methods below need not
+    # ask which options a command has.
     devices_per_process: int = 1
     max_restarts: int = 0
     hang_after: float = HANG_AFTER
@@ -143,6 +144,7 @@ class LaunchOptions(DeviceOption):
         if colon:
             minimum = parse_process_count(text)
         if recipe is not None:
+            # Before ranks start: an impossible number would otherwise fail on each of them.
             for number in (count, minimum):
                 resolve_mesh(recipe.strategy, number, recipe.microbatch_count)
         return minimum, count
@@ -156,6 +158,7 @@ class LaunchOptions(DeviceOption):
             available = min(usable_processors(), _MOST_ON_CORES)
         if recipe is None:
             return available
+        # More ranks than microbatches would have nothing to compute.
         strategy = recipe.strategy
         if strategy.name == "device_map":
             available = max(1, available // (strategy.devices or available))
@@ -238,6 +241,7 @@ class FaultOptions(LaunchOptions):
             try:
                 result = attempt(restarts.processes, config)
             except RankError as error:
+                # A failure without progress since the last start would repeat itself.
                 message = restarts.restart(error, start_step + error.steps)
                 if message is None:
                     raise
@@ -345,7 +349,7 @@ def run_as_rank(
         ReportedError: a rank failed, and the failure has been reported.
     """
     _joined.append(rendezvous)
-    silence_torch_warnings()
+    silence_torch_warnings()  # before torch is imported
     from samestep.launcher.job import join_job, process_state, report_failure
 
     plan = None
@@ -403,6 +407,7 @@ def _share_plan(job: Job, make_plan: Callable[[int], RunPlan]) -> RunPlan:
         plan = make_plan(job.restarts)
         job.store.set(_PLAN_KEY, plan.to_json())
         return plan
+    # Not `store.get` alone: after a failure of rank 0 it would wait for its time limit.
     while not failure_reported(job.store) and not job.store.check([_PLAN_KEY]):
         time.sleep(_POLL_SECONDS)
     if failure_reported(job.store):

@@ -35,7 +35,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the error of a message of argparse."""
-        code = "E_VALUE"  # other messages are about values
+        # argparse has no codes: its messages are recognized by words.
+        code = "E_VALUE"
         if "required" in message:
             code = "E_MISSING_KEY"
         elif "could match" in message:
@@ -147,6 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"samestep {version('samestep')}")
         return EXIT_DONE
     try:
+        # The fork server imports torch while this process parses arguments and reads the recipe.
         with _early_start(arguments):
             with reported_by_rank_0():
                 run = parse_arguments(arguments)
@@ -154,9 +156,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = run()
         _check_output(arguments[0])
     except ReportedError as error:
-        exit_now(error.exit_code)
+        exit_now(error.exit_code)  # another rank has reported the failure
     except SamestepError as error:
-        wait_for_reader()
+        wait_for_reader()  # results that were printed before come first
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except (ModuleNotFoundError, OSError) as error:
@@ -197,6 +199,7 @@ def _early_start(arguments: Sequence[str]) -> Iterator[None]:
 def _input_error(error: ModuleNotFoundError | OSError) -> InputError | None:
     """Return the error of a missing extra, or of a path that no file can have, or None."""
     if isinstance(error, ModuleNotFoundError):
+        # A missing module of the user's own is an error of the script, with a traceback.
         if (error.name or "").partition(".")[0] not in _RECIPE_MODULES:
             return None
         fix = "pip install 'samestep[recipes]'"

@@ -70,7 +70,7 @@ class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
             config = LaunchConfig(self.hang_after)
             result = self.launch("evaluate", *arguments, processes=processes, config=config)
             values = result.value
-        by_class = values.pop("by_class", None)
+        by_class = values.pop("by_class", None)  # not part of the printed result
         data = {"checkpoint": str(plan.checkpoint), "step": plan.step, **values}
         report: list[str] = []
         if by_class is not None and self.report is not None:
@@ -235,6 +235,7 @@ class Export(JsonOption, RunArgument):
         if self.like is not None or self.format != "safetensors":
             raise option_conflict("--hub with --format or --like")
         refuse_script_run(self.folder)
+        # Complete before the upload: a repository never has a part of the files.
         with TemporaryDirectory() as temporary:
             folder = Path(temporary)
             facts = write_repository(self.folder, self.checkpoint, self.certificate, folder)

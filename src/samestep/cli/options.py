@@ -56,6 +56,7 @@ def add_fields(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
     for `bool`.
     """
     hints = get_type_hints(kind)
+    # `fields` has inherited options too, but each belongs to the group of its own class.
     owners = {
         name: base
         for base in reversed(kind.__mro__)
@@ -63,7 +64,7 @@ def add_fields(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
     }
     groups: dict[str | None, Any] = {None: parser}
     for entry in fields(kind):
-        if not entry.metadata:
+        if not entry.metadata:  # no option, such as the arguments after `--`
             continue
         title = vars(owners[entry.name]).get("group")
         if title not in groups:
@@ -91,6 +92,7 @@ def _conversion(kind: Any) -> dict[str, Any]:
 
 def options_of(kind: type[Options], arguments: Any, **others: Any) -> Options:
     """Return a dataclass of options; those that are absent or None keep their defaults."""
+    # Names connect the options of a command with those of a run, a plan or a job.
     values = {entry.name: getattr(arguments, entry.name, None) for entry in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in values.items() if value is not None} | others)
 

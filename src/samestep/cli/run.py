@@ -89,6 +89,7 @@ class Run(FaultOptions):
         """Run the script; return its exit code, or 130 after a request to stop."""
         if not self.module:
             require_file(self.script)
+        # Before anything starts, from the source: the mode decides which options have a meaning.
         mode = mode_of(self.script, is_module=self.module, own_group=self.own_group)
         stem = self.script.name if self.module else self.script.stem
         folder = self.runs / timed_name(self.runs, stem)

@@ -93,7 +93,8 @@ def plan_from_checkpoint(
     progress = read_state(checkpoint).progress
     origin = make_recipe(progress.recipe, (), origin=str(checkpoint))
     recipe = with_saved_weight(_read_recipe(folder, overrides, trust=trust, origin=origin), origin)
-    # A run can be resumed with another strategy, and with more epochs.
+    # A run can be resumed with another strategy, and with more epochs: steps before the checkpoint
+    # do not depend on them.
     free = {"strategy": None, "epochs": None}
     _require_equal(
         {**recipe_data(origin), **free},
@@ -107,7 +108,7 @@ def plan_from_checkpoint(
 
 def require_same_recipe(plan: RunPlan, recipe: Recipe) -> None:
     """Require that a run that `samestep train --or-resume` continues has the command's recipe."""
-    if recipe.microbatches == "auto":
+    if recipe.microbatches == "auto":  # the recipe of a run has the number that `auto` was
         recipe = replace(recipe, microbatches=plan.recipe.microbatches)
     _require_equal(
         recipe_data(plan.recipe),

@@ -234,6 +234,7 @@ class Audit(JsonOption):
         else:
             print_report(analysis)
             print_comparisons(comparisons)
+        # Findings of a failed command are printed, but its own exit code says more.
         if code != EXIT_DONE:
             print(f"the command failed with exit code {code}", file=sys.stderr)
             return code
@@ -372,6 +373,7 @@ class Report(JsonOption):
         value = f"{out} cannot be written"
         with output_errors(value, "a file in a writable folder", "--out with another path"):
             if out.exists():  # only an earlier page is overwritten
+                # By its first bytes: `--out train.py` must not destroy a script.
                 with out.open("rb") as file:
                     is_earlier = file.read(len(MARK)) == MARK.encode()
                 if not is_earlier:

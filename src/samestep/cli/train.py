@@ -201,6 +201,7 @@ class TrainingOptions(
             plan, summary = run_as_rank(
                 self, self.rendezvous, "train", self.make_plan, self._rank_arguments
             )
+        # A signal can reach the launcher, or a rank alone, as from Slurm.
         own_signal = summary.pop("stop_signal")
         has_failed = summary.pop("has_failed")
         return TrainedRun(summary, plan.folder, stop_signal or own_signal, has_failed)
@@ -241,7 +242,7 @@ class TrainingOptions(
 
         def newest_step() -> int:
             nonlocal plan
-            held.require_in_place()
+            held.require_in_place()  # not another run that has taken the path
             checkpoint = checkpoints.newest_valid()
             recipe = plan.recipe
             step = 0
@@ -321,7 +322,7 @@ class Train(TrainingOptions, BatchOptions, RecipeOptions):
         folder = self.runs / (self.name or timed_name(self.runs, Path(self.recipe).stem))
         self._new_folder.create(folder)
         write_recipe(recipe, folder / "recipe.yaml")
-        sign(folder, recipe)
+        sign(folder, recipe)  # this user wrote the recipe: a resumption needs no --trust
         return RunPlan(recipe, folder)
 
     @cached_property
@@ -377,6 +378,7 @@ class Resume(TrainingOptions, SetOption, RunArgument):
         overrides = [*self.strategy_overrides(), *self.overrides]
         folder = self.folder
         is_new = not CheckpointFolder(folder / "checkpoints").steps()
+        # A run without checkpoints starts from the beginning, which is no checkpoint by name.
         if (restarts or is_new) and self.checkpoint == "last":
             plan = plan_to_resume(folder, overrides, trust=self.trust)
         else:
@@ -423,6 +425,7 @@ def train(
                 "samestep.train(recipe, {key: value})",
                 code="E_UNKNOWN_OPTION",
             )
+    # The options are typed as those of the command line, where numbers can also be ranges.
     if "processes" in options:
         options["processes"] = str(options["processes"])
     if "runs" in options:

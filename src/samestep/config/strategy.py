@@ -224,6 +224,7 @@ def resolve_mesh(
     if microbatches is not None:
         ranks_per_model = shape.size // shape.data_size
         require_enough_microbatches(microbatches, shape.data_size, ranks_per_model=ranks_per_model)
+    # One rank has all microbatches, whatever the shares are.
     if strategy.shares and processes > 1:
         require_shares(strategy.shares, shape.data_size, microbatches)
     _require_effect(strategy, shape)

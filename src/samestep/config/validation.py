@@ -28,6 +28,7 @@ class Constrained:
     def __post_init__(self) -> None:
         for item in fields(self):  # type: ignore[arg-type]
             value = getattr(self, item.name)
+            # A nested configuration has validated itself.
             if not isinstance(value, Constrained) and value != _default(item):
                 self._validate(item, value)
 
@@ -35,7 +36,7 @@ class Constrained:
         from pydantic import ValidationError
 
         try:
-            # A class can be hashed.
+            # Strict: "64" is no number, and 1 is no boolean.
             validator = _validator(type(self), item.name)  # type: ignore[arg-type]
             validator.validate_python(value, strict=True)
         except ValidationError as error:

@@ -116,6 +116,7 @@ class RunLogger:
         A write error is raised, or added as a note to the error of the block.
         """
         if error is not None and not is_exit(error):
+            # The error of the block is the cause: one of a logger must not take its place.
             try:
                 self.log_event("failure", **failure_fields(error))
             except RunError as failure:
@@ -197,6 +198,7 @@ def ends_mid_line(path: Path) -> bool:
 
 def to_json_line(value: Mapping[str, Any]) -> str:
     """Return JSON on one line, with strings such as `"nan"` for NaN and infinities."""
+    # `json` would write NaN, which other languages cannot parse.
     return json.dumps(_encodable(value), allow_nan=False)
 
 

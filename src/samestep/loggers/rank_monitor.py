@@ -95,6 +95,7 @@ class RankMonitor:
             self._warn(error)
 
     def _append(self, file: FileIO) -> None:
+        # Unbuffered, and one write for each line: a killed rank loses at most a part of a line.
         data = f"{to_json_line(self._sample())}\n".encode()
         if self._ends_mid_line:
             data = b"\n" + data
@@ -107,6 +108,7 @@ class RankMonitor:
     def _sample(self) -> dict[str, Any]:
         with self._lock:
             now = self._read()
+            # Two samples can follow each other closely, as at the end: then the rates stay.
             if now.time - self._last.time >= _MIN_RATE_SECONDS:
                 self._rates = self._rates_between(self._last, now)
                 self._last = now

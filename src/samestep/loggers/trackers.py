@@ -64,6 +64,7 @@ def create_loggers(
         first_step: step that the run continues after.
         quiet: show no progress.
     """
+    # Functions: a tracker that is not selected need not be installed.
     create: dict[str, Callable[[], Logger]] = {
         "jsonl": lambda: JsonlLogger(run / EVENTS),
         "tensorboard": lambda: TensorBoardLogger(run / "tensorboard", first_step),

@@ -127,6 +127,7 @@ def draw_confusion(counts: Counts, names: Sequence[str], path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
+    # Not by `pyplot`, which would keep the figure for the life of the process.
     matrix = numpy.asarray(counts, dtype=numpy.int64)
     shares = matrix / matrix.sum(axis=1, keepdims=True).clip(1)
     side = min(24.0, 3.0 + 0.42 * len(names))

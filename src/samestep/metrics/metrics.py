@@ -162,7 +162,8 @@ class ConfusionMatrix(CountMetric):
                 "loss.options.ignore_index",
                 code="E_METRIC",
             )
-        # Integers: the sum is independent of the order on every device.
+        # Integers: the sum is independent of the order on every device. A pair of classes is one
+        # number, since `bincount` takes vectors.
         counts = torch.bincount(counted * size + predictions[is_counted].long(), minlength=size**2)
         if channels == 1:
             return counts
@@ -329,6 +330,7 @@ class BestRule:
                 code="E_METRIC",
             )
         value = values[self.by]
+        # A comparison with NaN is false in both directions, so NaN would stay the best value.
         if not (math.isfinite(values.get("loss", 0.0)) and math.isfinite(value)):
             return False
         if best is None:

@@ -49,6 +49,7 @@ def blended(image: Image.Image, classes: Classes, *, is_binary: bool) -> Image.I
     count = 1 if is_binary else int(classes.max(initial=0))
     colors = numpy.array([(0, 0, 0), *class_colors(count)], numpy.uint8)
     classes = classes.clip(min=0)
+    # The nearest neighbour: a mean of class numbers would be another class.
     flat = Image.fromarray(colors[classes]).resize(image.size, Image.Resampling.NEAREST)
     mask = Image.fromarray((classes > 0).astype(numpy.uint8) * round(255 * _ALPHA))
     return Image.composite(

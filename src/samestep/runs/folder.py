@@ -66,6 +66,7 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World) -> 
         _require_own(requested)
     with FolderLock(requested) if world.is_main else nullcontext():
         is_new = not (folder / LOOP).exists()
+        # The mark comes first: a run that fails at once can be started again under its name.
         if world.is_main and is_new:
             start = {"script": sys.argv[0], "created": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             write_atomically(folder / LOOP, json.dumps(start) + "\n")
@@ -264,7 +265,7 @@ class LoopEvents:
     def _end_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._optimizer is None:
             self._optimizer = optimizer
-        if optimizer is not self._optimizer:
+        if optimizer is not self._optimizer:  # a GAN has several, and one count of steps
             return
         self._steps += 1
         if time.perf_counter() - self._logged >= STEP_SECONDS:

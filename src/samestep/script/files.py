@@ -202,7 +202,7 @@ class FirstWriter:
             self._journal.append(operation, name, copy, is_lost)
         self._changed.add(name)
         if is_fresh and state is not None:
-            # Readers that have opened the old file go on with its content.
+            # In place of a truncation: readers that have opened the old file keep its content.
             new = f"{name}.{os.getpid()}"
             mode = stat.S_IMODE(state.st_mode)
             self._journal.append("made", new, "", False)

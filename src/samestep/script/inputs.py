@@ -92,6 +92,8 @@ class EqualBytes:
 
     def __call__(self, size: int) -> bytes:
         """Return `size` bytes, in place of `os.urandom`."""
+        # By lines, not by one counter: ranks may draw in different order, as rank 0 does in code
+        # of its own.
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_globals.get("__name__") in _PASSED:
             frame = frame.f_back

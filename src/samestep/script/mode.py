@@ -45,6 +45,7 @@ def imports_samestep(script: Path, package: str = "") -> bool:
         script: file of the script.
         package: complete name of the package that contains it, for relative imports.
     """
+    # Over files as Python would import them, with the folder of the script first on the path.
     depth = package.count(".") + 1 if package else 0
     path = [str(script.resolve().parents[depth]), *sys.path]
     waiting = [(script, package)]

@@ -76,6 +76,7 @@ class Overlay(FileView):
         return state
 
     def _private(self, place: Place) -> str:
+        # Under the same path as in the real file system: no table of names is needed.
         make_folders(f"{self._root}{place[0]}")
         return f"{self._root}{place[0]}/{place[1]}"
 
@@ -162,8 +163,10 @@ class Overlay(FileView):
             self.files += 1
             if token is None or size <= self._keep_bytes or not self._is_active:
                 return
+            # The size remains, without blocks: each rank would otherwise need the space of the
+            # checkpoints of rank 0.
             REAL.truncate(target, 0)
-            REAL.truncate(target, size)  # the size remains, without blocks
+            REAL.truncate(target, size)
             folder, _, name = path.rpartition("/")
             self._set((folder, name), target, is_dropped=True, token=token)
 

@@ -127,6 +127,7 @@ class Records:
             reason = reason or "first of its kind"
         elif summary.whole == whole:
             return
+        # A script has few lines and decisions, so that the records stay few.
         key = (summary.module, line, way, reason, torch.is_grad_enabled())
         record = self.calls.get(key)
         if record is None:
@@ -148,7 +149,7 @@ class Records:
             self._forward[0] += seconds * is_divided
             self._forward[1] += seconds
         self._extend(began, now)
-        if record.calls == 1:
+        if record.calls == 1:  # with a trial, or the first use of kernels
             self._first_seconds += seconds
             return
         record.seconds += seconds
