@@ -99,14 +99,13 @@ def parse_arguments(arguments: Sequence[str]) -> Callable[[], int]:
     parsed, unknown = parse(rest)
     if unknown:
         raise parser.unknown(unknown[0])
-    rendezvous = read_rendezvous()
-    is_rank = rendezvous is not None and rendezvous.world_size > 1
-    if rendezvous is not None and is_rank and not COMMANDS[name].can_be_rank:
+    # `doctor` and others also run with variables of a launcher that are incomplete.
+    rendezvous = None if COMMANDS[name].can_be_rank else read_rendezvous()
+    if rendezvous is not None and rendezvous.world_size > 1:
         launcher = rendezvous.launcher
-        size = rendezvous.world_size
+        place = f"rank {rendezvous.rank} of {rendezvous.world_size} processes"
         raise InputError(
-            f"samestep {name} is rank {rendezvous.rank} of {size} processes that {launcher} "
-            "started",
+            f"samestep {name} is {place} that {launcher} started",
             expected=f"one process: samestep {name} starts ranks itself",
             fix=f"start the command without {launcher}",
             code="E_LAUNCH",
