@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NoReturn
 
-from samestep.cli.commands import COMMANDS, PRELOAD, help_text
+from samestep.cli.commands import CAN_BE_RANK, COMMANDS, PRELOAD, STARTS_RANKS, help_text
 from samestep.cli.launch import ReportedError, exit_if_rank, exit_now, reported_by_rank_0
 from samestep.cli.options import add_fields, options_of
 from samestep.config.key_suggestions import SYNONYMS, suggest
@@ -100,7 +100,7 @@ def parse_arguments(arguments: Sequence[str]) -> Callable[[], int]:
     if unknown:
         raise parser.unknown(unknown[0])
     # `doctor` and others also run with variables of a launcher that are incomplete.
-    rendezvous = None if COMMANDS[name].can_be_rank else read_rendezvous()
+    rendezvous = None if name in CAN_BE_RANK else read_rendezvous()
     if rendezvous is not None and rendezvous.world_size > 1:
         launcher = rendezvous.launcher
         place = f"rank {rendezvous.rank} of {rendezvous.world_size} processes"
@@ -182,11 +182,11 @@ def _early_start(arguments: Sequence[str]) -> Iterator[None]:
     behind.
     """
     os.getcwd()  # raises an error in a removed folder, in which no process can be started
-    command = COMMANDS.get(arguments[0]) if arguments else None
-    starts = command is not None and command.starts_ranks
+    starts = bool(arguments) and arguments[0] in STARTS_RANKS
+    if {"-h", "--help"}.intersection(arguments):
+        starts = False
     with reported_by_rank_0():
-        if not starts or {"-h", "--help"}.intersection(arguments) or read_rendezvous() is not None:
-            starts = False
+        starts = starts and read_rendezvous() is None  # a rank of another launcher starts none
     if not starts:
         yield
         return

@@ -114,7 +114,8 @@ class Run(FaultOptions):
         def attempt(count: int, config: LaunchConfig) -> LaunchResult:
             return run_workers(
                 call,
-                *(next(starts), self.max_restarts),
+                next(starts),
+                self.max_restarts,
                 processes=count,
                 launch_config=config,
                 environment=self.environment,
