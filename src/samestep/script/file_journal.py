@@ -303,11 +303,9 @@ class Exemptions:
         return False
 
     def mkstemp(self, folder: Any, *arguments: Any) -> Any:
-        """Replace `tempfile._mkstemp_inner`."""
         return self._made(folder, REAL.mkstemp, folder, *arguments)
 
     def mkdtemp(self, suffix: Any = None, prefix: Any = None, dir: Any = None) -> Any:
-        """Replace `tempfile.mkdtemp`."""
         return self._made(dir or self._temporary_folder, REAL.mkdtemp, suffix, prefix, dir)
 
     def _made(self, folder: Any, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -373,12 +373,10 @@ class FileView:
         return self._query(path, lambda target: REAL.stat(target) and target)
 
     def getcwd(self) -> str:
-        """Replace `os.getcwd`."""
         folder: str = self._directory if self._is_active else REAL.getcwd()
         return folder
 
     def chdir(self, path: Any) -> None:
-        """Replace `os.chdir`."""
         self._query(path, REAL.chdir)
         if self._is_active:
             folder = REAL.getcwd()
@@ -386,13 +384,11 @@ class FileView:
             self._directory = folder.removeprefix(self._root)
 
     def listdir(self, path: Any = ".") -> list[Any]:
-        """Replace `os.listdir`."""
         if isinstance(path, int) or not self._is_active:
             return list(REAL.listdir(path))
         return [entry.name for entry in self.scandir(path)]
 
     def scandir(self, path: Any = ".") -> Any:
-        """Replace `os.scandir`."""
         path = "." if path is None else path
         if isinstance(path, int) or not self._is_active:
             return REAL.scandir(path)

@@ -137,7 +137,6 @@ class FirstWriter:
         self._journal.append("end")
 
     def replacements(self) -> list[tuple[Any, Any]]:
-        """Return pairs of a function and its replacement."""
         return [
             (REAL.open, open_function(self.open, lambda: self._is_active)),
             (REAL.descriptor, self.descriptor),
@@ -300,7 +299,6 @@ class FirstWriter:
     # --- replacements ---
 
     def open(self, file: Any, how: How) -> Any:
-        """Replace `open`."""
         name = ""
         if how[0] not in READING:
             name = self._change(file, truncates="w" in how[0])
@@ -310,18 +308,15 @@ class FirstWriter:
         return noted_file(file, file, how, lambda: self._closed(name, is_counted=is_counted))
 
     def descriptor(self, path: Any, flags: int, *arguments: Any, **options: Any) -> int:
-        """Replace `os.open`."""
         if flags & WRITING and flags & UNNAMED != UNNAMED:
             self._change(path, truncates=bool(flags & os.O_TRUNC))
         return int(REAL.descriptor(path, flags, *arguments, **options))
 
     def truncate(self, path: Any, length: int) -> None:
-        """Replace `os.truncate`."""
         self._change(path)
         REAL.truncate(path, length)
 
     def connect(self, *arguments: Any, **options: Any) -> Any:
-        """Replace `sqlite3.connect`."""
         path, _ = database_path(arguments, options)
         self._change(path)
         return REAL.connect(*arguments, **options)
@@ -397,16 +392,12 @@ class FirstWriter:
         return moves
 
     def reader(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        """Return the replacement of a function that reads a file in C++."""
-
         def call(*arguments: Any, **options: Any) -> Any:
             return self._exempt.passing(real, *arguments, **options)
 
         return call
 
     def writer(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        """Return the replacement of a function that writes a file in C++."""
-
         def call(*arguments: Any, **options: Any) -> Any:
             path, _ = path_argument(position, keyword, arguments, options)
             name = self._change(path, truncates=True)

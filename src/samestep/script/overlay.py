@@ -41,10 +41,12 @@ def _error(number: int, *paths: Any) -> OSError:
 
 
 class Overlay(FileView):
-    """View of files, and replacements of the functions that change files."""
+    """View of files, and replacements of the functions that change files.
+
+    A method with the name of a function of `os` replaces this function.
+    """
 
     def replacements(self) -> list[tuple[Any, Any]]:
-        """Return pairs of a function and its replacement."""
         pairs = [(getattr(REAL, name), getattr(self, name)) for name in _OWN.split()]
         pairs += [(getattr(REAL, n), self.query(n)) for n in _QUERIES if hasattr(REAL, n)]
         pairs += [(getattr(REAL, n), self._attribute(n)) for n in _ATTRIBUTES if hasattr(REAL, n)]
@@ -176,7 +178,6 @@ class Overlay(FileView):
         return path, self._own_closes[key]
 
     def open(self, file: Any, how: How) -> Any:
-        """Replace `open`."""
         mode = how[0]
         if mode in READING:
 
@@ -197,7 +198,6 @@ class Overlay(FileView):
         return noted_file(file, target, how, lambda: self._written(target, is_complete=is_complete))
 
     def descriptor(self, path: Any, flags: int, mode: int = 0o777) -> int:
-        """Replace `os.open`."""
         if not flags & WRITING or flags & UNNAMED == UNNAMED:
 
             def read(target: Any) -> Any:
@@ -217,8 +217,6 @@ class Overlay(FileView):
         return int(REAL.descriptor(target or path, flags, mode))
 
     def reader(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        """Return the replacement of a function that reads a file in C++."""
-
         def call(*arguments: Any, **options: Any) -> Any:
             path, put = path_argument(position, keyword, arguments, options)
             if path is None:
@@ -237,8 +235,6 @@ class Overlay(FileView):
         return call
 
     def writer(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        """Return the replacement of a function that writes a file in C++."""
-
         def call(*arguments: Any, **options: Any) -> Any:
             path, put = path_argument(position, keyword, arguments, options)
             target = ""
@@ -254,14 +250,12 @@ class Overlay(FileView):
         return call
 
     def connect(self, *arguments: Any, **options: Any) -> Any:
-        """Replace `sqlite3.connect`."""
         path, put = database_path(arguments, options)
         if path is not None and (target := self._opened(path, copies=True, most=float("inf"))):
             arguments, options = put(target)
         return REAL.connect(*arguments, **options)
 
     def truncate(self, path: Any, length: int) -> None:
-        """Replace `os.truncate`."""
         target = ""
         if not isinstance(path, int):
             target = self._opened(path, copies=True, creates=False, most=float("inf"))
@@ -278,7 +272,6 @@ class Overlay(FileView):
             self._exempt.local.is_quiet = False
 
     def mkdir(self, path: Any, mode: int = 0o777) -> None:
-        """Replace `os.mkdir`."""
         place = self._target(path)
         if place is None:
             REAL.mkdir(path, mode)
@@ -289,7 +282,6 @@ class Overlay(FileView):
         self._set(place, target)
 
     def symlink(self, source: Any, path: Any, target_is_directory: bool = False) -> None:
-        """Replace `os.symlink`."""
         place = self._target(path)
         if place is None:
             REAL.symlink(source, path)
@@ -313,11 +305,9 @@ class Overlay(FileView):
         self._set(place, target, is_dropped=is_lost, token=self._dropped.get(actual))
 
     def remove(self, path: Any) -> None:
-        """Replace `os.remove`."""
         self._remove(path, REAL.unlink, is_folder=False)
 
     def rmdir(self, path: Any) -> None:
-        """Replace `os.rmdir`."""
         self._remove(path, REAL.rmdir, is_folder=True)
 
     def _remove(self, path: Any, real: Callable[[Any], None], *, is_folder: bool) -> None:
