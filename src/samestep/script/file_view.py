@@ -116,13 +116,10 @@ class FileView:
     def _find(self, place: Place) -> str | None:
         """Return the path at which this rank sees a place: None for the real one, "" for none."""
         folder, name = place
-        names = self._own.get(folder)
-        if names is not None and (path := names.get(name)) is not None:
-            return path
-        names = self._before.get(folder)
-        if names is not None:
-            return names.get(name)
-        return None
+        path = self._own.get(folder, {}).get(name)
+        if path is None:
+            path = self._before.get(folder, {}).get(name)
+        return path
 
     def _place(self, path: Any, *, follow: bool) -> Place:
         text: str = path if type(path) is str else os.fsdecode(path)
@@ -203,7 +200,11 @@ class FileView:
             was_prepared = is_prepared()
             place = self._place(path, follow=follow)
             actual = self._find(place)
-            target = actual if actual is not None else self._real(place, path)
+            target: Any = actual
+            if actual is None:
+                # As it was given where this is possible: errors and entries have this path.
+                is_elsewhere = self._is_moved or self._has_links
+                target = ("/".join(place) or "/") if is_elsewhere else path
             location = self._location(actual) if actual else ""
             result: Any = None
             failure: OSError | None = None
@@ -217,8 +218,13 @@ class FileView:
                 is_same = self._place(path, follow=follow) == place and self._find(place) == actual
                 is_settled = is_same and (not actual or self._location(actual) == location)
             if is_settled and not was_prepared and waits and actual is None:
+                # Rank 0, which is not ready, changes the path now, or may create it.
+                name = "/".join(place)
                 is_missing = isinstance(failure, MISSING) or result is False
-                if self._must_wait("/".join(place), is_nothing=is_missing or bool(is_listed)):
+                may_appear = (
+                    is_missing or is_listed is not None
+                ) and not self._exempt.local.is_quiet
+                if name in self._touched or (may_appear and not self._exempt.is_foreign(name)):
                     self._wait(is_prepared, "the preparation by rank 0", is_preparation=True)
                 is_settled = not is_prepared()
             if is_settled and failure is None:
@@ -229,18 +235,6 @@ class FileView:
                 raise failure
             if hasattr(result, "close"):
                 result.close()
-
-    def _real(self, place: Place, path: Any) -> Any:
-        """Return a path in the real file system, as it was given where this is possible."""
-        if self._is_moved or self._has_links:
-            return "/".join(place) or "/"
-        return path
-
-    def _must_wait(self, path: str, *, is_nothing: bool) -> bool:
-        """Whether rank 0, which is not ready, changes the path now, or may create it."""
-        if path in self._touched:
-            return True
-        return is_nothing and not self._exempt.local.is_quiet and not self._exempt.is_foreign(path)
 
     def _wait(
         self, is_over: Callable[[], bool], name: str, *, is_preparation: bool = False
