@@ -247,10 +247,7 @@ def test_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_devices_option_without_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for arguments, message in (
-        ([], "torch sees 0"),
-        (["--device", "cpu"], "--devices with --device cpu"),
-    ):
+    for arguments, message in (([], "torch sees 0"), (["--device", "cpu"], "--devices with --device cpu")):
         assert main(["train", "digits", "--runs", str(tmp_path), "--devices", "0", *arguments]) == 2
         assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -58,12 +58,7 @@ from samestep.launcher.launch import LaunchConfig, LaunchResult
 from samestep.loggers.logger import format_metric
 from samestep.loggers.trackers import tensorboard_command
 from samestep.microbatches import require_enough_microbatches
-from samestep.recipes.recipe_files import (
-    load_recipe,
-    make_recipe,
-    with_saved_weight,
-    write_recipe,
-)
+from samestep.recipes.recipe_files import load_recipe, make_recipe, with_saved_weight, write_recipe
 from samestep.recipes.trust import sign
 from samestep.runs import require_run_name
 from samestep.units import parse_duration, plural

@@ -115,10 +115,6 @@ def test_full_disk_is_logged_once(alone: World, tmp_path: Path, caplog: pytest.L
 
 
 def test_last_sample_of_a_failed_rank_names_the_operation(alone: World, tmp_path: Path) -> None:
-    with (
-        pytest.raises(ZeroDivisionError),
-        RankMonitor(tmp_path, alone),
-        alone.context.status.operation("step 3"),
-    ):
+    with pytest.raises(ZeroDivisionError), RankMonitor(tmp_path, alone), alone.context.status.operation("step 3"):
         1 / 0  # noqa: B018
     assert read_samples(tmp_path)[-1]["doing"] == "in step 3"
