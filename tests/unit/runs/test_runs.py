@@ -110,7 +110,7 @@ def test_exit_of_the_script_is_an_end(tmp_path: Path) -> None:
     assert read_events(tmp_path / "run")[-1]["event"] == "end"
 
 
-# --- invalid input ----------------------------------------------------------------------------------------
+# --- invalid input ---
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\\b", "/tmp", "a\nb"])

@@ -148,7 +148,6 @@ def test_nothing_is_replaced_afterwards() -> None:
 
 # --- loaders ---
 
-
 SAMPLES = 12
 
 

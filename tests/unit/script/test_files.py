@@ -36,7 +36,7 @@ from samestep.script.file_journal import Journal
 
 LARGE = 3 * KEEP_BYTES
 
-# --- libraries: a function writes a file with a value of its rank, and returns what it reads back ------------
+# --- libraries: a function writes a file with a value of its rank, and returns what it reads back ---
 
 
 def _logging(value: int) -> Any:
@@ -216,7 +216,7 @@ def test_each_rank_reads_what_it_has_written_and_rank_0_alone_writes(function: A
         assert real == plain
 
 
-# --- order of ranks ------------------------------------------------------------------------------------------
+# --- order of ranks ---
 
 
 def test_later_changes_of_rank_0_are_not_seen_before_the_same_change(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_listings_have_the_order_of_rank_0(tmp_path: Path) -> None:
     assert others == [first] * 2
 
 
-# --- preparation ---------------------------------------------------------------------------------------------
+# --- preparation ---
 
 
 def test_a_download_is_made_once_and_seen_complete(tmp_path: Path) -> None:
@@ -467,7 +467,7 @@ def test_a_wait_for_preparation_is_seen_and_counts_as_progress(tmp_path: Path) -
     assert others == [[4, True, ", waiting in the preparation by rank 0", False]] * 2
 
 
-# --- large files ---------------------------------------------------------------------------------------------
+# --- large files ---
 
 
 @pytest.mark.slow
@@ -624,7 +624,7 @@ def test_large_content_that_rank_0_never_writes_is_an_error_with_the_line(waits:
         assert "own.bin is read, but its content is gone or was never written by rank 0 [E_SCRIPT_FILES]" in text
 
 
-# --- processes, threads, folders -----------------------------------------------------------------------------
+# --- processes, threads, folders ---
 
 
 class _Files(Dataset[str]):

@@ -35,7 +35,6 @@ from samestep.script.inputs import FirstRankPrograms, equal_entropy, shared_cons
 
 # --- random bytes ---
 
-
 SEED = b"sixteen bytes or"
 
 
@@ -205,7 +204,6 @@ def test_ranks_draw_equal_numbers_and_have_own_names(tmp_path: Path) -> None:
 
 
 # --- standard input ---
-
 
 Read = Callable[[], Any]
 
@@ -447,7 +445,6 @@ def test_terminal_of_the_launcher_and_its_interrupt(tmp_path: Path) -> None:
 
 
 # --- programs ---
-
 
 APPEND = "echo line >> log.txt"
 

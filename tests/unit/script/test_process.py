@@ -31,7 +31,6 @@ from samestep.script.process import exit_functions_called, files_closed, refusal
 
 # --- refused operations ---
 
-
 GROUPS: dict[str, Callable[[], Any]] = {
     "torch.distributed.init_process_group": lambda: dist.init_process_group("gloo"),
     "torch.multiprocessing.spawn": lambda: torch.multiprocessing.spawn(print, nprocs=2),
