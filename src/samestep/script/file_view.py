@@ -184,12 +184,8 @@ class FileView:
     ) -> Any:
         """Call a function with the path at which this rank sees `path`.
 
-        It is called again until rank 0 changes nothing meanwhile.
-
-        Args:
-            follow: a link is followed.
-            waits: wait for the preparation by rank 0, if it may change the result.
-            is_listed: whether rank 0 has listed this folder as often as this rank, or is ready.
+        It is called again until rank 0 changes nothing meanwhile. With `waits`, a call whose result
+        rank 0 may change waits until it is ready, or has listed a folder as often (`is_listed`).
         """
         if not isinstance(path, PATHS) or not self._is_active or self._exempt.local.depth:
             return call(path)
