@@ -69,7 +69,7 @@ class Verify(JsonOption, DeviceOption, StrategyOptions, SubjectOptions):
     group: ClassVar = "comparison"
 
     processes: tuple[int, ...] = option(
-        "numbers of ranks; the first is the reference (default 1,2,3,4)",
+        "numbers of ranks; the first is the reference",
         "N,N,...",
         default=(1, 2, 3, 4),
         type=integers,
@@ -85,9 +85,7 @@ class Verify(JsonOption, DeviceOption, StrategyOptions, SubjectOptions):
     double: bool = option("use float64, which separates rounding from wrong results", default=False)
     kill_at: int | None = option("also kill a rank in this step, and resume", "STEP")
     resume_on: int | None = option("number of processes after the kill", "N")
-    patience: float = option(
-        "limit without progress (default 120)", "SECONDS", default=120.0, type=float
-    )
+    patience: float = option("limit without progress", "SECONDS", default=120, type=float)
     out: Path | None = option("folder of the certificate (default runs/verify-...)", "DIR")
 
     def run(self) -> int:
@@ -333,10 +331,7 @@ class Bench(JsonOption, DeviceOption, RecipeOptions):
         action="append",
     )
     ways: tuple[str, ...] = option(
-        f"ways next to one device and the layouts (default {','.join(bench.WAYS)})",
-        "NAME,...",
-        default=bench.WAYS,
-        type=_ways,
+        "ways next to one device and the layouts", "NAME,...", default=bench.WAYS, type=_ways
     )
     accumulate: tuple[int, ...] | None = option(
         "parts of a batch, each a way with the same batch size "
@@ -358,8 +353,8 @@ class Bench(JsonOption, DeviceOption, RecipeOptions):
         const=bench.WORKERS,
         type=counts,
     )
-    rounds: int = option("trials of each way, interleaved (default 5)", "N", default=5)
-    steps: int = option("steps per trial, after three warm-up steps (default 20)", "N", default=20)
+    rounds: int = option("trials of each way, interleaved", "N", default=5)
+    steps: int = option("steps per trial, after three warm-up steps", "N", default=20)
     out: Path | None = option("folder for bench.json (default runs/bench-...)", "DIR")
 
     def run(self) -> int:
@@ -422,8 +417,8 @@ class Profile(JsonOption, BatchOptions, StrategyOptions, LoaderOptions, SubjectO
     example: ClassVar = "samestep profile digits --processes 2 --active 20"
     group: ClassVar = "measurement"
 
-    warmup: int = option("unmeasured steps at the start (default 4)", "N", default=4, type=count)
-    active: int = option("measured steps (default 20)", "N", default=20)
+    warmup: int = option("unmeasured steps at the start", "N", default=4, type=count)
+    active: int = option("measured steps", "N", default=20)
     traced: int = option(
         "following steps with torch's profiler (default 3; 0: none)", "N", default=3, type=count
     )

@@ -138,7 +138,7 @@ class Predict(JsonOption, DeviceOption, RunArgument):
     files: Sequence[Path] = argument("FILE", "input files", nargs="*", type=Path)
     out: Path | None = option("folder for predicted masks, for segmentation", "DIR")
     prompt: str | None = option("text to complete, for language models", "TEXT")
-    tokens: int = option("tokens to generate (default 100)", "N", default=100)
+    tokens: int = option("tokens to generate", "N", default=100)
 
     def run(self) -> int:
         """Print one prediction per file, or the completed text."""
@@ -186,9 +186,7 @@ class Export(JsonOption, RunArgument):
 
     example: ClassVar = "samestep export runs/first --format onnx --like picture.png"
 
-    format: Literal["safetensors", "torch", "onnx"] = option(
-        "format (default safetensors)", default="safetensors"
-    )
+    format: Literal["safetensors", "torch", "onnx"] = option("format", default="safetensors")
     like: Path | None = option("example input; required except for safetensors", "FILE")
     out: Path | None = option(
         "output file (default: in the directory of the run); with --hub a new folder, without an "

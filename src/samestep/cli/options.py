@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -38,7 +38,10 @@ _OF_RECIPES = (
 
 
 def option(help: str, metavar: str | None = None, *, default: Any = None, **settings: Any) -> Any:
-    """Declare an option; `settings` are further arguments of `add_argument`, and the `flag`."""
+    """Declare an option, whose default is added to its help.
+
+    `settings` are further arguments of `add_argument`, and the `flag`.
+    """
     if metavar is not None:
         settings["metavar"] = metavar
     return field(default=default, metadata={"help": help, **settings})
@@ -70,11 +73,22 @@ def add_fields(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         settings = {**_conversion(hints[entry.name]), **entry.metadata}
+        settings["help"] += _default_text(entry)
         flag = settings.pop("flag", f"--{entry.name.replace('_', '-')}")
         if flag is None:
             groups[title].add_argument(entry.name, **settings)
         else:
             groups[title].add_argument(flag, dest=entry.name, **settings)
+
+
+def _default_text(entry: Field[Any]) -> str:
+    default = entry.default
+    # Some options say themselves what their default means.
+    if default in (None, False, (), MISSING) or "(default" in entry.metadata["help"]:
+        return ""
+    if isinstance(default, tuple):
+        default = ",".join(map(str, default))
+    return f" (default {default})"
 
 
 def _conversion(kind: Any) -> dict[str, Any]:
@@ -159,7 +173,7 @@ class JsonOption:
 class DeviceOption:
     """Type of the device."""
 
-    device: DeviceKind = option("device type (default auto)", default="auto")
+    device: DeviceKind = option("device type", default="auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,9 +195,7 @@ class RunArgument:
     """Directory of a run, with a checkpoint."""
 
     folder: Path = argument("RUN", "directory of the run")
-    checkpoint: str = option(
-        "best, last, epoch-N, or a step (default best)", "WHICH", default="best"
-    )
+    checkpoint: str = option("best, last, epoch-N, or a step", "WHICH", default="best")
     trust: bool = option(TRUST, default=False)
 
 

@@ -53,12 +53,11 @@ class Run(FaultOptions):
     example: ClassVar = "samestep run --processes 2 --explain train.py --epochs 3"
 
     processes: str = option(
-        "number of ranks; auto: one per GPU, or one per core without GPUs, at most 8; or MIN:MAX "
-        "(default auto)",
+        "number of ranks; auto: one per GPU, or one per core without GPUs, at most 8; or MIN:MAX",
         "N",
         default="auto",
     )
-    runs: Path = option("folder of runs (default runs)", "DIR", default=Path("runs"))
+    runs: Path = option("folder of runs", "DIR", default=Path("runs"))
     own_group: bool = option(
         "set torchrun's variables, for a script that creates its own process group", default=False
     )
@@ -69,7 +68,7 @@ class Run(FaultOptions):
         default="ddp",
     )
     devices_per_process: int = option(
-        "GPUs of each process, for a script that places parts of its model on several (default 1)",
+        "GPUs of each process, for a script that places parts of its model on several",
         "K",
         default=1,
         type=integer,
@@ -176,7 +175,7 @@ class Submit(JsonOption, SubjectOptions, _System):
     name: str | None = option(
         "name of the job and of the run (default: recipe, date and time)", "NAME"
     )
-    runs: Path = option("folder of runs (default runs)", "DIR", default=Path("runs"))
+    runs: Path = option("folder of runs", "DIR", default=Path("runs"))
     dry_run: bool = option("print file and command; write and submit nothing", default=False)
 
     def run(self) -> int:

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from samestep.tools.top import RunStatus
 
 _REPORT = "report.html"
-_AUDITED_STEPS = 50
 _TOP_SECONDS = 1.0  # between updates
 _STYLES = {"silent": "yellow", "gone": "bold red", "missing": "yellow"}
 # Title, format and keys in a rank's line of each column.
@@ -76,7 +75,7 @@ class Doctor(JsonOption):
     workers: int | None = option(
         "loader processes per rank (default: depends on the cores)", "N", type=count
     )
-    runs: Path = option("folder of runs (default runs)", "DIR", default=Path("runs"))
+    runs: Path = option("folder of runs", "DIR", default=Path("runs"))
     quick: bool = option("skip the self-test; torch is not imported", default=False)
     caches: bool = option("list the caches of images in ~/.cache/samestep", default=False)
     clear_caches: bool = option(
@@ -167,10 +166,9 @@ class Audit(JsonOption):
     )
 
     steps: int = option(
-        "observe the tensors of the first N optimizer steps, then of every 50th step "
-        f"(default {_AUDITED_STEPS})",
+        "observe the tensors of the first N optimizer steps, then of every 50th step",
         "N",
-        default=_AUDITED_STEPS,
+        default=50,
     )
     against: int | None = option(
         "run the command again on N processes, and report the first difference with its cause; "

@@ -96,8 +96,7 @@ class CheckOptions:
         type=count,
     )
     loggers: tuple[str, ...] = option(
-        f"loggers of metrics and events: {', '.join(LOGGERS)} "
-        f"(default {','.join(RunOptions.loggers)})",
+        f"loggers of metrics and events: {', '.join(LOGGERS)}",
         "NAME,...",
         default=RunOptions.loggers,
         type=names,
@@ -280,7 +279,7 @@ class Train(TrainingOptions, BatchOptions, RecipeOptions):
         "the same bits on every number of processes: step.reduction=exact", default=False
     )
     or_resume: bool = option("resume the run of this --name if it exists", default=False)
-    runs: Path = option("folder of runs (default runs)", "DIR", default=Path("runs"))
+    runs: Path = option("folder of runs", "DIR", default=Path("runs"))
 
     def train(self) -> TrainedRun:
         """Train, and remove the directory after invalid input, so that the name is free."""
@@ -361,9 +360,7 @@ class Resume(TrainingOptions, SetOption, RunArgument):
 
     example: ClassVar = "samestep resume runs/first --processes 3"
 
-    checkpoint: str = option(
-        "best, last, epoch-N, or a step (default last)", "WHICH", default="last"
-    )
+    checkpoint: str = option("best, last, epoch-N, or a step", "WHICH", default="last")
     accept_changes: bool = option(
         "continue although the data or the user's Python modules have changed", default=False
     )
