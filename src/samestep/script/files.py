@@ -164,15 +164,15 @@ class FirstWriter:
     ) -> str:
         """Note a change of a path that follows.
 
-        Returns:
-            The path without links, or "" if it need not be noted.
-
         Args:
             path: any path.
             follow: a link is followed.
             truncates: a regular file is written from its beginning.
             removes: the path is removed.
             replaces: no path leads to the old file any more, so that its content does not change.
+
+        Returns:
+            The path without links, or "" if it need not be noted.
         """
         if not self._is_active or not isinstance(path, PATHS):
             return ""
@@ -269,12 +269,12 @@ class FirstWriter:
     def _hold(self, name: str, *, is_in_place: bool = False) -> str:
         """Keep a large file, which is changed now, open for ranks that have not read it yet.
 
-        Returns:
-            Where to read it.
-
         Args:
             name: path of the file.
             is_in_place: the file itself is changed, so that a copy of it is needed.
+
+        Returns:
+            Where to read it.
         """
         self._large.remove(name)
         location = ""
