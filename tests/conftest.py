@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from helpers.forked_ranks import TESTS, RankServer
 from helpers.leaks import leaks_since, snapshot
-from samestep.cli.launch_options import PRELOAD as PRELOAD_RECIPES
+from samestep.cli.commands import PRELOAD as PRELOAD_RECIPES
 from samestep.distributed.env import prepare_torch_environment, silence_torch_warnings
 from samestep.distributed.world import World
 from samestep.global_view import world_of_process

@@ -96,15 +96,13 @@ def test_help_of_a_command_has_an_example_and_explains_every_option(
 @pytest.mark.slow
 def test_examples_of_the_help_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("L", (8, 8), 200).save(tmp_path / "picture.png")
-    (tmp_path / "train.py").write_text(
-        "from samestep.session import start\nwith start():\n    pass\n", encoding="utf-8"
-    )
+    (tmp_path / "train.py").write_text("print(1)\n", encoding="utf-8")
     for command in COMMANDS:
         example = example_of(build_parser(command).format_help())
         assert here(*example, cwd=tmp_path) == 0, f"{example}\n{capsys.readouterr().err}"
 
 
-# --- one run on three processes, without a terminal ------------------------------------------------------
+# --- one run on three processes, without a terminal ---
 
 
 class Trained:
@@ -248,7 +246,7 @@ def test_newest_checkpoints_are_kept_and_the_best(tmp_path: Path, keep: int) -> 
     assert {path.name for path in (run / "checkpoints").glob(".*")} == set()
 
 
-# --- JSON output ----------------------------------------------------------------------------------------
+# --- JSON output ---
 
 
 def refuse(constant: str) -> Any:
@@ -355,7 +353,7 @@ def test_names_are_printed_without_markup(tmp_path: Path, capsys: pytest.Capture
     assert f"samestep eval 'runs/{name}'" in capsys.readouterr().out
 
 
-# --- output in a terminal -------------------------------------------------------------------------------
+# --- output in a terminal ---
 
 MOVING = re.compile(r"^epoch \d+ .*?(\d+)/13 .*samples/s")
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers.permissions import without_access
 from helpers.system import events, flip_bit, here, samestep, state_of, tree, weights
-from samestep.cli import launch_options
+from samestep.cli import launch
 from samestep.cli.main import main
 from samestep.data.order import global_order
 from samestep.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED
@@ -27,7 +27,7 @@ Refused = Callable[..., str]
 CheckError = Callable[[str], None]
 
 
-# --- recipes and options, checked before a rank starts --------------------------------------------------
+# --- recipes and options, checked before a rank starts ---
 
 INVALID_VALUES = [
     "epochs=abc",
@@ -67,35 +67,22 @@ def test_invalid_override_is_an_error(refused: Refused, override: str) -> None:
     assert title.endswith(f"[{INVALID_OVERRIDES[override]}]")
 
 
-def test_batch_size_below_microbatches_is_an_error(refused: Refused) -> None:
-    err = refused("train", "digits", "--set", "batch_size=4")
-    assert "batch_size is 4 but there are 8 microbatches" in err
-    assert "batch_size: 8" in err
-
-
 @pytest.mark.parametrize("processes", ["0", "abc", "1.5", ""])
 def test_invalid_number_of_processes_is_an_error(refused: Refused, processes: str) -> None:
     assert f"--processes {processes}" in refused("train", "digits", f"--processes={processes}").splitlines()[0]
 
 
-def test_more_processes_than_microbatches_is_an_error(refused: Refused) -> None:
-    err = refused("train", "digits", "--processes", 9)
-    assert "9 ranks share the data but there are 8 microbatches" in err
-    assert "[E_TOO_MANY_RANKS]" in err
-    assert "--processes 8" in err
-
-
 def test_more_processes_than_devices_is_an_error(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_options, "gpu_names", lambda: ["GPU"] * 4)
+    monkeypatch.setattr(launch, "gpu_names", lambda: ["GPU"] * 4)
     err = refused("train", "digits", "--devices", "0,2", "--processes", 3)
     assert "--processes 3 with --devices 0,2 [E_PROCESSES]" in err.splitlines()[0]
 
 
 @pytest.mark.parametrize("sharing", ["1", "nccl"])
 def test_more_processes_than_devices_may_share(sharing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_options, "gpu_names", lambda: ["GPU"] * 4)
+    monkeypatch.setattr(launch, "gpu_names", lambda: ["GPU"] * 4)
     monkeypatch.setenv("SAMESTEP_SHARE_GPU", sharing)
-    assert launch_options.LaunchOptions(devices="0,2", processes="3").process_range() == (3, 3)
+    assert launch.LaunchOptions(devices="0,2", processes="3").process_range() == (3, 3)
 
 
 @pytest.mark.parametrize("processes", ["0:2", "3:2", ":2", "auto:2", "1:9"])
@@ -123,11 +110,8 @@ def test_invalid_command_of_a_comparison(refused: Refused, text: str) -> None:
     assert "[E_VALUE]" in refused("audit", f"--against-command={text}", "--", "python", "train.py")
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", ".", "", "a\nb"])
-def test_name_of_a_run_is_that_of_a_folder(refused: Refused, name: str) -> None:
-    err = refused("train", RECIPE, f"--name={name}")
-    assert f"the name of the run is {name!r} [E_RUN_NAME]" in err
-    assert "--runs DIR" in err
+def test_name_of_a_run_is_that_of_a_folder(refused: Refused) -> None:
+    assert "the name of the run is '../x' [E_RUN_NAME]" in refused("train", RECIPE, "--name=../x")
 
 
 @pytest.mark.parametrize("arguments", ["train {}.yaml", "train digits --runs={}", "resume {}", "eval {}"])
@@ -196,7 +180,7 @@ def test_folder_as_a_recipe_is_an_error(refused: Refused, tmp_path: Path) -> Non
     refused("train", "mine.yaml")
 
 
-# --- names and options, checked by the ranks ------------------------------------------------------------
+# --- names and options, checked by the ranks ---
 
 NAMES = {
     "model.name=helpers.recorded:Nett": "Nett",
@@ -257,7 +241,7 @@ def test_several_ranks_report_once(tmp_path: Path, check_error: CheckError) -> N
     assert not tree(tmp_path)
 
 
-# --- folders of images -----------------------------------------------------------------------------------
+# --- folders of images ---
 
 
 def picture(path: Path, value: int = 90) -> None:
@@ -376,7 +360,7 @@ def in_a_later_step(pictures: Path) -> Path:
     return train.samples[index][0]
 
 
-# --- runs and their checkpoints --------------------------------------------------------------------------
+# --- runs and their checkpoints ---
 
 
 @pytest.fixture(scope="module")
@@ -499,7 +483,7 @@ def test_stopped_export_leaves_no_file(
         (run / "model-13.safetensors").write_bytes(b"half of the model")
         raise StoppedError("stopped before the end of a step")
 
-    monkeypatch.setattr(launch_options, "run_workers", stop)
+    monkeypatch.setattr(launch, "run_workers", stop)
     assert main(["export", str(run)]) == EXIT_STOPPED
     assert tree(run) == before
 

@@ -84,8 +84,7 @@ def test_slowest_rank_of_a_divided_model_is_unknown(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"),
-    [("--active 0", "E_VALUE"), ("--warmup -1", "E_VALUE"), ("--processes none", "E_PROCESSES")],
+    ("arguments", "code"), [("--active 0", "E_VALUE"), ("--warmup -1", "E_VALUE"), ("--processes none", "E_PROCESSES")]
 )
 def test_invalid_input_creates_no_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, code: str

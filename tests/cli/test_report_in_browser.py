@@ -12,10 +12,7 @@ from helpers.rank_files import ranks_of, write_ranks
 from helpers.run_folders import START, events_of, make_run
 from helpers.system import here
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find() is None, reason=f"no browser on PATH ({', '.join(NAMES)})"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find() is None, reason=f"no browser on PATH ({', '.join(NAMES)})")]
 
 VARIANTS = [(width, dark) for width in (1280, 390) for dark in (False, True)]
 FAILURES = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded", "Network.loadingFailed")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from helpers.started import as_srun, ranks
 from helpers.system import Running, here, samestep, until
 from samestep.cli.main import build_parser
 
@@ -322,10 +321,8 @@ def test_script_that_ends_its_process_with_exit_code_0(
 def test_script_that_ends_its_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = script(tmp_path, "import os\nos._exit(5)\n")
     assert here("run", "--processes", 1, path, cwd=tmp_path) == 1
-    title, expected, fix = capsys.readouterr().err.splitlines()
-    assert title == "error: rank 0 ended with exit code 5, before the script ended [E_RANK_EXITED]"
-    assert expected == "  expected: the script ends with exit code 0 in every rank"
-    assert "os._exit()" in fix
+    title = "error: rank 0 ended with exit code 5, before the script ended [E_RANK_EXITED]"
+    assert capsys.readouterr().err.startswith(title)
 
 
 def test_file_that_is_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,13 +339,6 @@ def test_missing_script_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert here("run", "nothing.py", cwd=tmp_path) == 2
     assert "nothing.py is not a file" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_run_under_another_launcher_is_an_error(tmp_path: Path) -> None:
-    with ranks(as_srun("8"), 2, "run", script(tmp_path, WITH_START), cwd=tmp_path) as started:
-        ended = started.wait()
-    assert [rank.code for rank in ended] == [2, 2]
-    assert "samestep run is rank 0 of 2 processes that Slurm started" in ended[0].err
 
 
 @pytest.mark.parametrize("before", [(), ("--processes", "2")])

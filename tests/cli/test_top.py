@@ -86,10 +86,7 @@ def status_of(run: str, cwd: Path) -> dict[str, Any]:
 def test_four_ranks_from_before_their_start(tmp_path: Path) -> None:
     run, hold = tmp_path / "runs" / "a", tmp_path / "hold"
     hold.write_text("2 12", encoding="utf-8")  # rank 2 stops in step 12
-    with (
-        open_terminal() as terminal,
-        Running("top", "runs/a", cwd=tmp_path, terminal=terminal.slave) as top,
-    ):
+    with open_terminal() as terminal, Running("top", "runs/a", cwd=tmp_path, terminal=terminal.slave) as top:
         terminal.wait_for(r"^waiting for runs/a$", "the wait for the run")
         with Running("train", RECIPE, "--processes", 4, "--name", "a", cwd=tmp_path) as train:
             terminal.wait_for(r"^ +2 .* in step 12", "the activity of rank 2")
@@ -166,11 +163,7 @@ def test_run_resumed_with_fewer_ranks_has_fewer_rows(folder: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["runs"], "runs is not a run"),
-        (["runs/none", "--once"], "runs/none is not a run"),
-    ],
+    ("arguments", "message"), [(["runs"], "runs is not a run"), (["runs/none", "--once"], "runs/none is not a run")]
 )
 def test_invalid_input(folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     before = tree(folder)

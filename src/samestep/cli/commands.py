@@ -20,38 +20,46 @@ options:
 
 
 class Command(NamedTuple):
-    """A command of `samestep`; the class `Options` of the module `samestep.cli.NAME` declares its options."""
+    """A command of `samestep`.
+
+    Its class in the module `samestep.cli.MODULE`, such as `Train`, declares the options and runs.
+    """
 
     group: str
+    module: str
     summary: str
-    starts_ranks: bool = False  # each invocation with valid input starts ranks
-    can_be_rank: bool = False  # the command can be one of several processes of another launcher
 
 
 COMMANDS = {
-    "train": Command("train", "train a recipe", starts_ranks=True, can_be_rank=True),
-    "resume": Command("train", "resume a run", starts_ranks=True, can_be_rank=True),
-    "eval": Command(
-        "train", "evaluate a checkpoint, or a file of weights", starts_ranks=True, can_be_rank=True
-    ),
-    "predict": Command("train", "predict with a trained model", starts_ranks=True),
+    "train": Command("train", "train", "train a recipe"),
+    "resume": Command("train", "train", "resume a run"),
+    "eval": Command("train", "models", "evaluate a checkpoint, or a file of weights"),
+    "predict": Command("train", "models", "predict with a trained model"),
     "export": Command(
-        "train", "write a trained model for other programs, or to the Hugging Face Hub"
+        "train", "models", "write a trained model for other programs, or to the Hugging Face Hub"
     ),
-    "convert": Command("train", "convert recipes and weights of PaddleViT", can_be_rank=True),
-    "run": Command("train", "run a script on several processes", starts_ranks=True),
-    "submit": Command("train", "submit a job to Slurm or Kubernetes"),
-    "verify": Command("check", "show that N processes compute the same as one", starts_ranks=True),
-    "audit": Command("check", "find mistakes of distributed training in any training command"),
-    "diff": Command("check", "find the first difference of two runs, or compute a step again"),
-    "doctor": Command("check", "check this machine before training", can_be_rank=True),
-    "bench": Command("speed", "compare ways to run a recipe on this machine", starts_ranks=True),
+    "convert": Command("train", "tools", "convert recipes and weights of PaddleViT"),
+    "run": Command("train", "run", "run a script on several processes"),
+    "submit": Command("train", "run", "submit a job to Slurm or Kubernetes"),
+    "verify": Command("check", "experiments", "show that N processes compute the same as one"),
+    "audit": Command(
+        "check", "tools", "find mistakes of distributed training in any training command"
+    ),
+    "diff": Command(
+        "check", "experiments", "find the first difference of two runs, or compute a step again"
+    ),
+    "doctor": Command("check", "tools", "check this machine before training"),
+    "bench": Command("speed", "experiments", "compare ways to run a recipe on this machine"),
     "profile": Command(
-        "speed", "measure the phases of a step, and find the slowest rank", starts_ranks=True
+        "speed", "experiments", "measure the phases of a step, and find the slowest rank"
     ),
-    "top": Command("look", "show the state of a run", can_be_rank=True),
-    "report": Command("look", "write an HTML page about one or several runs", can_be_rank=True),
+    "top": Command("look", "tools", "show the state of a run"),
+    "report": Command("look", "tools", "write an HTML page about one or several runs"),
 }
+# Each invocation with valid input starts ranks.
+STARTS_RANKS = ("train", "resume", "eval", "predict", "run", "verify", "bench", "profile")
+# The command can be one of several processes of another launcher.
+CAN_BE_RANK = ("train", "resume", "eval", "convert", "doctor", "top", "report")
 
 
 def help_text() -> str:

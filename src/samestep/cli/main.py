@@ -1,4 +1,4 @@
-"""Entry point of the `samestep` command: arguments, commands, exit codes, and errors of arguments."""
+"""Entry point of the `samestep` command: arguments, exit codes, and errors of arguments."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from samestep.cli.commands import COMMANDS, PRELOAD, help_text
-from samestep.cli.external_launcher import ReportedError, exit_if_rank, exit_now, reported_by_rank_0
+from samestep.cli.commands import CAN_BE_RANK, COMMANDS, PRELOAD, STARTS_RANKS, help_text
+from samestep.cli.launch import ReportedError, exit_if_rank, exit_now, reported_by_rank_0
 from samestep.cli.options import add_fields, options_of
 from samestep.config.key_suggestions import SYNONYMS, suggest
 from samestep.distributed.env import read_rendezvous
@@ -25,13 +24,10 @@ from samestep.distributed.streams import lost_output, wait_for_reader
 from samestep.errors import EXIT_DONE, EXIT_INPUT, EXIT_STOPPED, InputError, RunError, SamestepError
 from samestep.launcher.launch import start_early
 
-_OPTION = re.compile(r"--[\w-]+")
 # Modules of the extra `recipes`; those of other extras are named by their users.
 _RECIPE_MODULES = frozenset(("PIL", "jinja2", "tensorboard", "torchvision", "yaml"))
 # Commands with files as results; the result of the others is their standard output.
 _WRITES_RUN = ("train", "resume", "run")
-# Codes of the messages of argparse; other messages are about values.
-_CODES = {"required": "E_MISSING_KEY", "could match": "E_UNKNOWN_OPTION"}
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -39,29 +35,41 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the error of a message of argparse."""
-        code = next((code for text, code in _CODES.items() if text in message), "E_VALUE")
+        # argparse has no codes: its messages are recognized by words.
+        code = "E_VALUE"
+        if "required" in message:
+            code = "E_MISSING_KEY"
+        elif "could match" in message:
+            code = "E_UNKNOWN_OPTION"
         fix = f"{self.prog} --help"
         raise InputError(f"{self.prog}: {message}", f"arguments as in {fix}", fix, code=code)
 
     def unknown(self, argument: str) -> InputError:
         """Return the error of an argument that the command does not have."""
-        options = _OPTION.findall(self.format_usage())
-        settings = [
-            name for name in SYNONYMS.values() if not name.startswith("-") and "--set" in options
-        ]
+        options = re.findall(r"--[\w-]+", self.format_usage())
+        settings: list[str] = []
+        if "--set" in options:
+            settings = [name for name in SYNONYMS.values() if not name.startswith("-")]
         meant = suggest(argument.partition("=")[0], [*options, *settings])
-        fix = f"{self.prog} --help lists the options"
-        if meant is not None:
-            fix = f"did you mean {f'--set {meant}=VALUE' if meant in settings else meant}?"
+        if meant is None:
+            fix = f"{self.prog} --help lists the options"
+        elif meant in settings:
+            fix = f"did you mean --set {meant}=VALUE?"
+        else:
+            fix = f"did you mean {meant}?"
         problem = f"{self.prog}: unknown {argument}"
-        return InputError(
-            problem, f"arguments as in {self.prog} --help", fix, code="E_UNKNOWN_OPTION"
-        )
+        expected = f"arguments as in {self.prog} --help"
+        return InputError(problem, expected, fix, code="E_UNKNOWN_OPTION")
+
+
+def _options_class(name: str) -> Any:
+    module = import_module(f"samestep.cli.{COMMANDS[name].module}")
+    return getattr(module, name.capitalize())
 
 
 def build_parser(name: str) -> CommandParser:
-    """Return the parser of a command, with the options of the class `Options` of its module."""
-    kind = import_module(f"samestep.cli.{name}").Options
+    """Return the parser of a command."""
+    kind = _options_class(name)
     parser = CommandParser(prog=f"samestep {name}")
     parser.description = " ".join(kind.__doc__.split())
     parser.epilog = f"example: {kind.example}"
@@ -80,9 +88,9 @@ def parse_arguments(arguments: Sequence[str]) -> Callable[[], int]:
         raise _unknown_command(arguments)
     name, *rest = arguments
     parser = build_parser(name)
-    module = import_module(f"samestep.cli.{name}")
+    kind = _options_class(name)
     script_arguments: list[str] = []
-    if "--" in rest and hasattr(module.Options, "script_arguments"):
+    if "--" in rest and hasattr(kind, "script_arguments"):
         position = rest.index("--")
         script_arguments = rest[position + 1 :]
         rest = rest[:position]
@@ -91,38 +99,27 @@ def parse_arguments(arguments: Sequence[str]) -> Callable[[], int]:
     parsed, unknown = parse(rest)
     if unknown:
         raise parser.unknown(unknown[0])
-    if not COMMANDS[name].can_be_rank:
-        _require_single_process(name)
-    parsed.script_arguments = script_arguments
-    return partial(module.run, options_of(module.Options, parsed))
-
-
-def _require_single_process(command: str) -> None:
-    rendezvous = read_rendezvous()
+    # `doctor` and others also run with variables of a launcher that are incomplete.
+    rendezvous = None if name in CAN_BE_RANK else read_rendezvous()
     if rendezvous is not None and rendezvous.world_size > 1:
         launcher = rendezvous.launcher
-        rank = rendezvous.rank
-        size = rendezvous.world_size
+        place = f"rank {rendezvous.rank} of {rendezvous.world_size} processes"
         raise InputError(
-            f"samestep {command} is rank {rank} of {size} processes that {launcher} started",
-            expected=f"one process: samestep {command} starts ranks itself",
+            f"samestep {name} is {place} that {launcher} started",
+            expected=f"one process: samestep {name} starts ranks itself",
             fix=f"start the command without {launcher}",
             code="E_LAUNCH",
         )
-
-
-def _version() -> str:
-    from importlib.metadata import version  # here: the import takes 20 ms
-
-    return f"samestep {version('samestep')}"
+    parsed.script_arguments = script_arguments
+    run: Callable[[], int] = options_of(kind, parsed).run
+    return run
 
 
 def _unknown_command(arguments: Sequence[str]) -> InputError:
     expected = f"one of {', '.join(COMMANDS)}"
     if not arguments:
-        return InputError(
-            "samestep without a command", expected, "samestep train digits", code="E_MISSING_KEY"
-        )
+        value = "samestep without a command"
+        return InputError(value, expected, "samestep train digits", code="E_MISSING_KEY")
     problem = f"unknown command {arguments[0]}"
     meant = suggest(arguments[0], COMMANDS)
     if meant is None:
@@ -136,15 +133,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0 done, 1 failed run, 2 invalid input, 3 failed check, 130 stopped on request.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        arguments = sys.argv[1:]
     if arguments and arguments[0].startswith(("--local-rank=", "--local_rank=")):
-        arguments = arguments[
-            1:
-        ]  # added by torch.distributed.launch; LOCAL_RANK has the same value
-    if arguments and arguments[0] in ("-h", "--help", "--version"):
-        print(help_text() if arguments[0] != "--version" else _version())
+        # Added by torch.distributed.launch; LOCAL_RANK has the same value.
+        arguments = arguments[1:]
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(help_text())
+        return EXIT_DONE
+    if arguments and arguments[0] == "--version":
+        from importlib.metadata import version  # here: the import takes 20 ms
+
+        print(f"samestep {version('samestep')}")
         return EXIT_DONE
     try:
+        # The fork server imports torch while this process parses arguments and reads the recipe.
         with _early_start(arguments):
             with reported_by_rank_0():
                 run = parse_arguments(arguments)
@@ -152,9 +155,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = run()
         _check_output(arguments[0])
     except ReportedError as error:
-        exit_now(error.exit_code)
+        exit_now(error.exit_code)  # another rank has reported the failure
     except SamestepError as error:
-        wait_for_reader()
+        wait_for_reader()  # results that were printed before come first
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except (ModuleNotFoundError, OSError) as error:
@@ -179,15 +182,11 @@ def _early_start(arguments: Sequence[str]) -> Iterator[None]:
     behind.
     """
     os.getcwd()  # raises an error in a removed folder, in which no process can be started
-    command = COMMANDS.get(arguments[0]) if arguments else None
-    is_help = bool({"-h", "--help"}.intersection(arguments))
+    starts = bool(arguments) and arguments[0] in STARTS_RANKS
+    if {"-h", "--help"}.intersection(arguments):
+        starts = False
     with reported_by_rank_0():
-        starts = (
-            command is not None
-            and command.starts_ranks
-            and not is_help
-            and read_rendezvous() is None
-        )
+        starts = starts and read_rendezvous() is None  # a rank of another launcher starts none
     if not starts:
         yield
         return
@@ -197,31 +196,29 @@ def _early_start(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _input_error(error: ModuleNotFoundError | OSError) -> InputError | None:
-    """Return the error of a missing extra, or of a path that no file can have; None for other errors."""
+    """Return the error of a missing extra, or of a path that no file can have, or None."""
     if isinstance(error, ModuleNotFoundError):
+        # A missing module of the user's own is an error of the script, with a traceback.
         if (error.name or "").partition(".")[0] not in _RECIPE_MODULES:
             return None
         fix = "pip install 'samestep[recipes]'"
         expected = "the packages of recipes, reports and plots"
         return InputError(f"{error.name} is not installed", expected, fix, code="E_NOT_INSTALLED")
-    if error.errno == errno.ENAMETOOLONG or (
-        error.errno == errno.ENOENT and error.filename is None
-    ):
+    is_no_folder = error.errno == errno.ENOENT and error.filename is None
+    if error.errno == errno.ENAMETOOLONG or is_no_folder:
         problem = f"{error.filename or 'the current folder'}: {error.strerror}"
-        return InputError(
-            problem, "a path that can exist", "another path or folder", code="E_UNREADABLE"
-        )
+        expected = "a path that can exist"
+        return InputError(problem, expected, "another path or folder", code="E_UNREADABLE")
     return None
 
 
 def _check_output(command: str) -> None:
-    """Report lost output; the result of a command that writes a run is complete without its output."""
+    """Report lost output; the result of a command that writes a run is complete without it."""
     error = lost_output()
     if error is None:
         return
     problem = f"standard output cannot be written: {error.strerror}"
     if command not in _WRITES_RUN:
-        raise RunError(
-            problem, expected="space for the result", fix="free space on the disk", code="E_OUTPUT"
-        )
+        expected = "space for the result"
+        raise RunError(problem, expected, "free space on the disk", code="E_OUTPUT")
     logger.warning(problem)

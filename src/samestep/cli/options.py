@@ -1,37 +1,54 @@
-"""Options of commands, declared as fields of frozen dataclasses; checks of input and output of several commands."""
+"""Options of commands, declared as fields of dataclasses; those of several commands.
+
+Also checks of input and output files. Nothing here imports recipes, so that help is fast.
+"""
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from samestep.config import DeviceKind
+from samestep.config import DeviceKind, MeshConfig, StrategyConfig
+from samestep.config.strategy import AXES, StrategyName
 from samestep.errors import InputError
 from samestep.loggers.logger import to_json_line
 
 Options = TypeVar("Options")
+# Not `shipped_recipes()`, whose module imports pydantic: the help of most commands names them.
+_SHIPPED = Path(__file__).parents[1] / "recipes" / "shipped"
+_RECIPES = ", ".join(sorted(path.stem for path in _SHIPPED.glob("*.yaml")))
+TRUST = "import the code that the recipe of the run names (docs/security.md)"
+# Options without a meaning for a script.
+_OF_RECIPES = (
+    *("overrides", "strategy", "mesh", "shares"),
+    *("per_device_batch_size", "accumulate", "workers"),
+)
 
 
 # --- declarations of options ---
 
 
 def option(help: str, metavar: str | None = None, *, default: Any = None, **settings: Any) -> Any:
-    """Declare an option of a command; `settings` are further arguments of `add_argument`, and the `flag`."""
+    """Declare an option, whose default is added to its help.
+
+    `settings` are further arguments of `add_argument`, and the `flag`.
+    """
     if metavar is not None:
         settings["metavar"] = metavar
     return field(default=default, metadata={"help": help, **settings})
 
 
 def argument(metavar: str, help: str, **settings: Any) -> Any:
-    """Declare a positional argument of a command."""
+    """Declare a positional argument."""
     return field(metadata={"help": help, "metavar": metavar, "flag": None, **settings})
 
 
@@ -42,6 +59,7 @@ def add_fields(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
     for `bool`.
     """
     hints = get_type_hints(kind)
+    # `fields` has inherited options too, but each belongs to the group of its own class.
     owners = {
         name: base
         for base in reversed(kind.__mro__)
@@ -49,12 +67,13 @@ def add_fields(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
     }
     groups: dict[str | None, Any] = {None: parser}
     for entry in fields(kind):
-        if not entry.metadata:
+        if not entry.metadata:  # no option, such as the arguments after `--`
             continue
         title = vars(owners[entry.name]).get("group")
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         settings = {**_conversion(hints[entry.name]), **entry.metadata}
+        settings["help"] += _default_text(entry)
         flag = settings.pop("flag", f"--{entry.name.replace('_', '-')}")
         if flag is None:
             groups[title].add_argument(entry.name, **settings)
@@ -62,11 +81,19 @@ def add_fields(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
             groups[title].add_argument(flag, dest=entry.name, **settings)
 
 
-def _conversion(hint: Any) -> dict[str, Any]:
-    """Return the arguments of `add_argument` for the type of a field."""
-    kind = hint
-    if NoneType in get_args(hint):
-        kind = get_args(hint)[0]
+def _default_text(entry: Field[Any]) -> str:
+    default = entry.default
+    # Some options say themselves what their default means.
+    if default in (None, False, (), MISSING) or "(default" in entry.metadata["help"]:
+        return ""
+    if isinstance(default, tuple):
+        default = ",".join(map(str, default))
+    return f" (default {default})"
+
+
+def _conversion(kind: Any) -> dict[str, Any]:
+    if NoneType in get_args(kind):
+        kind = get_args(kind)[0]
     if kind is bool:
         return {"action": "store_true"}
     if get_origin(kind) is Literal:
@@ -78,7 +105,8 @@ def _conversion(hint: Any) -> dict[str, Any]:
 
 
 def options_of(kind: type[Options], arguments: Any, **others: Any) -> Options:
-    """Return a dataclass of options; options that the command lacks, or that are None, keep their defaults."""
+    """Return a dataclass of options; those that are absent or None keep their defaults."""
+    # Names connect the options of a command with those of a run, a plan or a job.
     values = {entry.name: getattr(arguments, entry.name, None) for entry in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in values.items() if value is not None} | others)
 
@@ -111,6 +139,17 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(map(count, text.split(",")))
 
 
+def parse_process_count(text: str) -> int:
+    """Return a number of processes; text that is not a positive integer is an `InputError`."""
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        expected = "a number as in --help"
+        raise InputError(f"--processes {text}", expected, "--processes 2", code="E_PROCESSES")
+    return int(text)
+
+
+# --- options of several commands ---
+
+
 @dataclass(frozen=True, kw_only=True)
 class JsonOption:
     """Output as JSON."""
@@ -124,14 +163,17 @@ class JsonOption:
 
     def result(self, value: Mapping[str, Any], *lines: str) -> None:
         """Print a result as lines; with `--json`, as one JSON object."""
-        print(to_json_line(value) if self.json else "\n".join(lines), flush=True)
+        text = "\n".join(lines)
+        if self.json:
+            text = to_json_line(value)
+        print(text, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOption:
     """Type of the device."""
 
-    device: DeviceKind = option("device type (default auto)", default="auto")
+    device: DeviceKind = option("device type", default="auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,12 +195,126 @@ class RunArgument:
     """Directory of a run, with a checkpoint."""
 
     folder: Path = argument("RUN", "directory of the run")
-    checkpoint: str = option(
-        "best, last, epoch-N, or a step (default best)", "WHICH", default="best"
+    checkpoint: str = option("best, last, epoch-N, or a step", "WHICH", default="best")
+    trust: bool = option(TRUST, default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions(SetOption):
+    """Recipe with overrides."""
+
+    recipe: str = argument("RECIPE", f"{_RECIPES}, or a YAML file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubjectOptions(RecipeOptions):
+    """Recipe, or a script with its arguments after `--`."""
+
+    recipe: str = argument(
+        "SUBJECT", f"{_RECIPES}, a YAML file; or a Python script, with its arguments after --"
     )
-    trust: bool = option(
-        "import the code that the recipe of the run names (docs/security.md)", default=False
+    script_arguments: Sequence[str] = ()
+
+    def script(self) -> Path | None:
+        """Return the script; None for a recipe."""
+        path = Path(self.recipe)
+        if path.suffix != ".py":
+            if self.script_arguments:
+                value = f"{self.recipe} with arguments after --"
+                raise option_conflict(value, "--set KEY=VALUE for a recipe")
+            return None
+        for name in _OF_RECIPES:
+            if getattr(self, name, None):
+                value = f"{name} of a recipe with a script"
+                raise option_conflict(value, "set the value in the script")
+        require_file(path)
+        return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """Parallel strategy in place of that of the recipe."""
+
+    group: ClassVar = (
+        "strategy (results are equal to rounding; under exact to the bit, "
+        "tp with step.tensor_slices)"
     )
+
+    strategy: StrategyName | None = option("parallel strategy (docs/guides/strategies/index.md)")
+    mesh: str | None = option(f"sizes of the axes {', '.join(AXES)}", "AXIS=N,...")
+    shares: tuple[int, ...] | None = option(
+        "microbatches of each rank, for devices of different speeds, such as 5,3",
+        "N,...",
+        type=integers,
+    )
+
+    def strategy_overrides(self) -> list[str]:
+        """Return the overrides of the recipe of these options."""
+        section: dict[str, Any] = {}
+        if self.mesh is not None:
+            section["mesh"] = _parse_mesh(self.mesh, f"--mesh {self.mesh}")
+        if self.shares is not None:
+            section["shares"] = self.shares
+        if self.strategy is not None:
+            # Replaces the complete section: options of another strategy have no meaning for this
+            # one.
+            return [f"strategy={json.dumps({'name': self.strategy, **section})}"]
+        return [f"strategy.{key}={json.dumps(value)}" for key, value in section.items()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """Batch size by process."""
+
+    per_device_batch_size: int | None = option(
+        "samples of each process and part: sets batch_size of the run", "N"
+    )
+    accumulate: int | None = option("parts of each batch, computed one after another", "K")
+
+    def batch_overrides(self, overrides: Sequence[str], processes: str) -> list[str]:
+        """Return overrides of a recipe with those of these options.
+
+        A batch has `per_device_batch_size` samples for each process and each of `accumulate` parts.
+        """
+        options = {"batch_size": self.per_device_batch_size, "accumulate": self.accumulate}
+        keys = [key for key, value in options.items() if value is not None]
+        others = [f"--set {one}" for one in overrides if one.partition("=")[0] in keys]
+        # The batch size must not depend on the machine, as `auto` does.
+        if self.per_device_batch_size is not None and not processes.isdigit():
+            others.insert(0, f"--processes {processes}")
+        if others:
+            value = f"--per-device-batch-size or --accumulate with {others[0]}"
+            expected = "a number of processes, and one option for a key"
+            fix = "--processes 2, or --set instead"
+            raise InputError(value, expected, fix, code="E_BATCH_SIZE")
+        own = list(overrides)
+        if self.accumulate is not None:
+            own.append(f"accumulate={self.accumulate}")
+        if self.per_device_batch_size is not None:
+            ranks = parse_process_count(processes)
+            own.append(f"batch_size={self.per_device_batch_size * ranks * (self.accumulate or 1)}")
+        return own
+
+
+def parse_strategy(text: str) -> StrategyConfig:
+    """Return the strategy of `NAME` or `NAME:AXIS=N,...`."""
+    name, colon, sizes = text.partition(":")
+    mesh = MeshConfig()
+    if colon:
+        mesh = MeshConfig(**_parse_mesh(sizes, f"--layout {text}"))
+    return StrategyConfig(name=name, mesh=mesh)  # type: ignore[arg-type]
+
+
+def _parse_mesh(text: str, option: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        is_number = size.isascii() and size.isdigit() and int(size) > 0
+        if axis not in AXES or axis in sizes or not is_number:
+            expected = f"AXIS=N, separated by commas, each axis once: {', '.join(AXES)}"
+            raise InputError(option, expected, "--mesh replicate=2,tensor=2", code="E_MESH")
+        sizes[axis] = int(size)
+    return sizes
 
 
 # --- input and output ---
@@ -172,17 +328,18 @@ def option_conflict(value: str, fix: str = "leave one of the options out") -> In
 def require_file(path: Path) -> None:
     """Raise an `InputError` unless the path is a file."""
     if not path.is_file():
-        raise InputError(
-            f"{path} is not a file", "an existing file", "check the path", code="E_FILE_MISSING"
-        )
+        value = f"{path} is not a file"
+        raise InputError(value, "an existing file", "check the path", code="E_FILE_MISSING")
 
 
 def require_new_file(path: Path) -> None:
     """Raise an `InputError` if the output path exists, or is not in a folder."""
-    if path.exists() or not path.parent.is_dir():
-        problem = (
-            "exists" if path.exists() else f"cannot be written: there is no folder {path.parent}"
-        )
+    problem = ""
+    if path.exists():
+        problem = "exists"
+    elif not path.parent.is_dir():
+        problem = f"cannot be written: there is no folder {path.parent}"
+    if problem:
         expected = "a new file in an existing folder"
         raise InputError(f"{path} {problem}", expected, "--out with another name", code="E_OUTPUT")
 
@@ -197,15 +354,15 @@ def output_errors(value: str, expected: str, fix: str) -> Iterator[None]:
 
 
 def timed_name(runs: Path, stem: str) -> str:
-    """Return `stem` with date and time, and a number if several runs start within one second."""
+    """Return `stem` with date and time, and a number if several runs start in one second."""
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    candidates = (name if n == 1 else f"{name}-{n}" for n in itertools.count(1))
+    candidates = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(candidate for candidate in candidates if not (runs / candidate).exists())
 
 
 @contextmanager
 def output_folder(out: Path | None, stem: str, option: str = "--out") -> Iterator[Path]:
-    """Create the folder of an option, by default `runs/STEM-TIME`; remove new folders that stay empty."""
+    """Create a folder, by default `runs/STEM-TIME`; remove new folders that stay empty."""
     folder = out or Path("runs") / timed_name(Path("runs"), stem)
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     with output_errors(f"{folder} cannot be created", "a writable folder", f"{option} DIR"):

@@ -1,8 +1,9 @@
-"""Plans of runs: of a new run, of a resumption or an evaluation from a checkpoint, and of a replayed step."""
+"""Recipes and plans of commands: a new, resumed or evaluated run, or a step computed again."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from samestep.distributed.logging import logger
 from samestep.errors import CheckpointError, InputError, RecipeError
 from samestep.recipes.recipe_files import (
     differences,
+    load_recipe,
     make_recipe,
     read_recipe,
     recipe_data,
@@ -21,6 +23,18 @@ from samestep.recipes.recipe_files import (
 from samestep.recipes.trust import require_trusted
 from samestep.runs import LOOP
 from samestep.tools.run_log import run_errors
+from samestep.units import plural
+
+
+def load_resolved(name: str, overrides: Sequence[str], report: Callable[[str], None]) -> Recipe:
+    """Return a recipe with a number of microbatches, and report the choice of `auto`."""
+    recipe = load_recipe(name, overrides)
+    if recipe.microbatches == "auto":
+        recipe = recipe.with_microbatches()
+        count = recipe.microbatch_count
+        processes = plural(count * recipe.strategy.ranks_per_model, "process")
+        report(f"microbatches: {count} (auto); at most {processes}")
+    return recipe
 
 
 @dataclass(frozen=True)
@@ -35,34 +49,34 @@ class RunPlan:
 
     def to_json(self) -> str:
         """Return the plan as text for `from_json`."""
-        checkpoint = str(self.checkpoint or "")
-        return json.dumps(
-            [recipe_data(self.recipe), str(self.folder), checkpoint, self.step, self.accept_changes]
-        )
+        paths = (str(self.folder), str(self.checkpoint or ""))
+        return json.dumps([recipe_data(self.recipe), *paths, self.step, self.accept_changes])
 
     @classmethod
     def from_json(cls, text: str) -> RunPlan:
         """Return the plan from the text of `to_json`."""
-        recipe, folder, checkpoint, step, accept_changes = json.loads(text)
+        data, folder, checkpoint, step, accept_changes = json.loads(text)
+        recipe = make_recipe(data, (), origin="rank 0's recipe")
         path = Path(checkpoint) if checkpoint else None
-        return cls(
-            make_recipe(recipe, (), origin="rank 0's recipe"),
-            Path(folder),
-            path,
-            step,
-            accept_changes,
-        )
+        return cls(recipe, Path(folder), path, step, accept_changes)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the optimizer step of a checkpoint folder, also of `.replaced-step-N`."""
+    return int(checkpoint.name.rpartition("step-")[2])
 
 
 def plan_to_resume(folder: Path, overrides: list[str], *, trust: bool | Recipe) -> RunPlan:
-    """Return the plan that resumes a run from the newest complete checkpoint, or from the beginning without one."""
+    """Return the plan that resumes a run from the newest complete checkpoint.
+
+    Without one, the run starts from the beginning.
+    """
     newest = CheckpointFolder(folder / "checkpoints").newest_valid()
-    if newest is None:
-        _require_run(folder)
-        return RunPlan(_read_recipe(folder, overrides, trust=trust), folder)
-    return plan_from_checkpoint(
-        folder, str(read_state(newest).progress.step), overrides, trust=trust
-    )
+    if newest is not None:
+        step = str(read_state(newest).progress.step)
+        return plan_from_checkpoint(folder, step, overrides, trust=trust)
+    _require_run(folder)
+    return RunPlan(_read_recipe(folder, overrides, trust=trust), folder)
 
 
 def plan_from_checkpoint(
@@ -79,7 +93,8 @@ def plan_from_checkpoint(
     progress = read_state(checkpoint).progress
     origin = make_recipe(progress.recipe, (), origin=str(checkpoint))
     recipe = with_saved_weight(_read_recipe(folder, overrides, trust=trust, origin=origin), origin)
-    # A run can be resumed with another strategy, and with more epochs.
+    # A run can be resumed with another strategy, and with more epochs: steps before the checkpoint
+    # do not depend on them.
     free = {"strategy": None, "epochs": None}
     _require_equal(
         {**recipe_data(origin), **free},
@@ -92,8 +107,8 @@ def plan_from_checkpoint(
 
 
 def require_same_recipe(plan: RunPlan, recipe: Recipe) -> None:
-    """Require that a run that `samestep train --or-resume` continues has the recipe of the command."""
-    if recipe.microbatches == "auto":
+    """Require that a run that `samestep train --or-resume` continues has the command's recipe."""
+    if recipe.microbatches == "auto":  # the recipe of a run has the number that `auto` was
         recipe = replace(recipe, microbatches=plan.recipe.microbatches)
     _require_equal(
         recipe_data(plan.recipe),
@@ -107,26 +122,23 @@ def _require_equal(before: dict[str, Any], now: dict[str, Any], message: str, fi
     changes = differences(before, now)
     if changes:
         problem = "\n    ".join([f"{message}:", *changes])
-        raise CheckpointError(
-            problem, "the same recipe for all steps of a run", fix, code="E_RESUME_CHANGED"
-        )
+        expected = "the same recipe for all steps of a run"
+        raise CheckpointError(problem, expected, fix, code="E_RESUME_CHANGED")
 
 
 def plan_to_replay(folder: Path, begin: int, *, trust: bool) -> RunPlan:
-    """Return the plan that computes the steps of a run after `begin` again, from a checkpoint at or before it, if any.
+    """Return the plan that computes the steps of a run after `begin` again.
 
-    The number of epochs, on which a schedule can depend, is that of the first later checkpoint, if
-    there is one.
+    It starts from a checkpoint at or before `begin`, if there is one. The number of epochs, on
+    which a schedule can depend, is that of the first later checkpoint, if there is one.
     """
-    steps = {
-        int(path.name.rpartition("step-")[2]): path
-        for path in CheckpointFolder(folder / "checkpoints").steps()
-    }
+    steps = {step_of(path): path for path in CheckpointFolder(folder / "checkpoints").steps()}
     later = [number for number in steps if number > begin]
     overrides: list[str] = []
     if later:
         epochs = read_state(steps[min(later)]).progress.recipe.get("epochs")
-        overrides = [f"epochs={epochs}"] if isinstance(epochs, int) else []
+        if isinstance(epochs, int):
+            overrides = [f"epochs={epochs}"]
     before = [number for number in steps if number <= begin]
     if before:
         return plan_from_checkpoint(folder, str(max(before)), overrides, trust=trust)
@@ -135,7 +147,7 @@ def plan_to_replay(folder: Path, begin: int, *, trust: bool) -> RunPlan:
 
 
 def refuse_script_run(folder: Path) -> None:
-    """Raise an `InputError` if a directory is the run of a script: no recipe describes its model and data."""
+    """Raise an `InputError` for the run of a script: no recipe describes its model and data."""
     with run_errors(folder):
         is_script = (folder / LOOP).is_file()
     if is_script:
@@ -146,10 +158,8 @@ def refuse_script_run(folder: Path) -> None:
 
 def _require_run(folder: Path) -> None:
     refuse_script_run(folder)
-    if (
-        not CheckpointFolder(folder / "checkpoints").steps()
-        and not (folder / "recipe.yaml").is_file()
-    ):
+    has_steps = bool(CheckpointFolder(folder / "checkpoints").steps())
+    if not has_steps and not (folder / "recipe.yaml").is_file():
         expected = "a run directory with a recipe.yaml"
         raise InputError(f"{folder} is not a run", expected, "check the path", code="E_NOT_A_RUN")
 
@@ -157,7 +167,10 @@ def _require_run(folder: Path) -> None:
 def _read_recipe(
     folder: Path, overrides: list[str], *, trust: bool | Recipe, origin: Recipe | None = None
 ) -> Recipe:
-    """Return the recipe of a run with overrides; `origin`, of a checkpoint, is used in place of a damaged file."""
+    """Return the recipe of a run with overrides.
+
+    `origin`, the recipe of a checkpoint, is used in place of a damaged file.
+    """
     try:
         recipe = read_recipe(folder / "recipe.yaml")
     except RecipeError as error:

@@ -1,32 +1,275 @@
-"""`samestep train`: training of a recipe on any number of processes."""
+"""`samestep train`, `samestep resume` and `samestep.train`: training on any number of ranks."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
 from pathlib import Path
-from shlex import quote
 from typing import Any, ClassVar
 
-from samestep.cli.external_launcher import ReportedError
-from samestep.cli.options import option, option_conflict, output_errors, timed_name
-from samestep.cli.recipe_options import BatchOptions, RecipeOptions
-from samestep.cli.run_plans import RunPlan, plan_to_resume, require_same_recipe
-from samestep.cli.training import TrainingOptions, run_training, trained_run
+from samestep.checkpoint.store import CheckpointFolder, read_state
+from samestep.cli.launch import (
+    FaultOptions,
+    LoaderOptions,
+    ReportedError,
+    requeue_after,
+    run_as_rank,
+    slurm_restarts,
+)
+from samestep.cli.options import (
+    BatchOptions,
+    JsonOption,
+    RecipeOptions,
+    RunArgument,
+    SetOption,
+    StrategyOptions,
+    count,
+    names,
+    option,
+    option_conflict,
+    options_of,
+    output_errors,
+    timed_name,
+)
+from samestep.cli.run_plans import (
+    RunPlan,
+    plan_from_checkpoint,
+    plan_to_resume,
+    require_same_recipe,
+    step_of,
+)
+from samestep.config import DEFAULT_CHECKSUM_EVERY, DEFAULT_KEEP, LOGGERS, RunOptions
 from samestep.distributed.disk_operations import HeldFolder
-from samestep.errors import EXIT_STOPPED, InputError, SamestepError
+from samestep.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    InputError,
+    NonFiniteError,
+    SamestepError,
+)
+from samestep.launcher.failure import E_DISK_HANG, RankError
+from samestep.launcher.launch import LaunchConfig, LaunchResult
+from samestep.loggers.logger import format_metric
+from samestep.loggers.trackers import tensorboard_command
 from samestep.microbatches import require_enough_microbatches
-from samestep.recipes.recipe_files import load_recipe, write_recipe
+from samestep.recipes.recipe_files import load_recipe, make_recipe, with_saved_weight, write_recipe
 from samestep.recipes.trust import sign
 from samestep.runs import require_run_name
+from samestep.units import parse_duration, plural
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(TrainingOptions, BatchOptions, RecipeOptions):
-    """Train a recipe on any number of processes, with the same result: to rounding, or with --exact to the bit."""
+class CheckpointOptions:
+    """Checkpoints of a run."""
+
+    group: ClassVar = "checkpoints"
+
+    checkpoint_every: int | None = option(
+        "steps between checkpoints within epochs (default: none)", "STEPS"
+    )
+    max_lost_work: float | None = option(
+        "limit of the work that a kill can cost, such as 5m",
+        "TIME",
+        type=partial(parse_duration, "--max-lost-work"),
+    )
+    keep: int | None = option(
+        f"newest checkpoints to keep (default {DEFAULT_KEEP}, or as before)", "K"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """Checks and loggers of a run."""
+
+    group: ClassVar = "checks and logging (results do not depend on these options)"
+
+    checksum_every: int = option(
+        f"steps between checksums of the state (default {DEFAULT_CHECKSUM_EVERY}; 0: none)",
+        "STEPS",
+        default=DEFAULT_CHECKSUM_EVERY,
+        type=count,
+    )
+    loggers: tuple[str, ...] = option(
+        f"loggers of metrics and events: {', '.join(LOGGERS)}",
+        "NAME,...",
+        default=RunOptions.loggers,
+        type=names,
+    )
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """Result of a training.
+
+    Attributes:
+        summary: fields of `recipes.training.Summary`.
+        folder: directory of the run.
+        stop_signal: signal that requested the end, if any.
+        has_failed: whether most steps were skipped.
+    """
+
+    summary: dict[str, Any]
+    folder: Path
+    stop_signal: int | None
+    has_failed: bool
+
+    @property
+    def skipped_steps(self) -> str:
+        """Number of skipped steps as text."""
+        skipped = f"{self.summary['skipped_steps']} of {plural(self.summary['step'], 'step')}"
+        return f"{skipped}, because loss or gradient was not finite"
+
+    def require_finite_steps(self) -> None:
+        """Raise a `NonFiniteError` if most steps were skipped."""
+        if self.has_failed and not self.summary["stopped"]:
+            raise NonFiniteError(
+                f"the run skipped {self.skipped_steps}",
+                "most steps update the weights",
+                "lower the learning rate, or find the first such step with step.non_finite=stop, "
+                "in a new run",
+            )
+
+    def lines(self) -> list[str]:
+        """Return the summary for the terminal."""
+        summary = self.summary
+        evaluation = summary["evaluation"]
+        lines = [
+            (name, format_metric(name, value))
+            for name, value in evaluation.items()
+            if name not in ("loss", "samples")
+        ]
+        if evaluation:
+            lines.append(("evaluated", f"{evaluation['samples']:,} samples"))
+        if summary["samples_per_second"]:
+            speed = f"{summary['samples_per_second']:,.0f} samples/s"
+            lines.append(("speed", f"{speed}, {summary['seconds']:.1f} s in all"))
+        if summary["skipped_steps"]:
+            lines.append(("skipped", self.skipped_steps))
+        lines.append(("run", str(self.folder)))
+        if summary["stopped"]:
+            resume = _command("resume", self.folder)
+            lines.append(("stopped", f"after step {summary['step']}; resume with: {resume}"))
+        else:
+            if (self.folder / "tensorboard").exists():
+                lines.append(("curves", tensorboard_command(self.folder / "tensorboard")))
+            lines.append(("evaluate", _command("eval", self.folder)))
+        width = max(12, *(len(name) + 2 for name, _ in lines))
+        return [f"{name:<{width}}{text}" for name, text in lines]
+
+
+def _command(name: str, folder: Path) -> str:
+    return shlex.join(["samestep", name, str(folder)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(
+    JsonOption, FaultOptions, CheckOptions, CheckpointOptions, StrategyOptions, LoaderOptions
+):
+    """Options that `train` and `resume` share, and the training."""
+
+    default_size: ClassVar = "auto"
+
+    requeue: bool = option(
+        "under Slurm: requeue the job after a stop by SIGUSR1 (sbatch --signal)", default=False
+    )
+
+    @abstractmethod
+    def make_plan(self, restarts: int) -> RunPlan:
+        """Return the plan after a number of restarts by a launcher or by Slurm."""
+
+    def train(self) -> TrainedRun:
+        """Train; under a launcher, as one of its ranks."""
+        stop_signal: int | None = None
+        if self.rendezvous is None:
+            plan = self.make_plan(slurm_restarts(self.requeue))
+            result = self._launch(plan)
+            summary = result.value
+            stop_signal = result.stop_signal
+        else:
+            plan, summary = run_as_rank(
+                self, self.rendezvous, "train", self.make_plan, self._rank_arguments
+            )
+        # A signal can reach the launcher, or a rank alone, as from Slurm.
+        own_signal = summary.pop("stop_signal")
+        has_failed = summary.pop("has_failed")
+        return TrainedRun(summary, plan.folder, stop_signal or own_signal, has_failed)
+
+    def run(self) -> int:
+        """Train, print the summary, requeue the Slurm job if requested; return the exit code."""
+        run = self.train()
+        is_stopped = run.summary["stopped"]
+        if self.rendezvous is not None and self.rendezvous.rank > 0:
+            # srun --kill-on-bad-exit would end rank 0 before its request to requeue the job.
+            if is_stopped and not self.requeue:
+                return EXIT_STOPPED
+            if run.has_failed and not is_stopped:
+                return EXIT_FAILED
+            return EXIT_DONE
+        self.result({**run.summary, "run": str(run.folder)}, *run.lines())
+        if is_stopped:
+            if self.requeue:
+                requeue_after(run.stop_signal)
+            return EXIT_STOPPED
+        run.require_finite_steps()
+        return EXIT_DONE
+
+    def _rank_arguments(self, plan: RunPlan) -> tuple[Any, ...]:
+        options = options_of(RunOptions, self, quiet=self.json)
+        return plan.recipe, options, plan.folder, plan.checkpoint, plan.step, plan.accept_changes
+
+    def _launch(self, plan: RunPlan) -> LaunchResult:
+        folder = plan.folder
+        first_step = plan.step
+        checkpoints = CheckpointFolder(folder / "checkpoints")
+        held = HeldFolder(folder)
+        processes = self.process_range(plan.recipe)
+
+        def attempt(count: int, config: LaunchConfig) -> LaunchResult:
+            arguments = self._rank_arguments(plan)
+            return self.launch("train", *arguments, processes=count, config=config)
+
+        def newest_step() -> int:
+            nonlocal plan
+            held.require_in_place()  # not another run that has taken the path
+            checkpoint = checkpoints.newest_valid()
+            recipe = plan.recipe
+            step = 0
+            if checkpoint is not None:
+                data = read_state(checkpoint).progress.recipe
+                recipe = with_saved_weight(recipe, make_recipe(data, (), origin=str(checkpoint)))
+                step = step_of(checkpoint)
+            plan = RunPlan(recipe, folder, checkpoint, step)
+            return step
+
+        try:
+            return self.launch_with_restarts(
+                processes,
+                attempt,
+                log_dir=folder / "logs",
+                first_step=first_step,
+                newest_step=newest_step,
+            )
+        except RankError as error:
+            if error.failure.code == E_DISK_HANG:  # to read the folder could take without end
+                raise
+            hint = ""
+            if checkpoints.steps():
+                hint = f"after the fix, resume with: {_command('resume', folder)}"
+            raise error.with_next_step(hint) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(TrainingOptions, BatchOptions, RecipeOptions):
+    """Train a recipe on any number of processes.
+
+    The result is the same: to rounding, or with --exact to the bit.
+    """
 
     example: ClassVar = "samestep train digits --processes 2 --set epochs=5 --name first"
     group: ClassVar = "output"
@@ -36,20 +279,104 @@ class Options(TrainingOptions, BatchOptions, RecipeOptions):
         "the same bits on every number of processes: step.reduction=exact", default=False
     )
     or_resume: bool = option("resume the run of this --name if it exists", default=False)
-    runs: Path = option("folder of runs (default runs)", "DIR", default=Path("runs"))
+    runs: Path = option("folder of runs", "DIR", default=Path("runs"))
 
-    @property
-    def all_overrides(self) -> list[str]:
-        """Overrides of the recipe, without those of the batch."""
+    def train(self) -> TrainedRun:
+        """Train, and remove the directory after invalid input, so that the name is free."""
+        if self.or_resume and not self.name:
+            raise option_conflict("--or-resume without --name", "--name NAME")
+        try:
+            return super().train()
+        except KeyboardInterrupt:
+            self._new_folder.remove_without_checkpoint()
+            raise
+        except SamestepError as error:
+            if error.exit_code in (InputError.exit_code, EXIT_STOPPED) or error.code == "E_OUTPUT":
+                self._new_folder.remove_without_checkpoint()
+            raise
+
+    def make_plan(self, restarts: int) -> RunPlan:
+        """Create the run; with `--or-resume`, or after a restart, resume the run of this name."""
         exact = ["step.reduction=exact"] if self.exact else []
-        return [*self.strategy_overrides(), *exact, *self.overrides]
+        overrides = [*self.strategy_overrides(), *exact, *self.overrides]
+        if self.name is not None:
+            require_run_name(self.name, "--name first, or --runs DIR for another folder")
+            folder = self.runs / self.name
+            if (restarts or self.or_resume) and folder.exists():
+                trusted = load_recipe(self.recipe, overrides)
+                plan = plan_to_resume(folder, overrides, trust=trusted)
+                if not restarts:
+                    require_same_recipe(plan, trusted)
+                return plan
+        recipe = load_recipe(self.recipe, self.batch_overrides(overrides, self.size))
+        recipe = recipe.with_microbatches()
+        if self.per_device_batch_size is not None:
+            require_enough_microbatches(recipe.microbatch_count, int(self.size))
+        # Not earlier: another command could take the same time as its name meanwhile.
+        folder = self.runs / (self.name or timed_name(self.runs, Path(self.recipe).stem))
+        self._new_folder.create(folder)
+        write_recipe(recipe, folder / "recipe.yaml")
+        sign(folder, recipe)  # this user wrote the recipe: a resumption needs no --trust
+        return RunPlan(recipe, folder)
+
+    @cached_property
+    def _new_folder(self) -> _NewFolder:
+        return _NewFolder()
 
 
-def run(options: Options) -> int:
-    """Train; return 0 after all epochs, 130 after a request to stop."""
-    new_run = NewRun(options)
-    with new_run.removed_after_invalid_input():
-        return run_training(options, new_run.plan)
+class _NewFolder:
+    """Directory that this process has created for a new run."""
+
+    def __init__(self) -> None:
+        self._held: HeldFolder | None = None
+        self._creates_runs = False
+
+    def create(self, folder: Path) -> None:
+        self._creates_runs = not folder.parent.exists()
+        value = f"the run {folder} cannot be created"
+        with output_errors(value, "a writable folder", "--runs DIR"):
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError as error:
+                value = f"the run {folder} exists"
+                fix = f"--name with another name, or {_command('resume', folder)}"
+                raise InputError(value, "the name of a new run", fix, code="E_OUTPUT") from error
+        self._held = HeldFolder(folder)
+
+    def remove_without_checkpoint(self) -> None:
+        # Another run can have the path by now.
+        if self._held is None or not self._held.is_in_place():
+            return
+        path = self._held.path
+        if not (path / "checkpoints").exists():
+            shutil.rmtree(path)
+            if self._creates_runs and not any(path.parent.iterdir()):
+                path.parent.rmdir()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume(TrainingOptions, SetOption, RunArgument):
+    """Resume a run from a checkpoint, on any number of processes, with the same result."""
+
+    example: ClassVar = "samestep resume runs/first --processes 3"
+
+    checkpoint: str = option("best, last, epoch-N, or a step", "WHICH", default="last")
+    accept_changes: bool = option(
+        "continue although the data or the user's Python modules have changed", default=False
+    )
+
+    def make_plan(self, restarts: int) -> RunPlan:
+        """Return the plan from the checkpoint; after a restart, from the newest one."""
+        overrides = [*self.strategy_overrides(), *self.overrides]
+        folder = self.folder
+        is_new = not CheckpointFolder(folder / "checkpoints").steps()
+        # A run without checkpoints starts from the beginning, which is no checkpoint by name.
+        if (restarts or is_new) and self.checkpoint == "last":
+            plan = plan_to_resume(folder, overrides, trust=self.trust)
+        else:
+            plan = plan_from_checkpoint(folder, self.checkpoint, overrides, trust=self.trust)
+        accepts = self.accept_changes and not restarts
+        return replace(plan, recipe=plan.recipe.with_microbatches(), accept_changes=accepts)
 
 
 def train(
@@ -79,105 +406,26 @@ def train(
         RankError: a rank failed; the run can be resumed if it has a checkpoint.
         NonFiniteError: most steps were skipped.
     """
-    known = {entry.name for entry in fields(Options) if entry.metadata} - {
-        "recipe",
-        "overrides",
-        "json",
-    }
+    known = {entry.name for entry in fields(Train) if entry.metadata}
+    known -= {"recipe", "overrides", "json"}
     for name in options:
         if name not in known:
             raise InputError(
                 f"samestep.train has no option {name}",
                 expected=f"options of samestep train: {', '.join(sorted(known))}",
-                fix="keys of the recipe belong into the second argument: samestep.train(recipe, {key: value})",
+                fix="keys of the recipe belong into the second argument: "
+                "samestep.train(recipe, {key: value})",
                 code="E_UNKNOWN_OPTION",
             )
+    # The options are typed as those of the command line, where numbers can also be ranges.
     if "processes" in options:
         options["processes"] = str(options["processes"])
     if "runs" in options:
         options["runs"] = Path(options["runs"])
     texts = [f"{key}={json.dumps(value, default=str)}" for key, value in (overrides or {}).items()]
-    new_run = NewRun(Options(recipe=str(recipe), overrides=texts, **options))
     try:
-        with new_run.removed_after_invalid_input():
-            run = trained_run(new_run.options, new_run.plan)
+        run = Train(recipe=str(recipe), overrides=texts, **options).train()
     except ReportedError as error:
         raise SystemExit(error.exit_code) from None
     run.require_finite_steps()
     return {**run.summary, "run": str(run.folder)}
-
-
-class NewRun:
-    """Directory of a new run, removed if invalid input ends the run before the first checkpoint."""
-
-    def __init__(self, options: Options) -> None:
-        if options.or_resume and not options.name:
-            raise option_conflict("--or-resume without --name", "--name NAME")
-        self.options = options
-        self._folder: HeldFolder | None = None
-        self._creates_runs = False
-
-    def plan(self, restarts: int) -> RunPlan:
-        """Create the run; with `--or-resume`, or after a restart by a launcher, resume the run of this name."""
-        options = self.options
-        if options.name is not None:
-            require_run_name(options.name, "--name first, or --runs DIR for another folder")
-        if (
-            (restarts or options.or_resume)
-            and options.name is not None
-            and (options.runs / options.name).exists()
-        ):
-            trusted = load_recipe(options.recipe, options.all_overrides)
-            plan = plan_to_resume(options.runs / options.name, options.all_overrides, trust=trusted)
-            if not restarts:
-                require_same_recipe(plan, trusted)
-            return plan
-        overrides = options.batch_overrides(options.all_overrides, options.size)
-        recipe = load_recipe(options.recipe, overrides).with_microbatches()
-        if options.per_device_batch_size is not None:
-            require_enough_microbatches(recipe.microbatch_count, int(options.size))
-        folder = options.runs / (
-            options.name or timed_name(options.runs, Path(options.recipe).stem)
-        )
-        self._create(folder)
-        write_recipe(recipe, folder / "recipe.yaml")
-        sign(folder, recipe)
-        return RunPlan(recipe, folder)
-
-    def _create(self, folder: Path) -> None:
-        self._creates_runs = not folder.parent.exists()
-        with output_errors(
-            f"the run {folder} cannot be created", "a writable folder", "--runs DIR"
-        ):
-            try:
-                folder.mkdir(parents=True)
-            except FileExistsError as error:
-                fix = f"--name with another name, or samestep resume {quote(str(folder))}"
-                raise InputError(
-                    f"the run {folder} exists", "the name of a new run", fix, code="E_OUTPUT"
-                ) from error
-        self._folder = HeldFolder(folder)
-
-    @contextmanager
-    def removed_after_invalid_input(self) -> Iterator[None]:
-        """Remove the directory, so that the name is free, if input or a stop ends the block before a checkpoint."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            self._remove_without_checkpoint()
-            raise
-        except SamestepError as error:
-            if error.exit_code in (InputError.exit_code, EXIT_STOPPED) or error.code == "E_OUTPUT":
-                self._remove_without_checkpoint()
-            raise
-
-    def _remove_without_checkpoint(self) -> None:
-        if (
-            self._folder is None or not self._folder.is_in_place()
-        ):  # another run can have the path by now
-            return
-        path = self._folder.path
-        if not (path / "checkpoints").exists():
-            shutil.rmtree(path)
-            if self._creates_runs and not any(path.parent.iterdir()):
-                path.parent.rmdir()

@@ -1,4 +1,4 @@
-"""Configuration classes of recipes, strategies and runs: frozen data without torch, files or environment."""
+"""Configuration of recipes, strategies and runs: frozen data without torch or files."""
 
 from samestep.config.recipe import (
     DEFAULT_CHECKSUM_EVERY,

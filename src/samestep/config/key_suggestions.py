@@ -1,4 +1,4 @@
-"""Suggestions for unknown names: the name of another tool for the same setting, or a similar spelling."""
+"""Suggestions for unknown names: of other tools for the same setting, or similar spellings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ _WORDS = {
     "optimizer.name": "opt optim optimizer optimizername",
     "optimizer.layer_decay": "layerdecay layerlrdecay llrd",
     "model.name": "arch a model modelname modeltype backbone net network",
-    "model.pretrained": "pretrained weights pretrainedweights pretrainedpath loadfrom finetune checkpointpath",
+    "model.pretrained": "pretrained weights pretrainedweights pretrainedpath loadfrom finetune "
+    "checkpointpath",
     "model.freeze_except": "freezelayers freezebackbone featureextract",
     "loss.name": "loss lossfn criterion",
     "loss.options.label_smoothing": "labelsmoothing smoothing labelsmoothingfactor",
     "data.options.path": "datapath datadir dataroot datasetpath datasetdir traindir data root",
     "data.options.evaluation_path": "valdir valpath evalpath evaldir testpath",
-    "data.options.evaluation_fraction": "validation valpercent valsplit valratio valfraction testsize",
+    "data.options.evaluation_fraction": "validation valpercent valsplit valratio valfraction "
+    "testsize",
     "data.options.image_size": "imgsize imagesize inputsize cropsize imgsz resize",
     "schedule.name": "sched scheduler lrscheduler lrschedule lrschedulertype",
     "schedule.step_epochs": "lrstepsize stepsize decayepochs",
@@ -39,7 +41,8 @@ _WORDS = {
     "epochs": "epoch epochs numepochs maxepochs nepochs numtrainepochs",
     "batch_size": "b bs batchsize trainbatchsize globalbatchsize",
     "--per-device-batch-size": "perdevicetrainbatchsize batchsizepergpu microbatchsize",
-    "--accumulate": "accumulationsteps gradientaccumulationsteps accumiter accumulategradbatches updatefreq",
+    "--accumulate": "accumulationsteps gradientaccumulationsteps accumiter accumulategradbatches "
+    "updatefreq",
     "--processes": "gpus ngpus numgpus nproc nprocpernode numprocesses worldsize",
     "--devices": "deviceids gpuids gpu gpuid visibledevices",
     "--device": "accelerator cuda usecuda",

@@ -1,4 +1,4 @@
-"""Configuration classes of a recipe, every input of the mathematics of a run; and options that change no result.
+"""Configuration of a recipe, every input of the mathematics of a run; options of a run.
 
 Decisions: docs/decisions/recipes.md
 """
@@ -29,15 +29,8 @@ _MAX_WORKERS = 8
 _MAX_MICROBATCHES = 8  # ranks at most, without a number in the recipe
 # Options of optimizers that are numbers, in torch and in libraries.
 _OPTIMIZER_NUMBERS = (
-    "lr",
-    "momentum",
-    "weight_decay",
-    "eps",
-    "dampening",
-    "alpha",
-    "rho",
-    "lr_decay",
-    "lambd",
+    *("lr", "momentum", "weight_decay", "eps", "dampening"),
+    *("alpha", "rho", "lr_decay", "lambd"),
 )
 
 
@@ -123,19 +116,11 @@ class OptimizerConfig(NamedConfig):
         for name, value in self.options.items():
             key = f"optimizer.options.{name}"
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            require(
-                name not in _OPTIMIZER_NUMBERS or is_number,
-                f"{key} is {value!r}",
-                "a number",
-                f"--set {key}=0.01",
-            )
+            if name in _OPTIMIZER_NUMBERS:
+                require(is_number, f"{key} is {value!r}", "a number", f"--set {key}=0.01")
             values = value if isinstance(value, list | tuple) else (value,)  # such as `betas`
-            require(
-                all(map(_is_finite, values)),
-                f"{key} is {value!r}",
-                "finite numbers",
-                f"correct {key}",
-            )
+            is_finite = all(not isinstance(one, float) or math.isfinite(one) for one in values)
+            require(is_finite, f"{key} is {value!r}", "finite numbers", f"correct {key}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +167,8 @@ class LearningRateConfig(Constrained):
             (self.rule == "fixed") == (base is None),
             f"learning_rate.rule is {self.rule} and learning_rate.base_batch_size is {base}",
             "base_batch_size is set for the rules linear and sqrt, and only for these",
-            "set both, such as learning_rate: {rule: linear, base_batch_size: 256}, or leave both out",
-            code="E_VALUE",
+            "set both, such as learning_rate: {rule: linear, base_batch_size: 256}, or leave both "
+            "out",
         )
 
 
@@ -209,8 +194,8 @@ class RecipeStep(Constrained):
     Attributes:
         seed: seed of every random state (steps, samples, order, initial weights).
         reduction: `fast` adds gradients in the order of the backend: equal to one process to
-            rounding; `exact` adds
-            those of microbatches in one canonical tree: the same bits for every number of ranks.
+            rounding; `exact` adds those of microbatches in one canonical tree: the same bits for
+            every number of ranks.
         batch_norm: statistics of the whole batch (`global`), or of the rows of each rank (`local`):
             then results depend on the number of ranks.
         clip_norm: maximum of the global 2-norm of the gradient, or None for no clipping.
@@ -298,14 +283,17 @@ class Recipe(Constrained):
         super().__post_init__()
         require(
             self.microbatches == "auto" or self.batch_size >= self.microbatches,
-            f"batch_size is {self.batch_size} but there are {self.microbatches} microbatches, so some would be empty",
+            f"batch_size is {self.batch_size} but there are {self.microbatches} microbatches, so "
+            "some would be empty",
             "batch_size >= microbatches (batch_size counts the samples of all ranks together)",
-            f"set batch_size: {self.microbatches} or more, or microbatches: {self.batch_size} or fewer",
+            f"set batch_size: {self.microbatches} or more, or microbatches: {self.batch_size} or "
+            "fewer",
             code="E_BATCH_SIZE",
         )
         require(
             self.batch_size >= self.accumulate,
-            f"batch_size is {self.batch_size} but accumulate is {self.accumulate}, so some parts would be empty",
+            f"batch_size is {self.batch_size} but accumulate is {self.accumulate}, so some parts "
+            "would be empty",
             "batch_size >= accumulate",
             f"set accumulate: {self.batch_size} or less",
             code="E_BATCH_SIZE",
@@ -317,12 +305,11 @@ class Recipe(Constrained):
             "leave the repeated name out",
             code="E_METRIC",
         )
+        results = ["loss", *self.metrics]
         require(
-            self.best_by is None
-            or self.best_by in ("loss", *self.metrics)
-            or self.best_by.startswith("loss_"),
+            self.best_by is None or self.best_by in results or self.best_by.startswith("loss_"),
             f"best_by is {self.best_by}, which evaluation does not compute",
-            f"one of {', '.join(['loss', *self.metrics])}, or loss_NAME for a term of the loss",
+            f"one of {', '.join(results)}, or loss_NAME for a term of the loss",
             f"add {self.best_by} to metrics, or set best_by: loss",
             code="E_METRIC",
         )
@@ -340,12 +327,8 @@ class Recipe(Constrained):
         return replace(self, microbatches=min(self.batch_size, _MAX_MICROBATCHES))
 
 
-def _is_finite(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
-
-
 def default_workers(cores: int, processes: int) -> int:
-    """Return the default number of loader processes per rank for samples that are read from files."""
+    """Return the default number of loader processes per rank for samples in files."""
     return min(_MAX_WORKERS, max(0, cores // processes - 1))
 
 

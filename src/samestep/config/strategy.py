@@ -30,18 +30,14 @@ _AXES_OF_STRATEGY = {
     "pp": ("pipeline", "replicate", "tensor"),
 }
 # Options that have an effect only with an axis, or only under some strategies.
-_AXIS_OF_OPTION = {
-    "offload": "shard",
-    "gather": "shard",
-    "meta": "shard",
-    "stages": "pipeline",
-}
+_AXIS_OF_OPTION = {"offload": "shard", "gather": "shard", "meta": "shard", "stages": "pipeline"}
 _STRATEGIES_OF_OPTION = {
     "hook": ("auto", "ddp"),
     "devices": ("device_map",),
     "place": ("device_map",),
 }
-_ROUNDING_NOTE = "gradients are sent in 16 bits ({}): equal to the rounding of this format"
+# Axes on which a rank holds a part of the model, and the name of the part.
+_PARTS = {"pipeline": "stage", "shard": "shard", "tensor": "tensor slice"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +104,11 @@ class StrategyConfig(Constrained):
     shares: tuple[int, ...] = ()
 
     def is_exact(self, tensor_slices: int) -> bool:
-        """Whether this strategy can give the bits of one process with a number of slices of matrix products."""
+        """Whether this strategy can give the bits of one process.
+
+        Args:
+            tensor_slices: number of slices of matrix products.
+        """
         divides_products = self.name == "tp" or self.mesh.sizes.get("tensor", 1) > 1
         rounds = self.hook != "none" or self.gather != "fp32"
         return not (divides_products and tensor_slices == 1) and not rounds
@@ -123,7 +123,7 @@ class StrategyConfig(Constrained):
         """Note about compressed gradients; None without compression."""
         if self.hook == "none":
             return None
-        return _ROUNDING_NOTE.format(self.hook)
+        return f"gradients are sent in 16 bits ({self.hook}): equal to the rounding of this format"
 
 
 @dataclass(frozen=True)
@@ -176,22 +176,23 @@ class MeshShape:
             data = coordinates["replicate"] * self.shard + coordinates["shard"]
             parts = [
                 f"{label} {coordinates[axis] + 1} of {getattr(self, axis)}"
-                for axis, label in {
-                    "pipeline": "stage",
-                    "shard": "shard",
-                    "tensor": "tensor slice",
-                }.items()
+                for axis, label in _PARTS.items()
                 if getattr(self, axis) > 1
             ]
-            parts = parts or ["complete model"]
-            lines.append(f"  rank {rank}: data {data + 1} of {self.data_size}, {', '.join(parts)}")
+            text = ", ".join(parts or ["complete model"])
+            lines.append(f"  rank {rank}: data {data + 1} of {self.data_size}, {text}")
         return "\n".join(lines)
 
 
 def resolve_mesh(
     strategy: StrategyConfig, processes: int, microbatches: int | None = None
 ) -> MeshShape:
-    """Return the mesh shape of a strategy on a number of ranks; `microbatches` is None if not known yet.
+    """Return the mesh shape of a strategy on a number of ranks.
+
+    Args:
+        strategy: the strategy.
+        processes: number of ranks.
+        microbatches: number of microbatches; None if not known yet.
 
     Raises:
         InputError: the strategy has no such axis, the sizes do not multiply to `processes`, there
@@ -206,18 +207,24 @@ def resolve_mesh(
     has_other_size = processes % fixed > 0 or (free is None and fixed != processes)
     lacks_sizes = name == "hsdp" and not sizes and processes > 1
     if has_other_axes or has_other_size or lacks_sizes:
-        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+        mesh = "no mesh"
+        if sizes:
+            mesh = f"the mesh {','.join(f'{axis}={size}' for axis, size in sizes.items())}"
         raise InputError(
-            f"strategy {name} with {f'the mesh {mesh}' if mesh else 'no mesh'} on {plural(processes, 'rank')}",
-            expected=f"sizes of the axes {', '.join(axes)} that multiply to the number of processes",
+            f"strategy {name} with {mesh} on {plural(processes, 'rank')}",
+            expected=f"sizes of the axes {', '.join(axes)} that multiply to the number of "
+            "processes",
             fix=f"--mesh {axes[0]}={processes}",
             code="E_MESH",
         )
-    resolved = dict.fromkeys(AXES, 1) | sizes | ({free: processes // fixed} if free else {})
+    resolved = dict.fromkeys(AXES, 1) | sizes
+    if free is not None:
+        resolved[free] = processes // fixed
     shape = MeshShape(_combined_name(name, resolved), **resolved)
     if microbatches is not None:
         ranks_per_model = shape.size // shape.data_size
         require_enough_microbatches(microbatches, shape.data_size, ranks_per_model=ranks_per_model)
+    # One rank has all microbatches, whatever the shares are.
     if strategy.shares and processes > 1:
         require_shares(strategy.shares, shape.data_size, microbatches)
     _require_effect(strategy, shape)
@@ -230,27 +237,28 @@ def _combined_name(name: str, sizes: dict[str, int]) -> str:
             return "ddp x device_map"
         return name
     data = {(True, True): "hsdp", (False, True): "fsdp", (True, False): "ddp"}
-    parts = [data.get((sizes["replicate"] > 1, sizes["shard"] > 1))]
-    parts += ["pp" if sizes["pipeline"] > 1 else None, "tp" if sizes["tensor"] > 1 else None]
-    return " x ".join(part for part in parts if part) or "single"
+    parts = [
+        data.get((sizes["replicate"] > 1, sizes["shard"] > 1), ""),
+        "pp" * (sizes["pipeline"] > 1),
+        "tp" * (sizes["tensor"] > 1),
+    ]
+    return " x ".join(filter(None, parts)) or "single"
 
 
 def _require_effect(strategy: StrategyConfig, shape: MeshShape) -> None:
     """Reject options without an effect. On one rank, options for several ranks are valid."""
 
-    def error(key: str, circumstance: str, expected: str, alternative: str = "") -> InputError:
+    def error(key: str, circumstance: str, expected: str, alternative: str) -> InputError:
         fix = f"leave strategy.{key} out{alternative}"
         return InputError(f"strategy.{key} {circumstance}", expected, fix, code="E_STRATEGY")
 
-    changed = {
-        key for key, default in vars(StrategyConfig()).items() if getattr(strategy, key) != default
-    }
+    defaults = vars(StrategyConfig())
+    changed = {key for key, default in defaults.items() if getattr(strategy, key) != default}
     for key, names in _STRATEGIES_OF_OPTION.items():
         if key in changed and strategy.name not in names:
-            expected = f"strategy.{key} belongs to {' and '.join(name for name in names if name != 'auto')}"
-            raise error(
-                key, f"with strategy.name {strategy.name}", expected, f", or --strategy {names[-1]}"
-            )
+            circumstance = f"with strategy.name {strategy.name}"
+            expected = f"strategy.{key} belongs to {names[-1]}"
+            raise error(key, circumstance, expected, f", or --strategy {names[-1]}")
     for key, axis in _AXIS_OF_OPTION.items():
         if key in changed and getattr(shape, axis) == 1 < shape.size:
             expected = f"strategy.{key} configures the {axis} axis"

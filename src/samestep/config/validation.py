@@ -28,6 +28,7 @@ class Constrained:
     def __post_init__(self) -> None:
         for item in fields(self):  # type: ignore[arg-type]
             value = getattr(self, item.name)
+            # A nested configuration has validated itself.
             if not isinstance(value, Constrained) and value != _default(item):
                 self._validate(item, value)
 
@@ -35,7 +36,8 @@ class Constrained:
         from pydantic import ValidationError
 
         try:
-            validator = _validator(type(self), item.name)  # type: ignore[arg-type]  # a class can be hashed
+            # Strict: "64" is no number, and 1 is no boolean.
+            validator = _validator(type(self), item.name)  # type: ignore[arg-type]
             validator.validate_python(value, strict=True)
         except ValidationError as error:
             key = self.key(item.name)
@@ -54,7 +56,6 @@ class Constrained:
 
 
 def _default(item: Field[Any]) -> Any:
-    """Return the default of a field, or MISSING."""
     if item.default_factory is MISSING:
         return item.default
     return item.default_factory()
@@ -62,7 +63,6 @@ def _default(item: Field[Any]) -> Any:
 
 @cache
 def _validator(kind: type, name: str) -> TypeAdapter[Any]:
-    """Return the validator of a field."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(get_type_hints(kind, include_extras=True)[name])
@@ -81,10 +81,9 @@ def require_package(subject: str, package: str, fix: str) -> None:
         RecipeError: it is not installed.
     """
     if find_spec(package) is None:
+        value = f"{subject} needs {package}"
         expected = "installed packages of the selected loggers, formats and plots"
-        raise RecipeError(
-            f"{subject} needs {package}", expected, f"pip install {fix}", code="E_NOT_INSTALLED"
-        )
+        raise RecipeError(value, expected, f"pip install {fix}", code="E_NOT_INSTALLED")
 
 
 def match_patterns(

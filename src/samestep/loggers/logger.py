@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TextIO, runtime_checkable
+from typing import Any, Protocol, TextIO
 
 from samestep.distributed.disk_operations import HeldFolder, disk_operations
 from samestep.errors import (
@@ -37,14 +37,14 @@ class Logger(Protocol):
     """
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Log the resolved recipe, before the first step. The default of subclasses ignores the recipe."""
+        """Log the resolved recipe, before the first step; subclasses may ignore it."""
         return
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log metrics of an optimizer step."""
 
     def log_event(self, event: Event) -> None:
-        """Log an event of the trainer. `event["event"]` is the kind; docs/reference/events.md lists the other keys."""
+        """Log an event of kind `event["event"]`; docs/reference/events.md lists the other keys."""
 
     def close(self) -> None:
         """Write everything that is pending, and release files and connections."""
@@ -58,26 +58,13 @@ class MetricLogger(Logger):
     """
 
     def log_event(self, event: Event) -> None:
-        if event["event"] == "step":
-            self.log(
-                event["step"],
-                {f"train/{name}": event[name] for name in _STEP_METRICS if name in event},
-            )
-        elif event["event"] == "evaluation":
-            values = {
-                f"evaluation/{name}": float(v)
-                for name, v in event.items()
-                if name not in NOT_METRICS
-            }
+        kind = event["event"]
+        if kind == "step":
+            values = {f"train/{name}": event[name] for name in _STEP_METRICS if name in event}
             self.log(event["step"], values)
-
-
-@runtime_checkable
-class LogsProgress(Protocol):
-    """Logger that shows the progress within a long operation; an object without this method is a logger too."""
-
-    def log_progress(self, label: str, done: int, total: int) -> None:
-        """Log that `done` of `total` steps or batches are complete."""
+        elif kind == "evaluation":
+            names = [name for name in event if name not in NOT_METRICS]
+            self.log(event["step"], {f"evaluation/{name}": float(event[name]) for name in names})
 
 
 class RunLogger:
@@ -118,8 +105,9 @@ class RunLogger:
         """Show progress that is no event, such as the batches of an evaluation, on the terminal."""
         with write_errors(OSError):
             for logger in self._loggers:
-                if isinstance(logger, LogsProgress):
-                    logger.log_progress(label, done, total)
+                show = getattr(logger, "log_progress", None)  # which loggers may have
+                if show is not None:
+                    show(label, done, total)
 
     def __enter__(self) -> RunLogger:
         return self
@@ -130,8 +118,12 @@ class RunLogger:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        """Log a failure, and close every logger. A write error is raised, or added as a note to the block's error."""
+        """Log a failure, and close every logger.
+
+        A write error is raised, or added as a note to the error of the block.
+        """
         if error is not None and not is_exit(error):
+            # The error of the block is the cause: one of a logger must not take its place.
             try:
                 self.log_event("failure", **failure_fields(error))
             except RunError as failure:
@@ -155,11 +147,8 @@ def is_exit(error: BaseException) -> bool:
 def failure_fields(error: BaseException) -> dict[str, Any]:
     """Return `code`, `exit_code` and `text` of an exception that ends a run."""
     if isinstance(error, SamestepError):
-        return {
-            "code": error.code,
-            "exit_code": error.exit_code,
-            "text": error.value.partition("\n")[0],
-        }
+        text = error.value.partition("\n")[0]
+        return {"code": error.code, "exit_code": error.exit_code, "text": text}
     if isinstance(error, KeyboardInterrupt):
         return {"code": "E_STOPPED", "exit_code": EXIT_STOPPED, "text": "interrupted"}
     text = f"{class_name(error)}: {message_of(error)}".partition("\n")[0]
@@ -215,7 +204,8 @@ def ends_mid_line(path: Path) -> bool:
 
 
 def to_json_line(value: Mapping[str, Any]) -> str:
-    """Return JSON on one line. JSON has no NaN and no infinities: strings such as `"nan"` represent them."""
+    """Return JSON on one line, with strings such as `"nan"` for NaN and infinities."""
+    # `json` would write NaN, which other languages cannot parse.
     return json.dumps(_encodable(value), allow_nan=False)
 
 
@@ -225,7 +215,7 @@ def to_json(value: Mapping[str, Any]) -> str:
 
 
 def parse_json_line(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object of a line, or None if the line has none, such as a line cut by a kill or a full disk."""
+    """Return the JSON object of a line, or None, as for a line cut by a kill or a full disk."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -246,7 +236,7 @@ def _encodable(value: Any) -> Any:
 
 
 def format_metric(name: str, value: float) -> str:
-    """Format a metric: losses with 4 digits, samples as an integer, perplexity with 2 digits, others in percent."""
+    """Format a metric: losses and perplexity with digits, samples as integer, others in percent."""
     if name == "samples":
         return f"{value:,.0f}"
     if name == "perplexity":

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import psutil
@@ -68,7 +67,7 @@ class RankMonitor:
         self._thread = threading.Thread(target=self._run, name="samestep-rank-monitor", daemon=True)
 
     def follow(self, read_progress: Callable[[], RankProgress]) -> None:
-        """Take the progress of the rank from this function, which is called in the thread of the monitor."""
+        """Take the progress of the rank from this function, called in the monitor's thread."""
         with self._lock:
             self._read_progress = read_progress
             self._last = self._read()
@@ -77,18 +76,17 @@ class RankMonitor:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._closed.set()
         self._thread.join(_JOIN_SECONDS)
 
     def _run(self) -> None:
         try:
-            with self._open() as file:
+            # No parents: a machine without access to the run directory must not create another one.
+            self._path.parent.mkdir(exist_ok=True)
+            with FileIO(self._path, "a") as file:
+                # An earlier process may have been killed during a write.
+                self._ends_mid_line = ends_mid_line(self._path)
                 self._append(file)
                 while not self._closed.wait(self._interval):
                     self._append(file)
@@ -96,18 +94,11 @@ class RankMonitor:
         except OSError as error:
             self._warn(error)
 
-    def _open(self) -> FileIO:
-        # No parents: a machine without access to the run directory must not create another one.
-        self._path.parent.mkdir(exist_ok=True)
-        file = FileIO(self._path, "a")
-        self._ends_mid_line = ends_mid_line(
-            self._path
-        )  # an earlier process was killed during a write
-        return file
-
     def _append(self, file: FileIO) -> None:
-        line = f"{to_json_line(self._sample())}\n".encode()
-        data = b"\n" + line if self._ends_mid_line else line
+        # Unbuffered, and one write for each line: a killed rank loses at most a part of a line.
+        data = f"{to_json_line(self._sample())}\n".encode()
+        if self._ends_mid_line:
+            data = b"\n" + data
         try:
             self._ends_mid_line = file.write(data) < len(data)
         except OSError as error:
@@ -117,6 +108,7 @@ class RankMonitor:
     def _sample(self) -> dict[str, Any]:
         with self._lock:
             now = self._read()
+            # Two samples can follow each other closely, as at the end: then the rates stay.
             if now.time - self._last.time >= _MIN_RATE_SECONDS:
                 self._rates = self._rates_between(self._last, now)
                 self._last = now
@@ -137,40 +129,32 @@ class RankMonitor:
 
     def _rates_between(self, before: _Reading, now: _Reading) -> dict[str, float | None]:
         seconds = max(now.time - before.time, 1e-9)
+        data_seconds = now.progress.data_seconds - before.progress.data_seconds
+        wait_share = None
+        if self._observes_waits:
+            wait_share = _share(now.wait_seconds - before.wait_seconds, seconds)
         cpu_percent = None
         if before.cpu_seconds is not None and now.cpu_seconds is not None:
             cpu_percent = round(100 * (now.cpu_seconds - before.cpu_seconds) / seconds, 1)
+        samples = now.progress.samples - before.progress.samples
         return {
             "steps_per_second": round((now.progress.step - before.progress.step) / seconds, 3),
-            "samples_per_second": round(
-                (now.progress.samples - before.progress.samples) / seconds, 1
-            ),
-            "data_share": _share(now.progress.data_seconds - before.progress.data_seconds, seconds),
-            "wait_share": _share(now.wait_seconds - before.wait_seconds, seconds)
-            if self._observes_waits
-            else None,
+            "samples_per_second": round(samples / seconds, 1),
+            "data_share": _share(data_seconds, seconds),
+            "wait_share": wait_share,
             "cpu_percent": cpu_percent,
         }
 
     def _read(self) -> _Reading:
         cpu_seconds = _read_or_none(lambda: sum(psutil.Process().cpu_times()[:2]))
-        return _Reading(
-            time.monotonic(),
-            self._read_progress(),
-            self._world.session.status.waited_seconds,
-            cpu_seconds,
-        )
+        waited = self._world.session.status.waited_seconds
+        return _Reading(time.monotonic(), self._read_progress(), waited, cpu_seconds)
 
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:
             self._has_warned = True
-            reason = error.strerror or error
-            logger.warning(
-                "rank %d cannot write %s: %s; training continues",
-                self._world.rank,
-                self._path,
-                reason,
-            )
+            text = "rank %d cannot write %s: %s; training continues"
+            logger.warning(text, self._world.rank, self._path, error.strerror or error)
 
 
 def _share(seconds: float, total: float) -> float:

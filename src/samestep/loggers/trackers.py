@@ -1,4 +1,4 @@
-"""Loggers by name, and those for TensorBoard, Weights & Biases and MLflow.
+"""Loggers by name: those for the terminal, TensorBoard, Weights & Biases and MLflow.
 
 A missing package raises `InputError`.
 
@@ -20,10 +20,35 @@ from typing import TYPE_CHECKING, Any, Literal
 from samestep.config.validation import require_package
 from samestep.distributed.disk_operations import disk_operations
 from samestep.distributed.env import read_wandb_mode
-from samestep.loggers.logger import EVENTS, Event, JsonlLogger, Logger, MetricLogger, write_errors
+from samestep.errors import printable
+from samestep.loggers.logger import (
+    EVENTS,
+    NOT_METRICS,
+    Event,
+    JsonlLogger,
+    Logger,
+    MetricLogger,
+    format_metric,
+    write_errors,
+)
+from samestep.units import plural
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
     from torch.utils.tensorboard import SummaryWriter
+
+
+_LINE_SECONDS = 60.0  # between lines about the progress without a terminal
+_NO_TERMINAL_METRICS = (
+    *(*NOT_METRICS, "epochs", "train_loss", "loss"),
+    *("is_best", "skipped_steps", "samples_per_second"),
+)
+_FLUSH_SECONDS = 1.0
+# Limits of one request to MLflow.
+_MAX_METRICS = 1000
+_MAX_PARAMS = 100
+_MAX_PARAM_CHARACTERS = 6000
 
 
 def create_loggers(
@@ -39,18 +64,106 @@ def create_loggers(
         first_step: step that the run continues after.
         quiet: show no progress.
     """
-    from rich.console import Console  # lazy: `tensorboard_command` does not need rich
-
-    from samestep.loggers.progress import ProgressLogger
-
+    # Functions: a tracker that is not selected need not be installed.
     create: dict[str, Callable[[], Logger]] = {
         "jsonl": lambda: JsonlLogger(run / EVENTS),
         "tensorboard": lambda: TensorBoardLogger(run / "tensorboard", first_step),
-        "progress": lambda: ProgressLogger(Console(stderr=True, quiet=quiet)),
+        "progress": lambda: ProgressLogger(quiet=quiet),
         "wandb": lambda: WandbLogger(run, resume=True),
         "mlflow": lambda: MLflowLogger(run, resume=True),
     }
     return [create[name]() for name in names]
+
+
+class ProgressLogger(Logger):
+    """Prints steps and evaluation batches as a progress bar, and other events as lines.
+
+    Without a terminal, a line about the progress is printed if no line was printed for
+    `line_seconds`.
+    """
+
+    def __init__(
+        self,
+        console: Console | None = None,
+        line_seconds: float = _LINE_SECONDS,
+        *,
+        quiet: bool = False,
+    ) -> None:
+        from rich import progress  # slow: `tensorboard_command` does not need it
+        from rich.console import Console
+
+        self._console = console or Console(stderr=True, quiet=quiet)
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(bar_width=24),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[text]}"),
+            progress.TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            refresh_per_second=4,
+            disable=not self._console.is_terminal,
+        )
+        self._task: TaskID | None = None
+        self._label = ""
+        self._line_seconds = line_seconds
+        self._last_line = time.monotonic()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        texts = [f"{name} {value:.4g}" for name, value in values.items()]
+        self._print("  ".join([f"step {step}", *texts]))
+
+    def log_event(self, event: Event) -> None:
+        kind = event["event"]
+        if kind == "step":
+            text = f"loss {event['loss']:.4f}  {event['samples_per_second']:,.0f} samples/s"
+            label = f"epoch {event['epoch'] + 1}"
+            self.log_progress(label, event["step_in_epoch"], event["steps_in_epoch"], text)
+        elif kind == "evaluation":
+            self._print(evaluation_line(event))
+        elif kind in ("cache", "memory", "note", "resume", "skipped", "stop"):
+            self._print(event["text"])
+
+    def log_progress(self, label: str, done: int, total: int, text: str = "") -> None:
+        """Show `done` of `total` steps or batches."""
+        if not self._console.is_terminal:
+            if time.monotonic() - self._last_line >= self._line_seconds:
+                self._print(f"{label}  {done}/{total}  {text}".rstrip())
+            return
+        if self._task is None:
+            self._bar.start()
+            self._task = self._bar.add_task("", text="")
+        if label != self._label:
+            # The remaining time follows from the speed of the same work.
+            self._bar.reset(self._task)
+            self._label = label
+        self._bar.update(self._task, description=label, completed=done, total=total, text=text)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+    def _print(self, line: str) -> None:
+        self._last_line = time.monotonic()
+        plain: Any = {"highlight": False, "markup": False, "emoji": False}
+        self._console.print(printable(line), soft_wrap=True, **plain)
+
+
+def evaluation_line(event: Event) -> str:
+    """Format an evaluation as one line."""
+    metrics = [
+        f"{name} {format_metric(name, value)}"
+        for name, value in event.items()
+        if name not in _NO_TERMINAL_METRICS
+    ]
+    best = "  best" if event["is_best"] else ""
+    skipped = ""
+    if event["skipped_steps"]:
+        skipped = f"  skipped {plural(event['skipped_steps'], 'step')}"
+    return (
+        f"epoch {event['epoch']:>{len(str(event['epochs']))}}/{event['epochs']}  "
+        f"train loss {event['train_loss']:.4f}  loss {event['loss']:.4f}  {'  '.join(metrics)}  "
+        f"{event['samples_per_second']:,.0f} samples/s{skipped}{best}"
+    )
 
 
 class TensorBoardLogger(MetricLogger):
@@ -80,10 +193,10 @@ class TensorBoardLogger(MetricLogger):
 
         with disk_operations.run("write", self._path):
             if self._writer is None:
-                first = self._first_step if self._path.exists() else None
-                self._writer = SummaryWriter(
-                    self._path, purge_step=None if first is None else first + 1
-                )
+                purge_step = None
+                if self._first_step is not None and self._path.exists():
+                    purge_step = self._first_step + 1
+                self._writer = SummaryWriter(self._path, purge_step=purge_step)
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
 
@@ -94,12 +207,10 @@ class TensorBoardLogger(MetricLogger):
 
 
 def tensorboard_command(folder: Path) -> str:
-    """Return the command that shows a folder in TensorBoard, with the path of a program that is not on PATH."""
-    program = (
-        "tensorboard"
-        if shutil.which("tensorboard")
-        else Path(sys.executable).with_name("tensorboard")
-    )
+    """Return the command that shows a folder in TensorBoard."""
+    program = "tensorboard"
+    if not shutil.which(program):
+        program = str(Path(sys.executable).with_name(program))
     return f"{program} --logdir {shlex.quote(str(folder))}"
 
 
@@ -171,6 +282,7 @@ class WandbLogger(Tracker):
             import wandb
 
             run_id = self._read_id()
+            resume = None if run_id is None else "allow"
             with write_errors(wandb.Error):
                 self._run = wandb.init(
                     project=self._project,
@@ -178,18 +290,11 @@ class WandbLogger(Tracker):
                     dir=self._directory,
                     mode=self._mode or read_wandb_mode() or "offline",
                     id=run_id,
-                    resume=None if run_id is None else "allow",
+                    resume=resume,
                     settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
                 )
             self._write_id(self._run.id)
         return self._run
-
-
-_FLUSH_SECONDS = 1.0
-# Limits of one request to MLflow.
-_MAX_METRICS = 1000
-_MAX_PARAMS = 100
-_MAX_PARAM_CHARACTERS = 6000
 
 
 class MLflowLogger(Tracker):
@@ -224,28 +329,26 @@ class MLflowLogger(Tracker):
         self._last_flush = 0.0
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Log the recipe as parameters such as `optimizer.options.lr`, unless the run has them already."""
+        """Log the recipe as parameters such as `optimizer.options.lr` that the run lacks."""
         from mlflow.entities import Param
 
         client = self._open()
         with write_errors(_mlflow_error()):
             known = client.get_run(self._run_id).data.params  # MLflow refuses another value
-        missing = [(key, str(value)) for key, value in flatten(config) if key not in known]
-        self._send(
-            "params",
-            [Param(key, text[:_MAX_PARAM_CHARACTERS]) for key, text in missing],
-            _MAX_PARAMS,
-        )
+        params = [
+            Param(key, str(value)[:_MAX_PARAM_CHARACTERS])
+            for key, value in flatten(config)
+            if key not in known
+        ]
+        self._send("params", params, _MAX_PARAMS)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
         now = round(time.time() * 1000)
         self._pending += [Metric(name, value, now, step) for name, value in values.items()]
-        if (
-            time.monotonic() - self._last_flush > _FLUSH_SECONDS
-            or len(self._pending) >= _MAX_METRICS
-        ):
+        is_due = time.monotonic() - self._last_flush > _FLUSH_SECONDS
+        if is_due or len(self._pending) >= _MAX_METRICS:
             self._flush()
 
     def log_event(self, event: Event) -> None:
@@ -274,25 +377,23 @@ class MLflowLogger(Tracker):
         if self._client is None:
             import mlflow
 
-            logging.getLogger("mlflow.store.db.utils").setLevel(
-                logging.WARNING
-            )  # notes on the creation of tables
+            # Without notes on the creation of tables.
+            logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
             directory = self._directory.resolve()
-            uri = self._uri or (
-                None if mlflow.is_tracking_uri_set() else f"sqlite:///{directory / 'mlflow.db'}"
-            )
+            uri = self._uri
+            if not uri and not mlflow.is_tracking_uri_set():
+                uri = f"sqlite:///{directory / 'mlflow.db'}"
             with write_errors(_mlflow_error()):
-                client = mlflow.MlflowClient(tracking_uri=uri)
+                client = mlflow.MlflowClient(tracking_uri=uri or None)
                 experiment = client.get_experiment_by_name(self._experiment)
-                experiment_id = (
-                    experiment.experiment_id
-                    if experiment
-                    else client.create_experiment(self._experiment)
-                )
-                known = self._read_id()
-                self._run_id = (
-                    known or client.create_run(experiment_id, run_name=directory.name).info.run_id
-                )
+                if experiment is None:
+                    number = client.create_experiment(self._experiment)
+                else:
+                    number = experiment.experiment_id
+                run_id = self._read_id()
+                if not run_id:
+                    run_id = client.create_run(number, run_name=directory.name).info.run_id
+                self._run_id = run_id
                 client.update_run(self._run_id, status="RUNNING")
             self._write_id(self._run_id)
             self._client = client

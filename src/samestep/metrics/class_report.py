@@ -30,12 +30,8 @@ class ClassRow:
     """Scores of one class."""
 
     name: str
-    precision: (
-        float | None
-    )  # share of the predictions of this class that are correct; None without predictions
-    recall: (
-        float | None
-    )  # share of the samples of this class that are predicted as such; None without samples
+    precision: float | None  # share of its predictions that are correct; None without predictions
+    recall: float | None  # share of its samples that are predicted as such; None without samples
     f1: float | None  # harmonic mean of both; None without samples and predictions
     count: int  # number of samples of the class
     predicted: int  # number of samples predicted as this class
@@ -44,16 +40,13 @@ class ClassRow:
 def class_rows(counts: Counts, names: Sequence[str]) -> list[ClassRow]:
     """Return one row per class from `counts[class][prediction]`."""
     rows = []
-    for number, (name, row, column) in enumerate(
-        zip(names, counts, zip(*counts, strict=True), strict=True)
-    ):
+    columns = zip(*counts, strict=True)
+    for number, (name, row, column) in enumerate(zip(names, counts, columns, strict=True)):
         hits = row[number]
         count = sum(row)
         predicted = sum(column)
-        f1 = _ratio(2 * hits, count + predicted)
-        rows.append(
-            ClassRow(name, _ratio(hits, predicted), _ratio(hits, count), f1, count, predicted)
-        )
+        scores = (_ratio(hits, predicted), _ratio(hits, count), _ratio(2 * hits, count + predicted))
+        rows.append(ClassRow(name, *scores, count, predicted))
     return rows
 
 
@@ -67,15 +60,12 @@ def averages(rows: Sequence[ClassRow]) -> dict[str, float]:
 
 
 def table_lines(rows: Sequence[ClassRow]) -> list[str]:
-    """Return a table as aligned lines of text; for many classes, of those with the lowest F1, in ascending order."""
+    """Return a table as aligned lines of text; of many classes, those with the lowest F1."""
     shown = rows
+    remark = []
     if len(rows) > _MAX_ROWS:
         shown = sorted(rows, key=lambda row: (row.f1 is None, row.f1 or 0.0))[:_MAX_ROWS]
-    remark = (
-        [f"these are the {len(shown)} of {len(rows)} classes with the lowest F1"]
-        if len(shown) < len(rows)
-        else []
-    )
+        remark = [f"these are the {len(shown)} of {len(rows)} classes with the lowest F1"]
     width = max(len("class"), *(len(_shortened(row.name, _MAX_NAME)) for row in shown))
     lines = [f"{'class':<{width}}  {'precision':>9}  {'recall':>7}  {'F1':>7}  {'samples':>7}"]
     for row in shown:
@@ -108,46 +98,42 @@ def require_matplotlib(subject: str) -> None:
 
 
 def write_report(folder: Path, by_class: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
-    """Write the result of an evaluation with its numbers per class; return their lines for the terminal."""
+    """Write the result of an evaluation per class; return its lines for the terminal."""
     names = by_class["classes"]
     counts = by_class["counts"]
     rows = class_rows(counts, names)
-    data = {
-        **result,
-        **averages(rows),
-        "classes": [asdict(row) for row in rows],
-        "confusion": counts,
-    }
+    classes = [asdict(row) for row in rows]
+    data = {**result, **averages(rows), "classes": classes, "confusion": counts}
     table = folder / "classes.json"
     picture = folder / "confusion.png"
     try:
         table.write_text(json.dumps(data) + "\n", encoding="utf-8")
         draw_confusion(counts, names, picture)
     except OSError as error:
+        value = f"{folder} cannot be written: {error.strerror}"
         fix = "free disk space, or --report with another folder"
-        raise RunError(
-            f"{folder} cannot be written: {error.strerror}", fix=fix, code="E_OUTPUT"
-        ) from error
-    files = [
-        str(table),
-        str(picture),
-        *([str(folder / "overlays")] if by_class.get("pictures") else []),
-    ]
+        raise RunError(value, fix=fix, code="E_OUTPUT") from error
+    files = [str(table), str(picture)]
+    if by_class.get("pictures"):
+        files.append(str(folder / "overlays"))
     return ["", *table_lines(rows), "", f"{'report':<12}{', '.join(files)}"]
 
 
 def draw_confusion(counts: Counts, names: Sequence[str], path: Path) -> None:
-    """Write a PNG of the confusion matrix: rows are classes, columns predictions, darkness the share of the row."""
+    """Write a PNG of the confusion matrix.
+
+    Rows are classes, columns predictions; darkness is the share of the row.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
+    # Not by `pyplot`, which would keep the figure for the life of the process.
     matrix = numpy.asarray(counts, dtype=numpy.int64)
     shares = matrix / matrix.sum(axis=1, keepdims=True).clip(1)
     side = min(24.0, 3.0 + 0.42 * len(names))
     with warnings.catch_warnings(), matplotlib.rc_context({"text.parse_math": False}):
-        warnings.filterwarnings(
-            "ignore", "Glyph", UserWarning
-        )  # a name in a script that the font does not have
+        # A name may be in a script that the font does not have.
+        warnings.filterwarnings("ignore", "Glyph", UserWarning)
         figure = Figure(figsize=(side, side), layout="constrained")
         axes = figure.add_subplot()
         axes.imshow(shares, cmap="Blues", vmin=0.0, vmax=1.0, interpolation="nearest")
@@ -160,13 +146,6 @@ def draw_confusion(counts: Counts, names: Sequence[str], path: Path) -> None:
         if len(names) <= _MAX_CELL_NUMBERS:
             for row, column in zip(*matrix.nonzero(), strict=True):
                 color = "white" if shares[row, column] > 0.5 else "black"
-                axes.text(
-                    column,
-                    row,
-                    f"{matrix[row, column]:,}",
-                    ha="center",
-                    va="center",
-                    color=color,
-                    fontsize=8,
-                )
+                style: Any = {"ha": "center", "va": "center", "color": color, "fontsize": 8}
+                axes.text(column, row, f"{matrix[row, column]:,}", **style)
         figure.savefig(path, dpi=100)

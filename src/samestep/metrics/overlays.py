@@ -23,9 +23,14 @@ _GAP = 4  # pixels between images in a row
 
 
 def class_map(outputs: torch.Tensor) -> Classes:
-    """Return the class of each pixel or voxel of one sample from logits `(C, ...)`; with one channel, 0 or 1."""
+    """Return the class of each pixel or voxel of a sample from logits `(C, ...)`.
+
+    With one channel, the classes are 0 and 1.
+    """
     logits = outputs.detach()
-    classes = (logits[0] > 0).long() if logits.shape[0] == 1 else logits.argmax(dim=0)
+    classes = logits.argmax(dim=0)
+    if logits.shape[0] == 1:
+        classes = (logits[0] > 0).long()
     return device_reads.copy(classes).numpy()
 
 
@@ -37,14 +42,14 @@ def areas(classes: Classes, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def blended(image: Image.Image, classes: Classes, *, is_binary: bool) -> Image.Image:
-    """Return `image` with classes `(H, W)`, scaled to its size, in color; a single class (`is_binary`) is red.
+    """Return `image` with classes `(H, W)`, scaled to its size, in color.
 
-    Background (0) and ignored (negative) pixels are unchanged.
+    A single class (`is_binary`) is red. Background (0) and ignored (negative) pixels are unchanged.
     """
-    colors = numpy.array(
-        [(0, 0, 0), *class_colors(1 if is_binary else int(classes.max(initial=0)))], numpy.uint8
-    )
+    count = 1 if is_binary else int(classes.max(initial=0))
+    colors = numpy.array([(0, 0, 0), *class_colors(count)], numpy.uint8)
     classes = classes.clip(min=0)
+    # The nearest neighbour: a mean of class numbers would be another class.
     flat = Image.fromarray(colors[classes]).resize(image.size, Image.Resampling.NEAREST)
     mask = Image.fromarray((classes > 0).astype(numpy.uint8) * round(255 * _ALPHA))
     return Image.composite(
@@ -62,7 +67,7 @@ def class_colors(count: int) -> list[tuple[int, int, int]]:
 
 
 def overlay(inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor) -> Image.Image:
-    """Return one sample as three images in a row: input, input with targets, input with predictions.
+    """Return one sample as images in a row: input, input with targets, with predictions.
 
     Of a volume, the middle slice along the first axis is drawn.
 
@@ -84,12 +89,8 @@ def overlay(inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor) 
         expected = expected[middle]
     image = scaled_image(pixels)
     is_binary = outputs.shape[0] == 1
-    return side_by_side(
-        [
-            image,
-            *(blended(image, classes, is_binary=is_binary) for classes in (expected, predicted)),
-        ]
-    )
+    layers = [blended(image, one, is_binary=is_binary) for one in (expected, predicted)]
+    return side_by_side([image, *layers])
 
 
 def side_by_side(images: Sequence[Image.Image]) -> Image.Image:
@@ -117,7 +118,7 @@ def write_overlays(
     targets: torch.Tensor,
     outputs: torch.Tensor,
 ) -> list[Path]:
-    """Write one PNG per sample, named by its number; ranks with different samples share the folder."""
+    """Write one PNG per sample, named by its number; ranks share the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"sample-{number:06}.png" for number in samples]
     for path, *sample in zip(paths, inputs, targets, outputs, strict=True):
@@ -126,7 +127,7 @@ def write_overlays(
 
 
 def scaled_image(pixels: torch.Tensor) -> Image.Image:
-    """Return `pixels` `(channels, H, W)` scaled from the least to the largest value, as RGB or gray."""
+    """Return `pixels` `(channels, H, W)`, scaled from the least to the largest value."""
     low = pixels.min()
     high = pixels.max()
     scaled = ((pixels - low) / (high - low).clamp(min=1e-12) * 255).round().to(torch.uint8)

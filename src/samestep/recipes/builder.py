@@ -38,8 +38,7 @@ from samestep.errors import RecipeError
 from samestep.global_view import parallel, world_of_process
 from samestep.launcher.job import process_state
 from samestep.loading import loader
-from samestep.metrics.counts import CountMetric
-from samestep.metrics.metrics import LossMetric, build_metrics
+from samestep.metrics.metrics import CountMetric, LossMetric, build_metrics
 from samestep.recipes.driver import Driver
 from samestep.recipes.loss import LossFunction, RecipeLoss
 from samestep.recipes.models import (

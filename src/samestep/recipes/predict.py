@@ -18,8 +18,7 @@ from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import set_tf32
 from samestep.errors import InputError
 from samestep.metrics.class_report import averages, class_rows
-from samestep.metrics.counts import MAX_CLASSES, ConfusionMatrix
-from samestep.metrics.metrics import LossMetric, Metric
+from samestep.metrics.metrics import MAX_CLASSES, ConfusionMatrix, LossMetric, Metric
 from samestep.metrics.overlays import is_segmentation, write_overlays
 from samestep.recipes.builder import TASKS, Built, build_model, find, without_pretrained
 from samestep.recipes.driver import autocast, call_model

@@ -1,4 +1,4 @@
-"""Run directories: names of runs, entries of starts, events of a custom loop, and the directory of such a loop."""
+"""Run directories: names of runs, entries of starts, and the directory of a custom loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run directory of a custom loop: lock, events, rank files, environment and trackers."""
+"""Run directory of a custom loop: lock, events, rank files, starts and trackers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from shlex import quote
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from samestep.checkpoint.files import LOCK, FolderLock, write_atomically
 from samestep.checkpoint.store import CheckpointFolder, read_state
@@ -30,13 +31,14 @@ from samestep.errors import InputError
 from samestep.launcher.job import process_state
 from samestep.launcher.source_files import describe_modules
 from samestep.loggers.logger import Logger, RunLogger, is_exit
-from samestep.loggers.rank_monitor import RankMonitor
+from samestep.loggers.rank_monitor import RankMonitor, RankProgress
 from samestep.loggers.trackers import create_loggers
 from samestep.runs import LOOP, require_run_name
-from samestep.runs.loop_events import LoopEvents
 
 RUNS = Path("runs")
+STEP_SECONDS = 0.1  # least time between two logged steps
 _RECIPE = "recipe.yaml"
+_STARTS = "environment.json"
 _TRACKERS = tuple(name for name in LOGGERS if name not in ("jsonl", "progress"))
 # Entries that a directory may have before its first run.
 _OTHERS = {LOCK, "checkpoints", "logs"}
@@ -63,6 +65,7 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World) -> 
         _require_own(requested)
     with FolderLock(requested) if world.is_main else nullcontext():
         is_new = not (folder / LOOP).exists()
+        # The mark comes first: a run that fails at once can be started again under its name.
         if world.is_main and is_new:
             start = {"script": sys.argv[0], "created": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             write_atomically(folder / LOOP, json.dumps(start) + "\n")
@@ -107,7 +110,6 @@ def run_directory(run: str | Path) -> Path:
 
 
 def _require_own(folder: Path) -> None:
-    """Require that a directory is new, or the run of a custom loop."""
     if (folder / _RECIPE).exists():
         raise InputError(
             f"{folder} is the run of a recipe",
@@ -115,11 +117,8 @@ def _require_own(folder: Path) -> None:
             fix=f"another name; samestep resume {quote(str(folder))} continues the recipe",
             code="E_OUTPUT",
         )
-    if (
-        folder.is_dir()
-        and not (folder / LOOP).exists()
-        and {path.name for path in folder.iterdir()} - _OTHERS
-    ):
+    is_other = folder.is_dir() and not (folder / LOOP).exists()
+    if is_other and {path.name for path in folder.iterdir()} - _OTHERS:
         raise InputError(
             f"{folder} is a folder with other files",
             expected="a new folder, or the run of a script",
@@ -133,7 +132,8 @@ def _require_trackers(loggers: Sequence[Logger | str]) -> None:
         if isinstance(name, str) and name not in _TRACKERS:
             raise InputError(
                 f"unknown logger {name!r}",
-                expected=f"some of {', '.join(_TRACKERS)}, or objects; events.jsonl is always written",
+                expected=f"some of {', '.join(_TRACKERS)}, or objects; events.jsonl is always "
+                "written",
                 fix='loggers=["tensorboard"]',
                 code="E_UNKNOWN_NAME",
             )
@@ -152,18 +152,17 @@ def _require_equal(run: str, world: World) -> None:
 
 
 def _destinations(folder: Path, loggers: Sequence[Logger | str]) -> list[Logger]:
-    """Return `events.jsonl` and the loggers."""
     destinations = create_loggers(["jsonl"], folder)
     for one in loggers:
-        destinations += create_loggers([one], folder) if isinstance(one, str) else [one]
+        if isinstance(one, str):
+            destinations += create_loggers([one], folder)
+        else:
+            destinations.append(one)
     return destinations
 
 
-_FILE = "environment.json"
-
-
 def require_same_code(run: Path, checkpoint: Path | None, *, accept_changes: bool) -> list[str]:
-    """Compare the user's modules with those of the last start of the run; return one line per accepted change.
+    """Compare the user's modules with those of the last start; return lines of accepted changes.
 
     Modules that a run imports later than at its start are compared with those of the checkpoint.
 
@@ -183,9 +182,11 @@ def require_same_code(run: Path, checkpoint: Path | None, *, accept_changes: boo
 
 
 def recorded_keep(run: Path) -> int:
-    """Return the number of checkpoints that the last start of a run kept; without a record, the present ones."""
+    """Return the number of checkpoints that the last start kept, or of those that are present."""
     starts = _read_starts(run)
-    keep = starts[-1].get("keep") if starts else None
+    keep = None
+    if starts:
+        keep = starts[-1].get("keep")
     present = len(CheckpointFolder(run / "checkpoints").steps())
     if isinstance(keep, int) and keep > 0:
         return keep
@@ -194,9 +195,9 @@ def recorded_keep(run: Path) -> int:
 
 def environment(world: World, **facts: Any) -> dict[str, Any]:
     """Return the environment of a start: processes, `facts`, device and versions."""
-    gpu = (
-        accelerator_module().get_device_name(world.device) if is_accelerator(world.device) else None
-    )
+    gpu = None
+    if is_accelerator(world.device):
+        gpu = accelerator_module().get_device_name(world.device)
     return {
         "processes": world.size,
         **facts,
@@ -210,7 +211,7 @@ def environment(world: World, **facts: Any) -> dict[str, Any]:
 
 
 def append_start(run: Path, environment: Mapping[str, Any]) -> None:
-    """Append an entry with the time, the version of Samestep and the user's code. A damaged file is replaced.
+    """Append an entry with the time, the version of Samestep and the user's code.
 
     Raises:
         RunError: the file cannot be written.
@@ -218,12 +219,12 @@ def append_start(run: Path, environment: Mapping[str, Any]) -> None:
     started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     entry = {"started": started, "samestep": version("samestep"), **environment}
     entries = [*_read_starts(run), {**entry, "sources": process_state.source_files.hashes}]
-    write_atomically(run / _FILE, json.dumps(entries, indent=1) + "\n")
+    write_atomically(run / _STARTS, json.dumps(entries, indent=1) + "\n")
 
 
 def _read_starts(run: Path) -> list[dict[str, Any]]:
     """Return the entries; a damaged file is reported, and has none."""
-    path = run / _FILE
+    path = run / _STARTS
     try:
         entries = json.loads(path.read_bytes())
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -231,8 +232,64 @@ def _read_starts(run: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError) as error:
-        logger.warning(
-            "%s cannot be read and is replaced; its earlier entries are lost: %s", path, error
-        )
+        text = "%s cannot be read and is replaced; its earlier entries are lost: %s"
+        logger.warning(text, path, error)
         return []
     return entries
+
+
+class LoopEvents:
+    """Logs the steps of the first optimizer that steps, and holds the progress of this rank.
+
+    A step is logged if `STEP_SECONDS` have passed since the last logged one, and at the end. Losses
+    and other values are the script's own, which logs them with `World.log`.
+
+    Args:
+        logger: the logger of the run, which has no destination on ranks other than 0.
+    """
+
+    def __init__(self, logger: RunLogger) -> None:
+        self._logger = logger
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._steps = 0
+        self._logged_step = 0
+        self._began = self._logged = time.perf_counter()
+        self._hook = register_optimizer_step_post_hook(self._end_step)
+
+    @property
+    def rank_progress(self) -> RankProgress:
+        """Work of this rank; any thread may read it."""
+        return RankProgress(self._steps, 0, 0.0)
+
+    def _end_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._optimizer is None:
+            self._optimizer = optimizer
+        if optimizer is not self._optimizer:  # a GAN has several, and one count of steps
+            return
+        self._steps += 1
+        if time.perf_counter() - self._logged >= STEP_SECONDS:
+            self._log_step()
+
+    def _log_step(self) -> None:
+        if self._optimizer is None or self._steps == self._logged_step:
+            return
+        now = time.perf_counter()
+        rate = round((self._steps - self._logged_step) / max(now - self._logged, 1e-9), 3)
+        self._logged_step = self._steps
+        self._logged = now
+        group = self._optimizer.param_groups[0]
+        values = {}
+        if "lr" in group:
+            values["lr"] = float(group["lr"])
+        self._logger.log_event("step", step=self._steps, **values, steps_per_second=rate)
+
+    def close(self) -> None:
+        """Stop observing, and log the last step."""
+        self._hook.remove()
+        self._log_step()
+
+    def end(self, *, stopped: bool = False) -> None:
+        """Log the end of the run, which a stop request can have caused."""
+        self._log_step()
+        seconds = round(time.perf_counter() - self._began, 3)
+        self._logger.log_event("end", stopped=stopped, step=self._steps, seconds=seconds)

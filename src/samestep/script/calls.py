@@ -1,9 +1,8 @@
-"""Division of the calls of modules in a script that knows one device.
+"""Division of the calls of modules, and of the batches of loaders, in a script for one device.
 
 The outermost call of a module with parameters is divided, as that of a module given to
-`samestep.parallel`. The state
-of the division is kept beside the module: its class, its attributes and its files stay the script's
-    own.
+`samestep.parallel`. The state of the division is kept beside the module: its class, its attributes
+and its files stay the script's own.
 """
 
 from __future__ import annotations
@@ -12,28 +11,34 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from samestep.script.records import Records
+from samestep.data.own_rows import BatchRanks, OwnRows, own_iterator
 from samestep.script.replaced import replaced
+from samestep.script.summary import Reading, Records
 from samestep.view.compiled import ForwardOfCalls, with_compiler
 from samestep.view.in_step import script_line
 from samestep.view.parallel import ParallelModule
 
-# Their calls are those of the module inside, which is the outermost one.
-_TRANSPARENT = (nn.DataParallel,)
+# The calls of `DataParallel` are those of the module inside, which is the outermost one.
+_WRAPPERS = (nn.DataParallel, torch.jit.ScriptModule)
 
 
 def is_divisible(module: nn.Module) -> bool:
-    """Whether an outermost call of a module is divided: it has parameters, and is no wrapper of another module."""
-    is_wrapper = isinstance(module, (*_TRANSPARENT, torch.jit.ScriptModule))
-    return not is_wrapper and next(module.parameters(), None) is not None
+    """Whether an outermost call is divided: of a module with parameters, which is no wrapper."""
+    return not isinstance(module, _WRAPPERS) and next(module.parameters(), None) is not None
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # private
 
 
 class OutermostCalls:
@@ -48,10 +53,8 @@ class OutermostCalls:
         self._owner_of = owner_of
         self._records = records
         self._owners: dict[int, tuple[weakref.ref[nn.Module], ParallelModule, ForwardOfCalls]] = {}
-        self._forward: tuple[Any, Any] = (
-            None,
-            None,
-        )  # attribute of the module in a call, and its own one before
+        # Attribute of the module in a call, and its own one before.
+        self._forward: tuple[Any, Any] = (None, None)
         self._thread = threading.get_ident()
         self._is_inside = False
 
@@ -59,6 +62,9 @@ class OutermostCalls:
     def installed(self) -> Iterator[None]:
         """Replace `nn.Module.__call__` during the block."""
         of_torch = nn.Module.__call__
+        # Not `backward` and `grad` themselves, by which tensors with rows elsewhere are dispatched.
+        # Private.
+        run_backward = vars(torch.autograd)["_engine_run_backward"]
 
         @functools.wraps(of_torch)
         def call(module: nn.Module, /, *arguments: Any, **options: Any) -> Any:
@@ -66,36 +72,22 @@ class OutermostCalls:
                 return of_torch(module, *arguments, **options)
             return self._divided(of_torch, module, arguments, options)
 
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        # Not `backward` and `grad` themselves, by which tensors with rows elsewhere are dispatched.
-        # Private.
-        backward = self._timed(vars(torch.autograd)["_engine_run_backward"])
-        try:
-            with (
-                self._records.steps_counted(),
-                replaced(torch.autograd, _engine_run_backward=backward),
-            ):
-                yield
-        finally:
-            nn.Module.__call__ = of_torch  # type: ignore[method-assign]
-
-    def _timed(self, run_backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that also records the backwards of the script, which are in no call and no backward."""
-
         @functools.wraps(run_backward)
         def timed(*arguments: Any, **options: Any) -> Any:
-            if (
-                self._is_inside
-                or self._thread != threading.get_ident()
-                or torch._C._current_graph_task_id() != -1
-            ):
+            is_other = self._is_inside or self._thread != threading.get_ident()
+            if is_other or _is_in_backward():
                 return run_backward(*arguments, **options)
             began = perf_counter()
             result = run_backward(*arguments, **options)
             self._records.add_backward(began, script_line(sys._getframe(1)))
             return result
 
-        return timed
+        with (
+            self._records.steps_counted(),
+            replaced(nn.Module, __call__=call),
+            replaced(torch.autograd, _engine_run_backward=timed),
+        ):
+            yield
 
     def _is_outermost(self, module: nn.Module) -> bool:
         if self._thread != threading.get_ident():
@@ -103,18 +95,17 @@ class OutermostCalls:
         if id(module) in self._owners:
             return True
         # In a backward, checkpointing computes modules that are inside of others again.
-        return torch._C._current_graph_task_id() == -1 and is_divisible(module)  # private
+        return not _is_in_backward() and is_divisible(module)
 
     def _owner(self, module: nn.Module) -> tuple[ParallelModule, ForwardOfCalls]:
-        known = self._owners.get(id(module))
+        key = id(module)
+        known = self._owners.get(key)
         if known is not None and known[0]() is module:
             return known[1:]
-        key = id(module)
 
         def forget(reference: weakref.ref[nn.Module]) -> None:
-            if (
-                key in self._owners and self._owners[key][0] is reference
-            ):  # otherwise another module has this address
+            # Otherwise another module has this address by now.
+            if key in self._owners and self._owners[key][0] is reference:
                 del self._owners[key]
 
         def compute(
@@ -124,15 +115,16 @@ class OutermostCalls:
             return owner.call(with_compiler(compiler, eager), eager, arguments, options)
 
         owner = self._owner_of(module)
-        self._owners[key] = (
-            weakref.ref(module, forget),
-            owner,
-            ForwardOfCalls(compute, type(module).forward),
-        )
-        return self._owners[key][1:]
+        forward = ForwardOfCalls(compute, type(module).forward)
+        self._owners[key] = (weakref.ref(module, forget), owner, forward)
+        return owner, forward
 
     def _put_back(self, module: nn.Module) -> Any:
-        """Give its own attribute `forward`, of compiled and patched modules, back to a module; return it, or None."""
+        """Give its own attribute `forward` back to a compiled or patched module.
+
+        Returns:
+            The attribute, or None.
+        """
         attributes = module.__dict__
         used, own = self._forward
         if used is not None and attributes.get("forward") is used:
@@ -148,7 +140,7 @@ class OutermostCalls:
         arguments: tuple[Any, ...],
         options: dict[str, Any],
     ) -> Any:
-        """Call a module; hooks of the module itself see whole batches, as the script outside of it."""
+        """Call a module; hooks of the module see whole batches, as the script outside of it."""
         self._is_inside = True
         try:
             owner, forward = self._owner(module)
@@ -167,3 +159,42 @@ class OutermostCalls:
             return result
         finally:
             self._is_inside = False
+
+
+@contextmanager
+def own_rows_of_loaders(
+    ranks: Callable[[], BatchRanks | None],
+) -> Iterator[Mapping[Hashable, Reading]]:
+    """Let each rank read its own rows of the batches of every `DataLoader`, during the block.
+
+    Batches are those of torch, with one exception: random numbers of a data set are a function of
+    the epoch and the index of the sample, on one process too.
+
+    Args:
+        ranks: returns the ranks that read the batches of one loader together.
+
+    Yields:
+        How the script's loaders read, one entry for each data set and line that iterates.
+    """
+    readings: dict[Hashable, Reading] = {}
+    states: weakref.WeakKeyDictionary[DataLoader[Any], OwnRows] = weakref.WeakKeyDictionary()
+
+    def iterator(loader: DataLoader[Any]) -> _BaseDataLoaderIter:
+        state = states.get(loader)
+        if state is None:
+            together = ranks()
+            state = states[loader] = OwnRows(together)
+            line = script_line(sys._getframe(2))
+            name = type(loader.dataset).__name__
+            key = (name, line, id(loader.dataset))  # one line may read data sets by turns
+            if key in readings:  # the loader is made again in each epoch
+                state.samples = readings[key].state.samples
+            readings[key] = Reading(name, line, state)
+            if together is not None:
+                state.decisions, state.key = together.decisions_of(
+                    loader.dataset, loader.collate_fn, line
+                )
+        return own_iterator(loader, state)
+
+    with replaced(DataLoader, _get_iterator=iterator):
+        yield readings

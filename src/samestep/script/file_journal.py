@@ -15,17 +15,19 @@ import sysconfig
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 from samestep.distributed.env import library_caches
+from samestep.script.replaced import PATHS
 from samestep.view.in_step import is_library_file, script_line
 
 _OS_NAMES = (
-    "stat statvfs lstat access readlink listdir scandir listxattr getxattr chdir getcwd mkdir makedirs rename replace "
-    "remove unlink rmdir symlink link truncate utime chmod chown lchown setxattr removexattr"
+    "stat statvfs lstat access readlink listdir scandir listxattr getxattr chdir getcwd mkdir "
+    "makedirs rename replace remove unlink rmdir symlink link truncate utime chmod chown lchown "
+    "setxattr removexattr"
 )
 # The functions of this process before a replacement; not names of this module, which would be
 # replaced too.
@@ -37,24 +39,12 @@ REAL = SimpleNamespace(
     connect=sqlite3.connect,
     **{name: getattr(os, name) for name in _OS_NAMES.split() if hasattr(os, name)},
 )
-PATHS = (str, bytes, os.PathLike)
 READING = frozenset({"r", "rb", "br", "rt", "tr"})
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 UNNAMED = getattr(os, "O_TMPFILE", 0) or -1  # contains O_DIRECTORY
 # Nothing in these folders is made by a script.
-_SYSTEM = (
-    "/dev/",
-    "/proc/",
-    "/sys/",
-    "/usr/",
-    "/bin/",
-    "/sbin/",
-    "/lib/",
-    "/lib64/",
-    "/etc/",
-    "/run/",
-)
-_DEVICES = _SYSTEM[:3]
+_DEVICES = ("/dev/", "/proc/", "/sys/")
+_SYSTEM = (*_DEVICES, "/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/etc/", "/run/")
 
 
 class ThreadLock:
@@ -78,14 +68,11 @@ class Journal:
     """File to which several processes append lines, each a list as JSON."""
 
     def __init__(self, path: str) -> None:
-        self._descriptor = REAL.descriptor(
-            path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
-        )
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._descriptor = REAL.descriptor(path, flags, 0o600)
         self._end = 0  # of the lines that were read
         self._lock = ThreadLock()
-        weakref.finalize(
-            self, os.close, self._descriptor
-        )  # not earlier: threads may wait for a line
+        weakref.finalize(self, os.close, self._descriptor)  # not earlier: threads may wait
 
     def append(self, *entry: Any) -> None:
         """Append a line at once."""
@@ -93,16 +80,14 @@ class Journal:
 
     def has_grown(self) -> bool:
         """Whether there are lines that `update` has not read."""
-        return (
-            os.lseek(self._descriptor, 0, os.SEEK_END) != self._end
-        )  # no reader or writer uses the position
+        # No reader or writer uses the position.
+        return os.lseek(self._descriptor, 0, os.SEEK_END) != self._end
 
     def update(self, apply: Callable[..., None]) -> None:
         """Call `apply(*entry)` for each new line."""
         with self._lock:
-            lines = os.pread(
-                self._descriptor, os.lseek(self._descriptor, 0, os.SEEK_END) - self._end, self._end
-            )
+            size = os.lseek(self._descriptor, 0, os.SEEK_END) - self._end
+            lines = os.pread(self._descriptor, size, self._end)
             complete = lines[: lines.rfind(b"\n") + 1]
             for line in complete.splitlines():
                 apply(*json.loads(line))
@@ -141,35 +126,30 @@ class NotedFile(io.FileIO):
             self.on_close()
 
 
-How = tuple[
-    str, int, str | None, str | None, str | None
-]  # mode, buffering, encoding, errors, newline
+# Mode, buffering, encoding, errors, newline.
+How = tuple[str, int, str | None, str | None, str | None]
 
 
 def noted_file(name: Any, target: str, how: How, on_close: Callable[[], None] | None = None) -> Any:
-    """Open the file `target` as `open(name, mode, buffering, encoding, errors, newline)` does; see `NotedFile`."""
+    """Open the file `target` as `open(name, *how)` does; see `NotedFile`."""
     mode, buffering, encoding, errors, newline = how
-    raw = NotedFile(
-        os.fspath(name),
-        re.sub("[bt]", "", mode),
-        opener=lambda _, flags: REAL.descriptor(target, flags, 0o666),
-    )
+
+    def opener(_: str, flags: int) -> int:
+        return int(REAL.descriptor(target, flags, 0o666))
+
+    raw = NotedFile(os.fspath(name), re.sub("[bt]", "", mode), opener=opener)
     raw.on_close = on_close
     raw.process = os.getpid()
     if buffering == 0:
         return raw
-    size = (
-        buffering
-        if buffering > 1
-        else max(io.DEFAULT_BUFFER_SIZE, os.fstat(raw.fileno()).st_blksize)
-    )
-    kind: Any = (
-        io.BufferedRandom
-        if "+" in mode
-        else io.BufferedReader
-        if "r" in mode
-        else io.BufferedWriter
-    )
+    size = buffering
+    if buffering <= 1:
+        size = max(io.DEFAULT_BUFFER_SIZE, os.fstat(raw.fileno()).st_blksize)
+    kind: Any = io.BufferedWriter
+    if "+" in mode:
+        kind = io.BufferedRandom
+    elif "r" in mode:
+        kind = io.BufferedReader
     buffer = kind(raw, size)
     if "b" in mode:
         return buffer
@@ -181,7 +161,10 @@ def noted_file(name: Any, target: str, how: How, on_close: Callable[[], None] | 
 def open_function(
     open_path: Callable[[Any, How], Any], is_active: Callable[[], bool]
 ) -> Callable[..., Any]:
-    """Return the replacement of `open`, which calls `open_path` with a path and valid arguments while it is active."""
+    """Return the replacement of `open`.
+
+    While it is active, it calls `open_path` with a path and valid arguments.
+    """
 
     def open(
         file: Any,
@@ -196,10 +179,8 @@ def open_function(
         how = (mode, buffering, encoding, errors, newline)
         if opener is not None or not isinstance(file, PATHS) or not is_active():
             return REAL.open(file, *how, closefd, opener)
-        if mode not in READING:
-            REAL.open(
-                os.devnull, mode.replace("x", "w"), *how[1:]
-            ).close()  # raises an error of the arguments
+        if mode not in READING:  # raise an error of the arguments
+            REAL.open(os.devnull, mode.replace("x", "w"), *how[1:]).close()
         return open_path(file, how)
 
     return open
@@ -212,7 +193,9 @@ def clear(path: str) -> None:
 
 
 def copy_file(source: str, target: str, most: float) -> bool:
-    """Copy a file with its mode and times; of a file of more than `most` bytes only the size, without blocks.
+    """Copy a file with its mode and times.
+
+    Of a file of more than `most` bytes only the size is copied, without blocks.
 
     Returns:
         Whether the content was copied.
@@ -249,7 +232,7 @@ def below(path: str) -> list[str]:
 
 
 def begins_again(mode: str) -> bool:
-    """Whether a file opened in this mode is written from its beginning, and its memory is not mapped."""
+    """Whether a file in this mode is written from its beginning, and its memory is not mapped."""
     return not set("ar+") & set(mode)
 
 
@@ -285,23 +268,19 @@ class Exemptions:
         self._temporary: set[str] = set()
         caches = (os.path.realpath(path) for path in library_caches(tempfile.gettempdir()))
         self._real = (*_DEVICES, f"{os.path.realpath(folder)}/", *caches)
-        self._system = (
-            *_SYSTEM,
-            f"{sys.prefix}/",
-            f"{sys.base_prefix}/",
-            f"{sysconfig.get_path('stdlib')}/",
-        )
+        libraries = (sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"))
+        self._system = (*_SYSTEM, *(f"{path}/" for path in libraries))
 
     def covers(self, path: str) -> bool:
         """Whether a path without links is used by each rank for itself."""
         return path.startswith(self._real) or "/__pycache__" in path or self._is_temporary(path)
 
     def _is_temporary(self, path: str) -> bool:
+        if self.local.depth > 0:
+            return True
         folder = self._temporary_folder
-        is_named = (
-            path.startswith(folder) and path[len(folder) :].partition("/")[0] in self._temporary
-        )
-        return is_named or self.local.depth > 0
+        name = path[len(folder) :].partition("/")[0]
+        return path.startswith(folder) and name in self._temporary
 
     def passing(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call a function whose own files are exempt in this thread."""
@@ -312,13 +291,9 @@ class Exemptions:
             self.local.depth -= 1
 
     def is_foreign(self, path: str) -> bool:
-        """Whether nothing that rank 0 prepares has this path, or an import of a library asks for it."""
-        if (
-            path.startswith(self._system)
-            or "/<" in path
-            or "-packages/" in path
-            or self._is_temporary(path)
-        ):
+        """Whether rank 0 prepares nothing at this path, or an import of a library asks for it."""
+        is_of_system = path.startswith(self._system) or "/<" in path or "-packages/" in path
+        if is_of_system or self._is_temporary(path):
             return True
         frame = sys._getframe(1)
         while frame is not None and is_library_file(frame.f_code.co_filename):
@@ -328,11 +303,9 @@ class Exemptions:
         return False
 
     def mkstemp(self, folder: Any, *arguments: Any) -> Any:
-        """Replace `tempfile._mkstemp_inner`."""
         return self._made(folder, REAL.mkstemp, folder, *arguments)
 
     def mkdtemp(self, suffix: Any = None, prefix: Any = None, dir: Any = None) -> Any:
-        """Replace `tempfile.mkdtemp`."""
         return self._made(dir or self._temporary_folder, REAL.mkdtemp, suffix, prefix, dir)
 
     def _made(self, folder: Any, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -340,7 +313,66 @@ class Exemptions:
         if place != self._temporary_folder and not self.covers(place):
             return function(*arguments)
         made = self.passing(function, *arguments)
-        path = os.fsdecode(made[1] if isinstance(made, tuple) else made)
+        path = made
+        if isinstance(made, tuple):  # of `mkstemp`, with a descriptor
+            path = made[1]
         if place == self._temporary_folder:
-            self._temporary.add(os.path.basename(path))
+            self._temporary.add(os.path.basename(os.fsdecode(path)))
         return made
+
+
+class Entry(os.PathLike[Any]):
+    """Entry of a folder that this rank or rank 0 has changed; see `os.DirEntry`."""
+
+    def __init__(self, stat: Callable[..., Any], folder: Any, name: str) -> None:
+        self._stat = stat
+        self.name = os.fsencode(name) if isinstance(folder, bytes) else name
+        self.path = os.path.join(os.fspath(folder), self.name)
+
+    def __fspath__(self) -> Any:
+        return self.path
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        result: os.stat_result = self._stat(self.path, follow_symlinks=follow_symlinks)
+        return result
+
+    def inode(self) -> int:
+        return self.stat(follow_symlinks=False).st_ino
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        return stat.S_ISDIR(self._mode(follow_symlinks))
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        return stat.S_ISREG(self._mode(follow_symlinks))
+
+    def is_symlink(self) -> bool:
+        return stat.S_ISLNK(self._mode(False))
+
+    def is_junction(self) -> bool:
+        return False
+
+    def _mode(self, follow_symlinks: bool) -> int:
+        try:
+            return self.stat(follow_symlinks=follow_symlinks).st_mode
+        except FileNotFoundError:
+            return 0
+
+
+class Entries(Iterator[Any]):
+    """Entries of a folder; see `os.scandir`."""
+
+    def __init__(self, entries: Iterator[Any]) -> None:
+        self._entries = entries
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> Entries:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the iteration."""
+        self._entries = iter(())

@@ -1,4 +1,4 @@
-"""View of files on ranks other than 0: own changes over the files as they were before rank 0 changed them."""
+"""View of files on ranks other than 0: own changes over the files before rank 0 changed them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import stat
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
 
 from samestep.distributed.status import RankStatus
 from samestep.errors import RunError
 from samestep.script.file_journal import (
-    PATHS,
     REAL,
+    Entries,
+    Entry,
     Exchanges,
     Exemptions,
     Journal,
@@ -24,6 +25,7 @@ from samestep.script.file_journal import (
     key_of,
     listing_of,
 )
+from samestep.script.replaced import PATHS
 from samestep.view.in_step import script_line
 
 _POLL_SECONDS = 0.01
@@ -66,32 +68,26 @@ class FileView:
         self._is_active = True
         self._is_ready = False
         self._has_ended = False  # rank 0
-        self._own: dict[str, dict[str, str]] = defaultdict(
-            dict
-        )  # folder and name to the private path; "": removed
-        self._before: dict[str, dict[str, str]] = defaultdict(
-            dict
-        )  # likewise to the copy of rank 0; "": not existing
-        self._touched: set[str] = set()  # by rank 0, which is not ready
-        self._made: dict[
-            str, int
-        ] = {}  # by rank 0, before it was ready; the values are their numbers
-        self._listings: dict[str, list[int]] = defaultdict(
-            list
-        )  # by rank 0, likewise: length of `_made` at each
+        # Folder and name to the private path, "" if removed; and to the copy of rank 0, "" if there
+        # was none.
+        self._own: dict[str, dict[str, str]] = defaultdict(dict)
+        self._before: dict[str, dict[str, str]] = defaultdict(dict)
+        # By rank 0 before it was ready. The values of `_made` are numbers, those of `_listings` the
+        # length of `_made` at each.
+        self._touched: set[str] = set()
+        self._removed: set[str] = set()
+        self._made: dict[str, int] = {}
+        self._listings: dict[str, list[int]] = defaultdict(list)
         self._own_listings: Counter[str] = Counter()
-        self._removed: set[str] = set()  # likewise
-        self._dropped: dict[
-            str, Token | None
-        ] = {}  # paths of files without their content, and where it is
-        # Of rank 0, by key: path of each file, and where its content is now.
+        # Paths of files without their content, and where it is.
+        self._dropped: dict[str, Token | None] = {}
+        # Of rank 0, by key: path of each file, and where its content is now; and the same lists of
+        # one path by this path, [""] if overwritten.
         self._closes: dict[str, list[tuple[str, list[str]]]] = defaultdict(list)
-        self._contents: dict[
-            str, list[str]
-        ] = {}  # the same lists of one path by this path; [""] if overwritten
+        self._contents: dict[str, list[str]] = {}
         self._own_closes: Counter[str] = Counter()
         self._folders: dict[str, str] = {}  # folders as they are written, and without links
-        self._directory = REAL.getcwd()
+        self._directory: str = REAL.getcwd()
         self._is_moved = False  # the working directory is private
         self._has_links = False  # which are not in the real file system
 
@@ -100,7 +96,7 @@ class FileView:
         self._own_exchanges.advance()
 
     def has_passed(self) -> bool:
-        """Whether rank 0 is at a later point of the script, where it waits for this rank or has ended.
+        """Whether rank 0 is at a later point, where it waits for this rank or has ended.
 
         What it did before is noted then.
         """
@@ -115,19 +111,15 @@ class FileView:
             with suppress(FileNotFoundError):
                 REAL.chdir(self._directory)
 
-    # --- places
-    # ------------------------------------------------------------------------------------------
+    # --- places ---
 
     def _find(self, place: Place) -> str | None:
-        """Return the path at which this rank sees a place; None for the real one, "" if it sees nothing."""
+        """Return the path at which this rank sees a place: None for the real one, "" for none."""
         folder, name = place
-        names = self._own.get(folder)
-        if names is not None and (path := names.get(name)) is not None:
-            return path
-        names = self._before.get(folder)
-        if names is not None:
-            return names.get(name)
-        return None
+        path = self._own.get(folder, {}).get(name)
+        if path is None:
+            path = self._before.get(folder, {}).get(name)
+        return path
 
     def _place(self, path: Any, *, follow: bool) -> Place:
         text: str = path if type(path) is str else os.fsdecode(path)
@@ -171,16 +163,15 @@ class FileView:
                 target = REAL.readlink(path)
             except OSError:
                 return place
-            place = self._place(
-                target if target[:1] == "/" else f"{place[0]}/{target}", follow=False
-            )
+            if target[:1] != "/":
+                target = f"{place[0]}/{target}"
+            place = self._place(target, follow=False)
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), "/".join(place))
 
     def _is_own(self, path: str) -> bool:
         return path.startswith(self._root)
 
-    # --- queries
-    # -----------------------------------------------------------------------------------------
+    # --- queries ---
 
     def _query(
         self,
@@ -191,14 +182,10 @@ class FileView:
         waits: bool = True,
         is_listed: Callable[[], bool] | None = None,
     ) -> Any:
-        """Call a function with the path at which this rank sees `path`, until rank 0 changes nothing meanwhile.
+        """Call a function with the path at which this rank sees `path`.
 
-        Args:
-            path: any path.
-            call: function of the path.
-            follow: a link is followed.
-            waits: wait for the preparation by rank 0, if it may change the result.
-            is_listed: whether rank 0 has listed this folder as often as this rank, or is ready.
+        It is called again until rank 0 changes nothing meanwhile. With `waits`, a call whose result
+        rank 0 may change waits until it is ready, or has listed a folder as often (`is_listed`).
         """
         if not isinstance(path, PATHS) or not self._is_active or self._exempt.local.depth:
             return call(path)
@@ -207,7 +194,11 @@ class FileView:
             was_prepared = is_prepared()
             place = self._place(path, follow=follow)
             actual = self._find(place)
-            target = actual if actual is not None else self._real(place, path)
+            target: Any = actual
+            if actual is None and (self._is_moved or self._has_links):
+                target = "/".join(place) or "/"
+            elif actual is None:
+                target = path  # as it was given: errors and entries have this path
             location = self._location(actual) if actual else ""
             result: Any = None
             failure: OSError | None = None
@@ -218,44 +209,31 @@ class FileView:
             is_settled = True
             if self._first.has_grown() or self._changes.has_grown():
                 self._update()
-                is_settled = (
-                    self._place(path, follow=follow) == place and self._find(place) == actual
-                )
-                is_settled = is_settled and (not actual or self._location(actual) == location)
+                is_same = self._place(path, follow=follow) == place and self._find(place) == actual
+                is_settled = is_same and (not actual or self._location(actual) == location)
             if is_settled and not was_prepared and waits and actual is None:
-                is_nothing = (
-                    isinstance(failure, MISSING) or result is False or is_listed is not None
-                )
-                if self._must_wait("/".join(place), is_nothing=is_nothing):
+                # Rank 0, which is not ready, changes the path now, or may create it.
+                name = "/".join(place)
+                is_missing = isinstance(failure, MISSING) or result is False
+                may_appear = (
+                    is_missing or is_listed is not None
+                ) and not self._exempt.local.is_quiet
+                if name in self._touched or (may_appear and not self._exempt.is_foreign(name)):
                     self._wait(is_prepared, "the preparation by rank 0", is_preparation=True)
                 is_settled = not is_prepared()
-            if is_settled and failure is None:
-                return result
             if is_settled:
-                assert failure is not None
+                if failure is None:
+                    return result
                 failure.filename = path
                 raise failure
             if hasattr(result, "close"):
                 result.close()
 
-    def _real(self, place: Place, path: Any) -> Any:
-        """Return a path in the real file system, as it was given where this is possible."""
-        if self._is_moved or self._has_links:
-            return "/".join(place) or "/"
-        return path
-
-    def _must_wait(self, path: str, *, is_nothing: bool) -> bool:
-        """Whether rank 0, which is not ready, changes the path now, or may create it."""
-        if path in self._touched:
-            return True
-        return is_nothing and not self._exempt.local.is_quiet and not self._exempt.is_foreign(path)
-
     def _wait(
         self, is_over: Callable[[], bool], name: str, *, is_preparation: bool = False
     ) -> None:
-        is_rank = (
-            os.getpid() == self._process
-        )  # a forked process must not write into the rank's status
+        # A forked process must not write into the rank's status.
+        is_rank = os.getpid() == self._process
         with self._status.waiting(name) if is_rank else nullcontext():
             while not is_over() and self._is_active:
                 time.sleep(_POLL_SECONDS)
@@ -295,9 +273,8 @@ class FileView:
                 return
             folder, _, name = path.rpartition("/")
             self._before[folder].setdefault(name, other)
-            self._has_links = self._has_links or stat.S_ISLNK(
-                REAL.lstat(other).st_mode if other else 0
-            )
+            if other and stat.S_ISLNK(REAL.lstat(other).st_mode):
+                self._has_links = True
             if is_lost:
                 self._dropped.setdefault(other, None)
 
@@ -325,7 +302,7 @@ class FileView:
             self._dropped[path] = token
 
     def _location(self, actual: str) -> str:
-        """Return where rank 0 has the content that this rank has not kept; "" if nowhere yet, or not any more."""
+        """Return where rank 0 has the content that this rank has not kept, or "" for nowhere."""
         path, number = self._dropped.get(actual) or ("", 1)
         closes = self._closes[key_of(path)]
         if len(closes) < number:
@@ -346,17 +323,19 @@ class FileView:
             closes = self._closes[key_of(own_path)]
 
             def is_over() -> bool:
-                return self.has_passed() or (
-                    len(closes) >= number and closes[number - 1][0] == own_path
-                )
+                is_passed = self.has_passed()  # which reads the journal
+                is_written = len(closes) >= number and closes[number - 1][0] == own_path
+                return is_passed or is_written
 
             self._wait(is_over, f"{path} from rank 0")
             if location := self._location(actual):
                 return location
         file, line = script_line(sys._getframe())
         raise RunError(
-            f"{file}:{line}: {os.fsdecode(path)} is read, but its content is gone or was never written by rank 0",
-            expected=f"a file above {self._keep_bytes} bytes that rank 0 writes too, under this path but for digits",
+            f"{file}:{line}: {os.fsdecode(path)} is read, but its content is gone or was never "
+            "written by rank 0",
+            expected=f"a file above {self._keep_bytes} bytes that rank 0 writes too, under this "
+            "path but for digits",
             fix="choose paths that are equal on all processes, without random text",
             code="E_SCRIPT_FILES",
         )
@@ -381,11 +360,10 @@ class FileView:
         return self._query(path, lambda target: REAL.stat(target) and target)
 
     def getcwd(self) -> str:
-        """Replace `os.getcwd`."""
-        return self._directory if self._is_active else str(REAL.getcwd())
+        folder: str = self._directory if self._is_active else REAL.getcwd()
+        return folder
 
     def chdir(self, path: Any) -> None:
-        """Replace `os.chdir`."""
         self._query(path, REAL.chdir)
         if self._is_active:
             folder = REAL.getcwd()
@@ -393,13 +371,11 @@ class FileView:
             self._directory = folder.removeprefix(self._root)
 
     def listdir(self, path: Any = ".") -> list[Any]:
-        """Replace `os.listdir`."""
         if isinstance(path, int) or not self._is_active:
             return list(REAL.listdir(path))
         return [entry.name for entry in self.scandir(path)]
 
     def scandir(self, path: Any = ".") -> Any:
-        """Replace `os.scandir`."""
         path = "." if path is None else path
         if isinstance(path, int) or not self._is_active:
             return REAL.scandir(path)
@@ -410,7 +386,8 @@ class FileView:
             if not is_real and not stat.S_ISDIR(REAL.stat(target).st_mode):
                 return REAL.scandir(target)  # raises the error
             try:
-                with REAL.scandir(path if target is path else folder) as entries:
+                real = path if target is path else folder
+                with REAL.scandir(real) as entries:
                     return {os.fsdecode(entry.name): entry for entry in entries}
             except MISSING:
                 if is_real:
@@ -422,81 +399,21 @@ class FileView:
         listing = listing_of(folder)
         self._own_listings[listing] += 1
         number = self._own_listings[listing]
-        entries = dict(
-            self._query(
-                path,
-                read,
-                is_listed=lambda: self._is_ready or len(self._listings[listing]) >= number,
-            )
-        )
-        for number_made in self._listings[listing][number - 1 : number]:
-            for name in [
-                name for name in entries if self._made.get(f"{folder}/{name}", -1) >= number_made
-            ]:
-                del entries[name]
-        changes = self._before.get(folder.rstrip("/"), {}) | self._own.get(folder.rstrip("/"), {})
+
+        def is_listed() -> bool:
+            return self._is_ready or len(self._listings[listing]) >= number
+
+        entries = dict(self._query(path, read, is_listed=is_listed))
+        for made_before in self._listings[listing][number - 1 : number]:
+            for name in list(entries):
+                if self._made.get(f"{folder}/{name}", -1) >= made_before:
+                    del entries[name]
+        place = folder.rstrip("/")
+        changes = self._before.get(place, {}) | self._own.get(place, {})
+        query = self.query("stat")
         for name, actual in changes.items():
-            if actual:
-                entries[name] = _Entry(
-                    self, path, name
-                )  # in the place that it has for rank 0, if it exists there
+            if actual:  # in the place that it has for rank 0, if it exists there
+                entries[name] = Entry(query, path, name)
             else:
                 entries.pop(name, None)
         return Entries(iter(entries.values()))
-
-
-class _Entry(os.PathLike[Any]):
-    """Entry of a folder that this rank or rank 0 has changed; see `os.DirEntry`."""
-
-    def __init__(self, view: FileView, folder: Any, name: str) -> None:
-        self._stat = view.query("stat")
-        self.name = os.fsencode(name) if isinstance(folder, bytes) else name
-        self.path = os.path.join(os.fspath(folder), self.name)
-
-    def __fspath__(self) -> Any:
-        return self.path
-
-    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        result: os.stat_result = self._stat(self.path, follow_symlinks=follow_symlinks)
-        return result
-
-    def inode(self) -> int:
-        return self.stat(follow_symlinks=False).st_ino
-
-    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        return stat.S_ISDIR(self._mode(follow_symlinks))
-
-    def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        return stat.S_ISREG(self._mode(follow_symlinks))
-
-    def is_symlink(self) -> bool:
-        return stat.S_ISLNK(self._mode(False))
-
-    def is_junction(self) -> bool:
-        return False
-
-    def _mode(self, follow_symlinks: bool) -> int:
-        try:
-            return self.stat(follow_symlinks=follow_symlinks).st_mode
-        except FileNotFoundError:
-            return 0
-
-
-class Entries(Iterator[Any]):
-    """Entries of a folder; see `os.scandir`."""
-
-    def __init__(self, entries: Iterator[Any]) -> None:
-        self._entries = entries
-
-    def __next__(self) -> Any:
-        return next(self._entries)
-
-    def __enter__(self) -> Entries:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the iteration."""
-        self._entries = iter(())

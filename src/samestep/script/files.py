@@ -1,4 +1,4 @@
-"""One writer of files for unchanged scripts: rank 0 writes, every rank reads back what it has written itself."""
+"""One writer of files for unchanged scripts: rank 0. Every rank reads what it has written."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.distributed.status import RankStatus
-from samestep.script.file_functions import Replaced, database_path, path_argument
 from samestep.script.file_journal import (
-    PATHS,
     READING,
     REAL,
     UNNAMED,
@@ -30,6 +28,7 @@ from samestep.script.file_journal import (
     open_function,
 )
 from samestep.script.overlay import Overlay
+from samestep.script.replaced import PATHS, Replaced, database_path, path_argument
 
 KEEP_BYTES = 64 * 2**20
 _MAX_HELD = 256  # large files; a process has 1,024 descriptors
@@ -43,9 +42,8 @@ def one_writer(
     """Let rank 0 alone write files inside the block, while other ranks see their own changes.
 
     Rank 0 is first until its first exchange: another rank waits where a path does not exist, or is
-    changed by rank
-    0. From then on a rank sees what rank 0 had made by then, and its own changes, but no later
-       changes of rank 0.
+    changed by rank 0. From then on a rank sees what rank 0 had made by then, and its own changes,
+    but no later changes of rank 0.
 
     Args:
         rank: rank of this process.
@@ -76,7 +74,9 @@ def one_writer(
 
 
 class FirstWriter:
-    """Replacements of functions of files on rank 0, which works on the real file system and notes its changes.
+    """Replacements of functions of files on rank 0.
+
+    Rank 0 works on the real file system and notes its changes in a journal.
 
     Lines of the journal: `made PATH`, `changed PATH`, `removed PATH`, each before the operation,
     with the path of a copy of what was there when rank 0 was ready ("" for nothing) and whether the
@@ -102,10 +102,9 @@ class FirstWriter:
         self._journal = Journal(f"{folder}/journal")
         self._exchanges = Exchanges(f"{folder}/exchanges")
         self._large: set[str] = set()  # large files that were written, and not changed since
-        self._held: list[
-            int
-        ] = []  # descriptors of such files that were changed since the last exchange
-        self._passed: list[int] = []  # since the one before
+        # Descriptors of such files that were changed since the last exchange, and the one before.
+        self._held: list[int] = []
+        self._passed: list[int] = []
         self._changed: set[str] = set()  # since rank 0 is ready
         self._opened: set[str] = set()  # for writing, at any time
         self._is_ready = False
@@ -119,7 +118,7 @@ class FirstWriter:
             self._journal.append("ready")
 
     def exchange(self) -> None:
-        """Note the beginning of an exchange with the other ranks, which have reached the exchange before it."""
+        """Note the beginning of an exchange: the other ranks have reached the one before it."""
         self.mark_ready()
         for descriptor in self._passed:
             self._release(descriptor)
@@ -138,19 +137,21 @@ class FirstWriter:
         self._journal.append("end")
 
     def replacements(self) -> list[tuple[Any, Any]]:
-        """Return pairs of a function and its replacement."""
-        pairs = [(REAL.open, open_function(self.open, lambda: self._is_active))]
-        pairs += [(REAL.descriptor, self.descriptor), (REAL.truncate, self.truncate)]
-        pairs += [(real, self._listing(real)) for real in (REAL.listdir, REAL.scandir)]
-        pairs.append((REAL.mkdir, self._creation(REAL.mkdir, 0)))
-        pairs += [(real, self._creation(real, 1)) for real in (REAL.symlink, REAL.link)]
-        pairs += [(real, self._removal(real)) for real in (REAL.remove, REAL.unlink, REAL.rmdir)]
-        pairs += [(real, self._renaming(real)) for real in (REAL.rename, REAL.replace)]
-        pairs += [(REAL.mkstemp, self._exempt.mkstemp), (REAL.mkdtemp, self._exempt.mkdtemp)]
-        return [*pairs, (REAL.connect, self.connect)]
+        return [
+            (REAL.open, open_function(self.open, lambda: self._is_active)),
+            (REAL.descriptor, self.descriptor),
+            (REAL.truncate, self.truncate),
+            *((real, self._listing(real)) for real in (REAL.listdir, REAL.scandir)),
+            (REAL.mkdir, self._creation(REAL.mkdir, 0)),
+            *((real, self._creation(real, 1)) for real in (REAL.symlink, REAL.link)),
+            *((real, self._removal(real)) for real in (REAL.remove, REAL.unlink, REAL.rmdir)),
+            *((real, self._renaming(real)) for real in (REAL.rename, REAL.replace)),
+            (REAL.mkstemp, self._exempt.mkstemp),
+            (REAL.mkdtemp, self._exempt.mkdtemp),
+            (REAL.connect, self.connect),
+        ]
 
-    # --- journal
-    # -----------------------------------------------------------------------------------------
+    # --- journal ---
 
     def _change(
         self,
@@ -161,7 +162,7 @@ class FirstWriter:
         removes: bool = False,
         replaces: bool = False,
     ) -> str:
-        """Note a change of a path that follows; return the path without links, or "" if it need not be noted.
+        """Note a change of a path that follows.
 
         Args:
             path: any path.
@@ -169,6 +170,9 @@ class FirstWriter:
             truncates: a regular file is written from its beginning.
             removes: the path is removed.
             replaces: no path leads to the old file any more, so that its content does not change.
+
+        Returns:
+            The path without links, or "" if it need not be noted.
         """
         if not self._is_active or not isinstance(path, PATHS):
             return ""
@@ -176,7 +180,9 @@ class FirstWriter:
         state = self._state(name)
         if self._exempt.covers(name) or (state is None and removes):
             return ""
-        kind = stat.S_IFMT(state.st_mode) if state is not None else stat.S_IFREG
+        kind = stat.S_IFREG
+        if state is not None:
+            kind = stat.S_IFMT(state.st_mode)
         if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
             return ""
         is_fresh = truncates and state is not None and self._can_begin_again(name, state)
@@ -186,20 +192,21 @@ class FirstWriter:
         is_lost = False
         if state is not None and self._is_ready and name not in self._changed:
             copy, is_lost = self._keep(name, state, is_unchanged=is_fresh or replaces)
-        operation = "removed" if removes else "made" if state is None else "changed"
+        operation = "changed"
+        if removes:
+            operation = "removed"
+        elif state is None:
+            operation = "made"
         if operation != "changed" or name not in self._changed:
             self._journal.append(operation, name, copy, is_lost)
         self._changed.add(name)
         if is_fresh and state is not None:
-            # Readers that have opened the old file go on with its content.
+            # In place of a truncation: readers that have opened the old file keep its content.
             new = f"{name}.{os.getpid()}"
+            mode = stat.S_IMODE(state.st_mode)
             self._journal.append("made", new, "", False)
-            os.close(
-                REAL.descriptor(
-                    new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, stat.S_IMODE(state.st_mode)
-                )
-            )
-            REAL.chmod(new, stat.S_IMODE(state.st_mode))
+            os.close(REAL.descriptor(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
+            REAL.chmod(new, mode)
             REAL.replace(new, name)
         self._opened.add(name)
         return name
@@ -219,15 +226,18 @@ class FirstWriter:
         return state
 
     def _can_begin_again(self, name: str, state: os.stat_result) -> bool:
-        """Whether a new file can take the place of an old one, which no other file of this process writes."""
-        is_plain = (
-            stat.S_ISREG(state.st_mode) and state.st_nlink == 1 and state.st_uid == os.geteuid()
-        )
+        """Whether a new file can take the place of an old one, which no other object writes."""
+        is_own = state.st_nlink == 1 and state.st_uid == os.geteuid()
+        is_plain = stat.S_ISREG(state.st_mode) and is_own
         is_free = name in self._large or (self._is_ready and name not in self._opened)
         return is_plain and is_free and os.access(os.path.dirname(name), os.W_OK)
 
     def _keep(self, name: str, state: os.stat_result, *, is_unchanged: bool) -> tuple[str, bool]:
-        """Keep what is at a path for other ranks; return the path of the copy, and whether it lacks the content."""
+        """Keep what is at a path for other ranks.
+
+        Returns:
+            The path of the copy, and whether it lacks the content.
+        """
         self._copies += 1
         copy = f"{self._folder}/before-{os.getpid()}-{self._copies}"
         if stat.S_ISDIR(state.st_mode):
@@ -240,9 +250,11 @@ class FirstWriter:
             with suppress(OSError):  # another file system
                 REAL.link(name, copy)
                 return copy, False
-        is_full = self._copied_bytes + state.st_size > _COPIES * self._keep_bytes
-        is_copied = copy_file(name, copy, -1 if is_full else self._keep_bytes)
-        self._copied_bytes += state.st_size if is_copied else 0
+        most = self._keep_bytes
+        if self._copied_bytes + state.st_size > _COPIES * most:
+            most = -1
+        is_copied = copy_file(name, copy, most)
+        self._copied_bytes += state.st_size * is_copied
         return copy, not is_copied
 
     def _closed(self, name: str, *, is_counted: bool = True) -> None:
@@ -255,22 +267,26 @@ class FirstWriter:
         self._journal.append("closed", name)
 
     def _hold(self, name: str, *, is_in_place: bool = False) -> str:
-        """Keep a large file, which is changed now, open for ranks that have not read it yet; return where to read it.
+        """Keep a large file, which is changed now, open for ranks that have not read it yet.
 
         Args:
             name: path of the file.
             is_in_place: the file itself is changed, so that a copy of it is needed.
+
+        Returns:
+            Where to read it.
         """
         self._large.remove(name)
         location = ""
         with suppress(OSError):  # then a rank that reads the file has an error
-            copy = f"{self._folder}/held"
             if is_in_place:
+                copy = f"{self._folder}/held"
                 copy_file(name, copy, float("inf"))
-            self._held.append(REAL.descriptor(copy if is_in_place else name, os.O_RDONLY))
-            location = _through(self._held[-1])
-            if is_in_place:
+                self._held.append(REAL.descriptor(copy, os.O_RDONLY))
                 REAL.unlink(copy)
+            else:
+                self._held.append(REAL.descriptor(name, os.O_RDONLY))
+            location = _through(self._held[-1])
             if len(self._held) > _MAX_HELD:
                 self._release(self._held.pop(0))
         self._journal.append("moved", name, location)
@@ -280,31 +296,27 @@ class FirstWriter:
         self._journal.append("moved", _through(descriptor), "")
         os.close(descriptor)
 
-    # --- replacements
-    # ------------------------------------------------------------------------------------
+    # --- replacements ---
 
     def open(self, file: Any, how: How) -> Any:
-        """Replace `open`."""
-        name = self._change(file, truncates="w" in how[0]) if how[0] not in READING else ""
+        name = ""
+        if how[0] not in READING:
+            name = self._change(file, truncates="w" in how[0])
         if not name:
             return REAL.open(file, *how)
-        return noted_file(
-            file, file, how, lambda: self._closed(name, is_counted=begins_again(how[0]))
-        )
+        is_counted = begins_again(how[0])
+        return noted_file(file, file, how, lambda: self._closed(name, is_counted=is_counted))
 
     def descriptor(self, path: Any, flags: int, *arguments: Any, **options: Any) -> int:
-        """Replace `os.open`."""
         if flags & WRITING and flags & UNNAMED != UNNAMED:
             self._change(path, truncates=bool(flags & os.O_TRUNC))
         return int(REAL.descriptor(path, flags, *arguments, **options))
 
     def truncate(self, path: Any, length: int) -> None:
-        """Replace `os.truncate`."""
         self._change(path)
         REAL.truncate(path, length)
 
     def connect(self, *arguments: Any, **options: Any) -> Any:
-        """Replace `sqlite3.connect`."""
         path, _ = database_path(arguments, options)
         self._change(path)
         return REAL.connect(*arguments, **options)
@@ -320,11 +332,9 @@ class FirstWriter:
 
     def _creation(self, real: Callable[..., Any], position: int) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            path: Any = (
-                arguments[position]
-                if position < len(arguments)
-                else options.get("path", options.get("dst"))
-            )
+            path: Any = options.get("path", options.get("dst"))
+            if position < len(arguments):
+                path = arguments[position]
             if self._is_active and not os.path.lexists(path):
                 self._change(path, follow=False)
             return real(*arguments, **options)
@@ -344,9 +354,8 @@ class FirstWriter:
         def call(src: Any, dst: Any, **options: Any) -> Any:
             moves: list[tuple[str, str | None]] = []
             if self._is_active and os.path.lexists(src):
-                moves = self._note_move(
-                    self._name(src, follow=False), self._name(dst, follow=False)
-                )
+                old = self._name(src, follow=False)
+                moves = self._note_move(old, self._name(dst, follow=False))
             result = real(src, dst, **options)
             for path, location in moves:
                 if location is None:
@@ -367,8 +376,9 @@ class FirstWriter:
         """
         if source == path:
             return []
-        is_folder = os.path.isdir(source) and not os.path.islink(source)
-        paths = below(source) if is_folder else [source]
+        paths = [source]
+        if os.path.isdir(source) and not os.path.islink(source):
+            paths = below(source)
         moves: list[tuple[str, str | None]] = []
         for each in paths:
             new = path + each.removeprefix(source)
@@ -382,16 +392,12 @@ class FirstWriter:
         return moves
 
     def reader(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        """Return the replacement of a function that reads a file in C++."""
-
         def call(*arguments: Any, **options: Any) -> Any:
             return self._exempt.passing(real, *arguments, **options)
 
         return call
 
     def writer(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        """Return the replacement of a function that writes a file in C++."""
-
         def call(*arguments: Any, **options: Any) -> Any:
             path, _ = path_argument(position, keyword, arguments, options)
             name = self._change(path, truncates=True)
@@ -404,5 +410,4 @@ class FirstWriter:
 
 
 def _through(descriptor: int) -> str:
-    """Return the path through which other processes open a file of this process."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -2,8 +2,8 @@
 
 A script makes its optimizer and its lists of parameters before that call. Divided parameters are
 other tensors (DTensors), and take the places of those before in all containers and objects. A use
-of the former ones from anywhere
-else, as from a local variable, is an error: it would be silently without effect.
+of the former ones from anywhere else, as from a local variable, is an error: it would be silently
+without effect.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from samestep.errors import RunError
 from samestep.strategies.divided_parameters import divided_like, full_tensor
 from samestep.view.in_step import script_line
 
-_OWN_REFERENCES = (
-    2  # to the storage of a tensor without aliases: the tensor, and the object that counts
-)
+# To the storage of a tensor without aliases: the tensor, and the object that counts.
+_OWN_REFERENCES = 2
 
 
 class HeldParameters:
@@ -39,9 +38,9 @@ class HeldParameters:
     def __init__(self, module: nn.Module) -> None:
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         for part in module.modules():
-            self._places += [
-                (part, name, one) for name, one in part._parameters.items() if one is not None
-            ]
+            for name, one in part._parameters.items():
+                if one is not None:
+                    self._places.append((part, name, one))
 
     def replace(self) -> None:
         """Put the divided parameters of the module in the places of those before."""
@@ -63,7 +62,7 @@ class HeldParameters:
 
 
 class _Retired(torch.Tensor):
-    """Mixin of the class of a parameter from before the division, and of tensors with its memory."""
+    """Mixin of the class of a parameter from before the division, and of its aliases."""
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
@@ -74,15 +73,16 @@ class _Retired(torch.Tensor):
         """
         file, line = script_line(sys._getframe(1))
         raise RunError(
-            f"{file}:{line}: a parameter from before the first call of its module, which has divided it",
-            expected="with this strategy, parameters that are taken from the module after its first call",
+            f"{file}:{line}: a parameter from before the first call of its module, which has "
+            "divided it",
+            expected="with this strategy, parameters that are taken from the module after its "
+            "first call",
             fix="model.parameters() or model.state_dict() at this line, or --strategy ddp",
             code="E_INCOMPATIBLE",
         )
 
 
 def _move_state(before: nn.Parameter, after: Any) -> None:
-    """Give gradient, hooks and attributes of a parameter to the divided one."""
     if before.grad is not None:
         after.grad = divided_like(after, before.grad)
     for name, value in vars(before).items():
@@ -99,7 +99,7 @@ def _move_state(before: nn.Parameter, after: Any) -> None:
 
 
 def _replace_references(former: Sequence[nn.Parameter], divided: dict[int, Any]) -> None:
-    """Replace parameters in containers, attributes of objects and closures."""
+    # Not only the optimizer's groups: scripts keep lists of parameters for clipping or averages.
     for holder in gc.get_referrers(*former):
         if holder is former or isinstance(holder, FrameType | tuple):
             continue
@@ -121,9 +121,7 @@ def _replace_references(former: Sequence[nn.Parameter], divided: dict[int, Any])
 def _replace_in_dictionary(holder: dict[Any, Any], divided: dict[int, Any]) -> None:
     if not any(id(one) in divided for pair in holder.items() for one in pair):
         return
-    items = [
-        (divided.get(id(key), key), divided.get(id(value), value)) for key, value in holder.items()
-    ]
+    items = [tuple(divided.get(id(one), one) for one in pair) for pair in holder.items()]
     for key in [key for key in holder if id(key) in divided]:
         del holder[key]
     if len(holder) < len(items):
@@ -152,7 +150,7 @@ def _aliases(former: Sequence[nn.Parameter]) -> list[torch.Tensor]:
 
 @contextmanager
 def complete_in_files(before_gather: Callable[[], Any]) -> Iterator[None]:
-    """Save divided tensors as complete ones inside the block: a file of rank 0 has the parts of all ranks.
+    """Save divided tensors as complete ones inside the block: rank 0 writes the parts of all.
 
     Args:
         before_gather: requires that all ranks save the same.

@@ -45,6 +45,7 @@ def imports_samestep(script: Path, package: str = "") -> bool:
         script: file of the script.
         package: complete name of the package that contains it, for relative imports.
     """
+    # Over files as Python would import them, with the folder of the script first on the path.
     depth = package.count(".") + 1 if package else 0
     path = [str(script.resolve().parents[depth]), *sys.path]
     waiting = [(script, package)]
@@ -62,10 +63,9 @@ def imports_samestep(script: Path, package: str = "") -> bool:
 
 
 def _imported(file: Path, package: str) -> Iterator[str]:
-    """Yield the complete names that a file imports; a file that cannot be compiled fails later, with its own error."""
     try:
         tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError, OSError):
+    except (SyntaxError, ValueError, OSError):  # it fails later, with its own error
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -98,7 +98,7 @@ def _files(name: str, path: list[str]) -> Iterator[tuple[Path, str]]:
 
 
 def _file_of_module(name: str) -> tuple[Path | None, str]:
-    """Return the file that `python -m name` runs and the name of its package; None if there is none."""
+    """Return the file that `python -m name` runs, or None, and the name of its package."""
     files = list(_files(name, ["", *sys.path]))
     if not files:
         return None, ""
@@ -110,9 +110,9 @@ def _file_of_module(name: str) -> tuple[Path | None, str]:
 
 
 def uses_samestep(function: Callable[..., Any]) -> bool:
-    """Whether a function uses Samestep, itself or in functions that it names; of a notebook, which is no file.
+    """Whether a function uses Samestep, itself or in functions that it names.
 
-    A function of a module uses what the module imports.
+    A function of a module uses what the module imports; a notebook is no module with a file.
     """
     waiting: list[Any] = [function]
     seen: set[int] = set()
@@ -120,9 +120,9 @@ def uses_samestep(function: Callable[..., Any]) -> bool:
         value = waiting.pop()
         while isinstance(value, functools.partial):
             value = value.func
-        name = (
-            value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-        )
+        name = getattr(value, "__module__", None)
+        if isinstance(value, ModuleType):
+            name = value.__name__
         if str(name).partition(".")[0] == PACKAGE:
             return True
         if id(value) in seen or isinstance(value, ModuleType):
@@ -131,9 +131,8 @@ def uses_samestep(function: Callable[..., Any]) -> bool:
         module = sys.modules.get(str(name))
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and name != "__main__":
-            if is_users_file(file) and imports_samestep(
-                Path(file), getattr(module, "__package__", "") or ""
-            ):
+            package = getattr(module, "__package__", "") or ""
+            if is_users_file(file) and imports_samestep(Path(file), package):
                 return True
         elif isinstance(value, type):
             waiting += vars(value).values()
@@ -146,7 +145,6 @@ def uses_samestep(function: Callable[..., Any]) -> bool:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names that code and the functions in it use."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

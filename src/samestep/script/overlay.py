@@ -9,9 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from samestep.script.file_functions import database_path, path_argument
 from samestep.script.file_journal import (
-    PATHS,
     READING,
     REAL,
     UNNAMED,
@@ -27,7 +25,13 @@ from samestep.script.file_journal import (
     open_function,
 )
 from samestep.script.file_view import MISSING, FileView, Place
+from samestep.script.replaced import PATHS, database_path, path_argument
 
+# Functions whose replacement is the method of the same name.
+_OWN = (
+    "descriptor listdir scandir getcwd chdir mkdir makedirs symlink link remove rmdir truncate "
+    "replace"
+)
 _QUERIES = ("stat", "statvfs", "lstat", "access", "readlink", "listxattr", "getxattr")
 _ATTRIBUTES = ("utime", "chmod", "chown", "lchown", "setxattr", "removexattr")
 
@@ -37,40 +41,24 @@ def _error(number: int, *paths: Any) -> OSError:
 
 
 class Overlay(FileView):
-    """View of files, and replacements of the functions that change files."""
+    """View of files, and replacements of the functions that change files.
+
+    A method with the name of a function of `os` replaces this function.
+    """
 
     def replacements(self) -> list[tuple[Any, Any]]:
-        """Return pairs of a function and its replacement."""
-        own = (
-            "descriptor",
-            "listdir",
-            "scandir",
-            "getcwd",
-            "chdir",
-            "mkdir",
-            "makedirs",
-            "symlink",
-        )
-        pairs = [
-            (getattr(REAL, name), getattr(self, name))
-            for name in (*own, "link", "remove", "rmdir", "truncate")
-        ]
-        pairs += [
+        pairs = [(getattr(REAL, name), getattr(self, name)) for name in _OWN.split()]
+        pairs += [(getattr(REAL, n), self.query(n)) for n in _QUERIES if hasattr(REAL, n)]
+        pairs += [(getattr(REAL, n), self._attribute(n)) for n in _ATTRIBUTES if hasattr(REAL, n)]
+        return [
+            *pairs,
             (REAL.unlink, self.remove),
             (REAL.rename, self.replace),
-            (REAL.replace, self.replace),
+            (REAL.mkstemp, self._exempt.mkstemp),
+            (REAL.mkdtemp, self._exempt.mkdtemp),
+            (REAL.open, open_function(self.open, lambda: self._is_active)),
+            (REAL.connect, self.connect),
         ]
-        pairs += [(REAL.mkstemp, self._exempt.mkstemp), (REAL.mkdtemp, self._exempt.mkdtemp)]
-        pairs += [
-            (getattr(REAL, name), self.query(name)) for name in _QUERIES if hasattr(REAL, name)
-        ]
-        pairs += [
-            (getattr(REAL, name), self._attribute(name))
-            for name in _ATTRIBUTES
-            if hasattr(REAL, name)
-        ]
-        pairs.append((REAL.open, open_function(self.open, lambda: self._is_active)))
-        return [*pairs, (REAL.connect, self.connect)]
 
     def _target(self, path: Any, *, follow: bool = False) -> Place | None:
         """Return the place of a change; None if it is made in the real file system."""
@@ -83,14 +71,14 @@ class Overlay(FileView):
 
     def _state(self, place: Place, *, waits: bool = True) -> os.stat_result | None:
         try:
-            state: os.stat_result = self._query(
-                "/".join(place) or "/", REAL.lstat, follow=False, waits=waits
-            )
+            path = "/".join(place) or "/"
+            state: os.stat_result = self._query(path, REAL.lstat, follow=False, waits=waits)
         except MISSING:
             return None
         return state
 
     def _private(self, place: Place) -> str:
+        # Under the same path as in the real file system: no table of names is needed.
         make_folders(f"{self._root}{place[0]}")
         return f"{self._root}{place[0]}/{place[1]}"
 
@@ -99,7 +87,10 @@ class Overlay(FileView):
         self._changes.update(self._note_own)
 
     def _require_new(self, place: Place, *paths: Any) -> None:
-        """Require that a path does not exist, unless rank 0 made it in this run, and that its folder exists."""
+        """Require that a path does not exist, and that its folder does.
+
+        A path that rank 0 made in this run may exist.
+        """
         state = self._state(place, waits=False)
         if state is not None and (self._find(place) or "/".join(place) not in self._made):
             raise _error(errno.EEXIST, *paths)
@@ -108,10 +99,10 @@ class Overlay(FileView):
     def _require_folder(self, place: Place, *paths: Any) -> None:
         state = self._state(self._place(place[0] or "/", follow=True))
         if state is None or not stat.S_ISDIR(state.st_mode):
-            raise _error(errno.ENOENT if state is None else errno.ENOTDIR, *paths)
+            code = errno.ENOENT if state is None else errno.ENOTDIR
+            raise _error(code, *paths)
 
-    # --- content
-    # -----------------------------------------------------------------------------------------
+    # --- content ---
 
     def _opened(
         self, path: Any, *, copies: bool, creates: bool = True, is_new: bool = False, most: float
@@ -130,12 +121,10 @@ class Overlay(FileView):
         if place is None:
             return ""
         with self._preparing:
-            return self._prepared(
-                path, place, copies=copies, creates=creates, is_new=is_new, most=most
-            )
+            return self._prepared(path, place, copies, creates, is_new, most)
 
     def _prepared(
-        self, path: Any, place: Place, *, copies: bool, creates: bool, is_new: bool, most: float
+        self, path: Any, place: Place, copies: bool, creates: bool, is_new: bool, most: float
     ) -> str:
         state = self._state(place, waits=copies or not creates)
         if is_new:
@@ -154,7 +143,8 @@ class Overlay(FileView):
         def copy(actual: Any) -> bool:
             if actual == target and (actual not in self._dropped or is_large):
                 return actual in self._dropped
-            return not copy_file(actual if is_large else self._content(path, actual), target, most)
+            source = actual if is_large else self._content(path, actual)
+            return not copy_file(source, target, most)
 
         is_lost = copies and not is_new and state is not None and self._query("/".join(place), copy)
         if is_lost or self._find(place) != target or target in self._dropped:
@@ -175,8 +165,10 @@ class Overlay(FileView):
             self.files += 1
             if token is None or size <= self._keep_bytes or not self._is_active:
                 return
+            # The size remains, without blocks: each rank would otherwise need the space of the
+            # checkpoints of rank 0.
             REAL.truncate(target, 0)
-            REAL.truncate(target, size)  # the size remains, without blocks
+            REAL.truncate(target, size)
             folder, _, name = path.rpartition("/")
             self._set((folder, name), target, is_dropped=True, token=token)
 
@@ -186,7 +178,6 @@ class Overlay(FileView):
         return path, self._own_closes[key]
 
     def open(self, file: Any, how: How) -> Any:
-        """Replace `open`."""
         mode = how[0]
         if mode in READING:
 
@@ -197,46 +188,42 @@ class Overlay(FileView):
 
             return self._query(file, read)
         most = float("inf") if "+" in mode else self._keep_bytes
-        is_kept = bool(set("ar") & set(mode))
+        copies = bool(set("ar") & set(mode))
         target = self._opened(
-            file, copies=is_kept, creates="r" not in mode, is_new="x" in mode, most=most
+            file, copies=copies, creates="r" not in mode, is_new="x" in mode, most=most
         )
         if not target:
             return REAL.open(file, *how)
-        return noted_file(
-            file, target, how, lambda: self._written(target, is_complete=begins_again(mode))
-        )
+        is_complete = begins_again(mode)
+        return noted_file(file, target, how, lambda: self._written(target, is_complete=is_complete))
 
     def descriptor(self, path: Any, flags: int, mode: int = 0o777) -> int:
-        """Replace `os.open`."""
         if not flags & WRITING or flags & UNNAMED == UNNAMED:
 
             def read(target: Any) -> Any:
-                return REAL.descriptor(
-                    self._content(path, target) if target else target, flags, mode
-                )
+                if target:
+                    target = self._content(path, target)
+                return REAL.descriptor(target, flags, mode)
 
             return int(self._query(path, read))
+        most = float("inf") if flags & os.O_RDWR else self._keep_bytes
         target = self._opened(
             path,
             copies=not flags & os.O_TRUNC,
             creates=bool(flags & os.O_CREAT),
             is_new=bool(flags & os.O_CREAT and flags & os.O_EXCL),
-            most=float("inf") if flags & os.O_RDWR else self._keep_bytes,
+            most=most,
         )
         return int(REAL.descriptor(target or path, flags, mode))
 
     def reader(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        """Return the replacement of a function that reads a file in C++."""
-
         def call(*arguments: Any, **options: Any) -> Any:
             path, put = path_argument(position, keyword, arguments, options)
             if path is None:
                 return real(*arguments, **options)
             try:
-                descriptor = self.descriptor(
-                    path, os.O_RDONLY
-                )  # another file can be at the path later
+                # Another file can be at the path later.
+                descriptor = self.descriptor(path, os.O_RDONLY)
             except MISSING:
                 return real(*arguments, **options)  # perhaps a URL
             try:
@@ -248,11 +235,11 @@ class Overlay(FileView):
         return call
 
     def writer(self, real: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        """Return the replacement of a function that writes a file in C++."""
-
         def call(*arguments: Any, **options: Any) -> Any:
             path, put = path_argument(position, keyword, arguments, options)
-            target = self._opened(path, copies=False, most=0) if path is not None else ""
+            target = ""
+            if path is not None:
+                target = self._opened(path, copies=False, most=0)
             if not target:
                 return real(*arguments, **options)
             positional, named = put(target)
@@ -263,23 +250,18 @@ class Overlay(FileView):
         return call
 
     def connect(self, *arguments: Any, **options: Any) -> Any:
-        """Replace `sqlite3.connect`."""
         path, put = database_path(arguments, options)
-        target = self._opened(path, copies=True, most=float("inf")) if path is not None else ""
-        positional, named = put(target) if target else (arguments, options)
-        return REAL.connect(*positional, **named)
+        if path is not None and (target := self._opened(path, copies=True, most=float("inf"))):
+            arguments, options = put(target)
+        return REAL.connect(*arguments, **options)
 
     def truncate(self, path: Any, length: int) -> None:
-        """Replace `os.truncate`."""
-        target = (
-            ""
-            if isinstance(path, int)
-            else self._opened(path, copies=True, creates=False, most=float("inf"))
-        )
+        target = ""
+        if not isinstance(path, int):
+            target = self._opened(path, copies=True, creates=False, most=float("inf"))
         REAL.truncate(target or path, length)
 
-    # --- names
-    # -------------------------------------------------------------------------------------------
+    # --- names ---
 
     def makedirs(self, *arguments: Any, **options: Any) -> None:
         """Replace `os.makedirs`: that a folder does not exist is no reason to wait."""
@@ -290,7 +272,6 @@ class Overlay(FileView):
             self._exempt.local.is_quiet = False
 
     def mkdir(self, path: Any, mode: int = 0o777) -> None:
-        """Replace `os.mkdir`."""
         place = self._target(path)
         if place is None:
             REAL.mkdir(path, mode)
@@ -301,7 +282,6 @@ class Overlay(FileView):
         self._set(place, target)
 
     def symlink(self, source: Any, path: Any, target_is_directory: bool = False) -> None:
-        """Replace `os.symlink`."""
         place = self._target(path)
         if place is None:
             REAL.symlink(source, path)
@@ -325,11 +305,9 @@ class Overlay(FileView):
         self._set(place, target, is_dropped=is_lost, token=self._dropped.get(actual))
 
     def remove(self, path: Any) -> None:
-        """Replace `os.remove`."""
         self._remove(path, REAL.unlink, is_folder=False)
 
     def rmdir(self, path: Any) -> None:
-        """Replace `os.rmdir`."""
         self._remove(path, REAL.rmdir, is_folder=True)
 
     def _remove(self, path: Any, real: Callable[[Any], None], *, is_folder: bool) -> None:
@@ -374,9 +352,8 @@ class Overlay(FileView):
         if existing is None:
             self._require_folder(place, source, None, path)
         elif stat.S_ISDIR(existing.st_mode) != stat.S_ISDIR(state.st_mode):
-            raise _error(
-                errno.ENOTDIR if stat.S_ISDIR(state.st_mode) else errno.EISDIR, source, None, path
-            )
+            code = errno.ENOTDIR if stat.S_ISDIR(state.st_mode) else errno.EISDIR
+            raise _error(code, source, None, path)
         elif stat.S_ISDIR(existing.st_mode):
             self.rmdir(path)
         paths = below(start) if stat.S_ISDIR(state.st_mode) else [start]
@@ -387,7 +364,6 @@ class Overlay(FileView):
         self._folders.clear()
 
     def _move(self, source: str, path: str) -> None:
-        """Put one file, link or folder under another path."""
         place = self._place(path, follow=False)
         is_real = self._exempt.covers(path)
         target = path if is_real else self._private(place)
@@ -414,17 +390,19 @@ class Overlay(FileView):
             self._set(place, target, is_dropped=is_dropped, token=token)
 
     def _forget(self, path: str) -> None:
-        """Remove what is left of a moved file or folder."""
         place = self._place(path, follow=False)
         is_real = self._exempt.covers(path)
         left = path if is_real else f"{self._root}{path}"
         with suppress(FileNotFoundError):
-            (REAL.rmdir if stat.S_ISDIR(REAL.lstat(left).st_mode) else REAL.unlink)(left)
+            if stat.S_ISDIR(REAL.lstat(left).st_mode):
+                REAL.rmdir(left)
+            else:
+                REAL.unlink(left)
         if not is_real:
             self._set(place, "")
 
     def _attribute(self, name: str) -> Callable[..., None]:
-        """Return the replacement of a function of `os` that changes an attribute: it does so of own files only."""
+        """Return the replacement of a function of `os` that changes an attribute of own files."""
         real = getattr(REAL, name)
 
         def call(path: Any, *arguments: Any, **options: Any) -> None:

@@ -1,4 +1,8 @@
-"""Summary of an unchanged script: what was divided, what was whole and why, how data were read, and advice."""
+"""Summary of an unchanged script: calls of modules, their times, data, and advice on batch sizes.
+
+Each call and each backward reads a clock twice, and waits for no accelerator: the times are those
+of the host.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,189 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from samestep.checkpoint.files import write_atomically
+from samestep.data.own_rows import OwnRows
 from samestep.distributed.logging import logger
 from samestep.distributed.streams import report_line
 from samestep.errors import RunError
-from samestep.script.loaders import Reading
-from samestep.script.records import Records, lines_of_calls
 from samestep.view.in_step import Line
+from samestep.view.view import ModuleSummary
 
 FILE = "summary.json"
+_PUBLISH_SECONDS = 30.0
+_CLASSES = 3  # with a line of their own
+_REASONS = 3  # in a line
+_MANY_SHORT = 0.1  # of the calls with gradients, from which on advice is given
 _WITH_LINE = re.compile(r"[^\s:]+:\d+[: ]")  # messages about a line of the script
+
+
+@dataclass
+class CallRecord:
+    """Calls of modules of one class at one line of the script, with one decision."""
+
+    module: str  # class of the modules
+    line: Line
+    way: Literal["divided", "whole"]
+    reason: str  # why they were computed whole
+    has_gradients: bool  # whether gradients were enabled
+    calls: int = 0
+    seconds: float = 0.0  # without those of the first call, which may include a trial
+    rows: int = 0  # of the largest batch
+
+
+class Records:
+    """Records of the calls of a script.
+
+    Args:
+        publish: called about every 30 s, after a call.
+
+    Attributes:
+        calls: one record for each class, line and decision.
+        accumulation: number of steps, by number of backwards before the step.
+        divided_seconds: time of divided calls and their backwards.
+        model_seconds: time of all calls and backwards.
+    """
+
+    def __init__(self, publish: Callable[[], None] | None = None) -> None:
+        self.calls: dict[tuple[Any, ...], CallRecord] = {}
+        self.accumulation: Counter[int] = Counter()
+        self.divided_seconds = 0.0
+        self.model_seconds = 0.0
+        self._publish = publish
+        self._published = perf_counter()
+        self._backwards: Counter[Line] = Counter()  # since the last step; GANs have several lines
+        # Start of the first call, and end of the last call or backward.
+        self._span: tuple[float, float] | None = None
+        self._first_seconds = 0.0
+        self._forward = [0.0, 0.0]  # divided, and all, of the calls before a backward
+        self._had_backward = False
+
+    @property
+    def run_seconds(self) -> float:
+        """Time from the first call to the end of the last one, without first calls."""
+        if self._span is None:
+            return 0.0
+        return self._span[1] - self._span[0] - self._first_seconds
+
+    @contextmanager
+    def steps_counted(self) -> Iterator[None]:
+        """Count the backwards before each step of an optimizer, inside the block."""
+
+        def count(*_: Any) -> None:
+            if self._backwards:
+                self.accumulation[max(self._backwards.values())] += 1
+
+        def clear(*_: Any) -> None:
+            self._backwards.clear()  # also those of a closure, as of LBFGS
+
+        before = register_optimizer_step_pre_hook(count)
+        after = register_optimizer_step_post_hook(clear)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def begin_call(self, summary: ModuleSummary) -> tuple[float, int, int, int]:
+        """Return the time and the counts before a call."""
+        summary.last_reason = ""
+        return perf_counter(), summary.divided, summary.watched, summary.whole
+
+    def end_call(
+        self, summary: ModuleSummary, begin: tuple[float, int, int, int], line: Line
+    ) -> None:
+        """Record a call, unless it was a part of another computation, such as a backward."""
+        now = perf_counter()
+        began, divided, watched, whole = begin
+        way: Literal["divided", "whole"] = "whole"
+        reason = summary.last_reason
+        if summary.divided > divided:
+            way = "divided"
+            reason = ""
+        elif summary.whole == whole and summary.watched > watched:
+            reason = reason or "first of its kind"
+        elif summary.whole == whole:
+            return
+        # A script has few lines and decisions, so that the records stay few.
+        key = (summary.module, line, way, reason, torch.is_grad_enabled())
+        record = self.calls.get(key)
+        if record is None:
+            record = self.calls[key] = CallRecord(*key)
+        record.calls += 1
+        record.rows = max(record.rows, summary.rows)
+        self._add_times(record, began, now)
+        if self._publish is not None and now - self._published > _PUBLISH_SECONDS:
+            self._published = now
+            self._publish()
+
+    def _add_times(self, record: CallRecord, began: float, now: float) -> None:
+        seconds = now - began
+        is_divided = record.way == "divided"
+        if record.has_gradients:
+            if self._had_backward:
+                self._forward = [0.0, 0.0]
+                self._had_backward = False
+            self._forward[0] += seconds * is_divided
+            self._forward[1] += seconds
+        self._extend(began, now)
+        if record.calls == 1:  # with a trial, or the first use of kernels
+            self._first_seconds += seconds
+            return
+        record.seconds += seconds
+        self.model_seconds += seconds
+        self.divided_seconds += seconds * is_divided
+
+    def add_backward(self, began: float, line: Line) -> None:
+        """Record a backward that ends now; it is divided as the calls before it."""
+        now = perf_counter()
+        self._backwards[line] += 1
+        self._had_backward = True
+        divided, forward = self._forward
+        self._extend(began, now)
+        self.model_seconds += now - began
+        if forward:
+            self.divided_seconds += (now - began) * divided / forward
+
+    def _extend(self, began: float, now: float) -> None:
+        first = began
+        if self._span is not None:
+            first = self._span[0]
+        self._span = (first, now)
+
+
+@dataclass
+class Reading:
+    """How the loaders of one line of the script read."""
+
+    dataset: str  # class of the data set
+    line: Line
+    state: OwnRows
+
+    @property
+    def how(self) -> str:
+        """How batches are read; "" on one process."""
+        decision = self.state.decision
+        reason = "no batch with several samples that have an index"
+        if self.state.ranks is None:
+            return ""
+        if decision is not None:
+            if decision.how == "own":
+                return "each process reads its own samples"
+            reason = decision.reason
+        return f"batches read whole on every process: {reason}"
 
 
 @dataclass
@@ -49,52 +220,59 @@ class Summary:
     path: Path | None = None
 
     def __post_init__(self) -> None:
-        self.records = Records(None if self.path is None else self.write)
+        publish = None if self.path is None else self.write
+        self.records = Records(publish)
         self._messages: dict[str, None] = {}
         self._start = os.getcwd()
 
     @contextmanager
     def messages(self) -> Iterator[None]:
         """Collect messages about lines of the script, inside the block."""
+
+        def note(record: logging.LogRecord) -> None:
+            text = record.getMessage()
+            if _WITH_LINE.match(text):
+                self._messages[text] = None
+
         handler = logging.Handler()
-        handler.emit = self._note_message  # type: ignore[method-assign]
+        handler.emit = note  # type: ignore[method-assign]
         logger.addHandler(handler)
         try:
             yield
         finally:
             logger.removeHandler(handler)
 
-    def _note_message(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if _WITH_LINE.match(text):
-            self._messages[text] = None
+    @property
+    def speed_up(self) -> float | None:
+        """Largest expected quotient of the times on one process and on all ranks, if known."""
+        divided = self.records.divided_seconds
+        run = self.records.run_seconds
+        if run <= 0 or self.has_host_times:
+            return None
+        return (divided * self.size + max(run - divided, 0.0)) / max(run, divided)
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the summary."""
         records = list(self.records.calls.values())
         if self.size > 1 and not records:
             yield "no calls to divide: the script has called no module with parameters"
-        yield from lines_of_calls(records)
+        yield from _lines_of_calls(records)
         yield from self._times()
         yield from self.data_lines()
         trainings = [record for record in records if record.has_gradients]
-        yield from self.records.advice(self.size)
+        short = [record for record in trainings if record.reason.startswith("fewer rows than")]
+        share = sum(one.calls for one in short) / max(1, sum(one.calls for one in trainings))
+        if self.size > 1 and share > _MANY_SHORT:
+            ((backwards, _),) = self.records.accumulation.most_common(1) or [(1, 0)]
+            yield advice(max(one.rows for one in short), backwards, self.size)
         divided = [record.rows for record in trainings if record.way == "divided"]
         if divided and self.size > 1:
             rows = max(divided)
             yield (
-                f"the batch size is global: {rows:,} rows are {-(-rows // self.size):,} on each process; "
-                f"{rows * self.size:,} would need the memory per process that {rows:,} need on one process"
+                f"the batch size is global: {rows:,} rows are {-(-rows // self.size):,} on each "
+                f"process; {rows * self.size:,} would need the memory per process that {rows:,} "
+                "need on one process"
             )
-
-    @property
-    def speed_up(self) -> float | None:
-        """Largest expected quotient of the times on one process and on all ranks; None without times."""
-        divided = self.records.divided_seconds
-        run = self.records.run_seconds
-        if run <= 0 or self.has_host_times:
-            return None
-        return (divided * self.size + max(run - divided, 0.0)) / max(run, divided)
 
     def _times(self) -> Iterator[str]:
         records = self.records
@@ -109,7 +287,10 @@ class Summary:
             yield f"{text} (by the clock of the host)"
             return
         of_run = min(records.model_seconds / records.run_seconds, 1.0)
-        yield f"{text}; calls took {of_run:.0%} of the run: at most {self.speed_up:.1f} times as fast as one process"
+        yield (
+            f"{text}; calls took {of_run:.0%} of the run: at most {self.speed_up:.1f} times as "
+            "fast as one process"
+        )
 
     def data_lines(self) -> Iterator[str]:
         """Yield lines about how data sets are read."""
@@ -119,39 +300,38 @@ class Summary:
                 count = counts.setdefault((reading.dataset, reading.how), Counter())
                 count.update(reading.state.samples)
         for (dataset, how), count in counts.items():
-            samples = (
-                f" (rank 0: {count['read']:,} of {count['needed']:,})" if count["needed"] else ""
-            )
+            samples = ""
+            if count["needed"]:
+                samples = f" (rank 0: {count['read']:,} of {count['needed']:,})"
             yield f"{dataset}: {how}{samples}"
-        drawing = dict.fromkeys(
-            reading.dataset for reading in self.readings.values() if reading.state.draws
-        )
+        readings = self.readings.values()
+        drawing = dict.fromkeys(one.dataset for one in readings if one.state.draws)
         if drawing:
             yield (
-                f"{', '.join(drawing)}: random numbers of a sample depend on the epoch and its index, equal on every "
-                "number of processes, and are not those of plain Python"
+                f"{', '.join(drawing)}: random numbers of a sample depend on the epoch and its "
+                "index, equal on every number of processes, and are not those of plain Python"
             )
 
     def explanation(self) -> Iterator[str]:
-        """Yield lines about each kind of calls, and about each line of the script that was treated in another way."""
+        """Yield lines about each kind of calls, and each line of the script that runs otherwise."""
         if self.records.calls:
             yield "calls, by line of the script:"
         for record in sorted(self.records.calls.values(), key=lambda one: -one.seconds):
             reason = f": {record.reason}" if record.reason else ""
             mode = "" if record.has_gradients else " without gradients"
             yield (
-                f"  {self._place(record.line)} {record.module}: {record.calls:,} {record.way}{mode}, "
-                f"{record.seconds:.2f} s, largest batch {record.rows:,}{reason}"
+                f"  {self._place(record.line)} {record.module}: {record.calls:,} {record.way}"
+                f"{mode}, {record.seconds:.2f} s, largest batch {record.rows:,}{reason}"
             )
         for backwards, steps in self.records.accumulation.most_common(1):
             yield f"  backwards before a step: {backwards} ({steps:,} steps)"
-        readings = [reading for reading in self.readings.values() if reading.how]
         treated = [
-            f"{self._place(one.line)} DataLoader of {one.dataset}: {one.how}" for one in readings
+            f"{self._place(one.line)} DataLoader of {one.dataset}: {one.how}"
+            for one in self.readings.values()
+            if one.how
         ]
-        treated += [
-            f"{self._place(line)} {name}({value})" for name, (line, value) in self.seeds.items()
-        ]
+        for name, (line, value) in self.seeds.items():
+            treated.append(f"{self._place(line)} {name}({value})")
         treated += self._messages
         if self.writer is not None and self.writer.files:
             treated.append(f"files that rank 0 alone has written: {self.writer.files:,}")
@@ -162,11 +342,15 @@ class Summary:
     def _place(self, line: Line) -> str:
         file, number = line
         relative = os.path.relpath(file, self._start)
-        return f"{file if relative.startswith('..') else relative}:{number}"
+        if relative.startswith(".."):
+            return f"{file}:{number}"
+        return f"{relative}:{number}"
 
     def report(self) -> None:
         """Print the lines on standard error, and write the file."""
-        lines = [*self.lines(), *(self.explanation() if self.explains else ())]
+        lines = list(self.lines())
+        if self.explains:
+            lines += self.explanation()
         for line in dict.fromkeys(lines):
             report_line(f"samestep: {line}")
         self.write()
@@ -194,3 +378,64 @@ class Summary:
         except RunError as error:
             self.path = None
             report_line(f"samestep: {error}")
+
+
+def _lines_of_calls(records: Sequence[CallRecord]) -> Iterator[str]:
+    classes: dict[str, list[CallRecord]] = {}
+    for record in records:
+        classes.setdefault(record.module, []).append(record)
+    order = sorted(classes, key=lambda name: -sum(record.seconds for record in classes[name]))
+    named = order
+    if len(order) > _CLASSES:
+        named = order[: _CLASSES - 1]
+    for name in named:
+        yield f"{name}: {_counts(classes[name])}"
+    others = order[len(named) :]
+    if others:
+        counts = _counts([record for name in others for record in classes[name]])
+        yield f"{len(others)} other classes: {counts}"
+
+
+def _counts(records: Sequence[CallRecord]) -> str:
+    reasons: Counter[str] = Counter()
+    for record in records:
+        reasons[record.reason] += record.calls
+    divided = reasons.pop("", 0)
+    text = f"{divided:,} of {divided + reasons.total():,} calls divided"
+    if reasons:
+        most = [f"{reason} ({count:,})" for reason, count in reasons.most_common(_REASONS)]
+        text += f"; whole: {', '.join(most)}"
+    return text
+
+
+def advice(rows: int, backwards: int, size: int) -> str:
+    """Return a batch size with which calls can be divided.
+
+    Args:
+        rows: rows of a call, fewer than ranks.
+        backwards: backwards before a step.
+        size: number of ranks.
+    """
+    if backwards == 1:
+        return (
+            f"calls with {_rows(rows)} cannot be divided between {size} processes: a larger batch "
+            "size can"
+        )
+    factors = [factor for factor in range(2, backwards + 1) if backwards % factor == 0]
+    factor = next((factor for factor in factors if rows * factor >= size), backwards)
+    batch = rows * factor
+    used = min(batch, size)
+    processes = f"{used} processes"
+    if used < size:
+        processes += f" (--processes {used})"
+    return (
+        f"in place of batch size {rows} with accumulation {backwards}, use batch size {batch} "
+        f"with accumulation {backwards // factor}: the same gradients without batch norm, and "
+        f"{_rows(-(-batch // used))} on each of {processes}"
+    )
+
+
+def _rows(number: int) -> str:
+    if number == 1:
+        return "1 row"
+    return f"{number:,} rows"

@@ -31,16 +31,19 @@ from samestep.launcher.job import WorkerSpec, process_state, rank_and_size
 from samestep.launcher.pickling import ByValue
 from samestep.launcher.process_group import SessionOptions
 from samestep.launcher.worker import run_script
-from samestep.script.calls import OutermostCalls
-from samestep.script.console import shared_console
-from samestep.script.entropy import equal_entropy
-from samestep.script.exits import exit_functions_called, files_closed, threads_joined
+from samestep.script.calls import OutermostCalls, own_rows_of_loaders
 from samestep.script.files import FirstWriter, one_writer
-from samestep.script.loaders import own_rows_of_loaders
+from samestep.script.inputs import FirstRankPrograms, equal_entropy, shared_console
 from samestep.script.mode import Mode, uses_samestep
 from samestep.script.overlay import Overlay
-from samestep.script.programs import FirstRankPrograms, programs_of_first_rank
-from samestep.script.refusals import children_ended, plain_start_method, refusals
+from samestep.script.process import (
+    children_ended,
+    exit_functions_called,
+    files_closed,
+    plain_start_method,
+    refusals,
+    threads_joined,
+)
 from samestep.script.replaced import replaced
 from samestep.script.summary import FILE, Summary
 from samestep.session import join
@@ -89,7 +92,9 @@ def run(
         report_line(f"samestep: {script} on {size} processes: {mode}")
     surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
     if mode is Mode.UNCHANGED:
-        path = folder / FILE if folder is not None else None
+        path = None
+        if folder is not None:
+            path = folder / FILE
         surroundings = partial(unchanged, reduction, strategy, explains=explains, path=path)
     try:
         run_script(
@@ -99,22 +104,21 @@ def run(
             surroundings=surroundings,
         )
     except SystemExit as end:
+        # All ranks of an unchanged script end at the same point.
         if mode is not Mode.UNCHANGED:
             raise
-        return _exit_code(end)
+        if end.code is None or isinstance(end.code, int):
+            return int(end.code or 0) & 0xFF  # as the system keeps it
+        print(end.code, file=sys.stderr)  # text, as Python does
+        return EXIT_FAILED
     return EXIT_DONE
 
 
-def _exit_code(end: SystemExit) -> int:
-    """Return the exit code of a script, of which all ranks end at the same point; text is printed, as by Python."""
-    if end.code is None or isinstance(end.code, int):
-        return int(end.code or 0) & 0xFF  # as the system keeps it
-    print(end.code, file=sys.stderr)
-    return EXIT_FAILED
-
-
 def call(function: Callable[[], Any]) -> Any:
-    """Return the result of a function in this rank, with the calls of its models divided unless it uses Samestep."""
+    """Return the result of a function in this rank.
+
+    The calls of its models are divided unless it uses Samestep.
+    """
     if isinstance(function, ByValue):
         function = function.function
     if uses_samestep(function):
@@ -149,7 +153,8 @@ def unchanged(
             if size == 1 and reduction == "fast":
                 summary = _alone(stack)
             else:
-                summary = _together(stack, reduction, strategy, path if rank == 0 else None)
+                own_path = path if rank == 0 else None
+                summary = _together(stack, reduction, strategy, own_path)
             summary.explains = explains
             yield summary
     except SystemExit:  # a usual end of a script
@@ -161,7 +166,6 @@ def unchanged(
 
 
 def _alone(stack: ExitStack) -> Summary:
-    """Give a script on one process what it needs, until the stack is closed."""
     stack.enter_context(shared_console(0, 1, lambda data: data or b""))
     stack.enter_context(plain_start_method())
     stack.enter_context(children_ended())
@@ -173,19 +177,17 @@ def _alone(stack: ExitStack) -> Summary:
 def _together(
     stack: ExitStack, reduction: Reduction, strategy: StrategyConfig | None, path: Path | None
 ) -> Summary:
-    """Join the other ranks, and give a script what it needs among them, until the stack is closed."""
+    """Join the other ranks, and give a script what it needs, until the stack is closed."""
     rank, size = rank_and_size()
     require_microbatches(None, size)
     folder = _temporary_folder() if rank == 0 else ""
     _show_own_devices(rank, strategy)
-    world = join(
-        SessionOptions(
-            reduction=reduction, strategy=strategy, is_private=True, sees_own_devices=True
-        )
+    options = SessionOptions(
+        reduction=reduction, strategy=strategy, is_private=True, sees_own_devices=True
     )
-    if (
-        logger.handlers
-    ):  # otherwise a script that configures logging would have its lines, in log files too
+    world = join(options)
+    if logger.handlers:
+        # Otherwise a script that configures logging would have its lines, in log files too.
         stack.enter_context(replaced(logger, propagate=False))
     view = joined_view(None, reduction)
     worker = process_state.worker
@@ -204,13 +206,18 @@ def _together(
         path=path,
     )
     stack.enter_context(summary.messages())
-    options = {**_OPTIONS, "reduction": reduction, "microbatches": _MICROBATCHES[reduction]}
-    owner = partial(owner_of, **options)
+    microbatches = _MICROBATCHES[reduction]
+    owner = partial(owner_of, **_OPTIONS, reduction=reduction, microbatches=microbatches)
     if world.mesh is not None:
+        from samestep.script.held_parameters import complete_in_files  # slow, as all of fsdp
+
         owner = partial(_dividing_owner, owner, world)
-        stack.enter_context(_complete_in_files(view))
+        place = "a divided tensor in a file"
+        stack.enter_context(complete_in_files(partial(view.any_rank, place=place)))
     stack.enter_context(OutermostCalls(owner, summary.records).installed())
-    writer = _one_writer(stack, worker, folder)
+    writer = stack.enter_context(one_writer(rank, size, folder, worker.rank_status))
+    programs = FirstRankPrograms(rank, folder, worker.rank_status, writer.has_passed)
+    stack.enter_context(programs.installed())
     summary.writer = writer
     view.before_word = partial(_begin, view, writer, worker)
     for end in (files_closed, exit_functions_called, threads_joined):
@@ -223,7 +230,9 @@ def _show_own_devices(rank: int, strategy: StrategyConfig | None) -> None:
     """Hide the devices of other ranks: `cuda:0` of the script is a device of this rank."""
     available = accelerator_module().device_count()
     if available:
-        count = (strategy.devices if strategy is not None else None) or 1
+        count = 1
+        if strategy is not None and strategy.devices is not None:
+            count = strategy.devices
         environment = read_environment()
         share = environment.sharing is not None
         names = own_devices(rank, count, environment.visible_devices, available, share=share)
@@ -233,8 +242,8 @@ def _show_own_devices(rank: int, strategy: StrategyConfig | None) -> None:
 def _dividing_owner(
     owner: Callable[[nn.Module], ParallelModule], world: World, module: nn.Module
 ) -> ParallelModule:
-    """Divide the parameters of a module, wherever the script holds them, and return the owner of its calls."""
-    from samestep.script.held_parameters import HeldParameters  # slow to import, as all of fsdp
+    """Divide the parameters of a module, wherever they are held; return the owner of its calls."""
+    from samestep.script.held_parameters import HeldParameters  # slow to import
 
     assert world.group is not None
     with shown(world.group), torch.inference_mode(False):
@@ -244,22 +253,7 @@ def _dividing_owner(
     return divided
 
 
-def _complete_in_files(view: View) -> AbstractContextManager[None]:
-    from samestep.script.held_parameters import complete_in_files  # slow to import
-
-    return complete_in_files(partial(view.any_rank, place="a divided tensor in a file"))
-
-
-def _one_writer(stack: ExitStack, worker: WorkerSpec, folder: str) -> FirstWriter | Overlay:
-    """Let rank 0 alone write files and run programs, until the stack is closed."""
-    writer = stack.enter_context(one_writer(worker.rank, worker.size, folder, worker.rank_status))
-    programs = FirstRankPrograms(worker.rank, folder, worker.rank_status, writer.has_passed)
-    stack.enter_context(programs_of_first_rank(programs))
-    return writer
-
-
 def _begin(view: View, writer: FirstWriter | Overlay, worker: WorkerSpec) -> None:
-    """Prepare for the exchanges with other ranks, before the first one."""
     worker.stop.install()  # not earlier: SIGTERM must end a script that reaches no word
     writer.exchange()
     view.before_word = writer.exchange
@@ -267,7 +261,6 @@ def _begin(view: View, writer: FirstWriter | Overlay, worker: WorkerSpec) -> Non
 
 @contextmanager
 def _ending_on_request(view: View) -> Iterator[None]:
-    """End an interrupted script on all ranks."""
     try:
         yield
     except KeyboardInterrupt:
@@ -278,19 +271,15 @@ def _ending_on_request(view: View) -> Iterator[None]:
 
 def _temporary_folder() -> str:
     folder = tempfile.mkdtemp(prefix="samestep-")
-    process_state.exit_stack.callback(
-        shutil.rmtree, folder, ignore_errors=True
-    )  # after the end of the world
+    # After the end of the world.
+    process_state.exit_stack.callback(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def _share(view: View, world: World, data: bytes | None) -> bytes:
-    """Return the bytes that rank 0 gives, on all ranks."""
     if world.size == 1:
         return data or b""
-    view.any_rank(
-        place="standard input"
-    )  # otherwise ranks elsewhere would take the message for another
+    view.any_rank(place="standard input")  # otherwise ranks elsewhere would take it for another
     (first, *_) = all_gather((data or b"").hex(), world)
     return bytes.fromhex(first)
 

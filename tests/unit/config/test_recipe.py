@@ -118,8 +118,7 @@ def test_more_microbatches_than_samples_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "number"),
-    [({"batch_size": 16}, 8), ({"batch_size": 5}, 5), ({"batch_size": 16, "microbatches": 4}, 4)],
+    ("changes", "number"), [({"batch_size": 16}, 8), ({"batch_size": 5}, 5), ({"batch_size": 16, "microbatches": 4}, 4)]
 )
 def test_auto_is_a_function_of_the_batch_size(changes: dict[str, Any], number: int) -> None:
     resolved = recipe(**changes).with_microbatches()

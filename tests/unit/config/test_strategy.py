@@ -115,15 +115,7 @@ def test_option_without_an_effect_is_an_error(strategy: StrategyConfig, processe
     assert caught.value.code == "E_STRATEGY"
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"name": "zero"},
-        {"gather": "fp8"},
-        {"hook": "int8"},
-        {"devices": 0},
-    ],
-)
+@pytest.mark.parametrize("values", [{"name": "zero"}, {"gather": "fp8"}, {"hook": "int8"}, {"devices": 0}])
 def test_invalid_value_is_an_error_with_the_key(values: dict[str, object]) -> None:
     with pytest.raises(RecipeError, match=rf"strategy\.{next(iter(values))} is"):
         StrategyConfig(**values)  # type: ignore[arg-type]

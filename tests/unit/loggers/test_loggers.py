@@ -19,14 +19,8 @@ from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import RunOptions
 from samestep.config.validation import require_package
 from samestep.errors import EXIT_INPUT, InputError, RunError
-from samestep.loggers.logger import (
-    Event,
-    JsonlLogger,
-    RunLogger,
-    parse_json_line,
-)
-from samestep.loggers.progress import ProgressLogger, evaluation_line
-from samestep.loggers.trackers import TensorBoardLogger
+from samestep.loggers.logger import Event, JsonlLogger, RunLogger, parse_json_line
+from samestep.loggers.trackers import ProgressLogger, TensorBoardLogger, evaluation_line
 from samestep.recipes.builder import build, start_world
 from samestep.recipes.checkpoints import RecipeCheckpoints
 from samestep.recipes.events import StepTimer, TrainingEvents
@@ -98,10 +92,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-# --- all loggers ------------------------------------------------------------------------------------------
-
-
-# The import of MLflow takes several seconds.
+# --- all loggers ---
 
 
 def test_run_logger_passes_everything_to_every_logger() -> None:
@@ -162,7 +153,7 @@ def test_world_logs_on_rank_0_only_and_closes_the_loggers(tmp_path: Path) -> Non
     assert (line["event"], line["step"], line["values"]) == ("metrics", 3, {"rank": 0})
 
 
-# --- JSON lines -------------------------------------------------------------------------------------------
+# --- JSON lines ---
 
 
 def test_jsonl_appends_and_flushes_every_event(tmp_path: Path) -> None:
@@ -193,7 +184,7 @@ def test_parse_json_line_returns_objects_only() -> None:
         assert parse_json_line(broken) is None
 
 
-# --- TensorBoard ------------------------------------------------------------------------------------------
+# --- TensorBoard ---
 
 
 def scalars(path: Path, tag: str) -> list[tuple[int, float]]:
@@ -221,7 +212,7 @@ def test_tensorboard_drops_lost_steps_of_a_resumed_run(tmp_path: Path) -> None:
     assert scalars(tmp_path, "my/metric") == [(6, 4.0)]
 
 
-# --- Weights & Biases, MLflow -----------------------------------------------------------------------------
+# --- Weights & Biases, MLflow ---
 
 # Both packages start threads and processes, and send usage statistics unless these variables are set.
 WITHOUT_TELEMETRY = {"DO_NOT_TRACK": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}
@@ -285,7 +276,7 @@ print(json.dumps([run.info.run_name, run.info.status, run.data.params, history])
     assert len(history["my/metric"]) == 2
 
 
-# --- terminal ---------------------------------------------------------------------------------------------
+# --- terminal ---
 
 
 def test_progress_without_a_terminal_prints_evaluations_notes_and_metrics() -> None:
@@ -321,7 +312,7 @@ def test_progress_bar_shows_evaluations() -> None:
     assert any("evaluation" in line and " 7/40" in line for line in lines)
 
 
-# --- environment.json, timer ------------------------------------------------------------------------------
+# --- environment.json, timer ---
 
 
 def test_environment_has_an_entry_for_each_start(tmp_path: Path) -> None:
@@ -343,7 +334,7 @@ def test_timer_counts_the_wait_before_a_step_and_local_samples() -> None:
     assert timer.last_step > timer.waits.last > 0
 
 
-# --- training ---------------------------------------------------------------------------------------------
+# --- training ---
 
 
 @pytest.mark.parametrize("loggers", ["jsonl", "tensorboard,progress"])

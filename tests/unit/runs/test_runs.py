@@ -17,7 +17,7 @@ from samestep.config import DEFAULT_KEEP
 from samestep.errors import EXIT_FAILED, InputError
 from samestep.launcher.failure import RankError
 from samestep.loggers.logger import JsonlLogger
-from samestep.runs import loop_events
+from samestep.runs import folder as run_folder
 from samestep.runs.folder import recorded_keep, run_directory
 from samestep.session import start
 
@@ -40,7 +40,7 @@ def steps(number: int) -> None:
 
 def fast_epoch(run: Path) -> None:
     """Steps within one interval."""
-    loop_events.STEP_SECONDS = 1e9
+    run_folder.STEP_SECONDS = 1e9
     samestep.init(device="cpu", run=run)
     steps(4)
 
@@ -110,7 +110,7 @@ def test_exit_of_the_script_is_an_end(tmp_path: Path) -> None:
     assert read_events(tmp_path / "run")[-1]["event"] == "end"
 
 
-# --- invalid input ----------------------------------------------------------------------------------------
+# --- invalid input ---
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\\b", "/tmp", "a\nb"])

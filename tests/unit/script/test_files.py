@@ -36,7 +36,7 @@ from samestep.script.file_journal import Journal
 
 LARGE = 3 * KEEP_BYTES
 
-# --- libraries: a function writes a file with a value of its rank, and returns what it reads back ------------
+# --- libraries: a function writes a file with a value of its rank, and returns what it reads back ---
 
 
 def _logging(value: int) -> Any:
@@ -216,7 +216,7 @@ def test_each_rank_reads_what_it_has_written_and_rank_0_alone_writes(function: A
         assert real == plain
 
 
-# --- order of ranks ------------------------------------------------------------------------------------------
+# --- order of ranks ---
 
 
 def test_later_changes_of_rank_0_are_not_seen_before_the_same_change(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_listings_have_the_order_of_rank_0(tmp_path: Path) -> None:
     assert others == [first] * 2
 
 
-# --- preparation ---------------------------------------------------------------------------------------------
+# --- preparation ---
 
 
 def test_a_download_is_made_once_and_seen_complete(tmp_path: Path) -> None:
@@ -467,7 +467,7 @@ def test_a_wait_for_preparation_is_seen_and_counts_as_progress(tmp_path: Path) -
     assert others == [[4, True, ", waiting in the preparation by rank 0", False]] * 2
 
 
-# --- large files ---------------------------------------------------------------------------------------------
+# --- large files ---
 
 
 @pytest.mark.slow
@@ -624,7 +624,7 @@ def test_large_content_that_rank_0_never_writes_is_an_error_with_the_line(waits:
         assert "own.bin is read, but its content is gone or was never written by rank 0 [E_SCRIPT_FILES]" in text
 
 
-# --- processes, threads, folders -----------------------------------------------------------------------------
+# --- processes, threads, folders ---
 
 
 class _Files(Dataset[str]):
@@ -767,32 +767,3 @@ def test_all_functions_are_restored(tmp_path: Path) -> None:
     finally:
         os.chdir(previous)
     assert not (tmp_path / "shared/rank-1").exists()
-
-
-@pytest.mark.slow
-def test_cost_of_reading_many_files(tmp_path: Path) -> None:
-    for number in range(2000):
-        path = tmp_path / "data" / f"class-{number % 10}" / f"{number}.jpg"
-        path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_bytes(b"image")
-
-    def scan_and_read() -> tuple[float, float]:
-        start = time.perf_counter()
-        paths = [os.path.join(folder, name) for folder, _, names in os.walk(f"{tmp_path}/data") for name in names]
-        middle = time.perf_counter()
-        for path in paths:
-            with open(path, "rb") as file:
-                assert file.read() == b"image"
-        return middle - start, time.perf_counter() - middle
-
-    def body(rank: Rank) -> Any:
-        rank.exchange()
-        os.makedirs("runs")
-        Path("runs/log").write_text("log")
-        return [min(times) for times in zip(*(scan_and_read() for _ in range(5)), strict=True)]
-
-    plain = [min(times) for times in zip(*(scan_and_read() for _ in range(5)), strict=True)]
-    results = on_ranks(body, tmp_path / "work", ranks=2)
-    for name, scan, read in (("plain", *plain), ("rank 0", *results[0]), ("rank 1", *results[1])):
-        print(f"{name}: {scan * 1e3:.1f} ms to list 2,000 files, {read / 2000 * 1e6:.1f} us to open and read one")
-    assert all(seconds > 0 for result in results for seconds in result)

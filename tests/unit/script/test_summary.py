@@ -13,10 +13,8 @@ import torch
 from samestep.data.own_rows import OwnRows
 from samestep.data.sample_reader import Decision
 from samestep.distributed.logging import logger
-from samestep.script import records
-from samestep.script.loaders import Reading
-from samestep.script.records import Records, advice
-from samestep.script.summary import FILE, Summary
+from samestep.script import summary as summary_module
+from samestep.script.summary import FILE, Reading, Records, Summary, advice
 from samestep.view.view import ModuleSummary
 
 LINE = ("train.py", 31)
@@ -29,7 +27,7 @@ class Script:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(records, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(summary_module, "perf_counter", lambda: self.now)
         self.records = Records()
 
     def call(

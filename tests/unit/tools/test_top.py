@@ -13,7 +13,7 @@ from rich.console import Console
 
 from helpers.run_folders import START, events_of, make_run, step_event
 from samestep.checkpoint.files import LOCK
-from samestep.cli.top import render
+from samestep.cli.tools import render
 from samestep.tools.top import SILENT_SECONDS, RunStatus, read_status
 
 OLD = 1  # number of a process older than any test

@@ -21,7 +21,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from samestep.data.own_rows import OwnRows
 from samestep.distributed.rng import microbatch_seed, preserved_generators
-from samestep.script.file_view import Entries
+from samestep.script.file_journal import Entries
 from samestep.tools.verify.tensor_comparison import digest_any
 from samestep.tools.verify.trials import Interventions
 

@@ -24,10 +24,9 @@ from typing import Any
 import torch
 
 from samestep.launcher.job import rank_and_size
-from samestep.script.file_functions import Replaced
-from samestep.script.file_journal import PATHS, Journal, copy_file
+from samestep.script.file_journal import Journal, copy_file
 from samestep.script.files import FirstWriter
-from samestep.script.replaced import replaced
+from samestep.script.replaced import PATHS, Replaced, replaced
 from samestep.tools.verify.tensor_comparison import digest, leaves
 
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|\bnan\b|\binf\b")

@@ -1,6 +1,7 @@
-"""`--strategy` and `--mesh`: runs, and resumption with another strategy."""
+"""Options of several commands: unknown names, batch sizes, and strategies."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,140 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.started import free_port, python, ranks
 from helpers.system import answer, events, here, tree, weights
 from samestep.errors import EXIT_DONE, EXIT_INPUT
+from samestep.recipes.recipe_files import read_recipe
+
+# --- unknown options and keys ---
 
 RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
+Refused = Callable[..., str]
+
+OPTIONS = {
+    "train digits --gpus 4": "--processes",
+    "train digits --nproc_per_node=2": "--processes",
+    "train --lr 0.1 digits": "--set optimizer.options.lr=VALUE",
+    "train digits -b 32": "--set batch_size=VALUE",
+    "train digits --max_restarts 2": "--max-restarts",
+    "train digits --proceses 2": "--processes",
+    "train digits --foo 2020-99-99": "train --help",
+    "top runs/first --gpus 2": "samestep top --help",
+    "run --gpus 2 train.py": "--processes",
+}
+KEYS = {
+    "lr=0.1": "optimizer.options.lr?",
+    "batchsize=64": "batch_size?",
+    "optimizer.option.lr=1": "optimizer.options?",
+    "accumulation_steps=4": "--accumulate?",
+    "data.num_workers=8": "--workers?",
+    "schedule.warmup=1": "schedule.warmup_epochs?",
+    "step.sed=1": "step.seed?",
+    "qwertz=1": "remove qwertz",
+}
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_unknown_option_names_the_nearest(refused: Refused, command: str) -> None:
+    err = refused(*command.split())
+    assert "[E_UNKNOWN_OPTION]" in err
+    assert OPTIONS[command] in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("override", KEYS)
+def test_unknown_key_names_the_nearest(refused: Refused, override: str) -> None:
+    err = refused("train", "digits", "--set", override)
+    assert "[E_UNKNOWN_KEY]" in err
+    assert KEYS[override] in err.splitlines()[-1]
+
+
+def test_unknown_key_is_reported_before_a_missing_one(refused: Refused, tmp_path: Path) -> None:
+    text = RECIPE.read_text(encoding="utf-8").replace("epochs: 3", "num_epochs: 3")
+    (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
+    assert "did you mean epochs?" in refused("train", "mine.yaml")
+
+
+@pytest.mark.slow
+def test_distributed_launch_trains_to_the_same_bits(tmp_path: Path) -> None:
+    arguments = ("train", RECIPE, "--set", "epochs=1", "--name")
+    assert here(*arguments, "launched", "--processes", 2, cwd=tmp_path) == 0
+    launcher = ("--nproc-per-node", "2", "--master-port", free_port(), "-m", "samestep", *arguments, "a")
+    command = python("-W", "ignore", "-m", "torch.distributed.launch")
+    with ranks(lambda r, s: {}, 1, *launcher, cwd=tmp_path, command=command) as started:
+        (ended,) = started.wait()
+    assert ended.code == 0, str(ended)
+    assert weights(tmp_path / "runs" / "a") == weights(tmp_path / "runs" / "launched")
+
+
+# --- batch size ---
+
+ONE_EPOCH = ("--set", "epochs=1")
+
+
+def test_batch_is_saved_in_the_recipe(tmp_path: Path) -> None:
+    arguments = ("--processes", 2, "--per-device-batch-size", 6, "--name", "a", "--set", "epochs=1")
+    assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
+    run = tmp_path / "runs" / "a"
+    assert read_recipe(run / "recipe.yaml").batch_size == 12
+    assert len(events(run, "step")) == 9
+
+
+def test_learning_rate_scales_with_the_global_batch(tmp_path: Path) -> None:
+    rule = "learning_rate={rule: linear, base_batch_size: 6}"
+    arguments = ("--processes", 2, "--per-device-batch-size", 6, "--name", "a", "--set", "epochs=1", rule)
+    assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
+    note, *_ = events(tmp_path / "runs" / "a", "note")
+    assert note["text"] == "learning rate 0.02 = 0.01 x 12/6 (linear)"
+
+
+def test_recipe_has_no_per_device_batch_size(refused: Refused, tmp_path: Path) -> None:
+    err = refused("train", "digits", "--set", "per_device_batch_size=32")
+    assert "unknown key per_device_batch_size" in err.splitlines()[0]
+    assert "did you mean --per-device-batch-size?" in err
+    text = RECIPE.read_text(encoding="utf-8").replace("batch_size: 8", "per_device_batch_size: 8")
+    (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
+    assert "mine.yaml: unknown key per_device_batch_size" in refused("train", "mine.yaml").splitlines()[0]
+
+
+def test_parts_of_a_batch_have_the_mean_of_the_whole(tmp_path: Path) -> None:
+    """Without batch norm, whose statistics are those of a part."""
+    losses = []
+    for name, options in (("a", ("--accumulate", 3)), ("b", ())):
+        settings = ("--set", "epochs=1", "batch_size=32", "data.options.lines=50", "model.options.dropout=0")
+        assert here("train", "tokens", *options, "--name", name, *settings, cwd=tmp_path) == 0
+        run = tmp_path / "runs" / name
+        assert read_recipe(run / "recipe.yaml").accumulate == (3 if options else 1)
+        losses.append([event["loss"] for event in events(run, "step")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_both_options(tmp_path: Path) -> None:
+    arguments = ("--accumulate", 3, "--per-device-batch-size", 4, "--name", "a", *ONE_EPOCH)
+    assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
+    recipe = read_recipe(tmp_path / "runs" / "a" / "recipe.yaml")
+    assert (recipe.batch_size, recipe.accumulate) == (12, 3)
+
+
+INVALID = {
+    "--per-device-batch-size 32 --processes auto": "E_BATCH_SIZE",
+    "--per-device-batch-size 32 --processes abc": "E_BATCH_SIZE",
+    "--per-device-batch-size 32 --set batch_size=64": "E_BATCH_SIZE",
+    "--per-device-batch-size 0": "E_VALUE",
+    "--per-device-batch-size 3 --set microbatches=8": "E_BATCH_SIZE",
+    "--per-device-batch-size 3 --processes 9 --set microbatches=8": "E_TOO_MANY_RANKS",
+    "--accumulate 0": "E_VALUE",
+    "--accumulate 4 --set accumulate=4": "E_BATCH_SIZE",
+    "--accumulate 100": "E_BATCH_SIZE",
+}
+
+
+@pytest.mark.parametrize("options", INVALID)
+def test_invalid_combinations_are_errors(refused: Refused, options: str) -> None:
+    assert f"[{INVALID[options]}]" in refused("train", "digits", *options.split()).splitlines()[0]
+
+
+# --- strategy ---
+
 LANGUAGE = (
     "language",
     "--set",

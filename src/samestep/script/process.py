@@ -1,16 +1,26 @@
-"""Refused operations of unchanged scripts: process groups, training in children; wrappers of one device."""
+"""Process of a rank around an unchanged script: refused operations, children, and its end.
+
+The end is as in plain Python, although the process of a rank ends without functions of `atexit`,
+and loses open files. Private: `weakref.finalize._registry`.
+"""
 
 from __future__ import annotations
 
+import atexit
+import gc
+import io
 import mmap
 import multiprocessing
 import os
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +35,7 @@ import samestep.session
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.env import visible_devices_kept
 from samestep.distributed.logging import logger
+from samestep.distributed.streams import report_line
 from samestep.errors import EXIT_DONE, EXIT_FAILED, InputError
 from samestep.launcher.worker import exit_process
 from samestep.script.replaced import replaced
@@ -32,37 +43,38 @@ from samestep.view.in_step import script_line
 
 _REPORT_BYTES = 4096  # of a child process
 _INVALID_DEVICE = 101  # cudaErrorInvalidDevice, CUDA Runtime API
+_REPORT_SECONDS = 3.0  # of a wait for a thread
+_Kind = TypeVar("_Kind")
+_FILE: Any = io.IOBase.__base__  # a check of many classes against the abstract class takes long
+
+
+# --- refused operations ---
 
 
 def _line_of_script() -> str:
-    """Return file and line of the script that has called."""
     file, line = script_line(sys._getframe(1))
     return f"{file}:{line}"
 
 
 def _refusing(what: str, expected: str, fix: str) -> Callable[..., NoReturn]:
-    """Return a function that raises an `InputError` with the line of the script."""
-
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise InputError(
-            f"{_line_of_script()}: {what} in an unchanged script", expected, fix, code="E_LAUNCH"
-        )
+        value = f"{_line_of_script()}: {what} in an unchanged script"
+        raise InputError(value, expected, fix, code="E_LAUNCH")
 
     return refuse
 
 
 @contextmanager
 def refusals(*, has_own_device: bool) -> Iterator[None]:
-    """Inside the block, refuse what would run beside the global view, and make wrappers of one device transparent.
+    """Refuse what would run beside the global view; make wrappers of one device transparent.
 
     Args:
         has_own_device: each rank computes on an accelerator of its own; CUDA_VISIBLE_DEVICES stays
             as it is then.
     """
     with ExitStack() as stack:
-        spawn = sys.modules[
-            "torch.multiprocessing.spawn"
-        ]  # the package has a function of this name
+        # Not `torch.multiprocessing.spawn`: the package has a function of this name.
+        spawn = sys.modules["torch.multiprocessing.spawn"]
         for owner, name, what in (
             (dist, "init_process_group", "torch.distributed.init_process_group"),
             (dist.distributed_c10d, "init_process_group", "torch.distributed.init_process_group"),
@@ -75,12 +87,11 @@ def refusals(*, has_own_device: bool) -> Iterator[None]:
             expected = "a script for one process, whose work is divided"
             fix = "samestep run --own-group for a script that distributes its work; or remove this"
             stack.enter_context(replaced(owner, **{name: _refusing(what, expected, fix)}))
-        homes = {
-            "init": samestep.session,
-            "parallel": samestep.global_view,
-            "loader": samestep.loading,
-        }
-        for name, module in homes.items():
+        for module, name in (
+            (samestep.session, "init"),
+            (samestep.global_view, "parallel"),
+            (samestep.loading, "loader"),
+        ):
             expected = (
                 "the script itself imports samestep, so that only what it asks for is divided"
             )
@@ -89,9 +100,8 @@ def refusals(*, has_own_device: bool) -> Iterator[None]:
         stack.enter_context(
             replaced(nn.DataParallel, __init__=_init_data_parallel, forward=_forward_data_parallel)
         )
-        stack.enter_context(
-            replaced(nn.SyncBatchNorm, convert_sync_batchnorm=staticmethod(_convert_sync_batchnorm))
-        )
+        convert = staticmethod(_convert_sync_batchnorm)
+        stack.enter_context(replaced(nn.SyncBatchNorm, convert_sync_batchnorm=convert))
         if has_own_device:
             stack.enter_context(visible_devices_kept(_report_visible_devices))
             stack.enter_context(_own_devices_alone())
@@ -111,9 +121,8 @@ def _init_data_parallel(
     self.module = module
     self.device_ids = []
     self.dim = dim
-    logger.info(
-        "%s: DataParallel is the module itself: Samestep divides its calls", _line_of_script()
-    )
+    text = "%s: DataParallel is the module itself: Samestep divides its calls"
+    logger.info(text, _line_of_script())
 
 
 def _forward_data_parallel(self: nn.DataParallel[Any], *inputs: Any, **options: Any) -> Any:
@@ -126,24 +135,19 @@ def _forward_data_parallel(self: nn.DataParallel[Any], *inputs: Any, **options: 
 
 
 def _convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.Module:
-    logger.info(
-        "%s: the module stays as it is: batch norm uses statistics of the whole batch",
-        _line_of_script(),
-    )
+    text = "%s: the module stays as it is: batch norm uses statistics of the whole batch"
+    logger.info(text, _line_of_script())
     return module
 
 
 def _report_visible_devices(value: str | None) -> None:
-    logger.info(
-        "%s: CUDA_VISIBLE_DEVICES stays as it is (not %s): each rank has a device",
-        _line_of_script(),
-        value,
-    )
+    text = "%s: CUDA_VISIBLE_DEVICES stays as it is (not %s): each rank has a device"
+    logger.info(text, _line_of_script(), value)
 
 
 @contextmanager
 def _own_devices_alone() -> Iterator[None]:
-    """Name the option with which a process has several devices, if the script uses one that is not there.
+    """Name the option with which a process has several devices, if the script uses a second one.
 
     Raises:
         InputError: it does.
@@ -156,14 +160,21 @@ def _own_devices_alone() -> Iterator[None]:
         raise InputError(
             f"the script uses a device that its process does not have: {error}",
             expected="a script for one device, cuda:0: the other devices belong to other processes",
-            fix="--devices-per-process with the number of devices on which the script places parts of its model",
+            fix="--devices-per-process with the number of devices on which the script places parts "
+            "of its model",
             code="E_DEVICES",
         ) from error
 
 
+# --- children ---
+
+
 @contextmanager
 def plain_start_method() -> Iterator[None]:
-    """Let `multiprocessing` start processes as in plain Python: that of a rank would use the server of the ranks."""
+    """Let `multiprocessing` start processes as in plain Python.
+
+    The start method of a rank would use the server of the ranks.
+    """
     method = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method(None, force=True)  # the default of the system
     try:
@@ -174,7 +185,9 @@ def plain_start_method() -> Iterator[None]:
 
 @contextmanager
 def _children_without_training() -> Iterator[None]:
-    """End the script if a forked child trains: its backward or step raises, and this process when the child has ended.
+    """End the script if a forked child trains.
+
+    Its backward or step raises, and so does this process when the child has ended.
 
     Raises:
         InputError: at the end of the block, if the script has not waited for the child.
@@ -224,20 +237,130 @@ def _children_without_training() -> Iterator[None]:
 
 @contextmanager
 def children_ended() -> Iterator[None]:
-    """End forked children at the end of the block: a child must not take part in the end of the rank."""
+    """End forked children at the end of the block: they must not take part in the rank's end.
+
+    A child has the exit code of the script, which it has run to its end.
+    """
     process = os.getpid()
     try:
         yield
     finally:
         if os.getpid() != process:
-            _end_child(sys.exc_info()[1])
+            error = sys.exc_info()[1]
+            code = error.code if isinstance(error, SystemExit) else error
+            if code is not None and not isinstance(code, int):
+                if not isinstance(error, InputError):  # the parent reports that the child trains
+                    traceback.print_exception(error)
+                code = EXIT_FAILED
+            exit_process(code or EXIT_DONE)
 
 
-def _end_child(error: BaseException | None) -> NoReturn:
-    """End a child process with the exit code of the script, which it has run to its end."""
-    code = error.code if isinstance(error, SystemExit) else error
-    if code is not None and not isinstance(code, int):
-        if not isinstance(error, InputError):  # the parent reports that the child trains
-            traceback.print_exception(error)
-        code = EXIT_FAILED
-    exit_process(code or EXIT_DONE)
+# --- end ---
+
+
+@contextmanager
+def exit_functions_called() -> Iterator[None]:
+    """Call the functions that are registered inside the block at its end, the last one first."""
+    # Each function alone, and with its arguments.
+    functions: list[tuple[Callable[..., Any], Callable[[], Any]]] = []
+    unregister_before = atexit.unregister
+    registry: dict[weakref.finalize[Any, Any], Any] = vars(weakref.finalize)["_registry"]
+    finalizers_before = set(registry)
+
+    def register(
+        function: Callable[..., Any], /, *arguments: Any, **options: Any
+    ) -> Callable[..., Any]:
+        functions.append((function, partial(function, *arguments, **options)))
+        return function
+
+    def unregister(function: Callable[..., Any], /) -> None:
+        functions[:] = [entry for entry in functions if entry[0] != function]
+        unregister_before(function)
+
+    with replaced(atexit, register=register, unregister=unregister):
+        try:
+            yield
+        finally:
+            while functions:
+                _call(functions.pop()[1])
+            for finalizer in reversed(list(registry)):
+                if finalizer.atexit and finalizer not in finalizers_before:
+                    _call(finalizer)
+
+
+def _call(function: Callable[[], Any]) -> None:
+    try:
+        function()
+    except Exception:  # boundary: as in plain Python, an error changes neither others nor the code
+        traceback.print_exc()
+
+
+@contextmanager
+def threads_joined() -> Iterator[None]:
+    """Wait at the end of the block for threads that were started inside.
+
+    After an error there is no wait.
+    """
+    threads_before = set(threading.enumerate())
+    executors_before = weakref.WeakSet(_all_of(Executor))
+
+    def join() -> None:
+        for executor in _all_of(Executor):
+            if executor not in executors_before:
+                executor.shutdown(wait=False)  # otherwise its threads would wait for tasks
+        is_reported = False
+        while threads := [
+            one for one in threading.enumerate() if not one.daemon and one not in threads_before
+        ]:
+            threads[0].join(_REPORT_SECONDS)
+            if threads[0].is_alive() and not is_reported:
+                names = ", ".join(thread.name for thread in threads)
+                report_line(f"samestep: the script has ended and waits for its threads: {names}")
+                is_reported = True
+
+    try:
+        yield
+    except SystemExit:
+        join()
+        raise
+    join()
+
+
+@contextmanager
+def files_closed() -> Iterator[None]:
+    """Close the files that are opened in the block and never closed, as the end of Python does."""
+    before = weakref.WeakSet(_open_files())
+    try:
+        yield
+    finally:
+        files = [file for file in _open_files() if file not in before]
+        for file in files:
+            _call(file.flush)
+        for file in sorted(files, key=_layer):
+            _call(file.close)
+
+
+def _open_files() -> list[io.IOBase]:
+    return [file for file in _all_of(_FILE) if not file.closed and _descriptor(file) > 2]
+
+
+def _all_of(kind: type[_Kind]) -> list[_Kind]:
+    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
+
+
+def _layer(file: io.IOBase) -> int:
+    """Return a number that is smaller than that of the file to which a file writes."""
+    if isinstance(file, io.TextIOBase):
+        return 0
+    if isinstance(file, io.RawIOBase):
+        return 3
+    if type(file).__module__ == "_io":
+        return 2
+    return 1  # compressed files are written in Python
+
+
+def _descriptor(file: io.IOBase) -> int:
+    try:
+        return file.fileno()
+    except (OSError, ValueError, AttributeError):  # in memory, or detached
+        return -1

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import InputError
-from samestep.metrics.counts import OverlapMetric, Score
-from samestep.metrics.metrics import build_metrics
+from samestep.metrics.metrics import OverlapMetric, Score, build_metrics
 from samestep.torchvision_import import make_torchvision_importable
 
 

@@ -1,0 +1,454 @@
+"""`samestep verify`, `diff`, `bench` and `profile`: comparisons and measurements of runs.
+
+The tools are imported by the commands that use them: some import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from samestep.checkpoint.files import replacing
+from samestep.cli.commands import PRELOAD
+from samestep.cli.launch import LaunchOptions, LoaderOptions, gpu_names
+from samestep.cli.options import (
+    TRUST,
+    BatchOptions,
+    DeviceOption,
+    JsonOption,
+    RecipeOptions,
+    StrategyOptions,
+    SubjectOptions,
+    argument,
+    count,
+    counts,
+    integers,
+    names,
+    option,
+    option_conflict,
+    options_of,
+    output_folder,
+    parse_strategy,
+)
+from samestep.cli.run_plans import load_resolved, plan_to_replay
+from samestep.config import Recipe, RunOptions, resolve_mesh
+from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_STOPPED, InputError, printable
+from samestep.loggers.logger import to_json
+from samestep.recipes.recipe_files import recipe_data
+from samestep.runs import LOOP
+from samestep.script.mode import imports_samestep
+from samestep.tools import bench
+from samestep.tools.launch import describe_machine
+from samestep.units import plural
+
+if TYPE_CHECKING:
+    from samestep.tools.diff import Comparison, Replayed, Replays, Subject
+    from samestep.tools.run_log import Run
+    from samestep.tools.verify.trials import Subject as VerifiedSubject
+
+_STEPS = 3
+_ACCURACIES = {"fp16": 2.0**-10, "bf16": 2.0**-7}  # of gradients that ranks exchange
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify(JsonOption, DeviceOption, StrategyOptions, SubjectOptions):
+    """Show that several numbers of processes give the same results, and write a certificate.
+
+    The first steps, the last batch of the epoch and one evaluation of a recipe, or a complete
+    script, run on each number of processes and are compared with those of the first number; those
+    of a script that does not import samestep with plain Python. If results differ, experiments find
+    the cause.
+    Exit codes: 0 equal, 1 failed run, 2 invalid input, 3 different.
+    """
+
+    example: ClassVar = "samestep verify digits --processes 1,2,3,4 --kill-at 2 --resume-on 3"
+    group: ClassVar = "comparison"
+
+    processes: tuple[int, ...] = option(
+        "numbers of ranks; the first is the reference",
+        "N,N,...",
+        default=(1, 2, 3, 4),
+        type=integers,
+    )
+    steps: int | None = option(f"optimizer steps (default {_STEPS}; for a script, all)", "N")
+    reduction: Literal["exact", "fast"] | None = option(
+        "exact requires equal bits, fast equality to rounding; a recipe runs with it (default: the "
+        "subject's)"
+    )
+    exact: bool = option(
+        "the same as --reduction exact; an unchanged script runs with it", default=False
+    )
+    double: bool = option("use float64, which separates rounding from wrong results", default=False)
+    kill_at: int | None = option("also kill a rank in this step, and resume", "STEP")
+    resume_on: int | None = option("number of processes after the kill", "N")
+    patience: float = option("limit without progress", "SECONDS", default=120, type=float)
+    out: Path | None = option("folder of the certificate (default runs/verify-...)", "DIR")
+
+    def run(self) -> int:
+        """Verify and print; return 0 if results are equal, otherwise 3."""
+        from samestep.tools.verify import verification
+
+        if self.exact and self.reduction == "fast":
+            raise option_conflict("--exact and --reduction fast")
+        if self.exact and self.reduction is None:  # two spellings of one option
+            return replace(self, reduction="exact").run()
+        subject = self._subject()
+        conditions = self._conditions(subject.recipe)
+        with output_folder(self.out, f"verify-{Path(subject.name).stem}") as folder:
+            data = verification.verify(
+                subject,
+                self.processes,
+                conditions,
+                folder,
+                kill_at=self.kill_at,
+                resume_on=self.resume_on,
+                preload=PRELOAD,
+                progress=lambda text: self.note(f"running {subject.name} on {text}"),
+            )
+            verification.write_certificate(data, folder)
+        certificate = folder / "certificate.json"
+        texts = [
+            verification.table(data),
+            verification.calls_text(data),
+            verification.explanation(data),
+            verification.summary(data),
+        ]
+        lines = ["\n\n".join(filter(None, texts)), f"certificate  {certificate}, certificate.html"]
+        self.result({**data, "certificate": str(certificate)}, *lines)
+        if data["holds"]:
+            return EXIT_DONE
+        return EXIT_DIFFERS
+
+    def _subject(self) -> VerifiedSubject:
+        from samestep.tools.verify.trials import Subject
+
+        script = self.script()
+        if script is not None:
+            return Subject(
+                name=script.name,
+                script=script,
+                arguments=tuple(self.script_arguments),
+                is_unchanged=not imports_samestep(script),
+            )
+        overrides = self.strategy_overrides()
+        if self.reduction is not None:
+            overrides.append(f"step.reduction={self.reduction}")
+        recipe = load_resolved(self.recipe, [*overrides, *self.overrides], self.note)
+        return Subject(name=Path(self.recipe).stem, recipe=recipe)
+
+    def _conditions(self, recipe: Recipe | None) -> Any:
+        """Return the conditions of all trials, after a check of the options."""
+        from samestep.tools.verify.trials import Conditions, Interventions
+
+        if (self.kill_at is None) != (self.resume_on is None):
+            value = "only one of --kill-at and --resume-on"
+            raise option_conflict(value, "--kill-at 2 --resume-on 3")
+        steps = self.steps
+        requires_bits = None
+        accuracy = 0.0
+        if recipe is not None:
+            steps = self.steps or _STEPS
+            if self.kill_at is not None and self.kill_at > steps:
+                value = f"--kill-at {self.kill_at}"
+                raise InputError(value, f"one of {steps} steps", "increase --steps", code="E_VALUE")
+            for number in (*self.processes, self.resume_on or 1):
+                if number > 1:  # one process has no mesh
+                    resolve_mesh(recipe.strategy, number, recipe.microbatch_count)
+            is_exact = recipe.strategy.is_exact(recipe.step.tensor_slices)
+            requires_bits = recipe.step.reduction == "exact" and is_exact
+            accuracy = _ACCURACIES.get(recipe.strategy.hook, 0.0)
+        elif self.reduction is not None:
+            requires_bits = self.reduction == "exact"
+        return Conditions(
+            steps=steps,
+            device=self.device,
+            interventions=Interventions(double=self.double),
+            requires_bits=requires_bits,
+            accuracy=accuracy,
+            patience=self.patience,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diff(JsonOption, LaunchOptions):
+    """Find the first difference of two runs, or compute a step again.
+
+    The recipes, environments and checksums of two runs are compared; the first step with different
+    checksums of both runs is computed again to find the first different tensor. With --step, a step
+    of one run or of two runs is computed again and compared with the log. The runs are only read.
+    Exit codes: 0 equal, 1 failed run, 2 invalid input, 3 different.
+    """
+
+    example: ClassVar = "samestep diff runs/first runs/second"
+
+    folders: Sequence[Path] = argument("RUN", "directory of a run", nargs="+", type=Path)
+    step: int | None = option("step to compute again (needed with one run)", "N")
+    no_replay: bool = option("compare the logs only", default=False)
+    trust: bool = option(TRUST, default=False)
+    accept_changes: bool = option(
+        "replay although the user's Python modules have changed", default=False
+    )
+
+    def run(self) -> int:
+        """Compare and print; return 0 without a difference, otherwise 3."""
+        from samestep.tools.diff import compare_logs
+        from samestep.tools.run_log import read_runs
+
+        if len(self.folders) > 2 or (len(self.folders) == 1 and self.step is None):
+            fix = "samestep diff RUN RUN, or samestep diff RUN --step N"
+            raise option_conflict(f"{plural(len(self.folders), 'run')} without --step", fix)
+        runs = read_runs(self.folders)
+        replays: list[Replayed] = []
+        finding = None
+        note = None
+        log_data: dict[str, Any] = {}
+        lines: dict[str, list[str]] = {}
+        if self.step is not None:
+            replays, finding = self._replay(runs, self.step - 1, self.step)
+            equal = finding is None
+        else:
+            logs = compare_logs(*runs)
+            log_data = asdict(logs)
+            lines = _compared(logs)
+            equal = logs.first_different is None and logs.compared > 0
+            has_script = any((run.folder / LOOP).is_file() for run in runs)
+            # Different recipes explain all later differences; a script cannot be started again.
+            if logs.recipe or has_script or self.no_replay:
+                note = "not replayed: --no-replay, different recipes, or the run of a script"
+            elif logs.first_different is not None:
+                replays, finding = self._replay(runs, logs.last_equal, logs.first_different)
+        data = {"runs": [str(run.folder) for run in runs], "equal": equal, "note": note}
+        data["finding"] = None
+        data["replays"] = list(map(asdict, replays))
+        if note is not None and not equal:
+            lines["note"] = [note]
+        if replays:
+            lines["replays"] = list(map(_replayed, replays))
+            lines["difference"] = []
+        if finding is not None:
+            data["finding"] = asdict(finding)
+            lines["difference"] = [finding.text]
+        texts = []
+        for title, values in lines.items():
+            for label, line in zip([title, *[""] * len(values)], values or ["equal"], strict=False):
+                texts.append(f"{label:<14}{printable(line)}")
+        self.result({**data, **log_data}, *texts)
+        if equal:
+            return EXIT_DONE
+        return EXIT_DIFFERS
+
+    def _replay(self, runs: list[Run], after: int, step: int) -> Replays:
+        """Compute runs again, from a checkpoint before the last checksum up to `step`."""
+        from samestep.tools.diff import ReplayOptions, no_checksum, replay_and_compare
+
+        subjects = []
+        for run in runs:
+            logged = max((one for one in run.events.checksums if one <= step), default=None)
+            if logged is None:
+                raise no_checksum(f"{run.folder} has no checksum up to step {step}")
+            subjects.append(self._subject(run, min(after, logged - 1), step))
+        options = options_of(ReplayOptions, self, preload=PRELOAD, environment=self.environment)
+        return replay_and_compare(subjects, step, options, self.note)
+
+    def _subject(self, run: Run, begin: int, step: int) -> Subject:
+        """Return a run to compute from a checkpoint at or before `begin`.
+
+        Without options, it has the ranks of `step`.
+        """
+        from samestep.tools.diff import Subject
+
+        starts = [start for start in run.starts if start.get("from_step", 0) < step]
+        processes = 1
+        if starts:
+            processes = starts[-1].get("processes", 1)
+        plan = plan_to_replay(run.folder, begin, trust=self.trust)
+        recipe = plan.recipe
+        if self.processes is not None or self.devices is not None:
+            processes = self.process_range(recipe)[1]
+        resolve_mesh(recipe.strategy, processes, recipe.microbatch_count)
+        return Subject(run.folder, recipe, plan.checkpoint, processes, run.events.checksums)
+
+
+def _compared(logs: Comparison) -> dict[str, list[str]]:
+    checksums = "no steps with checksums of both runs"
+    if logs.first_different is not None:
+        last = logs.last_equal
+        checksums = f"equal up to step {last}, different after step {logs.first_different}"
+    elif logs.compared:
+        steps = plural(logs.compared, "step")
+        checksums = f"equal after {steps}, the last one is step {logs.last_equal}"
+    recipe = [f"{line} (changes the mathematics)" for line in logs.recipe]
+    return {
+        "recipes": recipe + logs.other_keys,
+        "environment": logs.environment,
+        "checksums": [checksums],
+    }
+
+
+def _replayed(replayed: Replayed) -> str:
+    result = f"has the logged {plural(replayed.compared, 'checksum')}"
+    if replayed.first_different is not None:
+        result = f"differs from the log from step {replayed.first_different} on"
+    processes = plural(replayed.processes, "process")
+    steps = f"steps {replayed.first + 1} to {max(replayed.checksums)} on {processes}"
+    return f"{replayed.run}, {steps}: {result}"
+
+
+def _ways(text: str) -> tuple[str, ...]:
+    for name in names(text):
+        if name not in bench.WAYS:
+            expected = f"some of {', '.join(bench.WAYS)}"
+            raise InputError(f"--ways {name}", expected, f"--ways {bench.WAYS[0]}", code="E_VALUE")
+    return names(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench(JsonOption, DeviceOption, RecipeOptions):
+    """Compare the ways to train a recipe on this machine, or numbers of loader processes.
+
+    The ways are one device, DDP and nn.DataParallel on several devices, batches in parts, bf16,
+    compressed gradients, the exact reduction, batch norm of each rank, and additional strategies.
+    All are trained, then timed in turn. Ways that cannot run here are listed with the reason.
+    """
+
+    example: ClassVar = "samestep bench digits --devices 1,2 --layout fsdp --epochs 1 --rounds 2"
+
+    devices: tuple[int, ...] | None = option(
+        "numbers of devices, one rank each (default 1,2,4; with --workers, 1)",
+        "N,N,...",
+        type=integers,
+    )
+    layout: Sequence[str] = option(
+        "additional strategy, such as fsdp or hsdp:shard=2 (docs/guides/strategies/index.md); can "
+        "be repeated",
+        "NAME[:AXIS=N,...]",
+        default=(),
+        action="append",
+    )
+    ways: tuple[str, ...] = option(
+        "ways next to one device and the layouts", "NAME,...", default=bench.WAYS, type=_ways
+    )
+    accumulate: tuple[int, ...] | None = option(
+        "parts of a batch, each a way with the same batch size "
+        f"(default {','.join(map(str, bench.ACCUMULATE))})",
+        "K,K,...",
+        type=integers,
+    )
+    epochs: int | None = option(
+        "training epochs before the evaluation of each way (default: the recipe's; 0: no "
+        "evaluation)",
+        "E",
+        type=count,
+    )
+    workers: tuple[int, ...] | None = option(
+        "numbers of loader processes per rank to compare, with the recipe as it is (without "
+        f"numbers: {','.join(map(str, bench.WORKERS))}); a single number: for all ways",
+        "N,N,...",
+        nargs="?",
+        const=bench.WORKERS,
+        type=counts,
+    )
+    rounds: int = option("trials of each way, interleaved", "N", default=5)
+    steps: int = option("steps per trial, after three warm-up steps", "N", default=20)
+    out: Path | None = option("folder for bench.json (default runs/bench-...)", "DIR")
+
+    def run(self) -> int:
+        """Compare and print."""
+        recipe = load_resolved(self.recipe, self.overrides, self.note)
+        gpus = [] if self.device == "cpu" else gpu_names()
+        workers = self.workers or ()
+        has_ways = self.layout or self.accumulate or self.epochs or self.ways != bench.WAYS
+        if len(workers) > 1 and has_ways:
+            raise option_conflict("--workers with several numbers, and an option of the ways")
+        strategies = [parse_strategy(text) for text in self.layout]
+        # `--accumulate` selects its variants also without their name.
+        ways = self.ways if self.accumulate is None else (*self.ways, "accumulate")
+        variants, absent = bench.contenders(
+            recipe,
+            self.devices or bench.DEVICES,
+            strategies,
+            len(gpus) or None,
+            ways=ways,
+            accumulate=self.accumulate or bench.ACCUMULATE,
+        )
+        options = RunOptions(device=self.device, workers=next(iter(workers), None), quiet=self.json)
+        epochs = recipe.epochs if self.epochs is None else self.epochs
+        plan = bench.Plan(
+            rounds=self.rounds, steps=self.steps, epochs=epochs, options=options, preload=PRELOAD
+        )
+        with output_folder(self.out, f"bench-{Path(self.recipe).stem}") as folder:
+            facts = {"recipe": recipe_data(recipe), "machine": describe_machine(gpus)}
+
+            # After each way: a comparison takes long, and can be stopped.
+            def save(results: dict[str, Any]) -> None:
+                with replacing(folder / "bench.json") as temporary:
+                    temporary.write_text(to_json({**facts, **results}), encoding="utf-8")
+
+            if len(workers) > 1:
+                print_table = bench.show_workers
+                ranks = self.devices or (1,)
+                results = bench.compare_workers(recipe, workers, ranks, plan, self.note)
+                save(results)
+            else:
+                print_table = bench.show
+                results = bench.compare(variants, absent, plan, self.note, save)
+        data = {**facts, **results}
+        if not self.json:
+            print_table(data)
+        self.result({**data, "folder": str(folder)}, f"written     {folder / 'bench.json'}")
+        if data.get("complete", True):
+            return EXIT_DONE
+        return EXIT_STOPPED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(JsonOption, BatchOptions, StrategyOptions, LoaderOptions, SubjectOptions):
+    """Train some steps of a recipe or a script and measure their phases.
+
+    The phases are data loading, forward, backward, communication and optimizer; the slowest rank is
+    named. Traces for Perfetto and TensorBoard are written.
+    """
+
+    example: ClassVar = "samestep profile digits --processes 2 --active 20"
+    group: ClassVar = "measurement"
+
+    warmup: int = option("unmeasured steps at the start", "N", default=4, type=count)
+    active: int = option("measured steps", "N", default=20)
+    traced: int = option(
+        "following steps with torch's profiler (default 3; 0: none)", "N", default=3, type=count
+    )
+    out: Path | None = option(
+        "folder for profile.json and traces (default runs/profile-...)", "DIR"
+    )
+
+    def run(self) -> int:
+        """Train, measure and print."""
+        from samestep.tools import profile
+
+        script = self.script()
+        subject: Any
+        if script is not None:
+            subject = profile.Script(script, tuple(self.script_arguments))
+            _, processes = self.process_range()
+        else:
+            overrides = [*self.strategy_overrides(), *self.overrides]
+            overrides = self.batch_overrides(overrides, self.size)
+            subject = load_resolved(self.recipe, overrides, self.note)
+            _, processes = self.process_range(subject)
+        stem = Path(self.recipe).stem
+        with output_folder(self.out, f"profile-{stem}") as folder:
+            options = options_of(RunOptions, self, quiet=self.json)
+            plan = options_of(profile.Plan, self, folder=folder, options=options)
+            self.note(f"training {plan.steps} steps of {stem} on {plural(processes, 'rank')}")
+            gpus = [] if self.device == "cpu" else gpu_names()
+            environment = self.environment or {}
+            measured = profile.profile(subject, plan, processes, PRELOAD, environment)
+            data = profile.profile_data(subject, plan, measured, describe_machine(gpus))
+            (folder / "profile.json").write_text(to_json(data), encoding="utf-8")
+        if self.json:
+            self.result({**data, "folder": str(folder)})
+        else:
+            profile.show(plan, measured)
+        return EXIT_DONE

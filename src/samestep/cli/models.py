@@ -1,0 +1,248 @@
+"""`samestep eval`, `samestep predict` and `samestep export`: commands for trained models."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, Literal
+
+from samestep.cli.launch import LoaderOptions, call_in_worker, run_as_rank
+from samestep.cli.options import (
+    TRUST,
+    DeviceOption,
+    JsonOption,
+    RunArgument,
+    SetOption,
+    StrategyOptions,
+    argument,
+    option,
+    option_conflict,
+    options_of,
+    output_errors,
+    require_file,
+    require_new_file,
+)
+from samestep.cli.run_plans import RunPlan, plan_from_checkpoint, refuse_script_run
+from samestep.config import RunOptions
+from samestep.errors import EXIT_DONE
+from samestep.launcher.launch import LaunchConfig
+from samestep.loggers.logger import format_metric
+from samestep.recipes.recipe_files import load_recipe, make_recipe, read_dataset_info, recipe_data
+
+_SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt2", "onnx": ".onnx"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
+    """Evaluate a checkpoint of a run, or a file of weights with a recipe.
+
+    Every sample counts once, on any number of processes.
+    """
+
+    example: ClassVar = "samestep eval runs/first --checkpoint best"
+
+    folder: Path = argument("RUN", "directory of the run; with --pretrained, a recipe")
+    checkpoint: str | None = option("best, last, epoch-N, or a step (default best)", "WHICH")
+    trust: bool = option(TRUST, default=False)
+    pretrained: str | None = option(
+        "evaluate these weights (.safetensors, .pth, .pdparams) with the recipe RUN", "FILE"
+    )
+    report: Path | None = option(
+        "write precision, recall and F1 per class: classes.json and confusion.png in DIR", "DIR"
+    )
+
+    def run(self) -> int:
+        """Evaluate and print `loss`, `samples` and the metrics."""
+        if self.rendezvous is not None:
+            plan, values = run_as_rank(
+                self, self.rendezvous, "evaluate", self._plan, self._rank_arguments
+            )
+            if self.rendezvous.rank != 0:
+                return EXIT_DONE
+        else:
+            plan = self._plan(0)
+            processes = self.process_range(plan.recipe)[1]
+            arguments = self._rank_arguments(plan)
+            config = LaunchConfig(self.hang_after)
+            result = self.launch("evaluate", *arguments, processes=processes, config=config)
+            values = result.value
+        by_class = values.pop("by_class", None)  # not part of the printed result
+        data = {"checkpoint": str(plan.checkpoint), "step": plan.step, **values}
+        report: list[str] = []
+        if by_class is not None and self.report is not None:
+            from samestep.metrics.class_report import write_report  # imports numpy
+
+            report = write_report(self.report, by_class, data)
+        width = max(12, *(len(name) + 2 for name in values))
+        lines = [f"{'checkpoint':<{width}}{plan.checkpoint}"]
+        lines += [f"{name:<{width}}{format_metric(name, value)}" for name, value in values.items()]
+        self.result(data, *lines, *report)
+        return EXIT_DONE
+
+    def _rank_arguments(self, plan: RunPlan) -> tuple[Any, ...]:
+        if self.report is not None:
+            value = f"--report {self.report}"
+            with output_errors(value, "a writable folder", "--report with another folder"):
+                self.report.mkdir(parents=True, exist_ok=True)
+        classes = None
+        if self.pretrained is None and self.overrides:  # other data have the classes of the run
+            classes = read_dataset_info(self.folder).classes
+        options = options_of(RunOptions, self, quiet=self.json)
+        return plan.recipe, options, plan.checkpoint, self.report, classes
+
+    def _plan(self, restarts: int) -> RunPlan:
+        if self.report is not None:
+            from samestep.metrics.class_report import require_matplotlib
+
+            require_matplotlib("confusion matrix")
+        if self.pretrained is None:
+            plan = self._plan_of_run()
+        elif self.checkpoint is not None:
+            raise option_conflict("--checkpoint with --pretrained")
+        else:
+            overrides = [*self.strategy_overrides(), *self.overrides]
+            recipe = load_recipe(str(self.folder), overrides)
+            recipe = replace(recipe, model=replace(recipe.model, pretrained=None))
+            # Without a run, the file replaces the folder. A file is not a directory, so no logs are
+            # written.
+            plan = RunPlan(recipe, Path(self.pretrained), Path(self.pretrained))
+        return replace(plan, recipe=plan.recipe.with_microbatches())
+
+    def _plan_of_run(self) -> RunPlan:
+        for override in self.overrides:
+            if not override.startswith("data."):
+                fix = "samestep eval RECIPE --pretrained FILE --set ..."
+                raise option_conflict(f"--set {override} with a run", fix)
+        # The evaluating machine can differ from the training machine: the strategy of the run does
+        # not apply.
+        layout = ["strategy={}", *self.strategy_overrides()]
+        which = self.checkpoint or "best"
+        plan = plan_from_checkpoint(self.folder, which, layout, trust=self.trust)
+        data = recipe_data(plan.recipe)
+        return replace(plan, recipe=make_recipe(data, self.overrides, origin=str(self.folder)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predict(JsonOption, DeviceOption, RunArgument):
+    """Predict with the model of a run for files, or complete a prompt with a language model.
+
+    The files are images or texts, depending on the recipe. The training data is not needed.
+    """
+
+    example: ClassVar = "samestep predict runs/first picture.png"
+
+    files: Sequence[Path] = argument("FILE", "input files", nargs="*", type=Path)
+    out: Path | None = option("folder for predicted masks, for segmentation", "DIR")
+    prompt: str | None = option("text to complete, for language models", "TEXT")
+    tokens: int = option("tokens to generate", "N", default=100)
+
+    def run(self) -> int:
+        """Print one prediction per file, or the completed text."""
+        if (self.prompt is None) == (not self.files):
+            fix = "samestep predict RUN FILE, or samestep predict RUN --prompt TEXT"
+            raise option_conflict("predict needs files, or a prompt for a language model", fix)
+        for file in self.files:
+            require_file(file)
+        plan = plan_from_checkpoint(self.folder, self.checkpoint, [], trust=self.trust)
+        options = RunOptions(device=self.device, quiet=True)
+        model = (plan.recipe, options, read_dataset_info(self.folder), plan.checkpoint)
+        call = partial(call_in_worker, "samestep.recipes.run")
+        if self.prompt is not None:
+            text = call("complete", *model, self.prompt, self.tokens)
+            self.result(text, text["text"])
+            return EXIT_DONE
+        for prediction in call("predict", *model, tuple(self.files), self.out):
+            self.result(prediction, *_prediction_lines(prediction))
+        return EXIT_DONE
+
+
+def _prediction_lines(prediction: dict[str, Any]) -> list[str]:
+    lines = [prediction["file"]]
+    for name, value in prediction.items():
+        if isinstance(value, list):
+            lines += ["  " + "  ".join(map(_format, entry.values())) for entry in value]
+        elif name != "file":
+            lines.append(f"  {name}  {_format(value)}")
+    return lines
+
+
+def _format(value: Any) -> str:
+    if isinstance(value, float) and 0 <= value <= 1:
+        return f"{value:7.2%}"
+    return str(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(JsonOption, RunArgument):
+    """Write the model of a run for other programs, or upload it to the Hugging Face Hub.
+
+    Formats are weights, a torch.export program, or ONNX. The outputs of a program are compared with
+    those of the model. An upload has weights, recipe and model card.
+    """
+
+    example: ClassVar = "samestep export runs/first --format onnx --like picture.png"
+
+    format: Literal["safetensors", "torch", "onnx"] = option("format", default="safetensors")
+    like: Path | None = option("example input; required except for safetensors", "FILE")
+    out: Path | None = option(
+        "output file (default: in the directory of the run); with --hub a new folder, without an "
+        "upload",
+        "PATH",
+    )
+    hub: str | None = option("upload to this repository; created if it does not exist", "USER/NAME")
+    certificate: Path | None = option("for --hub: certificate.json of samestep verify", "FILE")
+
+    def run(self) -> int:
+        """Export the model, and print where it is."""
+        if self.hub is not None:
+            return self._export_to_hub(self.hub)
+        kind = self.format
+        if self.certificate is not None:
+            raise option_conflict("--certificate without --hub", "--hub USER/NAME")
+        if self.like is None and kind != "safetensors":
+            fix = "--like FILE, as for samestep predict"
+            raise option_conflict(f"--format {kind} without --like", fix)
+        plan = plan_from_checkpoint(self.folder, self.checkpoint, [], trust=self.trust)
+        suffix = _SUFFIXES[kind]
+        out = self.out or self.folder / f"model-{plan.step}{suffix}"
+        if out.suffix in _SUFFIXES.values() and out.suffix != suffix:
+            raise option_conflict(f"--out {out} with --format {kind}", f"a {suffix} file")
+        require_new_file(out)
+        if self.like is not None:
+            require_file(self.like)
+        model = (plan.recipe, read_dataset_info(self.folder), plan.checkpoint)
+        output = (kind, out, self.like)
+        try:
+            difference = call_in_worker("samestep.tools.export", "export", *model, *output)
+        except BaseException:
+            out.unlink(missing_ok=True)  # an incomplete file; there was none before
+            raise
+        lines = [f"{'written':<12}{out}"]
+        if difference is not None:
+            lines.append(f"{'agrees':<12}within {difference:.1e} of the largest output")
+        self.result({"path": str(out), "format": kind, "difference": difference}, *lines)
+        return EXIT_DONE
+
+    def _export_to_hub(self, repository: str) -> int:
+        from samestep.tools.export import upload, write_repository
+
+        if self.like is not None or self.format != "safetensors":
+            raise option_conflict("--hub with --format or --like")
+        refuse_script_run(self.folder)
+        # Complete before the upload: a repository never has a part of the files.
+        with TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            facts = write_repository(self.folder, self.checkpoint, self.certificate, folder)
+            if self.out is None:
+                address = upload(folder, facts["step"], repository)
+            else:
+                value = f"--out {self.out}"
+                with output_errors(value, "a new folder", "--out with another folder"):
+                    address = str(shutil.copytree(folder, self.out))
+        lines = (f"{'written':<12}{address}", f"{'sha256':<12}{facts['sha256']}")
+        self.result({**facts, "address": address}, *lines)
+        return EXIT_DONE

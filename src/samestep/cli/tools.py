@@ -1,0 +1,447 @@
+"""`samestep doctor`, `audit`, `top`, `report` and `convert`: commands that train no recipe.
+
+The tools are imported by the commands that use them, so that the other commands stay fast.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
+
+from samestep.checkpoint.files import replacing
+from samestep.cli.commands import PRELOAD
+from samestep.cli.options import (
+    JsonOption,
+    argument,
+    count,
+    option,
+    option_conflict,
+    output_errors,
+    parse_process_count,
+    require_new_file,
+)
+from samestep.config import default_workers
+from samestep.distributed.env import cache_folder
+from samestep.distributed.resources import usable_processors
+from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError, RunError, printable
+from samestep.loggers.logger import format_metric
+from samestep.tools.run_log import parse_finite
+from samestep.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from samestep.tools.doctor import Finding
+    from samestep.tools.top import RunStatus
+
+_REPORT = "report.html"
+_TOP_SECONDS = 1.0  # between updates
+_STYLES = {"silent": "yellow", "gone": "bold red", "missing": "yellow"}
+# Title, format and keys in a rank's line of each column.
+_COLUMNS = (
+    ("step", "{:,.0f}".format, ("step",)),
+    ("samples/s", "{:,.0f}".format, ("samples_per_second",)),
+    ("data", "{:.0%}".format, ("data_share",)),
+    ("wait", "{:.0%}".format, ("wait_share",)),
+    ("CPU", "{:.0f}%".format, ("cpu_percent",)),
+    ("memory", format_bytes, ("memory_bytes",)),
+    ("GPU", "{:.0f}%".format, ("gpu", "use_percent")),
+    ("GPU memory", format_bytes, ("gpu", "memory_bytes")),
+)
+_CONVERTED_SUFFIXES = {".yaml": ".yaml", ".yml": ".yaml", ".pdparams": ".safetensors"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor(JsonOption):
+    """Check packages, GPUs, memory, limits, launcher and runs folder, and run a short self-test.
+
+    Each finding is pass, info, warn or fail; warn and fail include a fix. Nothing is changed. Exit
+    codes: 0 no failure, 2 invalid input, 3 at least one failure.
+    """
+
+    example: ClassVar = "samestep doctor --processes 8 --workers 4"
+
+    processes: str = option(
+        "ranks on this machine (default: one per GPU, else per core)", "N", default="auto"
+    )
+    workers: int | None = option(
+        "loader processes per rank (default: depends on the cores)", "N", type=count
+    )
+    runs: Path = option("folder of runs", "DIR", default=Path("runs"))
+    quick: bool = option("skip the self-test; torch is not imported", default=False)
+    caches: bool = option("list the caches of images in ~/.cache/samestep", default=False)
+    clear_caches: bool = option(
+        "list and remove the caches; runs that use one continue", default=False
+    )
+
+    def run(self) -> int:
+        """Check and print; return 0 without failures and 3 otherwise."""
+        if self.caches or self.clear_caches:
+            self._show_caches()
+            return EXIT_DONE
+        from samestep.tools.doctor import Plan, Verdict, check_machine, read_nvidia
+
+        nvidia = read_nvidia()
+        usable = usable_processors()
+        processes = len(nvidia.gpus) or usable
+        if self.processes != "auto":
+            processes = parse_process_count(self.processes)
+        workers = self.workers
+        if workers is None:
+            workers = default_workers(usable, processes)
+        plan = Plan(processes, workers)
+        findings = list(check_machine(plan, nvidia, self.runs, quick=self.quick, preload=PRELOAD))
+        verdicts = get_args(Verdict)  # the worst one is the last
+        verdict = max((finding.verdict for finding in findings), key=verdicts.index)
+        counts = Counter(finding.verdict for finding in findings)
+        total = ", ".join(f"{counts[name]} {name}" for name in verdicts)
+        data = {
+            "verdict": verdict,
+            "plan": str(plan),
+            "findings": [asdict(finding) for finding in findings],
+        }
+        self.result(data, *_lines(findings), total)
+        if verdict == "fail":
+            return EXIT_DIFFERS
+        return EXIT_DONE
+
+    def _show_caches(self) -> None:
+        from samestep.zoo.sample_cache import list_caches, remove_cache
+
+        caches = list_caches()
+        title = "caches"
+        if self.clear_caches:
+            title = "removed"
+            for cache in caches:
+                remove_cache(cache.name)
+        size = sum(cache.bytes for cache in caches)
+        lines = []
+        for cache in caches:
+            entries = f"{cache.entries} entries  {format_bytes(cache.bytes)}"
+            lines.append(printable(f"{cache.name}  {cache.kind}  {entries}  {cache.source}"))
+        total = f"{title}: {len(caches)}, {format_bytes(size)} in {cache_folder()}"
+        rows = [asdict(cache) for cache in caches]
+        data = {"folder": str(cache_folder()), title: rows, "bytes": size}
+        self.result(data, *lines, total)
+
+
+def _lines(findings: Sequence[Finding]) -> Iterator[str]:
+    for finding in findings:
+        yield f"{finding.verdict}  {finding.name:<24} {finding.value}"
+        if finding.expected is not None:
+            yield f"      {'expected':<24} {finding.expected}"
+            yield f"      {'fix':<24} {finding.fix}"
+
+
+def _command(text: str) -> list[str]:
+    command = shlex.split(text)
+    if not command:
+        raise ValueError
+    return command
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit(JsonOption):
+    """Run a training command, observe its processes, and report mistakes of distributed training.
+
+    The command is one such as torchrun, accelerate launch or python. A finding has evidence and the
+    line of the script, which does not use Samestep and is not changed. Exit codes: 0 no finding, 1
+    nothing was observed, 2 invalid input, 3 findings; if the command fails, its own.
+    """
+
+    example: ClassVar = "samestep audit -- torchrun --nproc-per-node 2 train.py"
+    usage: ClassVar = (
+        "samestep audit [-h] [--steps N] [--against N | --against-command COMMAND] [--json] "
+        "-- COMMAND ..."
+    )
+
+    steps: int = option(
+        "observe the tensors of the first N optimizer steps, then of every 50th step",
+        "N",
+        default=50,
+    )
+    against: int | None = option(
+        "run the command again on N processes, and report the first difference with its cause; "
+        "torchrun and accelerate launch",
+        "N",
+    )
+    against_command: list[str] | None = option(
+        "the same with another command, such as 'python train.py --devices 1'",
+        "COMMAND",
+        type=_command,
+    )
+    script_arguments: Sequence[str] = ()
+
+    def run(self) -> int:
+        """Run, analyse and print; return 3 with findings, or the exit code of a failed command."""
+        from samestep.tools.audit.audit import analyse, print_report, run_observed
+        from samestep.tools.audit.comparison import (
+            ProgramComparison,
+            compare_commands,
+            print_comparisons,
+            reference_command,
+        )
+
+        command = list(self.script_arguments)
+        if not command:
+            value = "samestep audit without a command"
+            fix = "samestep audit -- torchrun --nproc-per-node 2 train.py"
+            raise InputError(value, "a command after --", fix, code="E_MISSING_KEY")
+        reference = self.against_command or []
+        if self.against is not None:
+            if reference:
+                raise option_conflict("--against with --against-command")
+            reference = reference_command(command, self.against)
+
+        def observe(command: Sequence[str], folder: Path, without: Sequence[str] = ()) -> int:
+            return run_observed(command, folder, self.steps, quiet=self.json, without=without)
+
+        with tempfile.TemporaryDirectory(prefix="samestep-audit-") as name:
+            folder = Path(name, "command")
+            folder.mkdir()
+            code = observe(command, folder)
+            analysis = analyse(folder)
+            if not analysis.worlds and code == EXIT_DONE:
+                expected = (
+                    "a Python command that trains with PyTorch: a DataLoader or an optimizer of "
+                    "torch"
+                )
+                fix = f"start the command with the Python of Samestep, {sys.executable}, without -S"
+                raise RunError("nothing was observed", expected, fix, code="E_NOTHING_OBSERVED")
+            comparisons: list[ProgramComparison] = []
+            if reference and code == EXIT_DONE:
+                code, comparisons = compare_commands(
+                    reference, command, folder, Path(name), observe
+                )
+        if self.json:
+            data = {**asdict(analysis), "exit_code": code}
+            if reference:
+                data["against"] = [asdict(comparison) for comparison in comparisons]
+            self.result(data)
+        else:
+            print_report(analysis)
+            print_comparisons(comparisons)
+        # Findings of a failed command are printed, but its own exit code says more.
+        if code != EXIT_DONE:
+            print(f"the command failed with exit code {code}", file=sys.stderr)
+            return code
+        differs = any(comparison.difference is not None for comparison in comparisons)
+        if analysis.findings or differs:
+            return EXIT_DIFFERS
+        return EXIT_DONE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Top(JsonOption):
+    """Show the state of each rank of a run, before, during and after the run.
+
+    The state is read from the run's directory. Ctrl-C ends the view. Without a terminal, the state
+    is printed once.
+    """
+
+    example: ClassVar = "samestep top runs/first --once"
+
+    folder: Path = argument("RUN", "directory of the run")
+    once: bool = option("print the state once and exit", default=False)
+
+    def run(self) -> int:
+        """Show the run once, or until Ctrl-C."""
+        from rich.console import Console
+
+        from samestep.tools.top import read_status
+
+        console = Console()
+        is_view = console.is_terminal and not console.is_dumb_terminal
+        if is_view and not (self.json or self.once):
+            self._follow(console)
+            return EXIT_DONE
+        status = read_status(self.folder)
+        if status is None:
+            value = f"{self.folder} is not a run"
+            expected = "a run directory, which contains recipe.yaml"
+            raise InputError(value, expected, "check the path", code="E_NOT_A_RUN")
+        if self.json:
+            self.result({"run": str(self.folder), **asdict(status)})
+        else:
+            console.print(render(self.folder, status))
+        return EXIT_DONE
+
+    def _follow(self, console: Console) -> None:
+        from rich.live import Live
+        from rich.text import Text
+
+        from samestep.tools.top import read_status
+
+        with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+            try:
+                while True:
+                    status = read_status(self.folder)
+                    view: RenderableType = Text(f"waiting for {self.folder}")
+                    if status is not None:
+                        view = render(self.folder, status)
+                    live.update(view, refresh=True)
+                    time.sleep(_TOP_SECONDS)
+            except KeyboardInterrupt:
+                return
+
+
+def render(folder: Path, status: RunStatus) -> RenderableType:
+    """Return the state, progress and values of a run, and one row per rank."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    parts = [f"{printable(str(folder))}  {status.state}"]
+    if status.epoch or status.epochs:
+        parts.append(f"epoch {status.epoch}/{status.epochs or '?'}")
+    parts.append(f"step {status.step:,}")
+    if status.steps:
+        parts[-1] += f"/{status.steps:,}"
+    if isinstance(status.loss, str):
+        parts.append(f"loss {status.loss}")
+    elif status.loss is not None:
+        parts.append(f"loss {format_metric('loss', status.loss)}")
+    if status.failure:
+        parts.append(f"{status.failure['text']} [{status.failure['code']}]")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    cells = [[_cell(row.line, keys, form) for _, form, keys in _COLUMNS] for row in status.ranks]
+    used = [number for number in range(len(_COLUMNS)) if any(row[number] != "-" for row in cells)]
+    for title in ("rank", *(_COLUMNS[number][0] for number in used), "age"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("activity")  # the only column that shrinks
+    for row, values_of_rank in zip(status.ranks, cells, strict=True):
+        age = "not yet"
+        if row.age_seconds is not None:
+            age = f"{row.age_seconds:.0f} s"
+        if row.sign != "active":
+            age = f"{row.sign} {age}"
+        activity = Text(str(row.line.get("doing", "-")), no_wrap=True, overflow="ellipsis")
+        texts = [str(row.rank), *(values_of_rank[number] for number in used), age]
+        table.add_row(*texts, activity, style=_STYLES.get(row.sign, ""))
+    return Group(Text("  ".join(parts)), table)
+
+
+def _cell(line: Any, keys: tuple[str, ...], form: Any) -> str:
+    for key in keys:
+        line = line.get(key) if isinstance(line, dict) else None
+    value = parse_finite(line)
+    if value is None:
+        return "-"
+    return str(form(value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(JsonOption):
+    """Write one HTML file about one or several runs.
+
+    The page has curves, samples per second, ranks, events and recipes, and needs no other file and
+    no network. Runs can be unfinished.
+    """
+
+    example: ClassVar = "samestep report runs/first runs/second --out both.html"
+
+    folders: Sequence[Path] = argument("RUN", "directory of a run", nargs="+", type=Path)
+    out: Path | None = option(
+        f"output file (default {_REPORT} in the directory of a single run, otherwise in the "
+        "current one)",
+        "FILE",
+    )
+
+    def run(self) -> int:
+        """Write the page and print its path."""
+        from samestep.tools.report import MARK, report_page, summary
+        from samestep.tools.run_log import read_runs
+
+        runs = read_runs(self.folders)
+        out = self.out or Path(_REPORT)
+        if self.out is None and len(runs) == 1:
+            out = self.folders[0] / _REPORT
+        text = report_page(runs)
+        value = f"{out} cannot be written"
+        with output_errors(value, "a file in a writable folder", "--out with another path"):
+            if out.exists():  # only an earlier page is overwritten
+                # By its first bytes: `--out train.py` must not destroy a script.
+                with out.open("rb") as file:
+                    is_earlier = file.read(len(MARK)) == MARK.encode()
+                if not is_earlier:
+                    value = f"{out} is not a report"
+                    expected = "a new file, or an earlier report"
+                    fix = "--out with another name"
+                    raise InputError(value, expected, fix, code="E_OUTPUT")
+            with replacing(out) as temporary:
+                temporary.write_text(text, encoding="utf-8")
+        notes = []
+        for run in runs:
+            texts = [printable(f"{run.name}: {remark}") for remark in run.remarks]
+            notes += [f"{'note':<12}{text}" for text in texts]
+        data = {"report": str(out), "bytes": out.stat().st_size, "runs": list(map(summary, runs))}
+        self.result(data, *notes, f"{'report':<12}{out}")
+        return EXIT_DONE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convert(JsonOption):
+    """Convert a recipe or weights of PaddleViT.
+
+    A YAML file of ViT, DeiT or Swin becomes a recipe, with a line for every key; .pdparams weights
+    of ViT become safetensors with timm's names. No code in a .pdparams file is executed.
+    """
+
+    example: ClassVar = (
+        "samestep convert vit_base_patch16_224.yaml --devices-meant 8 --out mine.yaml"
+    )
+
+    file: Path = argument("FILE", "a .yaml or .pdparams file")
+    out: Path = option("output file", "FILE", required=True)
+    devices_meant: int | None = option(
+        "for a YAML file: number of devices that DATA.BATCH_SIZE, a size per device, was chosen "
+        "for",
+        "N",
+    )
+
+    def run(self) -> int:
+        """Write the converted file and print the conversion of each key or tensor."""
+        file = self.file
+        out = self.out
+        suffix = _CONVERTED_SUFFIXES.get(file.suffix)
+        if suffix is None or out.suffix != suffix:
+            expected = (
+                "a .yaml file for a .yaml file of PaddleViT, a .safetensors file for a .pdparams "
+                "file"
+            )
+            raise InputError(f"{file} and --out {out}", expected, "check the paths")
+        require_new_file(out)
+        if file.suffix == ".pdparams":
+            from safetensors.torch import save
+
+            from samestep.zoo.paddle import read_pdparams
+
+            weights = read_pdparams(file)
+            content = save(weights.tensors)
+            lines = [f"{source} -> {name}" for name, source in weights.sources.items()]
+            lines += [f"{name}: left out, not part of the model" for name in weights.left_out]
+            data: dict[str, Any] = {"names": weights.sources, "left_out": list(weights.left_out)}
+        else:
+            from samestep.tools.convert import convert_recipe
+
+            recipe = convert_recipe(file, self.devices_meant)
+            content = recipe.to_text(file.name).encode()
+            keys = [str(key) for key in recipe.keys]
+            train = shlex.join(["samestep", "train", str(out)])
+            lines = [*keys, f"train with: {train}"]
+            data = {"keys": keys}
+        value = f"{out} cannot be written"
+        with (
+            output_errors(value, "a writable folder", "--out in another folder"),
+            replacing(out) as temporary,
+        ):
+            temporary.write_bytes(content)
+        self.result({"out": str(out), **data}, *lines, f"{'written':<12}{out}")
+        return EXIT_DONE

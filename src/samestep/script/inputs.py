@@ -1,0 +1,427 @@
+"""Inputs of a script that are equal on all ranks: random bytes, standard input, other programs.
+
+Random bytes: `uuid` calls `os.urandom`; `SystemRandom`, `secrets` and NumPy's `SeedSequence` call
+the name of it in `random`. C code is behind `Random.seed` and `torch.seed`, which are replaced, and
+behind `torch.Generator.seed`, which cannot be: the in-step hash finds the difference.
+
+Standard input: rank 0 reads, the others receive what it has read. Descriptor 0 of a rank is that of
+the launcher, in the same process group, although `multiprocessing` has given the null device to
+`sys.stdin`.
+
+Programs that a script runs to their end: rank 0 runs them, the others receive what they have
+returned. A program that a script only starts (`subprocess.Popen`), or that a library runs, runs on
+every rank.
+"""
+
+from __future__ import annotations
+
+import bdb
+import getpass
+import hashlib
+import io
+import locale
+import os
+import pdb
+import random
+import select
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import numpy
+import torch
+
+from samestep.distributed.logging import logger
+from samestep.distributed.status import RankStatus
+from samestep.errors import InputError, RunError
+from samestep.launcher.pickling import pack, unpack
+from samestep.script.replaced import PATHS, replaced
+from samestep.view.in_step import Line, is_library_file, script_line
+
+_BLOCK = 64  # bytes of one hash
+# Names of files, sockets and semaphores, and keys of connections, differ between processes.
+_OWN_BYTES = ("tempfile", "multiprocessing")
+_SEEDING = "samestep.distributed.rng"  # seeds for samples, and restores
+# Modules between a caller and the operating system.
+_PASSED = ("random", "secrets", "uuid", __name__)
+
+# Until rank 0 has input, ranks exchange an empty message after this time, so that none of them
+# counts as hung.
+_PATIENCE_SECONDS = 20.0
+# First byte of a message about standard input.
+_DATA = b"+"
+_OS_ERROR = b"!"
+_END = b"."
+Share = Callable[[bytes | None], bytes]
+
+_POLL_SECONDS = 0.005
+
+
+def _is_main_thread_of(process: int) -> bool:
+    is_main = threading.current_thread() is threading.main_thread()
+    return os.getpid() == process and is_main
+
+
+# --- random bytes ---
+
+
+class EqualBytes:
+    """Random bytes of the main thread of this process; other threads and children have their own.
+
+    The n-th draw of a line of a library on behalf of a line of the script is a function of the
+    seed, the lines and n. Draws in code of one rank only thus leave the draws of other lines equal.
+
+    Args:
+        seed: at least 16 bytes, equal on all ranks and not known to others, as the bytes may become
+            secrets.
+    """
+
+    def __init__(self, seed: bytes) -> None:
+        self._key = hashlib.blake2b(seed).digest()
+        self._draws: Counter[str] = Counter()
+        self._owner = os.getpid(), threading.get_ident()
+        self._urandom = os.urandom
+
+    def __call__(self, size: int) -> bytes:
+        """Return `size` bytes, in place of `os.urandom`."""
+        # By lines, not by one counter: ranks may draw in different order, as rank 0 does in code
+        # of its own.
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__") in _PASSED:
+            frame = frame.f_back
+        is_owner = (os.getpid(), threading.get_ident()) == self._owner
+        if size < 0 or frame is None or not is_owner:
+            return self._urandom(size)
+        module = str(frame.f_globals.get("__name__"))
+        if module.partition(".")[0] in _OWN_BYTES:
+            return self._urandom(size)
+        place = f"{script_line(frame)} {module}:{frame.f_lineno}"
+        self._draws[place] += 1
+        message = f"{place} {self._draws[place]}"
+        blocks = (
+            hashlib.blake2b(f"{message} {number}".encode(), key=self._key).digest()
+            for number in range(-(-size // _BLOCK))
+        )
+        return b"".join(blocks)[:size]
+
+
+@contextmanager
+def equal_entropy(seed: bytes, seeds: MutableMapping[str, tuple[Line, str]]) -> Iterator[None]:
+    """Give equal bytes to all code of the main thread that asks for random ones, in the block.
+
+    Args:
+        seed: as of `EqualBytes`.
+        seeds: receives the line and the text of the last seed of each function that seeds a global
+            generator.
+    """
+    draw = EqualBytes(seed)
+    seed_random = random.Random.seed
+    manual_seed = torch.manual_seed
+
+    def seed_of_random(self: random.Random, a: Any = None, version: int = 2) -> None:
+        if a is None:
+            a = int.from_bytes(draw(32), "little")
+        seed_random(self, a, version)
+
+    def seed_of_torch() -> int:
+        value = int.from_bytes(draw(8), "little")
+        manual_seed(value)
+        return value
+
+    def uuid1(node: int | None = None, clock_seq: int | None = None) -> uuid.UUID:
+        return uuid.UUID(bytes=draw(16), version=1)  # the time would differ
+
+    def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            value = next(iter((*arguments, *options.values())), None)
+            caller = sys._getframe(1)
+            if value is not None and caller.f_globals.get("__name__") != _SEEDING:
+                seeds[name] = script_line(caller), repr(value)[:40]
+            return function(*arguments, **options)
+
+        return call
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(os, urandom=draw))
+        stack.enter_context(replaced(uuid, uuid1=uuid1))
+        stack.enter_context(replaced(random.Random, seed=seed_of_random))
+        python_seed = recorded("random.seed", random._inst.seed)
+        stack.enter_context(replaced(random, _urandom=draw, seed=python_seed))
+        numpy_seed = recorded("numpy.random.seed", numpy.random.seed)
+        stack.enter_context(replaced(numpy.random, seed=numpy_seed))
+        torch_seed = recorded("torch.manual_seed", manual_seed)
+        for module in (torch, torch.random):
+            stack.enter_context(replaced(module, seed=seed_of_torch, manual_seed=torch_seed))
+        yield
+
+
+# --- standard input ---
+
+
+class _Console:
+    """Standard input of rank 0, as one of the ranks sees it.
+
+    Args:
+        rank: this rank.
+        share: a collective of the main thread that returns the bytes of rank 0; other ranks give
+            None.
+    """
+
+    def __init__(self, rank: int, share: Share) -> None:
+        self._is_reader = rank == 0
+        self._share = share
+        self._process = os.getpid()
+        self._getpass = getpass.getpass
+        self.is_terminal = bool(self.receive(lambda: b"y" * os.isatty(0)))
+
+    def receive(self, read: Callable[[], bytes | None]) -> bytes:
+        """Return what `read` returns on rank 0, or raise its error; None means not yet."""
+        if not _is_main_thread_of(self._process):
+            raise _refusal("standard input is read in a thread or a child process")
+        message = b""
+        while not message:
+            own = _message(read) if self._is_reader else None
+            message = self._share(own)
+        if message[:1] == _OS_ERROR:
+            raise OSError(message[1:].decode())
+        if message[:1] == _END:
+            raise EOFError(message[1:].decode())
+        return message[1:]
+
+    def getpass(self, *arguments: Any, **options: Any) -> str:
+        """Return the password that rank 0 has asked for, or a line of the shared input."""
+        if not self.receive(_has_terminal):
+            return getpass.fallback_getpass(*arguments, **options)  # type: ignore[attr-defined, no-any-return]
+        return self.receive(lambda: self._getpass(*arguments, **options).encode()).decode()
+
+
+def _message(read: Callable[[], bytes | None]) -> bytes:
+    try:
+        data = read()
+    except OSError as error:
+        return _OS_ERROR + str(error).encode()
+    except EOFError as error:
+        return _END + str(error).encode()
+    if data is None:
+        return b""
+    return _DATA + data
+
+
+def _has_terminal() -> bytes:
+    with suppress(OSError):
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+        return b"y"
+    return b""
+
+
+class _SharedInput(io.RawIOBase):
+    """Bytes of standard input.
+
+    Text streams above it also serve `input`, which finds no descriptor.
+    """
+
+    def __init__(self, console: _Console) -> None:
+        self._console = console
+
+    def readable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return self._console.is_terminal
+
+    def fileno(self) -> int:
+        problem = "standard input of several processes has no descriptor: use --processes 1"
+        raise io.UnsupportedOperation(problem)
+
+    def readinto(self, buffer: Any) -> int:
+        def read() -> bytes | None:
+            if select.select([0], [], [], _PATIENCE_SECONDS)[0]:
+                return os.read(0, len(buffer))
+            return None
+
+        data = self._console.receive(read)
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _refusal(problem: str) -> InputError:
+    file, line = script_line(sys._getframe(1))
+    return InputError(
+        f"{file}:{line}: {problem}, in a script on several processes",
+        expected="one reader of standard input, in the main thread of each process",
+        fix="samestep run --processes 1",
+        code="E_LAUNCH",
+    )
+
+
+def _refuse_debugger(*_: Any, **__: Any) -> NoReturn:
+    raise _refusal("a debugger")
+
+
+@contextmanager
+def shared_console(rank: int, size: int, share: Share) -> Iterator[None]:
+    """Give the standard input of the launcher to the script, inside the block.
+
+    `input`, `sys.stdin` and `getpass.getpass` return the same on all ranks; debuggers end with an
+    `InputError`. On one process everything is as in plain Python.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        share: returns the bytes that rank 0 gives, on all ranks, which call it in the same order;
+            others give None.
+    """
+    if size == 1:
+        with open(0, encoding=locale.getencoding(), closefd=False) as own, replaced(sys, stdin=own):
+            yield
+        return
+    console = _Console(rank, share)
+    stream = io.TextIOWrapper(io.BufferedReader(_SharedInput(console)), locale.getencoding())
+    with ExitStack() as stack:
+        if rank > 0:
+            stack.enter_context(_without_input())
+        stack.enter_context(replaced(sys, stdin=stream))
+        stack.enter_context(replaced(getpass, getpass=console.getpass))
+        stack.enter_context(replaced(bdb.Bdb, set_trace=_refuse_debugger))
+        stack.enter_context(replaced(pdb.Pdb, interaction=_refuse_debugger))
+        yield
+
+
+@contextmanager
+def _without_input() -> Iterator[None]:
+    """Give the null device to descriptor 0: subprocesses would take input of rank 0."""
+    before = os.dup(0)
+    with open(os.devnull, "rb") as null:
+        os.dup2(null.fileno(), 0)
+    try:
+        yield
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+
+
+# --- programs ---
+
+
+class FirstRankPrograms:
+    """Replacements of functions of `subprocess` and of `os.system` on one rank.
+
+    Args:
+        rank: this rank.
+        folder: temporary folder that all ranks share.
+        status: status of this rank, which waits for rank 0.
+        has_passed: whether rank 0 is at a later point of the script than this rank.
+    """
+
+    def __init__(
+        self, rank: int, folder: str, status: RankStatus, has_passed: Callable[[], bool]
+    ) -> None:
+        self._is_first = rank == 0
+        self._folder = Path(folder)
+        self._status = status
+        self._has_passed = has_passed
+        self._counts: Counter[str] = Counter()
+        self._process = os.getpid()
+        self._is_running = False  # a program that rank 0 alone runs
+        self._named: set[Line] = set()  # lines that start programs
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Let rank 0 alone run the programs that a script runs to their end, inside the block."""
+        of_subprocess = subprocess.run
+        of_os = os.system
+        of_popen = subprocess.Popen.__init__
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            return self._once(lambda: of_subprocess(*arguments, **options))
+
+        def call(*arguments: Any, **options: Any) -> int:  # `check_call` calls it too
+            return int(subprocess.run(*arguments, check=False, **options).returncode)
+
+        def system(command: Any) -> int:
+            return int(self._once(lambda: of_os(command)))
+
+        def start(process: Any, args: Any, *arguments: Any, **options: Any) -> None:
+            if self._is_first and not self._is_running and self._is_of_script():
+                self._name_program(args)
+            of_popen(process, args, *arguments, **options)
+
+        with (
+            replaced(subprocess, run=run, call=call),
+            replaced(subprocess.Popen, __init__=start),
+            replaced(os, system=system),
+        ):
+            yield
+
+    def _name_program(self, program: Any) -> None:
+        """Report a line of the script that starts a program on every rank, once."""
+        line = script_line(sys._getframe(1))
+        if line in self._named:
+            return
+        self._named.add(line)
+        if not isinstance(program, PATHS):
+            program = next(iter(program), "")
+        name = os.fsdecode(program).split(" ")[0]
+        place = f"{os.path.relpath(line[0])}:{line[1]}"
+        logger.info("%s starts the program %r, on every process", place, name)
+
+    def _is_of_script(self) -> bool:
+        """Whether the main thread runs a program in code of the script, not of a library."""
+        if not _is_main_thread_of(self._process):
+            return False
+        frame = sys._getframe(1)
+        passed = ("subprocess", __name__)
+        while frame.f_back is not None and frame.f_globals.get("__name__") in passed:
+            frame = frame.f_back
+        return not is_library_file(frame.f_code.co_filename)
+
+    def _once(self, program: Callable[[], Any]) -> Any:
+        """Return what a program of the script returns on rank 0, or raise its exception."""
+        if not self._is_of_script():
+            return program()
+        file, line = script_line(sys._getframe())
+        place = f"{os.path.basename(file)}-{line}"
+        self._counts[place] += 1
+        path = self._folder / f"program-{place}-{self._counts[place]}"
+        if not self._is_first:
+            return self._received(path, f"{file}:{line}")
+        result: Any = None
+        self._is_running = True
+        try:
+            result = program()
+            return result
+        except (subprocess.SubprocessError, OSError) as error:
+            result = error
+            raise
+        finally:
+            self._is_running = False
+            part = path.with_suffix(".part")
+            part.write_bytes(pack(result))
+            part.rename(path)  # complete or absent
+
+    def _received(self, path: Path, line: str) -> Any:
+        is_passed = False
+        with self._status.waiting("a program of rank 0"):
+            while not path.exists() and not is_passed:
+                time.sleep(_POLL_SECONDS)
+                is_passed = self._has_passed() and not path.exists()
+        result = None
+        if not is_passed:
+            result = unpack(path.read_bytes())
+        if result is None:
+            raise RunError(
+                f"{line}: the program did not run to its end on rank 0",
+                expected="a program that rank 0 can run, at the same point of the script",
+                fix="read the error of rank 0",
+            )
+        if isinstance(result, Exception):
+            raise result
+        return result
