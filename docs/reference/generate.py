@@ -95,8 +95,8 @@ def errors_page() -> str:
     """Return the table of error codes."""
     lines = ["# Error codes", "", NOTE]
     lines += [
-        "Every error has a stable code in square brackets at the end of its first line. Exit codes: 0 done, 1 the run "
-        "failed, 2 the input was invalid, 3 a check did not hold, 130 stopped on request.",
+        "Every error has a stable code in square brackets at the end of its first line. "
+        "Exit codes: 0 done, 1 the run failed, 2 the input was invalid, 3 a check did not hold, 130 stopped on request.",
         "",
         "| code | meaning |",
         "|---|---|",

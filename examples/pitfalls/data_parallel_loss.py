@@ -1,12 +1,11 @@
 """nn.DataParallel with the loss inside the replicas, then `loss.mean()`: a mean of means over uneven chunks.
 
-Mistake: replicas receive chunks of different size (a last batch of 5 samples becomes 2, 2 and 1,
-and the fourth GPU has none), and in the mean of their means the single sample has twice the weight
-of the others.
+Mistake: replicas receive chunks of different size (a last batch of 5 samples becomes 2, 2 and 1, and the fourth GPU has
+none), and in the mean of their means the single sample has twice the weight of the others.
 Rule: only calls of the model are divided; the loss is the mean over the batch.
 
-Without GPUs, nn.DataParallel silently calls the bare module, and the result is correct. This
-example therefore writes out scatter (`Tensor.chunk`), replicas and gather as on four GPUs.
+Without GPUs, nn.DataParallel silently calls the bare module, and the result is correct. This example therefore writes
+out scatter (`Tensor.chunk`), replicas and gather as on four GPUs.
 """
 
 import torch
@@ -63,9 +62,7 @@ def samestep_way() -> float:
 def main() -> tuple[float, float, float]:
     """Print and return the loss of each method."""
     losses = one_device(), usual_way(), samestep.launch(samestep_way, processes=4)
-    for name, loss in zip(
-        ("one device", "DataParallel on 4", "samestep on 4"), losses, strict=True
-    ):
+    for name, loss in zip(("one device", "DataParallel on 4", "samestep on 4"), losses, strict=True):
         print(f"{name:17}  loss {loss:.12f}")
     return losses
 

@@ -1,7 +1,6 @@
 """DistributedSampler repeats the order of the first epoch without `set_epoch`.
 
-Mistake: `sampler.set_epoch(epoch)` is missing, so every epoch has the order of the first, without a
-warning.
+Mistake: `sampler.set_epoch(epoch)` is missing, so every epoch has the order of the first, without a warning.
 Rule: the order is a function of (seed, epoch), and the loader counts epochs.
 """
 

@@ -1,9 +1,7 @@
 """DDP averages gradients over ranks: a mean of means if ranks have different numbers of tokens.
 
-Mistake: each rank's loss is the mean over its local tokens, so tokens on a rank with few tokens
-have more weight.
-Rule: the loss is that of the whole batch, outside of the model; only the calls of the model are
-divided.
+Mistake: each rank's loss is the mean over its local tokens, so tokens on a rank with few tokens have more weight.
+Rule: the loss is that of the whole batch, outside of the model; only the calls of the model are divided.
 """
 
 import math

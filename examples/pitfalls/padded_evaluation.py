@@ -1,7 +1,6 @@
 """Evaluation with a DistributedSampler counts some samples twice.
 
-Mistake: the sampler repeats samples until their number is a multiple of the ranks, and accuracy
-counts the copies.
+Mistake: the sampler repeats samples until their number is a multiple of the ranks, and accuracy counts the copies.
 Rule: every sample counts once, in the loop of one device.
 """
 

@@ -1,1 +1,1 @@
-"""Global view: every process sees whole batches, and the calls of models are divided between them."""
+"""Global view: processes see whole batches, and divide the calls of models between them."""
