@@ -96,7 +96,8 @@ def errors_page() -> str:
     lines = ["# Error codes", "", NOTE]
     lines += [
         "Every error has a stable code in square brackets at the end of its first line. "
-        "Exit codes: 0 done, 1 the run failed, 2 the input was invalid, 3 a check did not hold, 130 stopped on request.",
+        "Exit codes: 0 done, 1 the run failed, 2 the input was invalid, 3 a check did not hold, "
+        "130 stopped on request.",
         "",
         "| code | meaning |",
         "|---|---|",

@@ -48,10 +48,9 @@ def parallel(
 ) -> ModuleType:
     """Divide the calls of a module between the ranks, and return the same module.
 
-    Every rank runs the whole script and gives whole batches to the module. In a call, each rank
-    computes its own rows; outputs, and gradients of parameters and inputs, are those of the whole
-    batch. The class of the module becomes a subclass of its own class. Joins the other ranks if
-    `samestep.init` was not called.
+    In a call with a whole batch, each rank computes its own rows; outputs, and gradients of
+    parameters and inputs, are those of the whole batch. The class of the module becomes a subclass
+    of its own class. Joins the other ranks if `samestep.init` was not called.
 
     Args:
         module: a module with equal parameters on all ranks.
@@ -60,26 +59,20 @@ def parallel(
             divided between ranks. `pp`: consecutive layers on different ranks. None: that of
             `samestep.init`, otherwise `ddp`.
         reduction: `fast`: results are equal to those of one process to rounding. `exact`: the same
-            bits on every number of processes up to `microbatches`, one included. Each microbatch is
-            computed alone, on one thread and by deterministic kernels; compiled code runs
-            uncompiled. One microbatch is a plain call.
+            bits on every number of processes up to `microbatches`. Each microbatch is computed
+            alone, on one thread, by deterministic kernels and uncompiled.
         batch_norm: statistics of the whole batch (`global`), or of the own rows (`local`): then
             results depend on the number of ranks.
-        microbatches: number of slices of a batch, of which each rank owns equally many; at least
-            the number of ranks.
-            None: the rows of the first call with a row for each rank, under `exact` with several
-            rows; at most 8.
+        microbatches: number of slices of a batch, at least the number of ranks. None: the rows of
+            the first call with a row for each rank, under `exact` with several rows; at most 8.
         whole: whether a rank can compute a whole batch. With False, a call that cannot be divided
             is an error.
         strict: raise an error if a call is not divided, with the reason.
-        tensor_slices: slices of matrix products with a tensor axis, a multiple of its size; 1 for
-            its size.
-        tensor_plan: kinds of division by shell pattern of module names; empty for the plans of
-            known models.
+        tensor_slices: slices of matrix products, a multiple of the tensor axis; 1 for its size.
+        tensor_plan: divisions by shell pattern of module names; empty for those of known models.
 
     Raises:
-        InputError: an argument is invalid, there are more ranks than microbatches, or ranks hold
-        different parameters.
+        InputError: an argument is invalid, too many ranks, or ranks hold different parameters.
     """
     _require_arguments(module, reduction, batch_norm)
     if parallel_module(module) is not None:
@@ -96,10 +89,8 @@ def parallel(
     _observe(module, {"strategy": config and config.name, **options})
     _place(module)
     require_microbatches(microbatches, view.ranks.size)
-    has_slices = (
-        view.ranks.size > 1 or tensor_slices > 1 or (reduction == "exact" and microbatches != 1)
-    )
-    if has_slices:  # otherwise its own calls
+    has_slices = reduction == "exact" and microbatches != 1
+    if view.ranks.size > 1 or tensor_slices > 1 or has_slices:  # otherwise its own calls
         _divide(module, owner_of(module, config, tensor_slices, tensor_plan, **options))
     return module
 

@@ -58,9 +58,8 @@ def train(
         accept_changes: code and training data may differ from those of the run so far.
 
     Returns:
-        `stopped`, whether the run ended on request, and `stop_signal`; `step` and `skipped_steps`
-        of the run; `has_failed`, whether most were skipped; `evaluation`, values of the last one;
-        `best`, best value of the deciding metric; `seconds` since the start; `samples_per_second`.
+        `stopped` on request, and `stop_signal`; `step` and `skipped_steps` of the run; `has_failed`,
+        if most were skipped; `evaluation`, the last one; `best`; `seconds`; `samples_per_second`.
     """
     with (
         start_world(recipe, options) as world,

@@ -70,14 +70,7 @@ def watch(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> Watched:
-    """Compute a whole call and report its effects by other ways than arguments and outputs.
-
-    Args:
-        module: the module that is called.
-        compute: function that computes the call; run once. Its exceptions propagate.
-        arguments: positional arguments of the call.
-        options: keyword arguments of the call.
-    """
+    """Compute a whole call, and report its effects beside arguments and outputs."""
     received, spec = tree_flatten((arguments, options))
     tensors = [leaf for leaf in received if isinstance(leaf, torch.Tensor)]
     marks = _marks(tensors)

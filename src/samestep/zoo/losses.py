@@ -33,14 +33,7 @@ def cross_entropy(
         InputError: the shapes do not match, a target is not the number of an output, or an option
         is invalid.
     """
-    is_number = isinstance(label_smoothing, int | float)
-    if not is_number or not 0 <= label_smoothing <= 1:  # torch ignores negative values
-        raise InputError(
-            f"label_smoothing is {label_smoothing!r}",
-            "a number from 0 to 1",
-            "such as 0.1; 0 for none",
-            code="E_VALUE",
-        )
+    _require_share(label_smoothing)
     logits = _at_least_32_bits(outputs)
     weights = _class_weights(weight, logits)
     if targets.is_floating_point():
@@ -76,13 +69,28 @@ def cross_entropy(
             label_smoothing=label_smoothing,
         )
     except IndexError as error:
+        raise _unknown_class(classes, error) from error
+
+
+def _unknown_class(classes: int, error: IndexError) -> InputError:
+    return InputError(
+        f"the model has {classes} outputs per target, and one of the targets is not a number of "
+        f"them: {error}",
+        expected=f"class numbers from 0 to {classes - 1}, or ignore_index",
+        fix="give the model one output per class (num_classes), or correct the targets",
+        code="E_SHAPE",
+    )
+
+
+def _require_share(label_smoothing: float) -> None:
+    is_number = isinstance(label_smoothing, int | float)
+    if not is_number or not 0 <= label_smoothing <= 1:  # torch ignores negative values
         raise InputError(
-            f"the model has {classes} outputs per target, and one of the targets is not a number "
-            f"of them: {error}",
-            expected=f"class numbers from 0 to {classes - 1}, or ignore_index",
-            fix="give the model one output per class (num_classes), or correct the targets",
-            code="E_SHAPE",
-        ) from error
+            f"label_smoothing is {label_smoothing!r}",
+            "a number from 0 to 1",
+            "such as 0.1; 0 for none",
+            code="E_VALUE",
+        )
 
 
 def bce_with_logits(

@@ -153,25 +153,7 @@ def transformers_model(name: str) -> Builder:
     transformers = import_optional("transformers", f"model transformers:{name}")
     transformers.utils.logging.disable_progress_bar()  # of loading weights
     is_folder = "/" in name
-    if is_folder:
-        require_path(
-            Path(name) / "config.json",
-            "file",
-            "a folder of save_pretrained; models are not downloaded",
-            "download the model first (hf download NAME --local-dir FOLDER), or name a class",
-        )
-    elif name not in (kinds := _kinds()):
-        meant = suggest(name, kinds)
-        fix = "choose a class of transformers"
-        if meant is not None:
-            fix = f"did you mean transformers:{meant}?"
-        raise RecipeError(
-            f"transformers has no model {name!r}",
-            expected="a class for image or sequence classification or a causal language model; "
-            "or a folder (./FOLDER)",
-            fix=fix,
-            code="E_UNKNOWN_NAME",
-        )
+    _require_model(name, is_folder=is_folder)
 
     def build(
         *,
@@ -215,6 +197,28 @@ def transformers_model(name: str) -> Builder:
         return model  # type: ignore[no-any-return]
 
     return build
+
+
+def _require_model(name: str, *, is_folder: bool) -> None:
+    if is_folder:
+        require_path(
+            Path(name) / "config.json",
+            "file",
+            "a folder of save_pretrained; models are not downloaded",
+            "download the model first (hf download NAME --local-dir FOLDER), or name a class",
+        )
+    elif name not in (kinds := _kinds()):
+        meant = suggest(name, kinds)
+        fix = "choose a class of transformers"
+        if meant is not None:
+            fix = f"did you mean transformers:{meant}?"
+        raise RecipeError(
+            f"transformers has no model {name!r}",
+            expected="a class for image or sequence classification or a causal language model; "
+            "or a folder (./FOLDER)",
+            fix=fix,
+            code="E_UNKNOWN_NAME",
+        )
 
 
 def _kinds() -> dict[str, str]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.optim.optimizer import Optimizer
 
-from samestep.tools.audit.hooks import user_line
+from samestep.tools.audit.events import user_line
 from samestep.tools.audit.session import Session, state_hash
 
 _STEPS = 10  # with observed calls of dropout

@@ -27,7 +27,7 @@ from torch.utils.data import (
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import fetch as torch_fetch
 
-from samestep.tools.audit.hooks import user_line
+from samestep.tools.audit.events import user_line
 from samestep.tools.audit.session import Session, sample_numbers, state_hash
 
 _HASHED_BATCHES = 64  # of a pass

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from samestep.tools.audit.hooks import EventWriter
+from samestep.tools.audit.events import EventWriter
 
 _INTERVAL = 50  # steps between observations after the first ones
 

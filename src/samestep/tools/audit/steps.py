@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from samestep.tools.audit.hooks import user_line
+from samestep.tools.audit.events import user_line
 from samestep.tools.audit.session import Session
 
 _TENSORS = 8  # of a step

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from samestep.tools.audit.data_findings import data_findings
-from samestep.tools.audit.hooks import EventWriter
+from samestep.tools.audit.events import EventWriter
 from samestep.tools.audit.step_findings import differs, step_findings
 from samestep.tools.audit.worlds import World, group_worlds, matching_passes, read_events
 
