@@ -12,7 +12,9 @@ from PIL import Image
 
 def ball(shape: tuple[int, ...], centre: list[float], radius: float) -> numpy.ndarray:
     """Return ones within a radius of a point, zeros elsewhere."""
-    distance = sum((axis - middle) ** 2 for axis, middle in zip(numpy.indices(shape), centre, strict=True))
+    distance = sum(
+        (axis - middle) ** 2 for axis, middle in zip(numpy.indices(shape), centre, strict=True)
+    )
     return (distance <= radius**2).astype(numpy.uint8)
 
 
@@ -22,7 +24,11 @@ def draw(folder: Path, count: int, dimensions: int) -> None:
         (folder / part).mkdir(parents=True, exist_ok=True)
     random = numpy.random.default_rng(0)
     for number in range(count):
-        shape = tuple(int(side) for side in random.integers(60, 90, 2)) if dimensions == 2 else (20, 24, 28)
+        shape = (
+            tuple(int(side) for side in random.integers(60, 90, 2))
+            if dimensions == 2
+            else (20, 24, 28)
+        )
         radius = random.uniform(4, 9)
         mask = ball(shape, [random.uniform(radius, side - radius) for side in shape], radius)
         values = random.normal(80, 25, shape) + 70 * mask
@@ -37,7 +43,9 @@ def draw(folder: Path, count: int, dimensions: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Generate images, volumes and masks for segmentation.")
+    parser = argparse.ArgumentParser(
+        description="Generate images, volumes and masks for segmentation."
+    )
     parser.add_argument("images", type=Path, help="folder for images and their masks")
     parser.add_argument("volumes", type=Path, help="folder for volumes and their masks")
     arguments = parser.parse_args()

@@ -15,8 +15,12 @@ def train() -> str:
     torch.manual_seed(0)
     inputs = torch.randn(1000, 20)
     dataset = TensorDataset(inputs, inputs[:, :5].argmax(dim=1))
-    model = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 5))
-    model = samestep.parallel(model, reduction="exact", strict=True)  # strict divides small calls too
+    model = nn.Sequential(
+        nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 5)
+    )
+    model = samestep.parallel(
+        model, reduction="exact", strict=True
+    )  # strict divides small calls too
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     batches = samestep.loader(dataset, batch_size=64, shuffle=True)
     for _ in range(5):

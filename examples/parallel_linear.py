@@ -22,7 +22,11 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.up, self.down = nn.Linear(INPUTS, 16), nn.Linear(16, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.first, self.up, self.down = (
+            nn.Linear(INPUTS, 16),
+            nn.Linear(16, WIDTH),
+            nn.Linear(WIDTH, CLASSES),
+        )
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -43,7 +47,9 @@ class ByHand(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         # The gradient of the inputs covers only the columns of this rank; no all-reduce adds the other ranks'.
-        hidden = torch.relu(functional.linear(torch.tanh(self.first(inputs)), self.up, self.up_bias))
+        hidden = torch.relu(
+            functional.linear(torch.tanh(self.first(inputs)), self.up, self.up_bias)
+        )
         # Each rank draws the same mask for its columns, and one process draws another.
         outputs = functional.linear(self.dropout(hidden), self.down)
         dist.all_reduce(outputs)  # not recorded by autograd
@@ -57,7 +63,9 @@ def net_and_data() -> tuple[Net, torch.Tensor, torch.Tensor]:
     return Net().double(), inputs, inputs[:, :CLASSES].argmax(dim=1)
 
 
-def result_of(net: nn.Module, first: nn.Linear, inputs: torch.Tensor, targets: torch.Tensor) -> Result:
+def result_of(
+    net: nn.Module, first: nn.Linear, inputs: torch.Tensor, targets: torch.Tensor
+) -> Result:
     """Return the loss and the gradient of the first layer."""
     torch.manual_seed(0)
     loss = functional.cross_entropy(net(inputs), targets)
@@ -82,12 +90,19 @@ def by_plan() -> Result:
 
 def main() -> None:
     loss, gradient = samestep.launch(by_plan, processes=1)
-    print(f"one process:          loss {loss:.4f}, gradient of the first layer {gradient.norm():.4f}")
-    for name, function in {"by hand on two ranks:": by_hand, "by a plan on two:    ": by_plan}.items():
+    print(
+        f"one process:          loss {loss:.4f}, gradient of the first layer {gradient.norm():.4f}"
+    )
+    for name, function in {
+        "by hand on two ranks:": by_hand,
+        "by a plan on two:    ": by_plan,
+    }.items():
         other, other_gradient = samestep.launch(function, processes=2)
         equal = abs(other - loss) < 1e-12 and bool((other_gradient - gradient).abs().max() < 1e-12)
         verdict = "equal" if equal else "wrong"
-        print(f"{name} loss {other:.4f}, gradient of the first layer {other_gradient.norm():.4f}, {verdict}")
+        print(
+            f"{name} loss {other:.4f}, gradient of the first layer {other_gradient.norm():.4f}, {verdict}"
+        )
 
 
 if __name__ == "__main__":

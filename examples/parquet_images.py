@@ -16,8 +16,12 @@ def main() -> None:
     for number in range(FILES):
         folder = Path("photos_val" if number == FILES - 1 else "photos")
         folder.mkdir(exist_ok=True)
-        rows = [{"image": path.read_bytes(), "label": path.parent.name} for path in paths[number::FILES]]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{number}.parquet", row_group_size=20)
+        rows = [
+            {"image": path.read_bytes(), "label": path.parent.name} for path in paths[number::FILES]
+        ]
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(rows), folder / f"{number}.parquet", row_group_size=20
+        )
 
 
 main()

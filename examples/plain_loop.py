@@ -9,7 +9,9 @@ import samestep
 torch.manual_seed(0)
 inputs = torch.randn(1000, 20)
 targets = inputs[:, :5].argmax(dim=1)
-model = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 5))
+model = nn.Sequential(
+    nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 5)
+)
 model = samestep.parallel(model)  # the added line
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 

@@ -11,7 +11,12 @@ data = TensorDataset(inputs, inputs[:, :10].argmax(dim=1))
 train, test = torch.utils.data.random_split(data, [1600, 400])
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = nn.Sequential(
-    nn.Linear(64, 512), nn.ReLU(), nn.Dropout(0.1), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
+    nn.Linear(64, 512),
+    nn.ReLU(),
+    nn.Dropout(0.1),
+    nn.Linear(512, 512),
+    nn.ReLU(),
+    nn.Linear(512, 10),
 )
 model.to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -26,7 +31,8 @@ for epoch in range(3):
     model.eval()
     with torch.no_grad():
         correct = sum(
-            (model(batch.to(device)).argmax(1).cpu() == targets).sum() for batch, targets in DataLoader(test, 256)
+            (model(batch.to(device)).argmax(1).cpu() == targets).sum()
+            for batch, targets in DataLoader(test, 256)
         )
     print(f"epoch {epoch + 1}  loss {loss:.4f}  accuracy {correct / len(test):.2%}")
 torch.save(model.state_dict(), "model.pt")

@@ -23,13 +23,20 @@ class Digits(lightning.LightningModule):
 
     def test_step(self, batch, number):
         inputs, targets = batch
-        self.log("loss", nn.functional.cross_entropy(self.net(inputs), targets), batch_size=len(targets))
+        self.log(
+            "loss", nn.functional.cross_entropy(self.net(inputs), targets), batch_size=len(targets)
+        )
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+quiet = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", devices=1, **quiet)
 model = Digits()
 trainer.fit(model, DataLoader(train, batch_size=64))

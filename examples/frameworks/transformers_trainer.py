@@ -8,7 +8,10 @@ from transformers import Trainer, TrainingArguments
 
 torch.manual_seed(0)
 images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
-data = [{"inputs": image.float() / 16, "labels": label} for image, label in zip(images, labels, strict=True)]
+data = [
+    {"inputs": image.float() / 16, "labels": label}
+    for image, label in zip(images, labels, strict=True)
+]
 train, test = random_split(data, [1400, 397])
 
 

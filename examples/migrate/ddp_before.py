@@ -11,7 +11,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, rand
 
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+device = (
+    torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if torch.cuda.is_available()
+    else torch.device("cpu")
+)
 
 torch.manual_seed(0)
 images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))

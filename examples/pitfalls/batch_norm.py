@@ -31,12 +31,16 @@ def model_and_data() -> tuple[nn.Sequential, TensorDataset]:
     """Return a small network with batch norm, and one batch of 32 samples."""
     torch.manual_seed(0)
     inputs = torch.randn(32, 8, dtype=torch.float64)
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)).double()
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)
+    ).double()
     return model, TensorDataset(inputs, inputs[:, :3].argmax(dim=1))
 
 
 def result_of(model: nn.Sequential) -> Result:
-    gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [
+        parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None
+    ]
     return Result(torch.cat(gradients).tolist(), model[1].running_var.tolist())
 
 
@@ -85,9 +89,13 @@ def main() -> dict[str, tuple[float, float]]:
         results = samestep.launch(on_ranks, f"file://{folder}/group", processes=4)
     distances = {}
     for name, result in zip(("DDP on 4", "samestep on 4"), results, strict=True):
-        gradient, variance = (math.dist(*pair) / norm for *pair, norm in zip(result, whole, norms, strict=True))
+        gradient, variance = (
+            math.dist(*pair) / norm for *pair, norm in zip(result, whole, norms, strict=True)
+        )
         distances[name] = gradient, variance
-        print(f"{name:13}  relative error: gradient {gradient:.2g}, running variance {variance:.2g}")
+        print(
+            f"{name:13}  relative error: gradient {gradient:.2g}, running variance {variance:.2g}"
+        )
     return distances
 
 

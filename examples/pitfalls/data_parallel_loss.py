@@ -62,7 +62,9 @@ def samestep_way() -> float:
 def main() -> tuple[float, float, float]:
     """Print and return the loss of each method."""
     losses = one_device(), usual_way(), samestep.launch(samestep_way, processes=4)
-    for name, loss in zip(("one device", "DataParallel on 4", "samestep on 4"), losses, strict=True):
+    for name, loss in zip(
+        ("one device", "DataParallel on 4", "samestep on 4"), losses, strict=True
+    ):
         print(f"{name:17}  loss {loss:.12f}")
     return losses
 

@@ -44,7 +44,9 @@ def usual_way(world: World, seed: int) -> Rows:
     """One batch of DistributedSampler and DataLoader after `torch.manual_seed`."""
     torch.manual_seed(seed)
     model, data, rows = dropout(), Noisy(), torch.zeros(SAMPLES, WIDTH)
-    for inputs, indices in DataLoader(data, SAMPLES // world.size, sampler=DistributedSampler(data, shuffle=False)):
+    for inputs, indices in DataLoader(
+        data, SAMPLES // world.size, sampler=DistributedSampler(data, shuffle=False)
+    ):
         record(rows, model(inputs), indices)
     dist.all_reduce(rows)
     return rows.tolist()
@@ -66,7 +68,11 @@ def on_ranks(address: str) -> dict[str, Rows]:
     world = samestep.init(device="cpu")
     ours = samestep_way()
     dist.init_process_group("gloo", init_method=address, rank=world.rank, world_size=world.size)
-    return {"one seed": usual_way(world, 0), "seed + rank": usual_way(world, world.rank), "samestep": ours}
+    return {
+        "one seed": usual_way(world, 0),
+        "seed + rank": usual_way(world, world.rank),
+        "samestep": ours,
+    }
 
 
 def counts(rows: Rows, alone: Rows) -> tuple[int, int, int]:
@@ -79,11 +85,15 @@ def counts(rows: Rows, alone: Rows) -> tuple[int, int, int]:
 def main() -> dict[str, tuple[int, int, int]]:
     """Print and return the counts of each method."""
     with TemporaryDirectory() as folder:
-        alone, together = (samestep.launch(on_ranks, f"file://{folder}/{size}", processes=size) for size in (1, 4))
+        alone, together = (
+            samestep.launch(on_ranks, f"file://{folder}/{size}", processes=size) for size in (1, 4)
+        )
     result = {"samestep on 1": counts(alone["samestep"], alone["samestep"])}
     result |= {f"{name} on 4": counts(rows, alone[name]) for name, rows in together.items()}
     for name, (masks, noises, same) in result.items():
-        print(f"{name:16}  {SAMPLES} samples: {masks:2} masks, {noises:2} augmentations, {same:2} as on one process")
+        print(
+            f"{name:16}  {SAMPLES} samples: {masks:2} masks, {noises:2} augmentations, {same:2} as on one process"
+        )
     return result
 
 

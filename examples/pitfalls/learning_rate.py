@@ -23,7 +23,9 @@ def model_and_data() -> tuple[nn.Module, TensorDataset]:
     """Return a small classifier and 512 samples."""
     torch.manual_seed(0)
     inputs = torch.randn(512, 20)
-    return nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 5)), TensorDataset(inputs, inputs[:, :5].argmax(1))
+    return nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 5)), TensorDataset(
+        inputs, inputs[:, :5].argmax(1)
+    )
 
 
 def result_of(model: nn.Module, data: TensorDataset, steps: int) -> Result:
@@ -76,7 +78,10 @@ def on_ranks(address: str) -> tuple[Result, Result]:
 def main() -> tuple[list[Result], list[Result]]:
     """Print and return the results of both methods on 1, 2 and 4 processes."""
     with TemporaryDirectory() as folder:
-        pairs = [samestep.launch(on_ranks, f"file://{folder}/{size}", processes=size) for size in PROCESSES]
+        pairs = [
+            samestep.launch(on_ranks, f"file://{folder}/{size}", processes=size)
+            for size in PROCESSES
+        ]
     usual, ours = zip(*pairs, strict=True)
     for name, results in (("lr x ranks", usual), ("samestep", ours)):
         for size, (steps, loss) in zip(PROCESSES, results, strict=True):

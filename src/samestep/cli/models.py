@@ -150,7 +150,7 @@ class Predict(JsonOption, DeviceOption, RunArgument):
         plan = plan_from_checkpoint(self.folder, self.checkpoint, [], trust=self.trust)
         options = RunOptions(device=self.device, quiet=True)
         model = (plan.recipe, options, read_dataset_info(self.folder), plan.checkpoint)
-        call = partial(call_in_worker, "samestep.recipes.run")
+        call = partial(call_in_worker, "samestep.recipes.predict")
         if self.prompt is not None:
             text = call("complete", *model, self.prompt, self.tokens)
             self.result(text, text["text"])

@@ -89,11 +89,12 @@ def move(data: Any, device: torch.device) -> Any:
         # Batches of tokenizers have such a method, which would change the original.
         return hasattr(type(value), "to") and not isinstance(value, dict | UserDict)
 
-    def moved(value: Any) -> Any:
-        try:
-            # The host would read a copy from an accelerator before its end.
-            return value.to(device, non_blocking=is_accelerator(device))
-        except TypeError:  # a method without the option
-            return value.to(device)
+    return _map_nested(data, lambda value: _to(value, device), is_leaf)
 
-    return _map_nested(data, moved, is_leaf)
+
+def _to(value: Any, device: torch.device) -> Any:
+    try:
+        # The host would read a copy from an accelerator before its end.
+        return value.to(device, non_blocking=is_accelerator(device))
+    except TypeError:  # a method without the option
+        return value.to(device)

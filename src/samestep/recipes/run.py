@@ -58,8 +58,8 @@ def train(
         accept_changes: code and training data may differ from those of the run so far.
 
     Returns:
-        `stopped` on request, and `stop_signal`; `step` and `skipped_steps` of the run; `has_failed`,
-        if most were skipped; `evaluation`, the last one; `best`; `seconds`; `samples_per_second`.
+        `stopped` on request, and `stop_signal`; `step` and `skipped_steps` of the run; `has_failed`
+        if most were skipped; last `evaluation`; `best`; `seconds`; `samples_per_second`.
     """
     with (
         start_world(recipe, options) as world,

@@ -28,7 +28,7 @@ def outcomes(options: dict[str, Any], reduction: Any) -> dict[str, Any]:
     owner = parallel_module(model)
     assert owner is not None or world.size == 1
     divided = 0 if owner is None else owner.summary.divided
-    slices = None if owner is None else owner._slices(16)
+    slices = None if owner is None else owner._slices_of(16)
     rows = [] if slices is None else [stop - start for start, stop in slices.by_rank]
     return {"gradients": gradients, "divided": divided, "rows": rows}
 
