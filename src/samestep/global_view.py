@@ -299,7 +299,10 @@ def _strategy(
     if has_shards:
         from samestep.strategies.fsdp import Gathered, Sharded  # slow to import
 
-        kind = partial(Gathered if is_exact or is_part else Sharded, is_exact=is_exact)
+        kind = Sharded
+        if is_exact or is_part:
+            kind = Gathered
+        kind = partial(kind, is_exact=is_exact)
     elif shape.tensor > 1 or shape.pipeline > 1 or slices > 1:
         from samestep.strategies.split import Split  # slow to import
 

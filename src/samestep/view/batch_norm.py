@@ -243,7 +243,10 @@ class _Normalize(torch.autograd.Function):
         needed = ctx.needs_input_grad[3:]
         results: list[Tensor | None] = [None, None, None]
         for gradient, is_needed, dtype in zip(collected, needed, ctx.types, strict=True):
-            results.append(gradient.to(dtype) if is_needed and gradient is not None else None)
+            result = None
+            if is_needed and gradient is not None:
+                result = gradient.to(dtype)
+            results.append(result)
         return tuple(results)
 
 
