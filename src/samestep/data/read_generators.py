@@ -154,6 +154,16 @@ class OwnGenerators:
     def __bool__(self) -> bool:
         return bool(self._all)
 
+    def states(self) -> list[str]:
+        """Return their states, to be compared."""
+        states = []
+        for generator in self._all:
+            state = _state(generator)
+            if isinstance(state, torch.Tensor):
+                state = state.numpy().tobytes()  # a tensor's text is an abbreviation
+            states.append(repr(state))
+        return states
+
     def seed(self, seed: int) -> None:
         """Seed them, each in another way."""
         for number, generator in enumerate(self._all, start=1):

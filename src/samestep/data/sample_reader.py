@@ -238,14 +238,15 @@ class SampleReader(Dataset[Any]):
         """Read a whole batch, and decide how others are read."""
         begin = PlainAttributes(self.dataset, self._collate)
         with preserved_generators(), self.generators.preserved():
-            before = generator_state()
+            before = self._states()
             read = self._unseeded(request)
-            draws = bool(self.generators) or generator_state() != before
+            has_drawn = self._states() != before
+            draws = has_drawn or bool(self.generators)
             if draws:
                 begin.restore()
                 read = self._seeded(request)
             end = PlainAttributes(self.dataset, self._collate)
-            if self._is_repeatable(request, read, draws=draws):
+            if self._is_repeatable(request, read, draws=draws, has_drawn=has_drawn):
                 end.restore()
                 data, decision = self._decided(request._replace(draws=draws), read)
                 return Reading(data, len(read.samples), skipped=read.skipped, decision=decision)
@@ -255,16 +256,32 @@ class SampleReader(Dataset[Any]):
         data = self._collate(samples)
         return Reading(data, len(samples), skipped=skipped, decision=decision)
 
-    def _is_repeatable(self, request: Request, read: _Samples, *, draws: bool) -> bool:
-        """Whether some samples are the same when they are read again in another order."""
+    def _is_repeatable(
+        self, request: Request, read: _Samples, *, draws: bool, has_drawn: bool
+    ) -> bool:
+        """Whether samples are the same, and draw again, when they are read in another order."""
+        if not read.samples:
+            return True
         last = len(read.samples) - 1
-        for number in sorted({0, last // 2, last} & set(range(last + 1)), reverse=True):
+        probed = sorted({0, last // 2, last}, reverse=True)
+        draws_again = not has_drawn
+        others = [number for number in range(last) if number not in probed]
+        for number in [*probed, *others]:
+            if number in others and draws_again:
+                break
             position = read.positions[number]
             if draws:
                 self._seed("sample", request, position)
+            before = self._states()
             if not equal(read.samples[number], self._plain([request.indices[position]])[0]):
                 return False
-        return True
+            draws_again = draws_again or self._states() != before
+        # A cache of augmented samples draws in the first read only: its samples are those of the
+        # epoch in which this process has read them first.
+        return draws_again
+
+    def _states(self) -> tuple[Any, list[str]]:
+        return generator_state(), self.generators.states()
 
     def _decided(self, request: Request, read: _Samples) -> tuple[Any, Decision]:
         """Return the collated samples, and how the loader reads."""

@@ -27,6 +27,7 @@ from helpers.forked_ranks import Job, run_jobs
 from helpers.view_checks import run_checks
 from samestep.data.batch import map_tensors
 from samestep.data.batch_plan import content_of, equal
+from samestep.distributed.rng import seed_generators
 from samestep.errors import DataError
 from samestep.launcher.job import process_state
 from samestep.view.rows import gathered
@@ -96,6 +97,19 @@ class Hidden(Points):
     def __getitem__(self, index: int, /) -> Any:
         self.reads[index] += 1
         return index, GENERATOR.random()
+
+
+class Caching(Drawing):
+    """Samples with draws, which are kept."""
+
+    def __init__(self, *, owns: bool = False) -> None:
+        super().__init__(owns=owns)
+        self._kept: dict[int, Any] = {}
+
+    def __getitem__(self, index: int, /) -> Any:
+        if index not in self._kept:
+            self._kept[index] = super().__getitem__(index)
+        return self._kept[index]
 
 
 class Lines(Points):
@@ -348,6 +362,8 @@ def run(workers: int) -> dict[str, list[Any]]:
         checks |= {
             "counting": lambda: _compare_with_memory(Counting),
             "hidden": lambda: _compare_with_memory(Hidden),
+            "caching": lambda: _compare_with_memory(Caching),
+            "caching with a generator": lambda: _compare_with_memory(lambda: Caching(owns=True)),
         }
     return run_checks(checks)
 
@@ -357,6 +373,7 @@ def _compare_with_memory(make: Callable[[], Points]) -> dict[str, Any]:
     GENERATOR.seed(3)
     expected = _epochs(DataLoader(make(), BATCH))  # type: ignore[arg-type]
     GENERATOR.seed(3)
+    seed_generators(3)
     batches = samestep.loader(make(), BATCH)
     got = _epochs(batches)
     return {"torch": equal(got, expected), "content": content_of(got), "decision": _decision(batches)}
@@ -458,8 +475,10 @@ def test_data_sets_with_a_memory_are_read_as_by_torch(size: int) -> None:
     reason = "samples depend on those that were read before"
     results = found(size, 0)
     assert [one["torch"] for one in results["counting"]] == [True] * size
-    assert [one["decision"] for one in results["counting"] + results["hidden"]] == [["plain", False, reason]] * 2 * size
-    assert [one["content"] for one in results["hidden"]] == [found(2, 0)["hidden"][0]["content"]] * size
+    assert [one["decision"] for one in results["counting"]] == [["plain", False, reason]] * size
+    for kind in ("hidden", "caching", "caching with a generator"):
+        assert [one["decision"] for one in results[kind]] == [["plain", False, reason]] * size
+        assert [one["content"] for one in results[kind]] == [found(2, 0)[kind][0]["content"]] * size
 
 
 @pytest.mark.parametrize(("size", "workers"), SETTINGS)
