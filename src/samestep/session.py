@@ -175,7 +175,6 @@ def join(options: SessionOptions) -> World:
 
 @contextmanager
 def _session(options: SessionOptions) -> Iterator[World]:
-    """Join the other ranks, and yield the world."""
     worker = process_state.worker
     status = local_rank_status() if worker is None else worker.rank_status
     status.is_free = options.is_private
@@ -346,7 +345,6 @@ class UncaughtErrors:
 
 
 def _end_script(world: World, uncaught: UncaughtErrors, *, is_adopted: bool) -> None:
-    """End the session at the exit of the interpreter."""
     error: BaseException | None = getattr(sys, "last_value", None)
     if process_state.external_job is not None and not is_adopted and isinstance(error, Exception):
         # The destructor of a process group waits for collectives in progress, which other ranks may

@@ -402,7 +402,6 @@ def _load_model(
     model: torch.nn.Module,
     parameters: SavedParameters,
 ) -> None:
-    """Load weights, buffers and extra state."""
     saved: dict[str, Any] = dict(_mapped_tensors(checkpoint, prefix + MODEL))
     for name, tensor in saved.items():
         if name in parameters.local:

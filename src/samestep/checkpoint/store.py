@@ -275,7 +275,6 @@ class CheckpointFolder:
                 replaced.rename(final)
 
     def _prune(self, newest: Path) -> None:
-        """Remove old checkpoints."""
         best = self._link_target("best")
         last = int(newest.name.removeprefix(_PREFIX))
         # After a return to an earlier step, higher steps remain, and do not count.

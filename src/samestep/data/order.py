@@ -105,7 +105,6 @@ class KeyedPermutation:
 
 
 def _mix(values: NDArray[numpy.uint64]) -> NDArray[numpy.uint64]:
-    """Mix the bits of `values` in place."""
     values ^= values >> numpy.uint64(30)
     values *= numpy.uint64(0xBF58476D1CE4E5B9)
     values ^= values >> numpy.uint64(27)

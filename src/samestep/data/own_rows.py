@@ -409,7 +409,6 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         return reading.data
 
     def _whole(self, pending: Request) -> Reading:
-        """Read a batch whole in this process."""
         decision = self.state.decision
         how: How = "whole"
         if decision is not None and decision.how == "plain":

@@ -242,7 +242,6 @@ class SampleFiles(ABC):
         return system, str(root)
 
     def _find(self, suffix: str) -> list[str]:
-        """Return the names of the files."""
         from fsspec.implementations.local import LocalFileSystem
 
         system, root = self._system()

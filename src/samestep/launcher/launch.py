@@ -320,7 +320,6 @@ def _is_in_this_session(process: psutil.Process) -> bool:
 
 
 def _names(processes: Sequence[psutil.Process]) -> str:
-    """Return number, process ids and commands."""
     names = []
     for process in processes[:_SHOWN_PROCESSES]:
         with suppress(psutil.Error):

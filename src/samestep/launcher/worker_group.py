@@ -268,7 +268,6 @@ class WorkerGroup:
         raise RankError(report, steps, statuses[0].checkpoints, is_stopping=is_stopping)
 
     def _collect_results(self) -> None:
-        """Collect results and exits."""
         for worker in self._workers:
             # Before the read: a result sent last is in the channel by then.
             has_ended = not worker.is_running

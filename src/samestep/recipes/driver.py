@@ -197,7 +197,6 @@ class Driver:
         return torch.as_tensor(weight, dtype=torch.float64).to(self.world.device, non_blocking=True)
 
     def _clipped_norm(self) -> torch.Tensor:
-        """Return the 2-norm of the gradient before clipping."""
         limit = self._config.clip_norm
         if limit is not None:
             return full_tensor(torch.nn.utils.clip_grad_norm_(self._trained.values(), limit))

@@ -174,7 +174,6 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
 
 
 def _override(data: dict[str, Any], override: str) -> None:
-    """Set one `key=value` override in plain data."""
     from samestep.recipes.yaml_text import YAMLError, from_yaml  # a package of the extra `recipes`
 
     key, equals, text = override.partition("=")

@@ -244,7 +244,6 @@ def _own_slices(
 def _all_slices(
     world: World, own: torch.Tensor, slices: Sequence[slice], length: int
 ) -> torch.Tensor:
-    """Return the slices of all ranks as one vector."""
     step = slices[0].stop
     total = own.new_empty(step * world.size)
     row = total[step * world.rank : step * (world.rank + 1)]

@@ -284,7 +284,6 @@ def _whole(operation: Any, arguments: Any, options: Any) -> Any:
 
 
 def _written(operation: Any, arguments: Any, options: Any) -> Iterator[Any]:
-    """Yield the tensors into which an operation writes."""
     for number, argument in enumerate(operation._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

@@ -149,7 +149,6 @@ def _number(value: Tensor) -> Any:
 
 
 def _own_moments(inputs: Tensor, kind: torch.dtype, count: int) -> tuple[Tensor, Tensor]:
-    """Return means and variances of the own values."""
     if not count:
         zeros = inputs.new_zeros(inputs.shape[1], dtype=kind)
         return zeros, zeros
@@ -251,7 +250,6 @@ class _Normalize(torch.autograd.Function):
 
 
 def _by_slice(tensors: Sequence[Any]) -> list[Any]:
-    """Return inputs, weight and bias of each slice."""
     return [tensors[start : start + 3] for start in range(0, len(tensors), 3)]
 
 

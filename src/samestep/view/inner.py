@@ -267,7 +267,6 @@ class _InnerGraph(torch.autograd.Function):
 def _with_gradients(
     outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the outputs that have a gradient, with it."""
     return [
         (output, gradient)
         for output, gradient in zip(outputs, gradients, strict=True)

@@ -263,7 +263,6 @@ class _Digests:
         return kind.__qualname__, *(self._digest(part, depth + 1) for part in self._parts(value))
 
     def _parts(self, value: Any) -> Iterable[Any]:
-        """Return the content of a value."""
         parts: Iterable[Any]
         if type(value) in (list, tuple, set, frozenset, dict):
             items = list(value.items()) if isinstance(value, dict) else list(value)
@@ -289,7 +288,6 @@ class _Digests:
         return parts
 
     def _parts_of_object(self, value: Any) -> Iterable[Any]:
-        """Return the parts of a copy of an object."""
         kind = type(value)
         is_foreign = is_library(kind)
         is_module = isinstance(value, nn.Module)

@@ -235,7 +235,6 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _grad(function: Function, arguments: Arguments, options: Options) -> Any:
-    """`torch.autograd.grad`."""
     names = (
         *("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"),
         *("only_inputs", "allow_unused"),

@@ -258,7 +258,6 @@ def _moved(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 
 
 def _repeated(noise: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return numbers in the shape of a tensor."""
     count = value.numel()
     return noise.to(value.device).repeat(count // len(noise) + 1)[:count].view(value.shape)
 

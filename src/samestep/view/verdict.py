@@ -301,7 +301,6 @@ def _close(whole: torch.Tensor, divided: torch.Tensor, tolerance: float) -> bool
 
 
 def _has_fractions(tensor: torch.Tensor) -> bool:
-    """Whether the values of a tensor are not integers."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -334,7 +333,6 @@ def _same_leaf(whole: Any, divided: Any, tolerance: float) -> bool:
 
 
 def _by_key(content: dict[Any, Any] | list[Any]) -> dict[Any, Any]:
-    """Return the items of a container by key or position."""
     if isinstance(content, dict):
         return content
     return dict(enumerate(content))

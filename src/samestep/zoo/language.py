@@ -370,7 +370,6 @@ def stream_tokens_task(
 
 
 def _inputs_and_targets(tokens: torch.Tensor, place: str, *, size: int) -> Sample:
-    """Return the inputs and the next token of each."""
     if (largest := int(tokens.max())) >= size:
         raise DataError(
             f"{place} has the token {largest}",

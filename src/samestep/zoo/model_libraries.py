@@ -222,7 +222,6 @@ def _require_model(name: str, *, is_folder: bool) -> None:
 
 
 def _kinds() -> dict[str, str]:
-    """Return the kind of each class of the library."""
     auto = import_module("transformers.models.auto.modeling_auto")
     kinds: dict[str, str] = {}
     for kind, (_, table) in _KINDS.items():

@@ -334,7 +334,6 @@ def _can_open(model: nn.Module, opened: set[str]) -> bool:
 
 
 def _parameters_of(model: nn.Module, node: fx.Node) -> list[nn.Parameter]:
-    """Return the parameters that a node uses."""
     if node.op == "call_module":
         return list(model.get_submodule(str(node.target)).parameters())
     if node.op == "get_attr":

@@ -144,7 +144,6 @@ def _sample_cause(
 
 
 def _hashes(batches: list[Event]) -> dict[tuple[int, int], set[int]]:
-    """Return hashes of contents by tensor and sample."""
     result: dict[tuple[int, int], set[int]] = defaultdict(set)
     for batch in batches:
         for leaf, values in enumerate(batch["hashes"]):

@@ -166,7 +166,6 @@ class Observer:
     # --- modules and calls ----------------------------------------------------------------------
 
     def _add_module(self, module: nn.Module, options: Mapping[str, Any]) -> None:
-        """Note an argument of `samestep.parallel`."""
         if module in self._labels:
             return
         self._interventions.prepare(module)
@@ -307,7 +306,6 @@ class Observer:
         self.write(kind, note)
 
     def _parameters(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-        """Return the parameters of an optimizer by name."""
         known = [reference() for reference in self._optimizers]
         if not any(other is optimizer for other in known):
             self._optimizers.append(weakref.ref(optimizer))
