@@ -77,8 +77,8 @@ def test_hang_is_reported_once_and_all_ranks_end(tmp_path: Path, stopped: int | 
     # A trial on a busy machine takes seconds, which must not count as a hang.
     options = ("--name", "a", "--hang-after", "8s", "--checkpoint-every", 4)
     with ranks(as_srun("70"), 4, "train", RECIPE, *options, cwd=tmp_path) as started:
-        until(lambda: len(events(run, "step")) >= 6, "6 steps", 60)
-        until((run / "checkpoints" / "last").exists, "a checkpoint", 60)
+        until(lambda: len(events(run, "step")) >= 6, "6 steps", 120)
+        until((run / "checkpoints" / "last").exists, "a checkpoint", 120)
         if stopped is not None:
             started.processes[stopped].send_signal(signal.SIGSTOP)
             hold.unlink()
