@@ -66,19 +66,19 @@ def train(
         FolderLock(run) if world.is_main else nullcontext(),
         RankMonitor(run, world, first_step) as monitor,
     ):
-        code_changes: list[str] = []
+        changes: list[str] = []
         if world.is_main:
             # Before the data are read: changed code ends the run.
-            code_changes = require_same_code(run, checkpoint, accept_changes=accept_changes)
+            changes = require_same_code(run, checkpoint, accept_changes=accept_changes)
         built = _build(recipe, options, world, run, is_new=checkpoint is None)
-        folder, log = _open_writers(run, options, world, first_step)
+        folder, log, missing = _open_writers(run, options, world, first_step)
         checkpoints = RecipeCheckpoints(folder, built, recipe, options, log)
         events = TrainingEvents(log, built, recipe.epochs, options)
         if checkpoint is not None:
             checkpoints.resume(checkpoint, accept_changes=accept_changes)
         if world.is_main:
             _record_start(run, built, world, recipe, first_step, folder.keep)
-            for note in _notes(built, world, recipe, run, code_changes, is_new=checkpoint is None):
+            for note in _notes(built, world, recipe, changes, missing, is_new=checkpoint is None):
                 log.log_event("note", text=note)
             if built.cache_note:
                 log.log_event("cache", text=built.cache_note)
@@ -202,17 +202,19 @@ def _build(recipe: Recipe, options: RunOptions, world: World, run: Path, *, is_n
 
 def _open_writers(
     run: Path, options: RunOptions, world: World, first_step: int
-) -> tuple[CheckpointFolder, RunLogger]:
-    """Return the folder of checkpoints and the logger; only rank 0 writes."""
+) -> tuple[CheckpointFolder, RunLogger, list[str]]:
+    """Return folder of checkpoints, logger and notes on the file system; only rank 0 writes."""
     if not world.is_main:
-        return CheckpointFolder(run / "checkpoints", DEFAULT_KEEP), RunLogger(())
+        return CheckpointFolder(run / "checkpoints", DEFAULT_KEEP), RunLogger(()), []
     # Without the option, a run keeps as many as at its last start.
     folder = CheckpointFolder(run / "checkpoints", options.keep or recorded_keep(run))
     held = HeldFolder(run)
     folder.hold(held)
-    folder.clean()
     loggers = create_loggers(options.loggers, run, first_step=first_step, quiet=options.quiet)
-    return folder, RunLogger(loggers, held)
+    # Before the start is recorded: without an operation that a save needs, the run ends here.
+    missing = [f"{run} is on a file system without {name}" for name in unsupported_features(run)]
+    folder.clean()
+    return folder, RunLogger(loggers, held), missing
 
 
 def _record_start(
@@ -239,11 +241,16 @@ def _record_start(
 
 
 def _notes(
-    built: Built, world: World, recipe: Recipe, run: Path, code_changes: list[str], *, is_new: bool
+    built: Built,
+    world: World,
+    recipe: Recipe,
+    changes: list[str],
+    missing: list[str],
+    *,
+    is_new: bool,
 ) -> list[str]:
     """Return notes on code, file system, weights, layout and learning rate for the log."""
-    notes = [f"continuing with changed code: {change}" for change in code_changes]
-    notes += [f"{run} is on a file system without {name}" for name in unsupported_features(run)]
+    notes = [*(f"continuing with changed code: {change}" for change in changes), *missing]
     if is_new:
         notes += [*built.notes, *gpu_hints(built.driver.model, recipe.step, world.device)]
     warmup = recipe.schedule.warmup_epochs
