@@ -46,8 +46,9 @@ class DiskOperations:
 
     def pending(self, thread: int | None) -> int | None:
         """Return the number of the operation of a thread, which no other operation has."""
-        if thread in self._pending:
-            return self._pending[thread][0]
+        # One access: the thread may end the operation between two.
+        if thread is not None and (operation := self._pending.get(thread)) is not None:
+            return operation[0]
         return None
 
     def _show(self) -> None:
