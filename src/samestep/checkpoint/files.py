@@ -104,8 +104,9 @@ def write_atomically(path: Path, text: str) -> None:
         try:
             write_file(temporary, text.encode())
             temporary.replace(path)
-        finally:
+        except OSError:
             temporary.unlink(missing_ok=True)
+            raise
         sync_folder(path.parent)
     except OSError as error:
         raise RunError(
