@@ -61,13 +61,13 @@ class RecipeLoss:
         value = self._function(outputs, targets)
         parts = value if isinstance(value, Mapping) else {"loss": value}
         returned = ""
-        if "loss" not in parts:
-            returned = f"a mapping with the keys {', '.join(map(str, parts))}"
         for part in parts.values():
             if not isinstance(part, torch.Tensor):
                 returned = f"a {type(part).__name__}"
             elif part.numel() != 1:
                 returned = f"a tensor of shape {tuple(part.shape)}"
+        if "loss" not in parts:
+            returned = f"a mapping with the keys {', '.join(map(str, parts))}"
         if returned:
             raise InputError(
                 f"the loss function returned {returned}",
@@ -124,7 +124,7 @@ def non_finite_error(
     for sample, (inputs, targets) in zip(samples, alone, strict=False):
         loss = loss_of(inputs, targets)
         is_finite = _is_finite(loss)
-        if is_finite and is_loss_finite:
+        if is_finite and is_loss_finite and parameters:
             gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
             is_finite = all(_is_finite(g) for g in gradients if g is not None)
         if any(any_rank(world, not is_finite)):
