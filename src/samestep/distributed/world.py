@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, partial
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -96,14 +95,9 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         """End the world, if `samestep.init` has returned it."""
-        self.session.exit_stack.__exit__(kind, error, at)
+        self.session.exit_stack.__exit__(*error)
 
     @property
     def is_main(self) -> bool:

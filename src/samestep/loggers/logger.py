@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 from samestep.distributed.disk_operations import HeldFolder, disk_operations
@@ -112,12 +111,7 @@ class RunLogger:
     def __enter__(self) -> RunLogger:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
         """Log a failure, and close every logger.
 
         A write error is raised, or added as a note to the error of the block.

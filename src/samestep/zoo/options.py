@@ -42,9 +42,9 @@ def call(
             raise unknown_option(where, key, names)
     for name in names:
         parameter = parameters[name]
-        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        is_required = parameter.default is parameter.empty and not is_variadic
-        if is_required and parameter.kind != parameter.POSITIONAL_ONLY and name not in options:
+        is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        is_required = parameter.default is parameter.empty and is_named
+        if is_required and name not in options:
             raise RecipeError(
                 f"{where}.{name} is missing",
                 expected="a value; this option has no default",
