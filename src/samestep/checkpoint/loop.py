@@ -1,4 +1,4 @@
-"""Checkpoints of a training loop: what the loops of scripts and of recipes have in common."""
+"""Checkpoints of a training loop, of a script or of a recipe."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ class CollectiveCheck:
     def _compare(self, name: str) -> None:
         """Compare a name between ranks by one small all-reduce; raise on every rank if they differ.
 
-        The operation is pending until the monitor is told otherwise.
+        The operation is pending until `OperationMonitor.finish`.
         """
         if self._size == 1:
             return
