@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
@@ -329,6 +329,15 @@ def resize_pixels(
     return interpolate(image, (height, width), mode=interpolation, antialias=True)[0]
 
 
+@cache
+def _pillow_resize(shorter_side: int, interpolation: str) -> Any:
+    make_torchvision_importable()
+    # Here, because digits and texts need this module without torchvision.
+    from torchvision.transforms import v2
+
+    return v2.Resize([shorter_side], interpolation=v2.InterpolationMode(interpolation))
+
+
 class ImageSource:
     """Reader of image files: decodes, resizes, and uses a cache.
 
@@ -382,12 +391,7 @@ class ImageSource:
         if not isinstance(image, Image.Image):
             pixels = resize_shorter_side(image, self._shorter_side, self._interpolation)
             return _StoredImage(pixels)
-        make_torchvision_importable()
-        # Here, because digits and texts need this module without torchvision.
-        from torchvision.transforms import v2
-
-        mode = v2.InterpolationMode(self._interpolation)
-        resize = v2.Resize([self._shorter_side], interpolation=mode)
+        resize = _pillow_resize(self._shorter_side, self._interpolation)
         resized: Image.Image = resize(crop_long_image(image))
         return resized
 
