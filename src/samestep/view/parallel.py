@@ -121,7 +121,7 @@ class ParallelModule(FirstCalls):
         return self._divided(kind, call)
 
     def _reason_for_whole(self, kind: Kind, call: Call) -> str | None:
-        """Compute the own rows and gather the outputs; compute the call whole on disagreement."""
+        """Return why a call of a decided kind is computed whole, or None."""
         division = kind.division
         if division is None:
             return kind.reason
