@@ -303,7 +303,7 @@ class DividedCall:
             is_tensor = isinstance(leaf, torch.Tensor)
             fits = is_tensor != (output.kind in ("value", "count"))
             if output.kind == "count":
-                fits &= leaf == rows
+                fits = not is_tensor and leaf == rows
             if fits and is_tensor:
                 start = 0
                 if output.kind == "rows":
