@@ -160,7 +160,7 @@ class InStep:
         """Add numbers of an optimizer, and if ranks have the same gradients, samples of some."""
         line = self._begin()
         groups = [_numbers_of_group(group) for group in optimizer.param_groups]
-        numbers = array("d", chain.from_iterable(group.values() for group in groups))
+        numbers = array("d", list(chain.from_iterable(group.values() for group in groups)))
 
         def named() -> dict[str, float]:
             pairs = enumerate(groups)
@@ -284,7 +284,7 @@ class InStep:
             lists = self._lists[module] = _lists_of(module)
         try:
             values = chain.from_iterable([get(values) for values, get in lists.attributes])
-            numbers = array("d", values)
+            numbers = array("d", list(values))  # faster than from an iterator
             versions = array("q", [buffers[name]._version for buffers, name in lists.buffers])
         except (KeyError, TypeError, AttributeError, RuntimeError):
             # boundary: a number or buffer is something else now
