@@ -78,9 +78,7 @@ def _with_own_statistics(
 ) -> Tensor:
     """Normalize by the own rows. Running statistics become means of the slices, by their rows."""
     own = [None if values is None else values.clone() for values in running]
-    outputs = torch.empty_like(input)
-    if input.numel():
-        outputs = function(input, *own, *others)
+    outputs = function(input, *own, *others) if input.numel() else torch.empty_like(input)
 
     def sum_without_graph(sums: Sums, parts: Sequence[Tensor]) -> list[Tensor]:
         return [sums.sum(parts)] * len(parts)

@@ -274,9 +274,8 @@ class RowMessages:
         if not is_few or self._ranks is not self._view.ranks:
             self._word("sum", part)
             return self._ranks.sum(part)
-        wide = part.detach().reshape(-1).long()
-        if part.is_floating_point():
-            wide = part.detach().reshape(-1).double()
+        dtype = torch.float64 if part.is_floating_point() else torch.int64
+        wide = part.detach().reshape(-1).to(dtype)
         words = self._word("numbers", part, wide.view(torch.int64).tolist())
         every = torch.tensor([word[4 : 4 + len(wide)] for word in words]).view(wide.dtype)
         # No view: the script may write into the result, as `loss += ...` does.
