@@ -267,7 +267,7 @@ class SampleReader(Dataset[Any]):
         draws_again = not has_drawn
         others = [number for number in range(last) if number not in probed]
         for number in [*probed, *others]:
-            if number in others and draws_again:
+            if draws_again and number not in probed:
                 break
             position = read.positions[number]
             if draws:
