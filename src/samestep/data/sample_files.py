@@ -252,12 +252,15 @@ class SampleFiles(ABC):
             paths = system.find(root)
         prefix = f"{root.rstrip('/')}/"
         visible = [path.removeprefix(prefix) for path in paths if path.startswith(prefix)]
-        names = [PurePosixPath(name) for name in visible if "/." not in f"/{name}"]
+        # Names stay texts: a path would change the key `a//b` of a store.
+        parsed = {name: PurePosixPath(name) for name in visible if "/." not in f"/{name}"}
         # `map` and `shuffle` of Hugging Face datasets write caches beside the files that
         # `save_to_disk` has written.
-        saved = {name.parent for name in names if name.name == "state.json"}
-        names = [name for name in names if not (name.match("cache-*") and name.parent in saved)]
-        selected = sorted(str(name) for name in names if str(name).endswith(suffix))
+        saved = {path.parent for path in parsed.values() if path.name == "state.json"}
+        caches = {
+            name for name, path in parsed.items() if path.match("cache-*") and path.parent in saved
+        }
+        selected = sorted(name for name in parsed if name.endswith(suffix) and name not in caches)
         if not selected:
             raise DataError(
                 f"{self.address} has no file *{suffix}",

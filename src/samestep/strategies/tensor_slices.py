@@ -74,14 +74,14 @@ class Slicing:
         world = self._world
         if world.size == 1:
             return local
-        by_rank = [torch.empty_like(local) for _ in range(world.size)]
-        by_rank[world.rank] = local
         # Each rank begins with another peer, so that messages spread over the connections.
         peers = [(world.rank + offset) % world.size for offset in range(1, world.size)]
+        by_rank = {peer: torch.empty_like(local) for peer in peers}
+        by_rank[world.rank] = local
         sent = [(local, peer) for peer in peers]
         received = [(by_rank[peer], peer) for peer in peers]
         world.run_collective(lambda: communicate(world, sent, received), "an all-gather of slices")
-        return torch.cat(by_rank, dim)
+        return torch.cat([by_rank[rank] for rank in range(world.size)], dim)
 
     def add(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum of the values of all slices in tree order. A collective."""

@@ -115,13 +115,13 @@ class Links:
     def exchange(self, own: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:
         """Return the tensors of some ranks by rank; each of them, this one too, calls this."""
         own = own.contiguous()
-        tensors = {rank: torch.empty_like(own) for rank in ranks}
-        tensors[self.world.rank] = own
         others = [rank for rank in ranks if rank != self.world.rank]
+        tensors = {rank: torch.empty_like(own) for rank in others}
+        tensors[self.world.rank] = own
         sent = [(own, rank) for rank in others]
         received = [(tensors[rank], rank) for rank in others]
         self._communicate(sent, received, "gradients of a shared weight")
-        return list(tensors.values())
+        return [tensors[rank] for rank in ranks]
 
     def _header(self, backward: bool) -> torch.Tensor:
         states = 0 if backward else sum(self._sizes)
