@@ -443,9 +443,10 @@ class Profile(JsonOption, BatchOptions, StrategyOptions, LoaderOptions, SubjectO
             plan = options_of(profile.Plan, self, folder=folder, options=options)
             self.note(f"training {plan.steps} steps of {stem} on {plural(processes, 'rank')}")
             gpus = [] if self.device == "cpu" else gpu_names()
+            machine = describe_machine(gpus)  # with the load before the measurement
             environment = self.environment or {}
             measured = profile.profile(subject, plan, processes, PRELOAD, environment)
-            data = profile.profile_data(subject, plan, measured, describe_machine(gpus))
+            data = profile.profile_data(subject, plan, measured, machine)
             (folder / "profile.json").write_text(to_json(data), encoding="utf-8")
         if self.json:
             self.result({**data, "folder": str(folder)})
