@@ -108,7 +108,7 @@ class TrainedRun:
     """Result of a training.
 
     Attributes:
-        summary: fields of `recipes.training.Summary`.
+        summary: values that the function `train` of `recipes.run` returns.
         folder: directory of the run.
         stop_signal: signal that requested the end, if any.
         has_failed: whether most steps were skipped.
@@ -384,8 +384,8 @@ def train(
 ) -> dict[str, Any]:
     """Train a recipe as `samestep train` does, and return the summary of the run.
 
-        samestep.train("images", {"data.options.path": "photos", "epochs": 5}, processes=2,
-        name="first")
+        overrides = {"data.options.path": "photos", "epochs": 5}
+        samestep.train("images", overrides, processes=2, name="first")
 
     Ranks are new processes, so a script calls this below `if __name__ == "__main__":`. In a script
     that torchrun, srun or mpirun has started, this process is a rank.

@@ -1,7 +1,7 @@
 """Ranks as workers of Ray Train: a backend for `DataParallelTrainer`, and a training function.
 
-    trainer = DataParallelTrainer(train, backend_config=SamestepConfig(),
-    scaling_config=ScalingConfig(num_workers=4))
+    scaling = ScalingConfig(num_workers=4)
+    trainer = DataParallelTrainer(train, backend_config=SamestepConfig(), scaling_config=scaling)
 
 `train` calls `samestep.init()`. The number of workers may be a range, because it does not change
 the result.
