@@ -198,7 +198,7 @@ class FileView:
             if actual is None and (self._is_moved or self._has_links):
                 target = "/".join(place) or "/"
             elif actual is None:
-                target = path  # as it was given: errors and entries have this path
+                target = path  # unchanged: errors and entries have this path
             location = self._location(actual) if actual else ""
             result: Any = None
             failure: OSError | None = None
@@ -346,7 +346,7 @@ class FileView:
         is_of_link = name in ("lstat", "readlink")
 
         def call(path: Any, *arguments: Any, **options: Any) -> Any:
-            if type(path) is str and path.startswith(self._root):  # given to a function in C++
+            if type(path) is str and path.startswith(self._root):  # argument of a function in C++
                 return real(path, *arguments, **options)
             follow = not is_of_link and options.get("follow_symlinks", True)
             return self._query(

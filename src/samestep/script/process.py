@@ -223,8 +223,7 @@ def _children_without_training() -> Iterator[None]:
 
     def waited(process: int, options: int) -> tuple[int, int]:
         result = waitpid(process, options)
-        # A pool, which polls, also in a thread and while an exception is on its way, must be able
-        # to end.
+        # A pool must be able to end: it polls, also in a thread and while an exception propagates.
         is_main = threading.current_thread() is threading.main_thread()
         if options == 0 and is_main and sys.exc_info()[0] is None:
             require_no_training()
