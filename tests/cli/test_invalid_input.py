@@ -110,8 +110,13 @@ def test_invalid_command_of_a_comparison(refused: Refused, text: str) -> None:
     assert "[E_VALUE]" in refused("audit", f"--against-command={text}", "--", "python", "train.py")
 
 
-def test_name_of_a_run_is_that_of_a_folder(refused: Refused) -> None:
-    assert "the name of the run is '../x' [E_RUN_NAME]" in refused("train", RECIPE, "--name=../x")
+@pytest.mark.parametrize("name", ["../x", "a/b", ".", "", "a\nb"])
+def test_name_of_a_run_is_that_of_a_folder(refused: Refused, name: str) -> None:
+    assert f"the name of the run is {name!r} [E_RUN_NAME]" in refused("train", RECIPE, f"--name={name}")
+
+
+def test_batch_size_below_microbatches_is_an_error(refused: Refused) -> None:
+    assert "[E_BATCH_SIZE]" in refused("train", "digits", "--set", "batch_size=4").splitlines()[0]
 
 
 @pytest.mark.parametrize("arguments", ["train {}.yaml", "train digits --runs={}", "resume {}", "eval {}"])
