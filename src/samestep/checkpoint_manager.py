@@ -77,7 +77,7 @@ class CheckpointManager(LoopCheckpoints):
 
     Raises:
         InputError: another process writes to the folder, or the state has values that a checkpoint
-        cannot hold.
+            cannot hold.
     """
 
     _loops: Mapping[str, _PlainLoop]
@@ -169,7 +169,7 @@ class CheckpointManager(LoopCheckpoints):
 
         Raises:
             CheckpointWriteError: the checkpoint, or with `background=True` the previous one, could
-            not be written.
+                not be written.
             RankMismatchError: ranks hold different state.
             InputError: `values` have no value of the name `best_by`; the checkpoint is saved.
         """
@@ -216,9 +216,9 @@ class CheckpointManager(LoopCheckpoints):
 
         Raises:
             CheckpointError: the checkpoint does not exist, is damaged, or is of another model or
-            optimizer.
+                optimizer.
             InputError: the code, the data or an option has changed, or the code differs between
-            ranks.
+                ranks.
         """
         # No rank reads while rank 0 removes the leftovers of a killed run.
         if self._world.is_main:

@@ -51,7 +51,7 @@ def require_shares(
 
     Raises:
         InputError: there are other numbers of shares than ranks, or a rank would have no
-        microbatch.
+            microbatch.
     """
     is_valid = len(shares) == data_ranks and min(shares) >= 1
     text = ",".join(map(str, shares))

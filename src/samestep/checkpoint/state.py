@@ -268,7 +268,7 @@ def load(
 
     Raises:
         CheckpointError: the checkpoint is damaged, has invalid contents, or is of another model,
-        optimizer or objects.
+            optimizer or objects.
     """
     state = saved or read_verified(checkpoint, {prefix: training})[prefix]
     known = set(training.objects)

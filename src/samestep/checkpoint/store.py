@@ -92,7 +92,7 @@ class CheckpointFolder:
 
         Raises:
             CheckpointWriteError: the disk is full or not writable. All other checkpoints are
-            unchanged.
+                unchanged.
             RunMovedError: the held folder was moved, removed or replaced; nothing is written.
         """
         if self.held is not None:

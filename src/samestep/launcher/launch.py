@@ -113,7 +113,7 @@ def launch(
 
     Raises:
         InputError: `processes` or a number of seconds is not positive, or this process is itself a
-        rank.
+            rank.
         RankError: a rank failed; the others were ended.
         StoppedError: the run was stopped before the end of a step, or its loop ended on request.
     """

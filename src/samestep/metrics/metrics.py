@@ -297,7 +297,7 @@ class BestRule:
 
         Raises:
             InputError: the mode of a metric that is not built in is missing, or is neither `min`
-            nor `max`.
+                nor `max`.
         """
         if by is None:
             by = metrics[0] if metrics and metrics[0] not in LOSS_METRICS else "loss"

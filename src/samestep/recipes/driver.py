@@ -121,7 +121,7 @@ class Driver:
 
         Raises:
             NonFiniteError: loss or gradient is not finite and `non_finite` is `stop`; parameters
-            are unchanged.
+                are unchanged.
         """
         self.world.session.status.heartbeat()
         copy_tensors(self._saved_buffers, self._buffers)

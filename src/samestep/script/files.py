@@ -54,7 +54,7 @@ def one_writer(
 
     Yields:
         Number of written files, and `exchange()` for the beginning of each exchange with other
-        ranks.
+            ranks.
     """
     place = os.path.realpath(folder)
     writer: FirstWriter | Overlay

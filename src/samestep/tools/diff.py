@@ -90,7 +90,7 @@ def compare_logs(one: Run, other: Run) -> Comparison:
 
     Raises:
         InputError: the runs have no checksums of the same steps, although their recipes have the
-        same mathematics.
+            same mathematics.
     """
     lines = differences(one.recipe, other.recipe)
     free_keys: tuple[str, ...] = _FREE

@@ -212,7 +212,7 @@ class CallExchange:
 
         Raises:
             CallAbandoned: a rank has failed, or the sum is not the one that the kind of the call
-            has here.
+                has here.
         """
         first = parts[0]
         if self._is_forward:

@@ -31,7 +31,7 @@ def cross_entropy(
 
     Raises:
         InputError: the shapes do not match, a target is not the number of an output, or an option
-        is invalid.
+            is invalid.
     """
     _require_share(label_smoothing)
     logits = _at_least_32_bits(outputs)

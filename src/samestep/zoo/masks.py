@@ -55,7 +55,7 @@ def split_pairs(
 
     Raises:
         DataError: a folder is missing, there are too few pairs for a split, or a file has no
-        partner.
+            partner.
     """
     pairs = _find_pairs(Path(path), suffixes, mask_suffix)
     if evaluation_path is not None:

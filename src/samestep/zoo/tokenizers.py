@@ -164,7 +164,7 @@ def as_tokens(tokens: list[int], place: str | Path) -> torch.Tensor:
 
     Raises:
         DataError: there are none, because the text is empty or the tokenizer drops all of its
-        characters.
+            characters.
     """
     if not tokens:
         raise DataError(

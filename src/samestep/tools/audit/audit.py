@@ -52,7 +52,7 @@ def run_observed(
 
     Raises:
         InputError: the command cannot be started, or the folder of installed packages is not
-        writable.
+            writable.
     """
     install_hooks(Path(sysconfig.get_path("purelib")))
     settings = {"steps": steps, "without": list(without)}
