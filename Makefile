@@ -11,6 +11,8 @@ RESULTS ?= benchmarks/results
 PLAIN_LOOP ?=
 STARTUP ?= --repeats 5
 PLAIN_LOOP_SPEED ?=
+# Of `make test-torch`: the tests of the core.
+CORE ?= tests/unit tests/own_loops
 # Of the checks on GPUs: cuda or cpu, and options of the script, such as --only. Without .venv the Python with torch is used.
 DEVICE ?= cuda
 GPU ?=
@@ -19,7 +21,7 @@ GPU_PY ?= $(if $(wildcard .venv/bin/python),$(PY),$(PYTHON))
 PYTEST := $(PY) -m pytest -n 3 --dist loadfile
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-slow test-long faults soak plain-loop scripts lint types format bench plain-loop-speed gpu nccl gpus gpu-wheels docs clean
+.PHONY: demo test test-slow test-long faults soak plain-loop scripts package test-torch lint types format bench plain-loop-speed gpu nccl gpus gpu-wheels docs clean
 
 demo: .venv/.installed
 	.venv/bin/samestep $(DEMO)
@@ -50,6 +52,23 @@ plain-loop: .venv/.installed
 # Unchanged scripts against plain Python, on 1 to 4 processes; an hour on two cores.
 scripts: .venv/.installed
 	PYTHONPATH=tests:. $(PY) -m unchanged.runner --result $(RESULTS)/unchanged_scripts.json $(SCRIPTS)
+
+# Builds wheel and sdist, checks their metadata, and trains with the wheel in an empty environment.
+package: .venv/.installed
+	rm -rf dist build/empty
+	$(PY) -m build --outdir dist .
+	$(PY) -m twine check --strict dist/*
+	$(PY) -m venv build/empty
+	build/empty/bin/python -m pip install -q --no-compile -c .venv/constraints.txt dist/*.whl
+	cd build/empty && bin/samestep --version && bin/samestep run --processes 2 ../../examples/unchanged.py
+
+# Tests of the core with another version of torch, such as VERSION=2.10.0, in an environment of its own.
+test-torch:
+	@test -n "$(VERSION)" || { echo "error: no version of torch. Name one: make test-torch VERSION=2.10.0" >&2; exit 2; }
+	test -d build/torch-$(VERSION) || $(PYTHON) -m venv build/torch-$(VERSION)
+	build/torch-$(VERSION)/bin/python -m pip install -q torch==$(VERSION) torchvision -e '.[recipes]' \
+	  pytest pytest-timeout pytest-xdist hypothesis
+	build/torch-$(VERSION)/bin/python -m pytest -n 3 --dist loadfile -m "not slow and not long and not gpu" $(CORE)
 
 lint: .venv/.installed
 	$(PY) -m ruff check .
