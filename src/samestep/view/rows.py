@@ -349,7 +349,8 @@ RULES.update(
     }
 )
 
-_apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+# The descriptor, because it is a class method of Python or of C, depending on the version of torch.
+_apply = vars(torch.autograd.Function)["apply"]
 _new_parameter = nn.Parameter.__new__
 
 
@@ -361,7 +362,7 @@ def _apply_to_all_rows(cls: Any, *arguments: Any, **options: Any) -> Any:
         arguments = tree_map_only(Rows, gathered, arguments)
     token = in_function.set(True)
     try:
-        return _apply(cls, *arguments, **options)
+        return _apply.__get__(None, cls)(*arguments, **options)
     finally:
         in_function.reset(token)
 
@@ -378,5 +379,5 @@ def torch_gathers() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
+        torch.autograd.Function.apply = _apply
         nn.Parameter.__new__ = _new_parameter  # type: ignore[method-assign]
