@@ -1,19 +1,24 @@
 """`samestep audit` names every planted mistake, and reports nothing about correct scripts."""
 
 import json
+import os
+import pty
 import shlex
 import signal
 import sys
+import termios
+import venv
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.system import Done, Running, samestep
+from helpers.system import COMMAND, Done, Running, environment, samestep
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, EXIT_FAILED, EXIT_INPUT
 from samestep.tools.audit.comparison import GLOBAL_BATCH
-from samestep.tools.audit.step_findings import NAMES
+from samestep.tools.audit.step_findings import FIXES
 from samestep.tools.audit.worlds import group_worlds
 from samestep.tools.verify.causes import Cause
 
@@ -28,9 +33,15 @@ MISTAKES = {
     "accelerate_model": {"unreduced-gradients"},
     "accelerate_schedule": {"schedule-stepped-too-often"},
     "augmentation_equal": {"equal-random-draws"},
+    "average_buffers": {"different-buffers"},
+    "average_on_main": {"different-parameters"},
+    "average_swapped": {"different-parameters"},
     "buffers": {"different-buffers"},
+    "copies": {"independent-copies"},
+    "copies_of_parts": {"independent-copies"},
     "dropout_equal": {"equal-random-draws"},
     "evaluation_dropped": {"evaluation-counted-twice"},
+    "evaluation_overlap": {"evaluation-counted-twice"},
     "evaluation_padded": {"evaluation-counted-twice"},
     "fabric_evaluation": {"evaluation-counted-twice"},
     "fabric_loader": {"repeated-samples"},
@@ -44,17 +55,19 @@ MISTAKES = {
     "lightning_evaluation": {"evaluation-counted-twice"},
     "lightning_schedule": {"schedule-stepped-too-often"},
     "lightning_seed": {"equal-random-draws"},
+    "loaded_on_main": {"different-parameters"},
     "loss_mean": {"loss-normalisation"},
     "missing_samples": {"missing-samples"},
     "non_finite": {"non-finite-values"},
     "order_repeated": {"repeated-order"},
     "parameters_initial": {"different-parameters"},
     "parameters_loaded": {"different-parameters"},
-    "position": {"lost-position"},
     "repeated_samples": {"repeated-samples"},
     "repeated_samples_of_rank": {"repeated-samples", "missing-samples"},
     "replacement_equal": {"repeated-samples"},
     "schedule": {"schedule-stepped-too-often"},
+    "schedule_period": {"schedule-stepped-too-often"},
+    "schedule_zero": {"schedule-stepped-too-often"},
     "transformers_files": {"files-written-by-several-ranks"},
     "transformers_loader": {"repeated-samples"},
     "transformers_loss": {"loss-normalisation"},
@@ -67,8 +80,8 @@ FRAMEWORKS = ("accelerate", "fabric", "lightning", "transformers")  # the other 
 
 QUICK = (
     *("wrong_dropout_equal", "wrong_evaluation_padded", "wrong_gradients_of_module", "wrong_repeated_samples"),
-    *("wrong_replacement_equal", "right_replacement"),
-    *("right_accumulation", "right_ddp", "right_evaluation_gathered", "right_own_parts"),
+    *("wrong_replacement_equal", "right_replacement", "wrong_average_on_main", "wrong_copies"),
+    *("right_accumulation", "right_ddp", "right_evaluation_gathered", "right_evaluation_means", "right_own_parts"),
 )
 SLOW = (
     *("wrong_accelerate_loss", "wrong_fabric_order", "wrong_lightning_evaluation", "wrong_transformers_loader"),
@@ -87,7 +100,9 @@ def findings(done: Done) -> dict[str, set[str]]:
     names: dict[str, set[str]] = {}
     for world in result["worlds"]:
         assert world["ranks"] == 2
-        assert world["steps"] > 0
+        # Scripts without training evaluate only.
+        assert world["steps"] > 0 or "loaded_on_main" in world["program"]
+        assert all(finding["fix"] for finding in world["findings"])
         names.setdefault(Path(world["program"]).stem, set()).update(f["name"] for f in world["findings"])
     return names
 
@@ -111,12 +126,17 @@ def test_mistakes_are_named_and_correct_scripts_have_no_finding(scripts: list[Pa
     expected = {path.stem: MISTAKES.get(path.stem.removeprefix("wrong_"), set()) for path in scripts}
     assert findings(done) == expected, done.out
     assert done.code == (EXIT_DIFFERS if any(expected.values()) else EXIT_DONE), done.err
+    worlds = {Path(world["program"]).stem: world for world in json.loads(done.out)["worlds"]}
+    for name in ("right_evaluation_gathered", "right_evaluation_means"):  # neither right nor wrong by counts
+        if name in worlds:
+            assert "counts of evaluations" not in worlds[name]["checked"]
+            assert any(text.startswith("the evaluation at ") for text in worlds[name]["not_checked"])
 
 
 def test_every_mistake_has_a_script_and_every_finding_a_mistake() -> None:
     assert {path.stem.removeprefix("wrong_") for path in WRONG} == MISTAKES.keys()
     assert all(sum(name.startswith(framework) for name in MISTAKES) >= 3 for framework in FRAMEWORKS)
-    assert set().union(*MISTAKES.values()) == NAMES.keys()
+    assert set().union(*MISTAKES.values()) == FIXES.keys()
 
 
 @pytest.mark.long
@@ -221,6 +241,39 @@ def test_processes_without_complete_events_are_left_out() -> None:
     update = {"kind": "update", "step": 0}
     [world] = group_worlds([[], [{"kind": "process", "pid": 1, "world": None, "program": "train.py"}, update]])
     assert world.ranks == {0: [update]}
+
+
+def test_command_reads_the_terminal(tmp_path: Path) -> None:
+    """Input, `stty` and a debugger work as without an audit; afterwards the shell has the terminal again."""
+    code = "import os; print(input(), os.popen('stty size').read(), flush=True); breakpoint()"
+    command = (*COMMAND, "audit", "--", sys.executable, "-c", code)
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(tmp_path)
+        os.execve(sys.executable, command, environment())
+    termios.tcsetwinsize(terminal, (30, 111))
+    os.write(terminal, b"Ada\nprint(6 * 7)\nc\n")
+    output = b""
+    with suppress(OSError):  # of the terminal, after the end
+        while data := os.read(terminal, 4096):
+            output += data
+    os.close(terminal)
+    _, status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(status) == EXIT_FAILED  # nothing to observe
+    for text in (b"Ada 30 111", b"42\r\n", b"E_NOTHING_OBSERVED"):
+        assert text in output, output.decode()
+
+
+def test_command_of_another_python_is_refused(tmp_path: Path) -> None:
+    venv.create(tmp_path / "other")
+    script = tmp_path / "train"
+    script.write_text(f"#!{tmp_path}/other/bin/python\nprint('started')\n")
+    script.chmod(0o755)
+    for command in ([script], [tmp_path / "other/bin/python", script]):
+        done = samestep("audit", "--", *command, cwd=tmp_path)
+        assert (done.code, done.out) == (EXIT_INPUT, "")
+        assert "E_NOTHING_OBSERVED" in done.err
+        assert str(tmp_path / "other") in done.err
 
 
 def test_command_without_torch(tmp_path: Path) -> None:

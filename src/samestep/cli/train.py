@@ -54,7 +54,7 @@ from samestep.errors import (
     SamestepError,
 )
 from samestep.launcher.failure import E_DISK_HANG, RankError
-from samestep.launcher.launch import LaunchConfig, LaunchResult
+from samestep.launcher.launch import LaunchConfig, LaunchResult, end_unguarded_import
 from samestep.loggers.logger import format_metric
 from samestep.loggers.trackers import tensorboard_command
 from samestep.microbatches import require_enough_microbatches
@@ -406,6 +406,7 @@ def train(
         RankError: a rank failed; the run can be resumed if it has a checkpoint.
         NonFiniteError: most steps were skipped.
     """
+    end_unguarded_import()
     known = {entry.name for entry in fields(Train) if entry.metadata}
     known -= {"recipe", "overrides", "json"}
     for name in options:

@@ -20,6 +20,7 @@ from samestep.distributed.torch_errors import (
 )
 from samestep.errors import (
     EXIT_FAILED,
+    EXIT_INPUT,
     EXIT_STOPPED,
     InputError,
     PeerLostError,
@@ -42,7 +43,10 @@ _CODE = re.compile(r" \[E_\w+\]$")
 # Code through which a call of the script passes on its way to the script's own code.
 _PASSED = tuple(
     str(Path(__file__).parents[1] / name)
-    for name in ("launcher", "script", "global_view.py", "view/compiled.py", "view/parallel.py")
+    for name in (
+        *("launcher", "script", "tools", "global_view.py"),
+        *("view/compiled.py", "view/parallel.py"),
+    )
 )
 # Lines that mark a part of the line above with carets, in tracebacks of Python 3.11 and later.
 _MARKS = re.compile(r"^ +[~^]+\n", re.MULTILINE)
@@ -52,6 +56,8 @@ _MAX_TEXT = 5_000_000
 # because the newest checkpoint may contain some.
 _PERMANENT = ("NonFiniteError", "CheckpointWriteError")
 E_DISK_HANG = "E_DISK_HANG"
+# Exit code of a process that launches while it imports the script, before it has a channel.
+EXIT_UNGUARDED = 87
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,7 @@ class Failure:
         """
         by_signal = None
         code = "E_RANK_EXITED"
+        fields: dict[str, Any] = {}
         expected: str | None
         fix: str | None
         if exit_code < 0:
@@ -143,16 +150,19 @@ class Failure:
             problem = f"was killed by {name}{_spaced(activity)}"
             expected = None
             fix = _SIGNAL_FIXES.get(name)
+        elif not has_begun and exit_code == EXIT_UNGUARDED:
+            code = "E_LAUNCH"
+            fields["exit_code"] = EXIT_INPUT
+            problem = "launches again, since each rank, a new process, imports the script"
+            expected = "a script whose import launches nothing"
+            fix = 'call samestep.launch() below `if __name__ == "__main__":`'
         elif not has_begun:
             problem = f"ended with exit code {exit_code}, before the function began"
             expected = (
                 "each rank, a new process, can import the script that launches, and the module of "
                 "the function"
             )
-            fix = (
-                "see the exception above, if any; a script calls samestep.launch() below "
-                '`if __name__ == "__main__":`'
-            )
+            fix = "see the exception above, if any"
         else:
             end = "the function returned"
             expected = "the function returns in every rank"
@@ -171,7 +181,7 @@ class Failure:
             lines.append(f"  expected: {expected}")
         if fix:
             lines.append(f"  fix:      {fix}")
-        return cls._now(rank, "\n".join(lines), code, activity, by_signal=by_signal)
+        return cls._now(rank, "\n".join(lines), code, activity, by_signal=by_signal, **fields)
 
     @classmethod
     def of_report(

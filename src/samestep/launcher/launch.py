@@ -40,7 +40,7 @@ from samestep.distributed.signals import GROUP_SIGNALS
 from samestep.distributed.status import StatusBoard
 from samestep.distributed.streams import report_line
 from samestep.errors import InputError
-from samestep.launcher.failure import RankError, StoppedError
+from samestep.launcher.failure import EXIT_UNGUARDED, RankError, StoppedError
 from samestep.launcher.job import WorkerSpec
 from samestep.launcher.pickling import ByName, portable, unpack
 from samestep.launcher.watchdog import COLLECTIVE_MARGIN_SECONDS, HANG_AFTER, StackFile
@@ -117,6 +117,7 @@ def launch(
         RankError: a rank failed; the others were ended.
         StoppedError: the run was stopped before the end of a step, or its loop ended on request.
     """
+    end_unguarded_import()
     config = LaunchConfig(hang_after, grace, log_dir=log_dir)
     call = portable(partial(function, *arguments))
     environment = {**(environment or {}), **sharing_variables(is_requested=share_gpu)}
@@ -191,6 +192,17 @@ def run_workers(
     return LaunchResult(value, worker_group.stop_signal, main.is_stopped)
 
 
+def end_unguarded_import() -> None:
+    """End a process that launches while it imports the script, to become a rank itself.
+
+    The launcher reports it once, by the exit code: such a process has no other means yet.
+    """
+    process = multiprocessing.current_process()
+    is_importing = getattr(process, "_inheriting", False)
+    if is_importing and process.name.startswith(RANK_NAME):
+        os._exit(EXIT_UNGUARDED)
+
+
 def start_early(preload: Sequence[str]) -> None:
     """Start the fork server of later launches: it imports torch while this process reads its input.
 
@@ -223,8 +235,7 @@ def _require_valid(processes: int, config: LaunchConfig) -> None:
         raise launch_error(
             "samestep.launch() was called in a rank that samestep has started",
             expected="a process that is not a rank",
-            fix="call the function directly in ranks; in a script, launch below "
-            '`if __name__ == "__main__":`',
+            fix="call the function directly in ranks",
         )
 
 

@@ -199,6 +199,16 @@ def run_script(
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
+    except ImportError as error:
+        if is_module or not message_of(error).startswith("attempted relative import"):
+            raise
+        package = script.resolve().parent.name
+        raise InputError(
+            f"{script} imports parts of its package by relative names: {message_of(error)}",
+            expected="a module that is run by its name",
+            fix=f"samestep run -m {package}.{script.stem}, in the folder of {package}",
+            code="E_SCRIPT",
+        ) from error
     except (KeyError, ValueError) as error:
         if own_group or not _lacks_rank(error):
             raise

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from parts import dataset, end, model, sharded, start
+from parts import dataset, end, is_main, model, sharded, start
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -40,5 +40,6 @@ for epoch in range(3):
     with torch.no_grad():
         for inputs, _ in sharded(dataset(37), shuffle=False):
             net(inputs)
-            average(inputs)
+            if is_main():
+                average(inputs)
 end()

@@ -78,9 +78,29 @@ def test_script_that_ranks_cannot_import(failing: bool, tmp_path: Path) -> None:
     command = [sys.executable, tmp_path / "train.py"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
-    assert ("OSError: no data" if failing else "InputError: samestep.launch() was called in a rank") in done.stderr
-    assert "rank 0 ended with exit code 1, before the function began [E_RANK_EXITED]" in done.stderr
-    assert done.stderr.splitlines()[-1].endswith('below `if __name__ == "__main__":`')
+    assert ("OSError: no data" in done.stderr) == failing
+    assert done.stderr.count("Traceback") == 1 + failing  # of the launch, and of the import
+    assert ("[E_RANK_EXITED]" if failing else "[E_LAUNCH]") in done.stderr
+    assert done.stderr.splitlines()[-1].endswith('below `if __name__ == "__main__":`') != failing
+
+
+def test_script_that_launches_while_ranks_import_it(tmp_path: Path) -> None:
+    """A recipe, an error that the script catches, a launch by a module of the script: no rank goes on."""
+    (tmp_path / "helper.py").write_text("import samestep\nsamestep.launch(print, 1, processes=2)\n")
+    (tmp_path / "module.py").write_text("import helper\n")
+    (tmp_path / "recipe.py").write_text("import samestep\nsamestep.train('digits', processes=2, name='first')\n")
+    text = (
+        "import samestep\ntry:\n    samestep.launch(print, 1, processes=2)\nfinally:\n    open('end', 'a').write('.')\n"
+    )
+    (tmp_path / "caught.py").write_text(text)
+    for name in ("module", "recipe", "caught"):
+        command = [sys.executable, f"{name}.py"]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+        assert done.returncode != 0
+        assert done.stderr.count("[E_LAUNCH]") == 1, done.stderr
+        assert len(done.stderr.splitlines()) < 30
+    assert (tmp_path / "end").read_text() == "."
+    assert not (tmp_path / "runs").exists()
 
 
 def killed_while_the_fork_server_is_stopped() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,16 +30,36 @@ from rich.padding import Padding
 from samestep.distributed.env import environment_copy
 from samestep.distributed.signals import GROUP_SIGNALS
 from samestep.errors import InputError
-from samestep.tools.audit.data_findings import checkpoint_findings, data_findings, file_findings
-from samestep.tools.audit.step_findings import Finding, step_findings
-from samestep.tools.audit.worlds import group_worlds, read_events
+from samestep.tools.audit.data_findings import (
+    data_findings,
+    file_findings,
+    unchecked_evaluations,
+)
+from samestep.tools.audit.step_findings import Finding, copy_findings, step_findings
+from samestep.tools.audit.worlds import World, group_worlds, read_events
 from samestep.units import plural
 
 _VARIABLE = "SAMESTEP_AUDIT"
+# Subjects of findings, and the kinds of events of which one is necessary.
+_SUBJECTS = {
+    "samples": {"batch"},
+    "random draws": {"dropout", "fetch_draws"},
+    "parameters and learning rates": {"update"},
+    "losses": {"loss"},
+    "schedules": {"schedule"},
+    "modules in evaluations": {"evaluation"},
+    "counts of evaluations": {"count"},
+    "written files": {"file"},
+}
 _PTH = "samestep-audit.pth"
+_SHEBANG = 256  # bytes, as in Linux
+_TERMINAL_STOPS = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
+# The package can have been removed since: then the file has no effect, and prints nothing.
 _LINE = (
-    f"import os; folder = os.environ.get('{_VARIABLE}'); "
-    "folder and __import__('samestep.tools.audit.hooks', fromlist=['install']).install(folder)\n"
+    f"import os; folder = os.environ.get('{_VARIABLE}'); folder and exec("
+    r"'try: from samestep.tools.audit.hooks import install\nexcept ImportError: pass\n"
+    r"else: install(folder)')"
+    "\n"
 )
 
 
@@ -51,10 +72,11 @@ def run_observed(
     becomes standard error. For `steps` and `without` see `Session`.
 
     Raises:
-        InputError: the command cannot be started, or the folder of installed packages is not
-            writable.
+        InputError: the command cannot be started, it is run by another Python, or the folder of
+            installed packages is not writable.
     """
-    install_hooks(Path(sysconfig.get_path("purelib")))
+    packages = sysconfig.get_path("purelib")
+    install_hooks(Path(packages))
     settings = {"steps": steps, "without": list(without)}
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     variables = environment_copy()
@@ -62,6 +84,7 @@ def run_observed(
     # packages.
     programs = variables.get("PATH", os.defpath)
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{programs}"
+    _require_own_python(command, variables, packages)
     variables[_VARIABLE] = str(folder)
     stdout = sys.stderr if quiet else None
     try:
@@ -81,10 +104,10 @@ def run_observed(
 def _run(command: Sequence[str], variables: dict[str, str], stdout: TextIO | None) -> int:
     """Run a command in its own process group, to which signals are forwarded, and return its code.
 
-    The report follows the end of the command. The terminal belongs to the group of this process, so
-    the command receives no input from a terminal.
+    The report follows the end of the command. A terminal in the foreground of which this process
+    runs is handed to the command until it ends or stops: it reads input, and Ctrl-C and Ctrl-Z
+    reach it.
     """
-    stdin = subprocess.DEVNULL if sys.stdin is not None and sys.stdin.isatty() else None
     received: list[int] = []
     groups: list[int] = []
 
@@ -96,16 +119,82 @@ def _run(command: Sequence[str], variables: dict[str, str], stdout: TextIO | Non
 
     before = {number: signal.signal(number, forward) for number in GROUP_SIGNALS}
     try:
-        with subprocess.Popen(
-            command, env=variables, stdin=stdin, stdout=stdout, process_group=0
-        ) as process:
+        with subprocess.Popen(command, env=variables, stdout=stdout, process_group=0) as process:
             groups.append(process.pid)
             for number in tuple(received):  # before the start
                 forward(number)
-            return process.wait()
+            return _wait(process)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the end of a command in its own process group, and return its code.
+
+    When the terminal stops the command, as by Ctrl-Z, this process stops too, until it continues.
+    """
+    while True:
+        has_terminal = _pass_terminal(os.getpgrp(), process.pid)
+        os.killpg(process.pid, signal.SIGCONT)  # it may have stopped at its first read
+        while True:
+            _, status = os.waitpid(process.pid, os.WUNTRACED)
+            if not os.WIFSTOPPED(status) or os.WSTOPSIG(status) in _TERMINAL_STOPS:
+                break
+        if has_terminal:
+            _pass_terminal(process.pid, os.getpgrp())
+        if not os.WIFSTOPPED(status):
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return process.returncode
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _pass_terminal(holder: int, group: int) -> bool:
+    """Hand the terminal from the process group in its foreground to another; return the success."""
+    # The kernel stops a process in the background that changes the foreground, by this signal.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTOU])
+    try:
+        with open("/dev/tty", "rb") as terminal:
+            if os.tcgetpgrp(terminal.fileno()) != holder:
+                return False
+            os.tcsetpgrp(terminal.fileno(), group)
+    except OSError:  # no terminal, or the group has ended
+        return False
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return True
+
+
+def _require_own_python(command: Sequence[str], variables: dict[str, str], packages: str) -> None:
+    """Require that a command which names its Python, itself or on the first line, names this one.
+
+    Other commands, such as shell scripts, are known by the events of their processes only.
+    """
+    program = shutil.which(command[0], path=variables["PATH"])
+    if program is None:
+        return
+    words = [program]
+    first = b""
+    with suppress(PermissionError), open(program, "rb") as file:
+        first = file.readline(_SHEBANG)
+    if first.startswith(b"#!"):
+        words = os.fsdecode(first[2:]).split()
+    if not any(Path(word).name.startswith("python") for word in words):
+        return
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    environment = {name: value for name, value in variables.items() if name != _VARIABLE}
+    done = subprocess.run(
+        [*words, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    other = done.stdout.strip()
+    if done.returncode == 0 and os.path.realpath(other) != os.path.realpath(packages):
+        raise InputError(
+            f"{command[0]} runs {' '.join(words)}, with packages in {other}",
+            expected=f"the Python of Samestep, {sys.executable}: its processes are observed",
+            fix=f"install samestep in that environment, and audit with its samestep; or start the "
+            f"command with {sys.executable}",
+            code="E_NOTHING_OBSERVED",
+        )
 
 
 def install_hooks(packages: Path) -> None:
@@ -137,6 +226,8 @@ class WorldAnalysis:
     ranks: int
     steps: int  # optimizer steps
     findings: list[Finding]
+    checked: list[str]  # subjects with observations
+    not_checked: list[str]
 
 
 @dataclass(frozen=True)
@@ -162,18 +253,19 @@ def analyse(folder: Path) -> Analysis:
     ]
     analyses = []
     for world in worlds:
-        findings = (
-            *step_findings(world),
-            *file_findings(world),
-            *data_findings(world),
-            *checkpoint_findings(world, [other for other in worlds if other is not world]),
-        )
+        findings = [*copy_findings(world), *file_findings(world)]
+        if world.has_group:
+            findings += step_findings(world)
+            findings += data_findings(world)
         first: dict[tuple[str, str], Finding] = {}
         for finding in findings:  # later epochs repeat a finding
             first.setdefault((finding.name, finding.line), finding)
         steps = (event.get("step", 0) + (event["kind"] == "update") for event in world.ranks[0])
         count = max(steps, default=0)
-        analyses.append(WorldAnalysis(world.program, world.size, count, list(first.values())))
+        extent = _extent(world)
+        analyses.append(
+            WorldAnalysis(world.program, world.size, count, list(first.values()), *extent)
+        )
     failures = {
         f"{event['observer']}: {event['error']}": None
         for events in processes
@@ -183,15 +275,30 @@ def analyse(folder: Path) -> Analysis:
     return Analysis(analyses, list(failures))
 
 
+def _extent(world: World) -> tuple[list[str], list[str]]:
+    """Return the subjects that were checked, and those that were not with the reason."""
+    by_rank = (*world.ranks.values(), *world.children.values())
+    kinds = {event["kind"] for events in by_rank for event in events}
+    checked = [name for name, needed in _SUBJECTS.items() if kinds & needed]
+    absent = [name for name in _SUBJECTS if name not in checked]
+    not_checked = []
+    if absent:
+        not_checked.append(f"{', '.join(absent)} (not observed)")
+    return checked, [*not_checked, *unchecked_evaluations(world)]
+
+
 def print_report(analysis: Analysis) -> None:
     """Print the findings of each world, and the observed facts."""
     console = Console(markup=False, highlight=False, soft_wrap=False)
     for world in analysis.worlds:
         for finding in world.findings:
             console.print(f"{finding.name}  {finding.line or world.program}", soft_wrap=True)
-            console.print(Padding(finding.evidence, (0, 0, 0, 4)))
+            console.print(Padding(f"{finding.evidence}\nfix: {finding.fix}", (0, 0, 0, 4)))
         count = plural(len(world.findings), "finding")
         extent = f"{plural(world.ranks, 'rank')}, {plural(world.steps, 'optimizer step')}"
         print(f"{world.program}: {count}; {extent}")
+        console.print(Padding(f"checked: {', '.join(world.checked)}", (0, 0, 0, 4)))
+        for text in world.not_checked:
+            console.print(Padding(f"not checked: {text}", (0, 0, 0, 4)))
     for failure in analysis.failures:
         print(f"not observed: {failure}")

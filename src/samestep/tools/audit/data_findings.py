@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from samestep.tools.audit.step_findings import Finding, reduces_gradients
-from samestep.tools.audit.worlds import Pass, World, matching_passes, passes
+from samestep.tools.audit.worlds import Event, Pass, World, matching_passes, passes
 from samestep.units import plural
 
 _MIN_ORDER = 16  # samples; a shorter order repeats by chance
@@ -23,16 +24,19 @@ def data_findings(world: World) -> Iterator[Finding]:
     yield from _repeated_order(world)
     if world.size == 1:
         return
-    is_replicated = reduces_gradients(world)
-    for group in matching_passes(world):
-        trains = [one.trains for one in group.values()]
-        if all(trains) and is_replicated:
-            yield from _repeated_samples(group)
-            yield from _missing_samples(group)
-        elif not any(trains):
-            yield from _evaluation(world, group)
+    if reduces_gradients(world):
+        for group in matching_passes(world):
+            if all(one.trains for one in group.values()):
+                yield from _repeated_samples(group)
+                yield from _missing_samples(group)
+    yield from (one for one in _evaluations(world) if isinstance(one, Finding))
     yield from _equal_augmentation(world)
     yield from _equal_dropout(world)
+
+
+def unchecked_evaluations(world: World) -> Iterator[str]:
+    """Yield the lines of evaluations that no rule could judge, with the reason."""
+    yield from dict.fromkeys(one for one in _evaluations(world) if isinstance(one, str))
 
 
 # --- samples ------------------------------------------------------------------------------------
@@ -98,27 +102,49 @@ def _is_same_data(group: Group) -> bool:
     return False
 
 
-def _evaluation(world: World, group: Group) -> Iterator[Finding]:
-    if not _covers_dataset(group):
-        return
-    counts = []
-    for rank, one in group.items():
-        of_pass = (
-            event
-            for event in world.ranks[rank]
-            if event["kind"] == "count" and event["number"] == one.info["number"]
-        )
-        first = next(of_pass, None)
-        if first is not None:
-            counts.append(first)
-    total = sum(event["samples"] for event in counts)
+def _evaluations(world: World) -> Iterator[Finding | str]:
+    """Yield a finding, or the line and why it cannot be judged, of evaluations on all ranks."""
+    for group in matching_passes(world):
+        if world.size > 1 and not any(one.trains for one in group.values()):
+            result = _evaluation(world, group)
+            if isinstance(result, str):
+                yield f"the evaluation at {group[0].info['line']}: {result}"
+            elif result is not None:
+                yield result
+
+
+def _evaluation(world: World, group: Group) -> Finding | str | None:
+    """Return a finding, or why an evaluation cannot be judged, or None if it is right."""
     info = group[0].info
+    samples = {sample for one in group.values() for sample in one.samples}
     # If each rank evaluates all samples, all ratios are right.
-    is_replicated = all(event["samples"] == info["samples"] for event in counts)
-    is_reduced = len(counts) == world.size and len({event["at"] for event in counts}) == 1
-    if is_reduced and not is_replicated and total != info["samples"]:
-        text = f"an evaluation counts {total:,} samples; {info['dataset']} has {info['samples']:,}"
-        yield Finding("evaluation-counted-twice", text, counts[0]["line"])
+    if all(samples == set(one.samples) for one in group.values()):
+        return None
+    expected = len(samples)
+    if _covers_dataset(group):
+        expected = info["samples"]
+    elif not all(one.has_ended for one in group.values()) or not _is_same_data(group):
+        return "samples of its ranks cannot be compared"
+    numbers = {rank: one.info["number"] for rank, one in group.items()}
+    by_kind: dict[str, list[Event]] = {"count": [], "added": []}  # the first of each rank
+    for kind, events in by_kind.items():
+        for rank, number in numbers.items():
+            of_pass = (one for one in world.events(kind)[rank] if one["number"] == number)
+            events += list(islice(of_pass, 1))
+    counts = by_kind["count"]
+    if len(counts) == world.size and len({event["at"] for event in counts}) == 1:
+        total = sum(event["samples"] for event in counts)
+        if total == expected:
+            return None
+        text = f"an evaluation counts {total:,} samples; {info['dataset']} has {expected:,}"
+        return Finding("evaluation-counted-twice", text, counts[0]["line"])
+    reason = "no all_reduce or reduce adds its values"
+    if by_kind["added"]:
+        reason = "ranks add values without the number of samples, such as means"
+    repeated = sum(len(one.samples) for one in group.values()) - len(samples)
+    if repeated:
+        reason = f"{reason}; padding repeats {plural(repeated, 'sample')}"
+    return reason
 
 
 def _repeated_order(world: World) -> Iterator[Finding]:
@@ -199,7 +225,7 @@ def _are_disjoint(first: list[int], second: list[int]) -> bool:
     return bool(first) and bool(second) and not set(first) & set(second)
 
 
-# --- files and checkpoints ----------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------
 
 
 def file_findings(world: World) -> Iterator[Finding]:
@@ -219,34 +245,3 @@ def file_findings(world: World) -> Iterator[Finding]:
             names = f"{names} and {len(paths) - _PATHS} more"
         text = f"ranks {', '.join(map(str, ranks))} open {names} for writing"
         yield Finding("files-written-by-several-ranks", text, line)
-
-
-def checkpoint_findings(world: World, others: Iterable[World]) -> Iterator[Finding]:
-    """Yield the finding of a run that resumes within an epoch, and begins with its first batch."""
-    keys = []  # of the files that rank 0 loads before its first step
-    line = ""  # where an optimizer loads its state
-    for event in world.ranks[0]:
-        if event["kind"] == "update":
-            break
-        if event["kind"] == "loaded":
-            keys.append(event["key"])
-        elif event["kind"] == "optimizer_loaded":
-            line = line or event["line"]
-    trained = [one for one in passes(world.ranks[0]) if one.trains]
-    if not line or not trained:
-        return
-    first = trained[0]
-    epoch = [first.info[key] for key in ("dataset", "samples", "length")]
-    for events in (events for other in others for events in other.ranks.values()):
-        numbered = {one.info["number"]: one.info for one in passes(events) if one.trains}
-        saved = (one for one in events if one["kind"] == "saved" and one["key"] in keys)
-        for event, (number, done) in ((one, at) for one in saved for at in one["positions"]):
-            info = numbered.get(number, {})
-            if [info.get(key) for key in ("dataset", "samples", "length")] != epoch:
-                continue
-            # Steps follow the first batches: a loop can skip them.
-            if len(first.batches) > done and first.batches[done]["step"] > first.info["step"]:
-                text = f"{event['name']} is saved after {done} of {info['length']} batches of an"
-                text = f"{text} epoch; the run that loads it begins with the first batch"
-                yield Finding("lost-position", text, line)
-                return

@@ -1,4 +1,4 @@
-"""Observers of functions: dropout, attention, batch norm, losses; opened, saved and loaded files.
+"""Observers of functions: dropout, attention, batch norm, losses; opened files.
 
 An experiment turns dropout and batch norm off. The losses are means over a number of targets that
 varies between ranks and batches.
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.optim.optimizer import Optimizer
 
 from samestep.tools.audit.events import user_line
 from samestep.tools.audit.session import Session, state_hash
@@ -173,7 +172,7 @@ def _replace(name: str, observed: Any) -> None:
 
 
 class FileObserver:
-    """Observer of `open` for writing, and of checkpoints: positions in the data, and loads."""
+    """Observer of files that are opened for writing."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -210,31 +209,9 @@ class FileObserver:
         if isinstance(f, str | os.PathLike):
             self.written(f)
 
-    def saved(self, _: None, obj: Any, f: Any, *__: Any, **___: Any) -> None:
-        """Write the positions of unfinished passes at a save."""
-        positions = self._session.positions()
-        if positions and isinstance(f, str | os.PathLike):
-            name = os.fsdecode(f)
-            self._session.emit("saved", key=_key(f), name=name, positions=positions)
-
-    def loaded(self, _: Any, f: Any, *__: Any, **___: Any) -> None:
-        """Write that a file is loaded."""
-        if isinstance(f, str | os.PathLike):
-            self._session.emit("loaded", key=_key(f))
-
-    def state_loaded(self, *_: Any, **__: Any) -> None:
-        """Write that an optimizer loads its state."""
-        self._session.emit("optimizer_loaded", line=user_line())
-
-
-def _key(file: Any) -> list[int]:
-    """Return the identity of the content of a file, which a rename does not change."""
-    status = os.stat(file)
-    return [status.st_ino, status.st_mtime_ns]
-
 
 def observe_files(session: Session) -> None:
-    """Observe opened files, checkpoints, and optimizers that load a state."""
+    """Observe opened files, and those of `torch.save`."""
     observer = FileObserver(session)
     opened = session.guarded(observer.opened)
 
@@ -243,6 +220,4 @@ def observe_files(session: Session) -> None:
             opened(arguments[0], arguments[2])
 
     sys.addaudithook(hook)
-    session.observe(torch, "save", before=observer.saves, after=observer.saved)
-    session.observe(torch, "load", after=observer.loaded)
-    session.observe(Optimizer, "load_state_dict", before=observer.state_loaded)
+    session.observe(torch, "save", before=observer.saves)

@@ -28,7 +28,7 @@ def install(folder: str) -> None:
     try:
         with open(os.path.join(folder, "settings.json"), encoding="utf-8") as file:
             settings = json.load(file)
-    except FileNotFoundError:
+    except OSError:  # or it belongs to another user, who runs this process
         return
     writer = EventWriter(folder)
     sys.meta_path.insert(0, _TorchFinder(writer, settings["steps"], settings["without"]))
@@ -62,16 +62,24 @@ class _TorchFinder:
             def load_and_observe(module: ModuleType) -> None:
                 sys.meta_path.remove(self)
                 load(module)
-                # Here, since these modules import torch.
-                from samestep.tools.audit.functions import observe_files, observe_functions
-                from samestep.tools.audit.loaders import observe_loaders
-                from samestep.tools.audit.session import Session
-                from samestep.tools.audit.steps import observe_steps
-
-                session = Session(self._writer, self._steps, self._without)
-                observe_loaders(session, before_pass=observe_steps(session))
-                observe_functions(session)
-                observe_files(session)
+                try:
+                    self._observe()
+                except Exception as error:  # boundary: an observer must not change the run
+                    text = f"{type(error).__name__}: {error}"
+                    self._writer.write("failure", observer="import of torch", error=text)
 
             spec.loader.exec_module = load_and_observe  # type: ignore[method-assign]
         return spec
+
+    def _observe(self) -> None:
+        # Here, since these modules import torch.
+        from samestep.tools.audit.functions import observe_files, observe_functions
+        from samestep.tools.audit.loaders import observe_loaders
+        from samestep.tools.audit.session import Session
+        from samestep.tools.audit.steps import observe_modules, observe_steps
+
+        session = Session(self._writer, self._steps, self._without)
+        observe_steps(session)
+        observe_loaders(session, before_pass=observe_modules(session).begins)
+        observe_functions(session)
+        observe_files(session)

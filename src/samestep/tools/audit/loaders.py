@@ -60,7 +60,6 @@ class LoadingObserver:
         self._session = session
         self._before_pass = before_pass
         self._passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
-        self._latest: dict[int, _Pass] = {}  # by loader; a loop that breaks deletes its iterator
         self._count = 0
         self._loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._loader_count = 0
@@ -83,7 +82,7 @@ class LoadingObserver:
         if hasattr(iterator._index_sampler, "__len__"):
             length = len(iterator._index_sampler)
         current = _Pass(self._count, self._session.steps, length)
-        self._passes[iterator] = self._latest[self._loaders[loader]] = current
+        self._passes[iterator] = current
         # Libraries wrap batch samplers in batch samplers.
         batch_sampler = loader.batch_sampler
         while hasattr(batch_sampler, "batch_sampler"):
@@ -155,11 +154,6 @@ class LoadingObserver:
             self._last_ended = current
             self._session.emit("pass_end", number=current.number, optimizer=self._session.optimizer)
 
-    def positions(self) -> list[list[int]]:
-        """Return numbers and batches of the passes of known length that have not ended."""
-        latest = self._latest.values()
-        return [[one.number, one.batches] for one in latest if 0 < one.batches < (one.length or 0)]
-
     def reduces(
         self, tensor: Any, dst: Any = None, op: Any = dist.ReduceOp.SUM, *_: Any, **__: Any
     ) -> None:
@@ -169,18 +163,20 @@ class LoadingObserver:
     def all_reduces(self, tensor: Any, op: Any = dist.ReduceOp.SUM, *_: Any, **__: Any) -> None:
         """Write that an evaluation reduces the number of samples of its pass."""
         current = self._last_ended
-        is_sum = op == dist.ReduceOp.SUM
-        if current is None or not is_sum or current.step != self._session.steps:
+        is_added = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        if current is None or not is_added or current.step != self._session.steps:
             return
         if not isinstance(tensor, torch.Tensor) or tensor.is_complex():
             return
         if tensor.numel() > _COUNT_SIZE:
             return
         values = tensor.detach().flatten().tolist()
-        if current.samples in values:
+        if op == dist.ReduceOp.SUM and current.samples in values:
             facts = {"number": current.number, "samples": current.samples}
             at = values.index(current.samples)
             self._session.emit("count", **facts, at=at, line=user_line())
+        else:
+            self._session.emit("added", number=current.number)
 
     def begins_fetch(self, *_: Any) -> None:
         """Store the states of the generators before a batch, in loader workers too."""
@@ -203,7 +199,6 @@ class LoadingObserver:
 def observe_loaders(session: Session, before_pass: Callable[[], None]) -> None:
     """Observe the iterators and fetches of all loaders, and the reductions of counts."""
     observer = LoadingObserver(session, before_pass)
-    session.positions = observer.positions
     yielded = session.guarded(observer.yielded)
     ended = session.guarded(observer.ended)
     base: Any = torch_dataloader._BaseDataLoaderIter

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from samestep.distributed.env import read_rendezvous
+from samestep.errors import InputError
 from samestep.tools.audit.events import EventWriter
 
 _INTERVAL = 50  # steps between observations after the first ones
@@ -36,9 +38,8 @@ class Session:
         self.without = without
         self._limit = limit
         self._group: Any = None
+        self._has_launcher = False  # an event of this process has it
         self._failures = 0
-        # Returns numbers and batches of passes that have not ended.
-        self.positions: Callable[[], list[list[int]]] = list
         self.steps = 0  # steps of all optimizers
         self.optimizer: int | None = None  # number of the optimizer of the last step
 
@@ -56,7 +57,21 @@ class Session:
             store = distributed_c10d._get_default_store()
             identifier = store.compare_set("samestep-audit", "", uuid.uuid4().hex).decode()
             self.writer.set_world(identifier, dist.get_rank(), dist.get_world_size())
+        elif group is None and kind == "update" and not self._has_launcher:
+            self._has_launcher = True
+            self._write_launcher()
         self.writer.write(kind, step=self.steps, **values)
+
+    def _write_launcher(self) -> None:
+        """Write the place among the ranks of the launcher, which has no process group."""
+        try:
+            place = read_rendezvous()
+        except InputError:  # not the variables of a rank
+            return
+        if place is not None:
+            job = f"{place.address}:{place.port}"
+            size = place.local_size or place.world_size
+            self.writer.write("launched", job=job, rank=place.local_rank, size=size)
 
     def guarded(self, observe: Callable[..., None]) -> Callable[..., None]:
         """Return `observe` with the first of its exceptions written as an event."""

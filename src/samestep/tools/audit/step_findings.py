@@ -1,34 +1,37 @@
-"""Names of all findings of an audit, and rules for replicas, schedules, buffers and losses."""
+"""Names of all findings of an audit, and rules for replicas, modules, schedules and losses."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from statistics import median
+from typing import Any
 
 from samestep.tools.audit.worlds import Event, World, passes
 from samestep.units import plural
 
-# Stable names; the table of docs/guides/audit.md has the same.
-NAMES = {
-    "repeated-samples": "Ranks train on the same samples within an epoch.",
-    "missing-samples": "An epoch leaves samples out.",
-    "evaluation-counted-twice": "An evaluation counts samples twice, or leaves samples out.",
-    "repeated-order": "A shuffling sampler yields the same order in several epochs.",
-    "equal-random-draws": "Ranks draw equal random numbers for different samples.",
-    "different-parameters": "Replicas of the model have different parameters.",
-    "different-buffers": "Ranks evaluate with different buffers, such as running statistics.",
-    "different-learning-rates": "Ranks use different learning rates.",
-    "unreduced-gradients": "Ranks update their replicas with different gradients.",
-    "schedule-stepped-too-often": "A scheduler makes several steps per optimizer step and ends too "
-    "early.",
-    "loss-normalisation": "Means over different numbers of targets are averaged with equal "
-    "weights.",
-    "non-finite-values": "Training continues with parameters that are not finite.",
-    "lost-position": "A run that resumes within an epoch begins with the first batch of an epoch.",
-    "files-written-by-several-ranks": "Several ranks write the same file.",
+# Stable names, and the fix of each; the tables of docs/guides/audit.md have the same.
+FIXES = {
+    "repeated-samples": "give the loader DistributedSampler(dataset), or parts of the data",
+    "missing-samples": "divide all samples: DistributedSampler with the ranks of the group",
+    "evaluation-counted-twice": "cut the padding off after a gather, or evaluate "
+    "Subset(dataset, range(rank, len(dataset), ranks)) and add sums and counts",
+    "repeated-order": "call sampler.set_epoch(epoch) before each epoch",
+    "equal-random-draws": "seed the generators with seed + rank after the model is built",
+    "different-parameters": "build, load and change models by the same code on every rank, before "
+    "DistributedDataParallel",
+    "different-buffers": "evaluate the DistributedDataParallel module, or broadcast buffers before",
+    "different-learning-rates": "compute learning rates from values that all ranks share",
+    "unreduced-gradients": "call the DistributedDataParallel module, not its inner module",
+    "schedule-stepped-too-often": "step it once per optimizer step, and count its period in these",
+    "loss-normalisation": "divide the sum of each loss by the targets of all ranks",
+    "non-finite-values": "stop at a loss that is not finite; lower the learning rate, or clip",
+    "files-written-by-several-ranks": "write on rank 0 only: if dist.get_rank() == 0",
+    "independent-copies": "call torch.distributed.init_process_group, and wrap the model in "
+    "DistributedDataParallel; or start one process",
 }
 _TOLERANCE = 1e-4  # relative; ranks on different devices can round differently
 _COUNT_RATIO = 1.05  # of the numbers of targets of two losses
@@ -47,6 +50,10 @@ class Finding:
     name: str
     evidence: str
     line: str  # of the user's script, empty if unknown
+    fix: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fix", FIXES[self.name])
 
 
 def differs(first: Summary, second: Summary, tolerance: float = _TOLERANCE) -> bool:
@@ -55,6 +62,14 @@ def differs(first: Summary, second: Summary, tolerance: float = _TOLERANCE) -> b
         return False
     scale = tolerance * max(first[0], second[0])
     return abs(first[0] - second[0]) > scale or abs(first[1] - second[1]) > 10 * scale
+
+
+def copy_findings(world: World) -> Iterator[Finding]:
+    """Yield the finding of ranks that a launcher started, and that train without a group."""
+    if not world.has_group:
+        line = world.events("update")[0][0]["line"]
+        text = f"the launcher started {plural(world.size, 'rank')}; each trains a model of its own"
+        yield Finding("independent-copies", f"{text}, without a process group", line)
 
 
 def step_findings(world: World) -> Iterator[Finding]:
@@ -66,12 +81,13 @@ def step_findings(world: World) -> Iterator[Finding]:
         yield from _losses(world, updates)
     if world.size == 1:
         return
-    rates = next(_learning_rates(updates), None)
-    if rates is not None:
-        yield rates
-    elif updates and not any(event["hooked"] for event in updates[0].values()):
-        yield from _replicas(world, updates)
-    yield from _buffers(world)
+    found = list(islice(_learning_rates(updates), 1))
+    if not found and updates and not any(event["hooked"] for event in updates[0].values()):
+        found = list(_replicas(world, updates))
+    yield from found
+    evaluated = list(_modules(world))
+    # Replicas that differ in training differ in evaluations, too.
+    yield from [one for one in evaluated if one.name == "different-buffers" or not found]
 
 
 # --- replicas -----------------------------------------------------------------------------------
@@ -137,13 +153,9 @@ def _replicas(world: World, updates: list[Update]) -> Iterator[Finding]:
     if not is_replicated:
         # Without DistributedDataParallel, all gradients have to differ, and the parameters from a
         # common start on, while a sampler divides the samples among all ranks.
-        is_divided = all(
-            any(one.info["replicas"] == world.size for one in passes(events))
-            for events in world.ranks.values()
-        )
         becomes_different = bool(values) and not _different(updates[0], "values")
         is_always = len(gradients) == len(updates) >= _MIN_UPDATES
-        has_cause = is_always and is_divided and becomes_different
+        has_cause = is_always and divides_samples(world) and becomes_different
     if has_cause and (not values or gradients[0][0]["step"] <= values[0][0]["step"]):
         if not _become_equal([*values, *updates, *_updates(world, "end")], values):
             share = f"in {len(gradients)} of {plural(len(updates), 'observed step')}"
@@ -177,20 +189,42 @@ def _difference(name: str, update: Update, kind: str, share: str) -> Finding:
     return Finding(name, text, update[0]["line"])
 
 
-def _buffers(world: World) -> Iterator[Finding]:
-    evaluations: dict[tuple[int, int], Update] = defaultdict(dict)
+def _modules(world: World) -> Iterator[Finding]:
+    """Find modules that differ between ranks which evaluate with them, or parts of the data."""
+    trains = any(world.events("update").values())
+    if trains and not reduces_gradients(world):
+        return
+    if not trains and not divides_samples(world):
+        return
+    evaluations: dict[Any, Update] = defaultdict(dict)
     for rank, events in world.events("evaluation").items():
+        counts: Counter[Any] = Counter()
         for event in events:
-            evaluations[event["number"], event["step"]][rank] = event
-    for update in evaluations.values():
-        names = {tuple(event["buffers"]) for event in update.values()}
-        if len(update) < world.size or len(names) > 1:
-            continue
-        for name, rank in _different(update, "buffers").items():
-            steps = plural(update[0]["step"], "step")
-            text = f"an evaluation after {steps} uses different values of {name} on ranks 0"
-            yield Finding("different-buffers", f"{text} and {rank}", update[0]["line"])
-            return
+            place = (event["step"], event["line"], event["module"])
+            counts[place] += 1
+            evaluations[*place, counts[place]][rank] = event
+    kinds = {"values": "different-parameters", "buffers": "different-buffers"}
+    for kind, finding in kinds.items():
+        for update in evaluations.values():
+            names = {tuple(event[kind]) for event in update.values()}
+            if len(update) < world.size or len(names) > 1:
+                continue
+            different = _different(update, kind)
+            if different:
+                name, rank = next(iter(different.items()))
+                steps = plural(update[0]["step"], "step")
+                text = f"an evaluation after {steps} uses different values of {name}"
+                text = f"{text} of {update[0]['module']} on ranks 0 and {rank}"
+                yield Finding(finding, text, update[0]["line"])
+                break
+
+
+def divides_samples(world: World) -> bool:
+    """Whether each rank has a pass whose sampler divides samples among all ranks."""
+    return all(
+        any(one.info["replicas"] == world.size for one in passes(events))
+        for events in world.ranks.values()
+    )
 
 
 # --- values, schedules and losses ---------------------------------------------------------------
@@ -217,10 +251,12 @@ def _schedules(world: World) -> Iterator[Finding]:
         gaps = Counter({int(count): number for count, number in event["per_update"].items()})
         if event["optimizers"] > 1 or gaps.total() < _MIN_UPDATES:
             continue
-        is_usual = 2 * sum(number for count, number in gaps.items() if count > 1) >= gaps.total()
+        # A schedule by epochs repeats its period on purpose.
+        is_by_step = 2 * sum(number for count, number in gaps.items() if count) >= gaps.total()
         passed_period = event["period"] is not None and event["steps"] >= _ENDED * event["period"]
         zero = event["zero_updates"]
-        if not is_usual or not (passed_period or (zero > 1 and zero >= _ZERO * event["updates"])):
+        has_ended = zero > 1 and zero >= _ZERO * event["updates"]
+        if not (is_by_step and passed_period) and not has_ended:
             continue
         evidence = f"the learning rate is zero in {zero} of {event['updates']} optimizer steps"
         if passed_period:

@@ -29,6 +29,7 @@ class World:
 
     size: int
     program: str  # script of the first process
+    has_group: bool = True
     ranks: dict[int, list[Event]] = field(default_factory=_lists)  # events of each rank
     children: dict[int, list[Event]] = field(default_factory=_lists)  # of their loader workers
 
@@ -41,20 +42,23 @@ class World:
 def group_worlds(processes: Iterable[list[Event]]) -> list[World]:
     """Return the worlds of which all ranks were observed.
 
-    A process without a group is a world of one rank.
+    A process without a group is a world of one rank, or a rank of the world of its launcher.
     """
     worlds: dict[str, World] = {}
+    launched: list[list[Any]] = []  # identities of ranks without a group
 
     def ranks_of(identity: list[Any], *, is_child: bool = False) -> list[Event]:
         """Return the list of the events of a rank, or of its children."""
         identifier, rank, size = identity
-        world = worlds.setdefault(identifier, World(size, header["program"]))
+        has_group = size == 1 or identity not in launched
+        world = worlds.setdefault(identifier, World(size, header["program"], has_group))
         return (world.children if is_child else world.ranks)[rank]
 
     for header, *others in filter(None, processes):  # a killed process can have no complete event
         identity = header["world"]
         is_child = identity is not None
         before: list[Event] = []  # events before the first world
+        alone = [f"process {header['pid']}", 0, 1]
         for event in others:
             if event["kind"] == "world":
                 identity = event["world"]
@@ -62,11 +66,14 @@ def group_worlds(processes: Iterable[list[Event]]) -> list[World]:
                 ranks_of(identity).extend(before)
                 before = []
             elif identity is None:
+                if event["kind"] == "launched":
+                    alone = [f"{header['program']} {event['job']}", event["rank"], event["size"]]
+                    launched.append(alone)
                 before.append(event)
             else:
                 ranks_of(identity, is_child=is_child).append(event)
         if before:
-            ranks_of([f"process {header['pid']}", 0, 1]).extend(before)
+            ranks_of(alone).extend(before)
     return [world for world in worlds.values() if len(world.ranks) == world.size]
 
 

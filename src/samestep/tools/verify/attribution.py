@@ -6,6 +6,7 @@ difference disappears, and is not if the difference remains.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from samestep.tools.verify.causes import Cause, Finding
@@ -85,7 +86,7 @@ class Attribution:
         """Return the cause of the first difference; None stands for a failure before one."""
         if self._other.label:
             uninterrupted = self._runner.run(self._many, self._reference)
-            if not compare(self._reference, uninterrupted, self._tolerance).failing:
+            if compare(self._reference, uninterrupted, self._tolerance).holds:
                 seen = f"the uninterrupted run of {described(self._many)} equals the reference"
                 return Finding(Cause.RESUME, first, (seen, *self._failure_text()))
         failure = self._other.failure
@@ -360,7 +361,7 @@ class Attribution:
         if first.step not in self._reference.steps or first.step not in self._other.steps:
             return None
         one, other = (note["threads"] for note in self._notes(first))
-        if one == other or self._compare_under(single_thread=True).first is not None:
+        if one == other or not self._compare_under(single_thread=True).holds:
             return None  # ranks and threads both change the order of sums
         counts = f"ranks compute with {one} and {other} threads"
         return self._experiment(first, Cause.THREADS, (seen, counts), single_thread=True)
@@ -369,8 +370,10 @@ class Attribution:
         self, first: Difference, cause: Cause, evidence: tuple[str, ...], **changes: Any
     ) -> Finding | None:
         """Return the cause if the difference disappears, or only a later one remains."""
-        remaining = self._compare_under(**changes).first
-        if remaining is not None and remaining.order_key <= first.order_key:
+        changed = self._compare_under(**changes)
+        remaining = changed.first
+        is_later = remaining is None or remaining.order_key > first.order_key
+        if changed.has_failed or not is_later:
             return None
         result = "are equal"
         if remaining is not None:
@@ -394,8 +397,6 @@ class Attribution:
         """Return the largest distance in float64 up to a step; infinity if it cannot run."""
         reference = self._runner.run(self._one, double=True)
         measured = self._runner.run(self._many, reference, double=True)
-        if measured.failure is not None or not measured.steps:
-            return float("inf")
         return _largest_distance(compare(reference, measured, None), first.step)
 
     def _failure_text(self) -> tuple[str, ...]:
@@ -407,12 +408,16 @@ class Attribution:
 
 
 def _rounding_text(size: float) -> str:
+    if not math.isfinite(size):
+        return "in float64 the runs have no values to compare"
     kind = "rounding" if size < _ROUNDING else "not rounding"
     return f"in float64 the distance is {size:.1e}: {kind}"
 
 
 def _largest_distance(comparison: Comparison, step: int) -> float:
-    """Return the largest distance up to a step; infinity if a difference has none."""
+    """Return the largest distance up to a step; infinity if it is unknown."""
+    if comparison.has_failed:
+        return float("inf")
     sizes = [d.distance for d in comparison.differences if d.step <= step and d.stage != "before"]
     if None in sizes:
         return float("inf")

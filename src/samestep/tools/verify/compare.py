@@ -154,6 +154,7 @@ class Comparison:
     """Result of a comparison."""
 
     label: str  # description of the second trial
+    has_failed: bool = False  # one of the trials; differences are those before its end
     differences: list[Difference] = field(default_factory=list)  # of any size
     compared: Counter[str] = field(default_factory=Counter)  # number of values, by quantity
 
@@ -167,8 +168,18 @@ class Comparison:
         """First failing difference."""
         return first_of(self.failing)
 
+    @property
+    def holds(self) -> bool:
+        """Whether both trials computed everything, and the same."""
+        return not self.has_failed and not self.failing
+
     def verdict(self, quantity: str) -> str:
-        """Return `bits`, the largest distance, `differs`, or `-` without such values."""
+        """Return `bits`, the largest distance, `differs`, or `-` without such values.
+
+        A trial that failed did not compute its results: the verdict on each is `failed`.
+        """
+        if self.has_failed:
+            return "failed"
         if any(difference.quantity == quantity for difference in self.failing):
             return "differs"
         if not self.compared[quantity]:
@@ -186,7 +197,7 @@ class Comparison:
 
 def accepted(comparison: Comparison, exact: Comparison) -> Comparison:
     """Return a comparison whose measured differences are rounding if `exact`, in float64, holds."""
-    if exact.failing or any(difference.distance is None for difference in comparison.failing):
+    if not exact.holds or any(difference.distance is None for difference in comparison.failing):
         return comparison
     differences = [replace(one, fails=False) for one in comparison.differences]
     return replace(comparison, differences=differences)
@@ -208,7 +219,8 @@ def compare(
     Without a tolerance, all bits have to be equal; order, inputs, targets and rates always. `texts`
     has lines of repeated runs of the reference, by quantity; None compares none.
     """
-    result = Comparison(other.label or described(other.processes))
+    has_failed = reference.failure is not None or other.failure is not None
+    result = Comparison(other.label or described(other.processes), has_failed)
     weights = {name for notes in reference.steps.values() for name in notes[0]["weights"]}
     for number in sorted({*reference.steps, *other.steps}):
         comparer = _StepComparer(result, weights, tolerance, number)
@@ -228,7 +240,7 @@ def compare(
             replace(comparer, ranks=(0, rank)).compare(notes[0], note)
     _compare_modules(result, reference, other)
     _compare_ends(_StepComparer(result, weights, tolerance), reference, other)
-    if texts is not None and not other.label and other.failure is None:
+    if texts is not None and not other.label and not has_failed:
         comparer = _StepComparer(result, weights, tolerance, max(reference.steps, default=0) + 2)
         for stage, printed in texts.items():
             if stage == "printed":

@@ -50,6 +50,16 @@ class Record:
         shared = set(by_rank[0]).intersection(*by_rank[1:]) if by_rank else set()
         return {number: tuple(steps[number] for steps in by_rank) for number in sorted(shared)}
 
+    def completed(self) -> Record:
+        """Return this record; a run that failed gives no results to compare with.
+
+        Raises:
+            RankError: the run failed.
+        """
+        if self.failure is not None:
+            raise RankError(self.failure)
+        return self
+
     @property
     def modules(self) -> list[Note]:
         """Modules that the script gives to `samestep.parallel`, in order, with their options."""
@@ -228,7 +238,9 @@ class TrialRunner:
         interventions = replace(self.conditions.interventions, **changes)
         self._report(label, interventions)
         first = self._launch(processes, interventions, reference, kill_at=kill_at)
-        if first.failure is None or first.failure.by_signal is None:
+        if first.failure is not None and first.failure.by_signal is None:
+            return replace(first, label=label)  # it failed by itself, before the kill
+        if first.failure is None:
             raise RunError(
                 f"on {processes} processes, no rank was killed before the end: step {kill_at}",
                 expected="a training step with this number",
@@ -251,6 +263,7 @@ class TrialRunner:
             options["reference"] = reference.folder
         conditions = {**vars(self.conditions), "interventions": interventions}
         trial = Trial(**conditions, folder=folder, processes=processes, **options)
+        trial.scratch.mkdir(exist_ok=True)  # torch.save creates no folder
         failure = None
         try:
             run_on_ranks(

@@ -40,6 +40,7 @@ from samestep.tools.verify.trials import (
     TrialRunner,
     described,
 )
+from samestep.view.ranks import require_microbatches
 
 FORMAT = 4
 
@@ -64,11 +65,15 @@ def verify(
 
     Raises:
         RankError: the subject fails on the first number of processes.
-        InputError: a script made no training step, or its models are not divided.
+        InputError: a script made no training step, its models are not divided, or they have fewer
+            microbatches than processes.
     """
+    most = max(*processes, resume_on or 1)
     with TemporaryDirectory(prefix=".trials-", dir=folder) as trials:
         runner = TrialRunner(subject, conditions, Path(trials), preload=preload, progress=progress)
         reference = _run_reference(runner, processes[0])
+        for note in reference.modules:
+            require_microbatches(note["options"].get("microbatches"), most)
         tolerance = _measure_tolerance(runner, reference)
         remaining = processes if reference.processes == PLAIN else processes[1:]
         plans: list[Plan] = [partial(runner.run, number) for number in remaining] or [runner.repeat]
@@ -84,7 +89,7 @@ def verify(
         findings: list[Finding] = []
         # The other comparisons mostly fail for the same cause as the first one.
         for other, comparison in zip(others, comparisons, strict=True):
-            if comparison.first is not None or other.failure is not None:
+            if not comparison.holds:
                 attribution = Attribution(runner, reference, other, tolerance)
                 findings = [attribution.find(comparison.first)]
                 break
@@ -159,7 +164,8 @@ def _measure_tolerance(runner: TrialRunner, reference: Record) -> Tolerance | No
     requires_bits = runner.conditions.requires_bits
     if requires_bits or (requires_bits is None and reference.is_exact):
         return None
-    return Tolerance.of(reference, runner.run(reference.processes, reference, perturbed=True))
+    perturbed = runner.run(reference.processes, reference, perturbed=True)
+    return Tolerance.of(reference, perturbed.completed())
 
 
 def _compare(
@@ -168,12 +174,12 @@ def _compare(
     """Compare the runs, without printed numbers that differ between two equal runs."""
     perturbed = reference.texts
     if tolerance is not None:
-        perturbed = runner.run(reference.processes, reference, perturbed=True).texts
+        perturbed = runner.run(reference.processes, reference, perturbed=True).completed().texts
     printed = _printed(reference, perturbed)
     comparisons = [compare(reference, other, tolerance, printed) for other in others]
     if all(one.verdict(text) != "differs" for one in comparisons for text in TEXTS):
         return comparisons
-    repeated = runner.repeat(reference).texts
+    repeated = runner.repeat(reference).completed().texts
     # Numbers that vary between equal runs by more than rounding, such as times, count as varying in
     # both.
     varying = {
@@ -198,8 +204,8 @@ def _accept_rounding(
     notes = []
     for number, (plan, comparison) in enumerate(zip(plans, comparisons, strict=True)):
         first = comparison.first
-        failing = comparison.failing
-        if first is None or any(one.distance is None or one.ranks for one in failing):
+        is_measured = all(one.distance is not None and not one.ranks for one in comparison.failing)
+        if first is None or comparison.has_failed or not is_measured:
             continue
         reference = runner.run(processes, double=True)
         perturbed = runner.run(processes, reference, double=True, perturbed=True)
@@ -222,11 +228,11 @@ def _check_orders(
 ) -> list[Finding]:
     """Return a finding if results depend on the order of a set, or of a directory's entries."""
     other = runner.run(processes, reference, other_orders=True)
-    first = compare(reference, other, tolerance).first
-    if first is not None and tolerance is not None and processes != reference.processes:
+    comparison = compare(reference, other, tolerance)
+    if comparison.first is not None and tolerance is not None and processes != reference.processes:
         # Rounding that was accepted has the same bits again.
-        first = compare(runner.run(processes, reference), other, None).first
-    if first is None and other.failure is None:
+        comparison = compare(runner.run(processes, reference), other, None)
+    if comparison.holds:
         return []
     evidence = [
         "results differ with another hash seed (PYTHONHASHSEED) and order of directory listings on "
@@ -234,7 +240,7 @@ def _check_orders(
     ]
     if other.failure is not None:
         evidence.append(other.failure.text.removeprefix("error: ").splitlines()[0])
-    return [Finding(Cause.ARBITRARY_ORDER, first, tuple(evidence))]
+    return [Finding(Cause.ARBITRARY_ORDER, comparison.first, tuple(evidence))]
 
 
 def _rounding_note(others: Sequence[Record], tolerance: Tolerance | None) -> list[str]:
@@ -283,7 +289,7 @@ def _comparison_data(comparison: Comparison) -> dict[str, Any]:
         distances[name] = None if size is None else f"{size:.1e}"
     return {
         "processes": comparison.label,
-        "holds": comparison.first is None,
+        "holds": comparison.holds,
         "first_difference": first_bit.location if first_bit else None,
         "quantities": {name: comparison.verdict(key) for key, name in QUANTITIES.items()},
         "distances": distances,
@@ -338,7 +344,8 @@ def table(data: dict[str, Any]) -> str:
             labels.append(f"{first} > {rest.rpartition(' ')[2]}")
         else:
             labels.append(first.partition(" ")[0])
-    is_written = any(run["quantities"][QUANTITIES["files"]] != "-" for run in runs)
+    files = QUANTITIES["files"]
+    is_written = any(run["quantities"][files] not in ("-", "failed") for run in runs)
     names = [name for key, name in QUANTITIES.items() if key != "files" or is_written]
     rows = {f"against {data['reference'].partition(' ')[0]}, on": labels}
     rows |= {name: [run["quantities"][name] for run in runs] for name in names}

@@ -55,6 +55,17 @@ def test_search_for_torch_before_its_import(packages: Path, tmp_path: Path) -> N
     run(code, packages, tmp_path)
 
 
+def test_file_prints_nothing_without_the_package_or_the_right_to_read(packages: Path, tmp_path: Path) -> None:
+    """The file stays after an audit: in another version of the environment, or for another user."""
+    (tmp_path / "settings.json").mkdir()
+    for paths in ("[]", repr(sys.path)):
+        code = f"import sys; sys.path += {paths}; import site; site.addsitedir(sys.argv[1])"
+        command = [sys.executable, "-S", "-I", "-c", code, str(packages)]
+        variables = {**os.environ, "SAMESTEP_AUDIT": str(tmp_path)}
+        done = subprocess.run(command, env=variables, check=True, timeout=60, capture_output=True)
+        assert (done.stdout, done.stderr) == (b"", b"")
+
+
 def test_folder_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         install_hooks(tmp_path / "missing")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from samestep.launcher.failure import Failure, RankError
 from samestep.tools.verify.causes import FIXES, Cause
 from samestep.tools.verify.compare import QUANTITIES, Comparison, Tolerance, accepted, compare
 from samestep.tools.verify.texts import Printed
@@ -50,6 +51,9 @@ def step(number: int) -> Note:
         "optimizer": {"weight/momentum": f"o{number}"},
         "distances": {},
     }
+
+
+FAILURE = Failure.of_exit(0, 1)
 
 
 def record(ranks: int = 1, folder: Path = Path()) -> Record:
@@ -228,3 +232,23 @@ def test_incomplete_line_is_dropped(tmp_path: Path) -> None:
 
 def test_every_cause_has_a_fix() -> None:
     assert set(FIXES) == set(Cause)
+
+
+def test_failed_run_is_neither_equal_nor_different() -> None:
+    whole = record()
+    failed = Record(1, Path(), (whole.events[0][:2],), FAILURE)  # it ended in step 2
+    for one, other in ((whole, failed), (failed, whole), (failed, failed)):
+        comparison = compare(one, other, None)
+        assert not comparison.holds
+        assert {comparison.verdict(quantity) for quantity in QUANTITIES} == {"failed"}
+    assert compare(whole, failed, None).first is None
+    assert compare(whole, record(), None).holds
+    with pytest.raises(RankError):
+        failed.completed()
+    assert whole.completed() is whole
+
+
+def test_rounding_is_not_accepted_from_a_failed_run_in_float64() -> None:
+    failed = Record(1, Path(), (), FAILURE)
+    different = Comparison("2 processes")
+    assert accepted(different, compare(failed, failed, None)) is different
