@@ -251,7 +251,7 @@ def _schedules(world: World) -> Iterator[Finding]:
         gaps = Counter({int(count): number for count, number in event["per_update"].items()})
         if event["optimizers"] > 1 or gaps.total() < _MIN_UPDATES:
             continue
-        # A schedule by epochs repeats its period on purpose.
+        # A schedule that steps once per epoch can repeat its period on purpose.
         is_by_step = 2 * sum(number for count, number in gaps.items() if count) >= gaps.total()
         passed_period = event["period"] is not None and event["steps"] >= _ENDED * event["period"]
         zero = event["zero_updates"]
