@@ -65,7 +65,7 @@ CODES = {
     "E_PROCESSES": "`--processes` or `--devices` does not name a possible number of ranks.",
     "E_LAUNCHER_GONE": "The launcher, the process that forks ranks, or a store has ended.",
     "E_SCRIPT_FILES": "A script reads a file that only another process has, or that is gone.",
-    "E_SCRIPT": "A command needs a recipe, or the run of a script cannot be started again.",
+    "E_SCRIPT": "A command needs a recipe or a module, or a run of a script cannot start again.",
     "E_NOT_A_RUN": "A directory is not a run, or was replaced; or there is no run yet.",
     "E_NO_CHECKSUM": "A run has no checksum of a step, or two runs have none in common.",
     "E_RUN_NAME": "The name of a run is not that of a folder, or differs between ranks.",

@@ -335,6 +335,23 @@ def test_file_that_is_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "launcher" not in err
 
 
+@pytest.mark.parametrize("name", ["parts/train.py", "parts/inner/train.py", "parts/__main__.py"])
+def test_file_of_a_package_is_one_to_run_by_its_name(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The advice of the error works: the module runs with its relative imports."""
+    path = tmp_path / name
+    path.parent.mkdir(parents=True)
+    (tmp_path / "parts/__init__.py").write_text("VALUE = 7\n")
+    (path.parent / "__init__.py").touch()
+    dots = "." * (len(Path(name).parts) - 1)
+    path.write_text(f"from {dots} import VALUE\nassert VALUE == 7\n")
+    assert here("run", "--processes", 1, path, cwd=tmp_path) == 2
+    advice = re.search(r"\[E_SCRIPT\]\n.*\n  fix: +samestep run -m (\S+), in (.*)\n", capsys.readouterr().err)
+    assert advice is not None
+    assert here("run", "--processes", 1, "-m", advice[1], cwd=Path(advice[2])) == 0
+
+
 def test_missing_script_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert here("run", "nothing.py", cwd=tmp_path) == 2
     assert "nothing.py is not a file" in capsys.readouterr().err

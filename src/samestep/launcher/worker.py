@@ -202,11 +202,14 @@ def run_script(
     except ImportError as error:
         if is_module or not message_of(error).startswith("attempted relative import"):
             raise
-        package = script.resolve().parent.name
+        top = script.resolve().parent
+        while (top.parent / "__init__.py").exists():
+            top = top.parent
+        name = ".".join(script.resolve().relative_to(top.parent).with_suffix("").parts)
         raise InputError(
             f"{script} imports parts of its package by relative names: {message_of(error)}",
             expected="a module that is run by its name",
-            fix=f"samestep run -m {package}.{script.stem}, in the folder of {package}",
+            fix=f"samestep run -m {name}, in {top.parent}",
             code="E_SCRIPT",
         ) from error
     except (KeyError, ValueError) as error:

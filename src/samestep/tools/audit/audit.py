@@ -136,7 +136,8 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
     """
     while True:
         has_terminal = _pass_terminal(os.getpgrp(), process.pid)
-        os.killpg(process.pid, signal.SIGCONT)  # it may have stopped at its first read
+        with suppress(PermissionError):  # of another user
+            os.killpg(process.pid, signal.SIGCONT)  # it may have stopped at its first read
         while True:
             _, status = os.waitpid(process.pid, os.WUNTRACED)
             if not os.WIFSTOPPED(status) or os.WSTOPSIG(status) in _TERMINAL_STOPS:

@@ -21,7 +21,7 @@ FIXES = {
     "Subset(dataset, range(rank, len(dataset), ranks)) and add sums and counts",
     "repeated-order": "call sampler.set_epoch(epoch) before each epoch",
     "equal-random-draws": "seed the generators with seed + rank after the model is built",
-    "different-parameters": "build, load and change models by the same code on every rank, before "
+    "different-parameters": "build, load and average models by the same code on every rank, before "
     "DistributedDataParallel",
     "different-buffers": "evaluate the DistributedDataParallel module, or broadcast buffers before",
     "different-learning-rates": "compute learning rates from values that all ranks share",
