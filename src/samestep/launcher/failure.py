@@ -20,7 +20,6 @@ from samestep.distributed.torch_errors import (
 )
 from samestep.errors import (
     EXIT_FAILED,
-    EXIT_INPUT,
     EXIT_STOPPED,
     InputError,
     PeerLostError,
@@ -138,9 +137,7 @@ class Failure:
         """
         by_signal = None
         code = "E_RANK_EXITED"
-        fields: dict[str, Any] = {}
         expected: str | None
-        fix: str | None
         if exit_code < 0:
             by_signal = -exit_code
             code = "E_RANK_KILLED"
@@ -152,7 +149,6 @@ class Failure:
             fix = _SIGNAL_FIXES.get(name)
         elif not has_begun and exit_code == EXIT_UNGUARDED:
             code = "E_LAUNCH"
-            fields["exit_code"] = EXIT_INPUT
             problem = "launches again, since each rank, a new process, imports the script"
             expected = "a script whose import launches nothing"
             fix = 'call samestep.launch() below `if __name__ == "__main__":`'
@@ -181,7 +177,7 @@ class Failure:
             lines.append(f"  expected: {expected}")
         if fix:
             lines.append(f"  fix:      {fix}")
-        return cls._now(rank, "\n".join(lines), code, activity, by_signal=by_signal, **fields)
+        return cls._now(rank, "\n".join(lines), code, activity, by_signal=by_signal)
 
     @classmethod
     def of_report(

@@ -202,16 +202,7 @@ def run_script(
     except ImportError as error:
         if is_module or not message_of(error).startswith("attempted relative import"):
             raise
-        top = script.resolve().parent
-        while (top.parent / "__init__.py").exists():
-            top = top.parent
-        name = ".".join(script.resolve().relative_to(top.parent).with_suffix("").parts)
-        raise InputError(
-            f"{script} imports parts of its package by relative names: {message_of(error)}",
-            expected="a module that is run by its name",
-            fix=f"samestep run -m {name}, in {top.parent}",
-            code="E_SCRIPT",
-        ) from error
+        raise _module_error(script, error) from error
     except (KeyError, ValueError) as error:
         if own_group or not _lacks_rank(error):
             raise
@@ -223,6 +214,19 @@ def run_script(
             "init_process_group",
             code="E_LAUNCH",
         ) from error
+
+
+def _module_error(script: Path, error: ImportError) -> InputError:
+    top = script.resolve().parent
+    while (top.parent / "__init__.py").exists():
+        top = top.parent
+    name = ".".join(script.resolve().relative_to(top.parent).with_suffix("").parts)
+    return InputError(
+        f"{script} imports parts of its package by relative names: {message_of(error)}",
+        expected="a module that is run by its name",
+        fix=f"samestep run -m {name}, in {top.parent}",
+        code="E_SCRIPT",
+    )
 
 
 def _main_module(script: Path, *, is_module: bool) -> ModuleType:

@@ -68,12 +68,10 @@ def verify(
         InputError: a script made no training step, its models are not divided, or they have fewer
             microbatches than processes.
     """
-    most = max(*processes, resume_on or 1)
     with TemporaryDirectory(prefix=".trials-", dir=folder) as trials:
         runner = TrialRunner(subject, conditions, Path(trials), preload=preload, progress=progress)
         reference = _run_reference(runner, processes[0])
-        for note in reference.modules:
-            require_microbatches(note["options"].get("microbatches"), most)
+        _require_microbatches(reference, max(*processes, resume_on or 1))
         tolerance = _measure_tolerance(runner, reference)
         remaining = processes if reference.processes == PLAIN else processes[1:]
         plans: list[Plan] = [partial(runner.run, number) for number in remaining] or [runner.repeat]
@@ -124,6 +122,11 @@ def _run_reference(runner: TrialRunner, first: int) -> Record:
         if not runner.run(first, plain).end.get("draws", False):
             return plain
     return _require_steps(runner, runner.run(first))
+
+
+def _require_microbatches(reference: Record, processes: int) -> None:
+    for note in reference.modules:
+        require_microbatches(note["options"].get("microbatches"), processes)
 
 
 def _require_steps(runner: TrialRunner, reference: Record) -> Record:
