@@ -185,8 +185,7 @@ def run_script(
     else:
         hide_ranks()
     main = _main_module(script, is_module=is_module)
-    file = str(main.__file__)
-    sys.argv = [file, *arguments]
+    sys.argv = [file := str(main.__file__), *arguments]
     # The module is never removed: when a script drops its models, and the last process group with
     # them, torch waits for gloo threads that may wait for the GIL in turn.
     sys.modules["__main__"] = main
@@ -200,9 +199,9 @@ def run_script(
         if end.code not in (None, 0):
             raise
     except ImportError as error:
-        if is_module or not message_of(error).startswith("attempted relative import"):
-            raise
-        raise _module_error(script, error) from error
+        if not is_module and message_of(error).startswith("attempted relative import"):
+            raise _module_error(script, error) from error
+        raise
     except (KeyError, ValueError) as error:
         if own_group or not _lacks_rank(error):
             raise

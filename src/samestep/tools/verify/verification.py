@@ -65,8 +65,7 @@ def verify(
 
     Raises:
         RankError: the subject fails on the first number of processes.
-        InputError: a script made no training step, its models are not divided, or they have fewer
-            microbatches than processes.
+        InputError: a script made no training step, or its models are not divided, or by too few.
     """
     with TemporaryDirectory(prefix=".trials-", dir=folder) as trials:
         runner = TrialRunner(subject, conditions, Path(trials), preload=preload, progress=progress)
