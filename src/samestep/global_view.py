@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from samestep.config import Reduction, StrategyConfig
-from samestep.config.exclusions import require_compatible
+from samestep.config.exclusions import excluded, require_compatible
 from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.launcher.job import process_state
@@ -345,13 +345,7 @@ def _require_arguments(module: Any, reduction: str, batch_norm: str) -> None:
     if parallel_module(module) is None and any(
         is_divided(parameter) for parameter in module.parameters()
     ):
-        raise InputError(
-            f"samestep.parallel received a {type(module).__name__} "
-            "whose parameters are divided already",
-            expected="a module that no strategy has divided, with all its parts",
-            fix="give the whole model to samestep.parallel once, and not its parts",
-            code="E_INCOMPATIBLE",
-        )
+        raise excluded("a second division", type(module).__name__, error=InputError)
     choices = (
         ("reduction", reduction, ("fast", "exact")),
         ("batch_norm", batch_norm, ("global", "local")),

@@ -17,7 +17,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from samestep.errors import RunError
+from samestep.config.exclusions import excluded
 from samestep.reduce.fast import Reduction
 from samestep.strategies.divided_parameters import full_tensor
 from samestep.strategies.dtensors import gathered
@@ -154,13 +154,8 @@ class Unit:
             if is_known and own._local_tensor.data_ptr() == parameter._place:
                 continue
             if not isinstance(own, DTensor):
-                raise RunError(
-                    f"the parameter {info.param_name} of {type(info.module).__name__} was replaced",
-                    expected="the divided parameters of samestep.parallel, with new values at most",
-                    fix="change the module before samestep.parallel, or copy values into the "
-                    "parameter",
-                    code="E_INCOMPATIBLE",
-                )
+                names = (info.param_name, type(info.module).__name__)
+                raise excluded("a parameter that is not divided", *names)
             parameter.reset_sharded_param()
             parameter._place = parameter.sharded_param._local_tensor.data_ptr()
 

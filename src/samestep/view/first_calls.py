@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_unflatten
 
+from samestep.config.exclusions import excluded
 from samestep.errors import InputError
 from samestep.view.divided import OTHER_OPERATIONS, without_compiler
 from samestep.view.division import ComputedWhole, Division, failure, shortened
@@ -107,12 +108,7 @@ class FirstCalls(ABC):
         self.summary.add_reason(reason)
         self.view.report(self.summary, _WHOLE.format(reason))
         if self._is_strict:
-            raise InputError(
-                f"a call of {self.summary.module} is computed whole: {reason}",
-                expected="only divided calls, with strict=True",
-                fix="change what the reason names, or leave out strict=True",
-                code="E_INCOMPATIBLE",
-            )
+            raise excluded("whole calls", self.summary.module, reason, error=InputError)
 
     def _decide_whole(self, kind: Kind, reason: str) -> None:
         """Compute further calls of a kind whole, under `exact` those with the same operations."""
@@ -247,13 +243,8 @@ class FirstCalls(ABC):
                 kind.watched_reason = "creates parameters"
             kind.reason = kind.watched_reason
         if kind.reason is not None or kind.division is None:
-            raise InputError(
-                f"calls of {self.summary.module} cannot be divided: {kind.reason}",
-                expected="calls that can be divided: "
-                "the whole batch does not fit into the memory of one device",
-                fix="change what the reason names, or use a smaller batch, with whole=True",
-                code="E_INCOMPATIBLE",
-            )
+            names = (self.summary.module, kind.reason)
+            raise excluded("calls that cannot be divided", *names, error=InputError)
         return self._divided(kind, call)
 
     def _try(self, kind: Kind, call: Call) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from samestep.errors import RunError
+from samestep.config.exclusions import excluded
 from samestep.view.operations import Operations
 from samestep.view.recomputation import checkpointing_off
 from samestep.view.region import Make, Region, UnknownDraw, inside, stream_state
@@ -209,14 +209,7 @@ class _Inner:
                 would be written again, and the others not.
         """
         if self._recomputes and self._before.has_buffers:
-            raise RunError(
-                "create_graph=True through a call with activation checkpointing "
-                "whose forward writes buffers",
-                expected="checkpointed parts without batch norm, "
-                "or gradients that are not differentiated again",
-                fix="leave out checkpointing, or put batch norm into evaluation mode",
-                code="E_INCOMPATIBLE",
-            )
+            raise excluded("gradients of checkpointed buffers")
         with self._before.revisited(), checkpointing_off(), torch.enable_grad():
             outputs = self.compute(tensors, self.parameters.differentiable)
         self.result = None
