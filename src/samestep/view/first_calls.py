@@ -7,9 +7,9 @@ and in parts. Then `ParallelModule` divides the calls of the kind.
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum, auto
 from typing import Any, Literal
 
 import torch
@@ -35,8 +35,17 @@ _MOST_SURPRISES = 8  # calls of a kind that were divided and had to be computed 
 _WHOLE = "calls computed whole on every process: {}"
 
 
-class FirstCalls(ABC):
-    """Whole calls of one module.
+class Next(Enum):
+    """Next step of a call that is not computed yet, although its kind is decided."""
+
+    BY_KIND = auto()
+    DIVIDED = auto()
+
+
+class FirstCalls:
+    """Whole calls of one module, and calls of kinds that are not decided.
+
+    Methods that decide on a kind return the result of the call, or `Next`.
 
     Args:
         view: the view of this process.
@@ -73,14 +82,6 @@ class FirstCalls(ABC):
     def module(self) -> nn.Module | None:
         """The module, while it exists."""
         return self._module()
-
-    @abstractmethod
-    def _call_of_kind(self, kind: Kind, call: Call) -> Any:
-        """Compute a call, by what is known about its kind."""
-
-    @abstractmethod
-    def _divided(self, kind: Kind, call: Call) -> Any:
-        """Compute a call of a kind with a division."""
 
     def _whole(
         self, forward: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
@@ -137,7 +138,7 @@ class FirstCalls(ABC):
             return self._whole(call.forward, call.arguments, call.options)
         self._try(kind, call)
         if kind.division is not None:
-            return self._call_of_kind(kind, call)
+            return Next.BY_KIND
         self._count_whole(kind.reason or kind.refused[kind.last], call)
         return self._whole(call.forward, call.arguments, call.options)
 
@@ -157,7 +158,7 @@ class FirstCalls(ABC):
         kind.division = kind.known.get(functions)
         if kind.division is None:
             return self._watched(kind, call)
-        return self._call_of_kind(kind, call)
+        return Next.BY_KIND
 
     def _watched(self, kind: Kind, call: Call) -> Any:
         """Compute a call whole, as the script's own, and note its effects."""
@@ -184,7 +185,7 @@ class FirstCalls(ABC):
         elif self.is_exact and not watched.is_first_again:
             # A whole call has other bits, and a resumed run has another first call.
             before.restore()
-            return self._call_of_kind(kind, call)
+            return Next.BY_KIND
         return watched.result
 
     def _watch(
@@ -222,7 +223,7 @@ class FirstCalls(ABC):
             kind.watched_reason = kind.watched_reason or "has a backward that is written in Python"
         return watched
 
-    def _first_divided(self, kind: Kind, call: Call, before: Snapshot) -> Any:
+    def _first_divided(self, kind: Kind, call: Call, before: Snapshot) -> Next:
         """Divide the first call, since the whole batch does not fit: try it, watch the own rows.
 
         Raises:
@@ -245,7 +246,7 @@ class FirstCalls(ABC):
         if kind.reason is not None or kind.division is None:
             names = (self.summary.module, kind.reason)
             raise excluded("calls that cannot be divided", *names, error=InputError)
-        return self._divided(kind, call)
+        return Next.DIVIDED
 
     def _try(self, kind: Kind, call: Call) -> None:
         """Decide by a trial whether calls of a kind can be divided."""

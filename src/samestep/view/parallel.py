@@ -16,7 +16,7 @@ from samestep.distributed.devices import is_accelerator, use_deterministic_kerne
 from samestep.microbatches import microbatch_bounds, owned_microbatches
 from samestep.view.divided import DividedCall
 from samestep.view.division import is_worth_dividing
-from samestep.view.first_calls import FirstCalls
+from samestep.view.first_calls import FirstCalls, Next
 from samestep.view.kinds import Kind, KindsOfModule, submodules
 from samestep.view.ranks import MOST_MICROBATCHES, Slices, rank_bounds, require_microbatches
 from samestep.view.strategy import Call, Strategy
@@ -112,6 +112,14 @@ class ParallelModule(FirstCalls):
         return self._call_of_kind(kind, call)
 
     def _call_of_kind(self, kind: Kind, call: Call) -> Any:
+        result: Any = Next.BY_KIND
+        while isinstance(result, Next):  # a first call can decide on its kind without a result
+            result = self._step(kind, call, result)
+        return result
+
+    def _step(self, kind: Kind, call: Call, step: Next) -> Any:
+        if step is Next.DIVIDED:
+            return self._divided(kind, call)
         if kind.reason is None and kind.division is None:
             return self._first_calls(kind, call)
         reason = self._reason_for_whole(kind, call)
