@@ -86,7 +86,8 @@ def parallel(
         "whole": whole,
         "strict": strict,
     }
-    _observe(module, {"strategy": config and config.name, **options})
+    if process_state.observe_module is not None:
+        process_state.observe_module(module, {"strategy": config and config.name, **options})
     _place(module)
     require_microbatches(microbatches, view.ranks.size)
     has_slices = reduction == "exact" and microbatches != 1
@@ -114,17 +115,11 @@ def owner_of(
     reduction = options["reduction"]
     view = joined_view(config, reduction)
     view.require_equal(module, is_divided)
-    is_part = any(
-        map(is_divided, module.parameters())
-    )  # of a module that is divided, or has such a part
+    # Whether it is a part of a module that is divided, or has such a part.
+    is_part = any(map(is_divided, module.parameters()))
     strategy = _strategy(view, config, reduction, tensor_slices, tensor_plan, is_part=is_part)
     strategy.prepare(module)
     return ParallelModule(view, module, strategy, **options)
-
-
-def _observe(module: nn.Module, options: dict[str, Any]) -> None:
-    if process_state.observe_module is not None:
-        process_state.observe_module(module, options)
 
 
 @contextmanager
@@ -138,9 +133,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         module: result of `samestep.parallel`.
     """
     owner = parallel_module(module)
-    if (
-        owner is None or owner.is_exact
-    ):  # one process, or sums of microbatches, which cannot wait for later ones
+    # One process, or sums of microbatches, which cannot wait for later ones.
+    if owner is None or owner.is_exact:
         yield
         return
     before = owner.strategy.is_deferred

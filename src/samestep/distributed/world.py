@@ -32,7 +32,6 @@ from samestep.microbatches import Shares
 # Of the first message of `all_gather`.
 _LENGTH_BYTES = 8
 _FEW_DATA_BYTES = 504
-_FEW_BYTES = 2**16  # every rank sends its values to every other one
 _TENSOR = b"\0"  # first byte of a tensor, and end of its header; JSON text has no such byte
 Value = TypeVar("Value", float, torch.Tensor)
 
@@ -175,30 +174,6 @@ class World:
         """Sum `tensor` over ranks in place, in the backend's order of summation."""
         self._begin("all-reduce")
         self.run_collective(lambda: dist.all_reduce(tensor, group=self.group), "an all-reduce")
-
-    def combine(self, values: torch.Tensor, operation: Literal["sum", "max"] = "sum") -> None:
-        """Reduce values in place if the order does not matter: maxima, or sums without rounding.
-
-        Ranks that compute on CPUs of one machine send a few values over `sockets`, in the thread
-        that uses these.
-        """
-        sockets = None
-        if values.nbytes <= _FEW_BYTES:
-            sockets = self.sockets
-        if sockets is None:
-            reduction = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[operation]
-            self.run_collective(
-                lambda: dist.all_reduce(values, reduction, group=self.group), "an all-reduce"
-            )
-            return
-        rows = values.new_empty(self.size, *values.shape)
-        self.run_collective(
-            lambda: sockets.all_gather(values, rows, range(self.size)), "an all-gather"
-        )
-        if operation == "sum":
-            torch.sum(rows, 0, out=values)
-        else:
-            torch.amax(rows, 0, out=values)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Broadcast a contiguous tensor of any dtype from the rank `source`, in place."""

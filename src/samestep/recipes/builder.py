@@ -336,10 +336,9 @@ def build_model(
     """
     config = recipe.model
     builder = find(config.name, MODELS, "model")
-    options = {name: value for name, value in data_options.items() if takes(builder, name)}
-    options |= config.options
-    if config.name.startswith("torchvision:") or takes(builder, "num_classes"):
-        options.setdefault("num_classes", len(classes))
+    facts = {"num_classes": len(classes), **data_options}
+    options = {name: value for name, value in facts.items() if takes(builder, name)}
+    options |= config.options  # the recipe takes precedence over facts of the data
     # Initial weights are a function of the seed; later random numbers must not depend on their
     # number.
     with preserved_generators():

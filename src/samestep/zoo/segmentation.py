@@ -175,8 +175,8 @@ def load_segmentation(
         InputError: a folder is missing, files have no partner, or an option is invalid.
     """
     values = {"classes": classes, "mask_values": mask_values, "ignore_values": ignore_values}
-    code = validated(MaskCode, values, "data.options")
-    transforms = validated(MaskTransforms, options, "data.options", loader=load_segmentation)
+    code = validated(MaskCode, values)
+    transforms = validated(MaskTransforms, options, loader=load_segmentation)
     pairs, evaluation_pairs = split_pairs(
         IMAGE_SUFFIXES, path, evaluation_path, evaluation_fraction, mask_suffix
     )
@@ -203,7 +203,7 @@ def segmentation_task(
 ) -> Task:
     """Return the task that segments an image: shares of classes, and the image in their colors."""
     options = {"image_size": image_size, "fit": fit}
-    transform = validated(MaskTransforms, options, "data.options").validation()
+    transform = validated(MaskTransforms, options).validation()
 
     def read(path: Path) -> torch.Tensor:
         image = read_image(path)

@@ -246,9 +246,9 @@ def load_volumes(
     Raises:
         InputError: a folder is missing, files have no partner, or an option is invalid.
     """
-    chosen = validated(PatchOptions, options, "data.options", loader=load_volumes)
+    chosen = validated(PatchOptions, options, loader=load_volumes)
     values = {"classes": classes, "mask_values": mask_values, "ignore_values": ignore_values}
-    code = validated(MaskCode, values, "data.options")
+    code = validated(MaskCode, values)
     pairs, evaluation_pairs = split_pairs(
         VOLUME_SUFFIXES, path, evaluation_path, evaluation_fraction, mask_suffix
     )
