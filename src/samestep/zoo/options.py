@@ -162,6 +162,12 @@ def require_option(
         raise DataError(f"{key} is {value!r}", expected=expected, fix=fix, code="E_VALUE")
 
 
+def unusable(problem: str, expected: str, fix: str, code: str) -> DataError:
+    """Return the error of one sample, which a recipe can leave out; `fix` is the other way out."""
+    fix = f"{fix}, or skip such samples: data.bad_samples: skip"
+    return DataError(problem, expected, fix, code=code)
+
+
 def is_count(value: object, least: int = 1) -> bool:
     """Return whether a value is an integer of at least `least`; `true` of YAML is none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

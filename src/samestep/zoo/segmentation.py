@@ -14,14 +14,13 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from samestep.data.sample_files import fingerprint_of
-from samestep.errors import DataError
 from samestep.metrics.overlays import areas, blended, class_map
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.image_files import IMAGE_SUFFIXES, ImageSource, as_image, open_cache, read_image
 from samestep.zoo.image_transforms import MEAN, STD
 from samestep.zoo.losses import IGNORED
 from samestep.zoo.masks import ClassNumbers, MaskCode, Pair, as_target, read_mask, split_pairs
-from samestep.zoo.options import validated
+from samestep.zoo.options import unusable, validated
 from samestep.zoo.splits import Splits, Task
 
 make_torchvision_importable()
@@ -142,13 +141,10 @@ class MaskedImages:
         image = as_image(self._source(pair.image, str(pair.image)))
         mask = read_mask(pair.mask, self._code)
         if mask.shape != (image.height, image.width):
-            raise DataError(
-                f"{pair.mask} has {mask.shape[1]} x {mask.shape[0]} pixels, {pair.image} has "
-                f"{image.width} x {image.height}",
-                expected="masks of the size of their images",
-                fix="correct the pair and resume, or skip such samples: data.bad_samples: skip",
-                code="E_MASK",
-            )
+            sizes = f"{mask.shape[1]} x {mask.shape[0]} pixels"
+            problem = f"{pair.mask} has {sizes}, {pair.image} has {image.width} x {image.height}"
+            expected = "masks of the size of their images"
+            raise unusable(problem, expected, "correct the pair and resume", "E_MASK")
         pixels, numbers = self._transform(image, mask)
         return pixels, as_target(numbers, is_binary=self._code.is_binary)
 

@@ -1,9 +1,12 @@
 """The table of options that exclude each other."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import samestep
 from samestep.config.exclusions import _USES, EXCLUSIONS, excluded, require_compatible
 from samestep.errors import InputError
 
@@ -38,3 +41,8 @@ def test_errors_of_uses_are_complete(use: str) -> None:
     assert error.expected
     assert error.fix
     assert "{}" not in error.full_text
+
+
+def test_each_use_is_refused_somewhere() -> None:
+    source = "".join(path.read_text("utf-8") for path in Path(samestep.__file__).parent.rglob("*.py"))
+    assert {*re.findall(r'excluded\(\s*"([^"]+)"', source)} == {*_USES}
