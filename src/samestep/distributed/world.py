@@ -335,12 +335,12 @@ def all_gather(value: Any, world: World) -> list[Any]:
     if len(data) <= _FEW_DATA_BYTES:
         first += data
     rows = _gather_bytes(first, _LENGTH_BYTES + _FEW_DATA_BYTES, world)
-    lengths = [int.from_bytes(_bytes(row[:_LENGTH_BYTES]), "little") for row in rows]
+    lengths = [int.from_bytes(row[:_LENGTH_BYTES].numpy(), "little") for row in rows]
     if max(lengths) > _FEW_DATA_BYTES:
         rows = _gather_bytes(data, max(lengths), world)
     else:
         rows = [row[_LENGTH_BYTES:] for row in rows]
-    received = (_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True))
+    received = (row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True))
     return [_value(data, world.device) for data in received]
 
 
@@ -350,10 +350,6 @@ def _gather_bytes(data: bytes, length: int, world: World) -> list[torch.Tensor]:
     rows = [torch.empty_like(own) for _ in range(world.size)]
     world.run_collective(lambda: dist.all_gather(rows, own, group=world.group), "an all-gather")
     return rows
-
-
-def _bytes(row: torch.Tensor) -> bytes:
-    return row.numpy().tobytes()
 
 
 def _value(data: bytes, device: torch.device) -> Any:

@@ -126,7 +126,9 @@ class Unit:
     def after(self, module: nn.Module, arguments: Any, result: Any) -> Any:
         with torch._C.DisableTorchFunction():
             # An in-place change of a view would detach the hook that gathers parameters.
-            result = tree_map_only(torch.Tensor, _not_a_view, result)
+            result = tree_map_only(
+                torch.Tensor, lambda one: one.clone() if one._is_view() else one, result
+            )
             return self._state._post_forward(module, arguments, result)
 
     def install(self, stack: ExitStack) -> None:
@@ -470,9 +472,3 @@ def outside_inference_mode() -> Iterator[None]:
 
 def _nothing() -> None:
     """Stand for the hooks of FSDP that divide parameters before `state_dict`."""
-
-
-def _not_a_view(value: torch.Tensor) -> torch.Tensor:
-    if value._is_view():
-        return value.clone()
-    return value
