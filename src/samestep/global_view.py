@@ -7,7 +7,7 @@ import copyreg
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
@@ -25,6 +25,7 @@ from samestep.session import init
 from samestep.strategies.divided_parameters import is_divided
 from samestep.strategies.replicated import Replicated
 from samestep.view.compiled import ForwardOfCalls, with_compiler
+from samestep.view.first_calls import CallOptions
 from samestep.view.parallel import ParallelModule
 from samestep.view.ranks import require_microbatches
 from samestep.view.strategy import Strategy
@@ -79,47 +80,48 @@ def parallel(
         return module
     config = StrategyConfig(name=strategy) if isinstance(strategy, str) else strategy
     view = joined_view(config, reduction)
-    options: dict[str, Any] = {
-        "microbatches": microbatches,
-        "batch_norm": batch_norm,
-        "reduction": reduction,
-        "whole": whole,
-        "strict": strict,
-    }
+    options = CallOptions(
+        reduction=reduction,
+        microbatches=microbatches,
+        batch_norm=batch_norm,
+        whole=whole,
+        strict=strict,
+    )
     if process_state.observe_module is not None:
-        process_state.observe_module(module, {"strategy": config and config.name, **options})
+        name = config and config.name
+        process_state.observe_module(module, {"strategy": name, **asdict(options)})
     _place(module)
     require_microbatches(microbatches, view.ranks.size)
     has_slices = reduction == "exact" and microbatches != 1
     if view.ranks.size > 1 or tensor_slices > 1 or has_slices:  # otherwise its own calls
-        _divide(module, owner_of(module, config, tensor_slices, tensor_plan, **options))
+        _divide(module, owner_of(module, options, config, tensor_slices, tensor_plan))
     return module
 
 
 def owner_of(
     module: nn.Module,
+    options: CallOptions,
     config: StrategyConfig | None = None,
     tensor_slices: int = 1,
     tensor_plan: Mapping[str, str] = MappingProxyType({}),
-    **options: Any,
 ) -> ParallelModule:
     """Prepare a module for divided calls, on all ranks together; return the owner of its calls.
 
     Args:
         module: a module with equal parameters on all ranks.
+        options: options of its calls.
         config: strategy; None for that of the world.
         tensor_slices: see `parallel`, as `tensor_plan`.
         tensor_plan: see `parallel`.
-        options: all other options of `ParallelModule`.
     """
-    reduction = options["reduction"]
+    reduction = options.reduction
     view = joined_view(config, reduction)
     view.require_equal(module, is_divided)
     # Whether it is a part of a module that is divided, or has such a part.
     is_part = any(map(is_divided, module.parameters()))
     strategy = _strategy(view, config, reduction, tensor_slices, tensor_plan, is_part=is_part)
     strategy.prepare(module)
-    return ParallelModule(view, module, strategy, **options)
+    return ParallelModule(view, module, strategy, options)
 
 
 @contextmanager
@@ -206,7 +208,7 @@ class _Parallel(nn.Module):
             copied = copy.deepcopy(self, memo)
         strategy = owner.strategy.of_copy()
         strategy.prepare(copied)
-        _divide(copied, ParallelModule(owner.view, copied, strategy, **owner.options))
+        _divide(copied, ParallelModule(owner.view, copied, strategy, owner.options))
         return copied
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Literal
 
@@ -35,6 +35,18 @@ _MOST_SURPRISES = 8  # calls of a kind that were divided and had to be computed 
 _WHOLE = "calls computed whole on every process: {}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class CallOptions:
+    """Options of the calls of one module; see `samestep.parallel`."""
+
+    reduction: Literal["fast", "exact"] = "fast"  # exact: each microbatch is a slice of its own
+    # Slices of a batch; None: the rows of the first call with a row for each rank, at most 8.
+    microbatches: int | None = None
+    batch_norm: Literal["global", "local"] = "global"
+    whole: bool = True  # whether a rank can compute a whole batch
+    strict: bool = False  # whether a whole call is an error
+
+
 class Next(Enum):
     """Next step of a call that is not computed yet, although its kind is decided."""
 
@@ -51,32 +63,23 @@ class FirstCalls:
         view: the view of this process.
         module: the module.
         strategy: computes the inside of calls; it has prepared the module.
-        reduction: under `exact`, each call is a decision of its own.
-        whole: whether a rank can compute a whole batch.
-        strict: whether a whole call is an error.
+        options: options of the calls.
 
     Attributes:
+        options: see above.
         summary: counts of the calls.
         is_exact: whether the reduction is `exact`.
     """
 
     def __init__(
-        self,
-        view: View,
-        module: nn.Module,
-        strategy: Strategy,
-        *,
-        reduction: Literal["fast", "exact"],
-        whole: bool,
-        strict: bool,
+        self, view: View, module: nn.Module, strategy: Strategy, options: CallOptions
     ) -> None:
         self.view = view
         self.strategy = strategy
-        self.is_exact = reduction == "exact"
+        self.options = options
+        self.is_exact = options.reduction == "exact"
         self.summary = ModuleSummary(type(module).__name__)
         self._module = weakref.ref(module)
-        self._can_be_whole = whole
-        self._is_strict = strict
 
     @property
     def module(self) -> nn.Module | None:
@@ -108,7 +111,7 @@ class FirstCalls:
         self.summary.whole += 1
         self.summary.add_reason(reason)
         self.view.report(self.summary, _WHOLE.format(reason))
-        if self._is_strict:
+        if self.options.strict:
             raise excluded("whole calls", self.summary.module, reason, error=InputError)
 
     def _decide_whole(self, kind: Kind, reason: str) -> None:
@@ -167,7 +170,7 @@ class FirstCalls:
         before = Snapshot(call.parts, None, self.view.device)
         watched = None
         self._enter(Action.WATCH)
-        if self._can_be_whole:
+        if self.options.whole:
             try:
                 watched = self._watch(kind, call, before, call.arguments, call.options, call.rows)
             except Exception:
