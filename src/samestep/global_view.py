@@ -80,13 +80,7 @@ def parallel(
         return module
     config = StrategyConfig(name=strategy) if isinstance(strategy, str) else strategy
     view = joined_view(config, reduction)
-    options = CallOptions(
-        reduction=reduction,
-        microbatches=microbatches,
-        batch_norm=batch_norm,
-        whole=whole,
-        strict=strict,
-    )
+    options = CallOptions(reduction, microbatches, batch_norm, whole=whole, strict=strict)
     if process_state.observe_module is not None:
         name = config and config.name
         process_state.observe_module(module, {"strategy": name, **asdict(options)})

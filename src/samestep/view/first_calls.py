@@ -35,7 +35,7 @@ _MOST_SURPRISES = 8  # calls of a kind that were divided and had to be computed 
 _WHOLE = "calls computed whole on every process: {}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CallOptions:
     """Options of the calls of one module; see `samestep.parallel`."""
 
