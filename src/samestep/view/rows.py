@@ -378,5 +378,5 @@ def torch_gathers() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.autograd.Function.apply = _apply
+        torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
         nn.Parameter.__new__ = _new_parameter  # type: ignore[method-assign]
