@@ -272,9 +272,9 @@ def _shortened(line: str) -> str:
     return line[: _MAX_CHARACTERS - len(end)] + end
 
 
-def indented(text: str, indent: str = "    ") -> str:
+def indented(text: str) -> str:
     """Return `text` with an indent before each line; only the first line of a report has none."""
-    return indent + text.replace("\n", f"\n{indent}")
+    return "    " + text.replace("\n", "\n    ")
 
 
 def message_of(error: object) -> str:

@@ -7,7 +7,7 @@ import copyreg
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from samestep.config import Reduction, StrategyConfig
-from samestep.config.exclusions import require_compatible
+from samestep.config.exclusions import excluded, require_compatible
 from samestep.distributed.world import World
 from samestep.errors import InputError
 from samestep.launcher.job import process_state
@@ -25,6 +25,7 @@ from samestep.session import init
 from samestep.strategies.divided_parameters import is_divided
 from samestep.strategies.replicated import Replicated
 from samestep.view.compiled import ForwardOfCalls, with_compiler
+from samestep.view.first_calls import CallOptions
 from samestep.view.parallel import ParallelModule
 from samestep.view.ranks import require_microbatches
 from samestep.view.strategy import Strategy
@@ -79,52 +80,42 @@ def parallel(
         return module
     config = StrategyConfig(name=strategy) if isinstance(strategy, str) else strategy
     view = joined_view(config, reduction)
-    options: dict[str, Any] = {
-        "microbatches": microbatches,
-        "batch_norm": batch_norm,
-        "reduction": reduction,
-        "whole": whole,
-        "strict": strict,
-    }
-    _observe(module, {"strategy": config and config.name, **options})
+    options = CallOptions(reduction, microbatches, batch_norm, whole=whole, strict=strict)
+    if process_state.observe_module is not None:
+        name = config and config.name
+        process_state.observe_module(module, {"strategy": name, **asdict(options)})
     _place(module)
     require_microbatches(microbatches, view.ranks.size)
     has_slices = reduction == "exact" and microbatches != 1
     if view.ranks.size > 1 or tensor_slices > 1 or has_slices:  # otherwise its own calls
-        _divide(module, owner_of(module, config, tensor_slices, tensor_plan, **options))
+        _divide(module, owner_of(module, options, config, tensor_slices, tensor_plan))
     return module
 
 
 def owner_of(
     module: nn.Module,
+    options: CallOptions,
     config: StrategyConfig | None = None,
     tensor_slices: int = 1,
     tensor_plan: Mapping[str, str] = MappingProxyType({}),
-    **options: Any,
 ) -> ParallelModule:
     """Prepare a module for divided calls, on all ranks together; return the owner of its calls.
 
     Args:
         module: a module with equal parameters on all ranks.
+        options: options of its calls.
         config: strategy; None for that of the world.
         tensor_slices: see `parallel`, as `tensor_plan`.
         tensor_plan: see `parallel`.
-        options: all other options of `ParallelModule`.
     """
-    reduction = options["reduction"]
+    reduction = options.reduction
     view = joined_view(config, reduction)
     view.require_equal(module, is_divided)
-    is_part = any(
-        map(is_divided, module.parameters())
-    )  # of a module that is divided, or has such a part
+    # Whether it is a part of a module that is divided, or has such a part.
+    is_part = any(map(is_divided, module.parameters()))
     strategy = _strategy(view, config, reduction, tensor_slices, tensor_plan, is_part=is_part)
     strategy.prepare(module)
-    return ParallelModule(view, module, strategy, **options)
-
-
-def _observe(module: nn.Module, options: dict[str, Any]) -> None:
-    if process_state.observe_module is not None:
-        process_state.observe_module(module, options)
+    return ParallelModule(view, module, strategy, options)
 
 
 @contextmanager
@@ -138,9 +129,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         module: result of `samestep.parallel`.
     """
     owner = parallel_module(module)
-    if (
-        owner is None or owner.is_exact
-    ):  # one process, or sums of microbatches, which cannot wait for later ones
+    # One process, or sums of microbatches, which cannot wait for later ones.
+    if owner is None or owner.is_exact:
         yield
         return
     before = owner.strategy.is_deferred
@@ -212,7 +202,7 @@ class _Parallel(nn.Module):
             copied = copy.deepcopy(self, memo)
         strategy = owner.strategy.of_copy()
         strategy.prepare(copied)
-        _divide(copied, ParallelModule(owner.view, copied, strategy, **owner.options))
+        _divide(copied, ParallelModule(owner.view, copied, strategy, owner.options))
         return copied
 
 
@@ -345,13 +335,7 @@ def _require_arguments(module: Any, reduction: str, batch_norm: str) -> None:
     if parallel_module(module) is None and any(
         is_divided(parameter) for parameter in module.parameters()
     ):
-        raise InputError(
-            f"samestep.parallel received a {type(module).__name__} "
-            "whose parameters are divided already",
-            expected="a module that no strategy has divided, with all its parts",
-            fix="give the whole model to samestep.parallel once, and not its parts",
-            code="E_INCOMPATIBLE",
-        )
+        raise excluded("a second division", type(module).__name__, error=InputError)
     choices = (
         ("reduction", reduction, ("fast", "exact")),
         ("batch_norm", batch_norm, ("global", "local")),

@@ -94,12 +94,11 @@ def require_integer(
     *,
     at_least: int,
     at_most: int | None = None,
-    expected: str = "",
     example: int,
 ) -> int:
     """Return an argument as an `int`, from any integer type, such as those of NumPy.
 
-    The error names further valid values, `expected`, and a valid one, `example`.
+    The error names a valid value, `example`.
 
     Raises:
         InputError: the value is no integer, or outside of the range.
@@ -112,7 +111,7 @@ def require_integer(
         limits = f">= {at_least}" if at_most is None else f"from {at_least} to {at_most}"
         raise InputError(
             f"{name} is {value!r}",
-            f"an integer {limits}{expected}",
+            f"an integer {limits}",
             f"{name}={example}",
             code="E_VALUE",
         )

@@ -64,16 +64,7 @@ _EXIT_SECONDS = 10.0
 
 @contextmanager
 def start(
-    *,
-    device: DeviceKind = "auto",
-    reduction: Reduction = "exact",
-    threads: int = 1,
-    timeout: timedelta | None = None,
-    strategy: StrategyConfig | None = None,
-    run: str | Path | None = None,
-    loggers: Sequence[Logger | str] = (),
-    share_gpu: bool = False,
-    adopt: bool = False,
+    *, device: DeviceKind = "auto", reduction: Reduction = "exact", threads: int = 1, **options: Any
 ) -> Iterator[World]:
     """Join the other ranks for a block, and yield the world.
 
@@ -83,10 +74,7 @@ def start(
     Raises:
         InputError: as `init`.
     """
-    options = SessionOptions(
-        device, reduction, timeout, strategy, run, tuple(loggers), share_gpu, adopt, threads
-    )
-    with _session(options) as world:
+    with _session(SessionOptions(device, reduction, threads=threads, **options)) as world:
         yield world
 
 

@@ -152,7 +152,7 @@ def test_a_job_that_slurm_requeues_goes_on_with_its_run(place: Path) -> None:
         ),
     ],
 )
-def test_bad_input_is_told_once(arguments: list[object], message: str, place: Path) -> None:
+def test_bad_input_is_reported_once(arguments: list[object], message: str, place: Path) -> None:
     before = sorted((place / "runs").iterdir())
     with ranks(as_srun("5"), 2, *arguments, cwd=place) as started:
         errors = single_error(started.wait(), 2)
@@ -163,7 +163,7 @@ def test_bad_input_is_told_once(arguments: list[object], message: str, place: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_a_rank_that_fails_is_told_once(rank: int, place: Path) -> None:
+def test_a_rank_that_fails_is_reported_once(rank: int, place: Path) -> None:
     name = f"fails-{rank}"
     failing = ["loss.name=helpers.recorded:failing", f"loss.options.rank={rank}", "loss.options.call=6"]
     options = ["--set", *failing, "--name", name]

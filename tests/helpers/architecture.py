@@ -44,7 +44,7 @@ PICKLE_USERS = {f"{PACKAGE}.launcher.pickling", f"{PACKAGE}.zoo.paddle"}
 FILE_LINES = 500
 # A new feature fits, or replaces another. Lower these with each removal: the design has 32,000 lines
 # in 180 files, of which 16,000 are the core.
-BUDGET = {"lines": 54_400, "files": 226, "lines of the core": 34_450}
+BUDGET = {"lines": 54_260, "files": 226, "lines of the core": 34_390}
 RINGS = {"recipes", "zoo", "tools", "cli", "integrations"}
 FUNCTION_LINES = 60
 

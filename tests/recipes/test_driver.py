@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from helpers.system import events, here
 from samestep.config import RunOptions
-from samestep.distributed.rng import microbatch_seed, seed_generators
+from samestep.distributed.rng import derive_seed, seed_generators
 from samestep.distributed.world import World
 from samestep.errors import EXIT_DONE, EXIT_INPUT, InputError, NonFiniteError
 from samestep.recipes.builder import Built, build
@@ -46,7 +46,7 @@ def test_steps_have_the_bits_of_a_plain_loop(alone: World, options: tuple[str, .
     model = other.driver.model
     for number, (batch, same) in enumerate(zip(made.train, other.train, strict=True)):
         result = made.driver.step(batch)
-        seed_generators(microbatch_seed("shard", 0, number, 0))
+        seed_generators(derive_seed("shard", 0, number, 0))
         inputs, targets = same.data
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(inputs), targets)

@@ -7,7 +7,6 @@ the plan and sends it through the job's store. The rank that caused a failure re
 from __future__ import annotations
 
 import atexit
-import os
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from samestep.cli.commands import PRELOAD
 from samestep.cli.options import DeviceOption, count, option, option_conflict, parse_process_count
@@ -40,6 +39,7 @@ from samestep.launcher.failure import Failure, RankError, RestartPolicy
 from samestep.launcher.launch import LaunchConfig, LaunchResult, launch, run_workers
 from samestep.launcher.pickling import ByName
 from samestep.launcher.watchdog import HANG_AFTER
+from samestep.launcher.worker import exit_process
 from samestep.units import parse_duration, plural
 
 if TYPE_CHECKING:
@@ -424,11 +424,4 @@ def exit_if_rank(code: int) -> None:
     """
     if _joined:
         atexit._run_exitfuncs()
-        exit_now(code)
-
-
-def exit_now(code: int) -> NoReturn:
-    """Exit without destroying a process group in which other ranks can hang."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        exit_process(code)

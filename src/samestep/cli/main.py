@@ -14,15 +14,16 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from samestep.cli.commands import CAN_BE_RANK, COMMANDS, PRELOAD, STARTS_RANKS, help_text
-from samestep.cli.launch import ReportedError, exit_if_rank, exit_now, reported_by_rank_0
+from samestep.cli.launch import ReportedError, exit_if_rank, reported_by_rank_0
 from samestep.cli.options import add_fields, options_of
-from samestep.config.key_suggestions import SYNONYMS, suggest
+from samestep.config.key_suggestions import SYNONYMS, did_you_mean, suggest
 from samestep.distributed.env import read_rendezvous
 from samestep.distributed.logging import configure_logging, logger
 from samestep.distributed.signals import handled_signals
 from samestep.distributed.streams import lost_output, wait_for_reader
 from samestep.errors import EXIT_DONE, EXIT_INPUT, EXIT_STOPPED, InputError, RunError, SamestepError
 from samestep.launcher.launch import start_early
+from samestep.launcher.worker import exit_process
 
 # Modules of the extra `recipes`; those of other extras are named by their users.
 _RECIPE_MODULES = frozenset(("PIL", "jinja2", "tensorboard", "torchvision", "yaml"))
@@ -121,10 +122,8 @@ def _unknown_command(arguments: Sequence[str]) -> InputError:
         value = "samestep without a command"
         return InputError(value, expected, "samestep train digits", code="E_MISSING_KEY")
     problem = f"unknown command {arguments[0]}"
-    meant = suggest(arguments[0], COMMANDS)
-    if meant is None:
-        return InputError(f"{problem}; samestep --help lists all", code="E_UNKNOWN_NAME")
-    return InputError(problem, expected, f"did you mean samestep {meant}?", code="E_UNKNOWN_NAME")
+    fix = did_you_mean(arguments[0], COMMANDS, "samestep --help lists all", "samestep ")
+    return InputError(problem, expected, fix, code="E_UNKNOWN_NAME")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -155,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = run()
         _check_output(arguments[0])
     except ReportedError as error:
-        exit_now(error.exit_code)  # another rank has reported the failure
+        exit_process(error.exit_code)  # another rank has reported the failure
     except SamestepError as error:
         wait_for_reader()  # results that were printed before come first
         print(f"error: {error}", file=sys.stderr)

@@ -21,7 +21,7 @@ from samestep.recipes.recipe_files import (
     with_saved_weight,
 )
 from samestep.recipes.trust import require_trusted
-from samestep.runs import LOOP
+from samestep.runs import LOOP, not_a_run
 from samestep.tools.run_log import run_errors
 from samestep.units import plural
 
@@ -160,8 +160,7 @@ def _require_run(folder: Path) -> None:
     refuse_script_run(folder)
     has_steps = bool(CheckpointFolder(folder / "checkpoints").steps())
     if not has_steps and not (folder / "recipe.yaml").is_file():
-        expected = "a run directory with a recipe.yaml"
-        raise InputError(f"{folder} is not a run", expected, "check the path", code="E_NOT_A_RUN")
+        raise not_a_run(folder)
 
 
 def _read_recipe(

@@ -32,6 +32,7 @@ from samestep.distributed.env import cache_folder
 from samestep.distributed.resources import usable_processors
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError, RunError, printable
 from samestep.loggers.logger import format_metric
+from samestep.runs import not_a_run
 from samestep.tools.run_log import parse_finite
 from samestep.units import format_bytes
 
@@ -264,9 +265,7 @@ class Top(JsonOption):
             return EXIT_DONE
         status = read_status(self.folder)
         if status is None:
-            value = f"{self.folder} is not a run"
-            expected = "a run directory, which contains recipe.yaml"
-            raise InputError(value, expected, "check the path", code="E_NOT_A_RUN")
+            raise not_a_run(self.folder)
         if self.json:
             self.result({"run": str(self.folder), **asdict(status)})
         else:

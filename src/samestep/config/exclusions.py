@@ -1,11 +1,11 @@
-"""Options that exclude each other: one table, and the one place that refuses such options."""
+"""What excludes what: options, and what models and scripts do. All errors E_INCOMPATIBLE."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from samestep.errors import InputError
+from samestep.errors import InputError, RunError, SamestepError
 
 _OWN_PRECISION = "parameters and gradients in their own precision with this reduction"
 _WITHOUT_DECAY = "--set optimizer.layer_decay=null"
@@ -92,3 +92,94 @@ def require_compatible(options: Mapping[str, Any], error: type[InputError] = Inp
         if row.excludes(*values):
             problem = row.problem.format(*values)
             raise error(problem, expected=row.expected, fix=row.fix, code="E_INCOMPATIBLE")
+
+
+# --- what a model or a script does ---------------------------------------------------------------
+
+# By what is excluded: formats of the problem and of the rule, and the fix.
+_USES = {
+    "gathers in a child process": (
+        "{} is called in a child process, such as a loader worker",
+        "calls in the ranks, which gather the parts of its parameters",
+        "num_workers=0, or strategy='ddp' for this model",
+    ),
+    "parameters without shapes": (
+        "strategy {!r} with a {} whose parameters have no shapes yet",
+        "parameters with shapes, which can be divided",
+        "call the model once with a batch before samestep.parallel, or use strategy='ddp'",
+    ),
+    "a second division": (
+        "samestep.parallel received a {} whose parameters are divided already",
+        "a module that no strategy has divided, with all its parts",
+        "give the whole model to samestep.parallel once, and not its parts",
+    ),
+    "a parameter that is not divided": (
+        "the parameter {} of {} was replaced",
+        "the divided parameters of samestep.parallel, with new values at most",
+        "change the module before samestep.parallel, or copy values into the parameter",
+    ),
+    "another shape of a divided parameter": (
+        "{} of shape {} for `.data` of a divided parameter",
+        "{2} of shape {3}",
+        "change the model before samestep.parallel",
+    ),
+    "parameters from before the division": (
+        "{}:{}: a parameter from before the first call of its module, which has divided it",
+        "with this strategy, parameters that are taken from the module after its first call",
+        "model.parameters() or model.state_dict() at this line, or --strategy ddp",
+    ),
+    "gradients of checkpointed buffers": (
+        "create_graph=True through a call with activation checkpointing whose forward writes "
+        "buffers",
+        "checkpointed parts without batch norm, or gradients that are not differentiated again",
+        "leave out checkpointing, or put batch norm into evaluation mode",
+    ),
+    "whole calls": (
+        "a call of {} is computed whole: {}",
+        "only divided calls, with strict=True",
+        "change what the reason names, or leave out strict=True",
+    ),
+    "calls that cannot be divided": (
+        "calls of {} cannot be divided: {}",
+        "calls that can be divided: the whole batch does not fit into the memory of one device",
+        "change what the reason names, or use a smaller batch, with whole=True",
+    ),
+    "other memory for divided rows": (
+        "a tensor that is divided between ranks is given other memory",
+        "a new tensor",
+        "assign the new tensor to the name: x = y, x = x.reshape(...), x.copy_(y)",
+    ),
+    "divided rows below autograd": (
+        "{} received rows of a batch that require gradients, below the autograd of torch",
+        "operations of torch that dispatch on the class of a tensor",
+        "give it a tensor that is whole, such as torch.stack(list(tensor))",
+    ),
+    "views of rows that were gathered": (
+        "rows of an output were written after they were gathered, and a view of the output is used",
+        "no view that was taken before the write, where gradients are needed",
+        "take the view after the write, or write into a clone",
+    ),
+    "foreground_weight without masks": (
+        "foreground_weight is {}, without binary masks",
+        "binary masks, which have a foreground",
+        "remove the option",
+    ),
+    "foreground_weight without foreground": (
+        "loss.options.foreground_weight is from_masks: {} background pixels, no foreground",
+        "binary masks with some foreground",
+        "for several classes: --set 'loss={{name: cross_entropy}}'; otherwise correct "
+        "data.options.mask_values",
+    ),
+}
+
+
+def excluded(use: str, *values: object, error: type[SamestepError] = RunError) -> SamestepError:
+    """Return the error of something that a model or a script must not do.
+
+    Args:
+        use: a key of the table above.
+        values: in the order of the formats.
+        error: type of the error.
+    """
+    problem, expected, fix = (text.format(*values) for text in _USES[use])
+    return error(problem, expected, fix, code="E_INCOMPATIBLE")

@@ -72,3 +72,11 @@ def suggest(name: str, known: Iterable[str], *, least: float = 0.6) -> str | Non
     if meant in names:
         return meant
     return next(iter(get_close_matches(name, names, n=1, cutoff=least)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, prefix: str = "") -> str:
+    """Return the fix of an unknown name: the one that it probably means, or `otherwise`."""
+    meant = suggest(name, known)
+    if meant is None:
+        return otherwise
+    return f"did you mean {prefix}{meant}?"

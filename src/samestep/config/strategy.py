@@ -236,13 +236,11 @@ def _combined_name(name: str, sizes: dict[str, int]) -> str:
         if sizes["replicate"] > 1:
             return "ddp x device_map"
         return name
-    data = {(True, True): "hsdp", (False, True): "fsdp", (True, False): "ddp"}
-    parts = [
-        data.get((sizes["replicate"] > 1, sizes["shard"] > 1), ""),
-        "pp" * (sizes["pipeline"] > 1),
-        "tp" * (sizes["tensor"] > 1),
-    ]
-    return " x ".join(filter(None, parts)) or "single"
+    names = {"replicate": "ddp", "shard": "fsdp", "pipeline": "pp", "tensor": "tp"}
+    parts = [names[axis] for axis in names if sizes[axis] > 1]
+    if parts[:2] == ["ddp", "fsdp"]:
+        parts[:2] = ["hsdp"]
+    return " x ".join(parts) or "single"
 
 
 def _require_effect(strategy: StrategyConfig, shape: MeshShape) -> None:

@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import tempfile
+from functools import partial
 from multiprocessing import util
 from pathlib import Path
 
@@ -28,6 +29,7 @@ _MAX_RANKS_PER_PROCESSOR = 64
 _MAX_FOLDER_BYTES = 107 - 34
 _LOOPBACK = "127.0.0.1"
 _CONNECT_SECONDS = 5.0
+_machine_error = partial(InputError, code="E_MACHINE")
 
 
 def usable_processors(root: Path = Path("/")) -> int:
@@ -84,11 +86,10 @@ def require_machine(processes: int) -> None:
     processors = usable_processors()
     most = _MAX_RANKS_PER_PROCESSOR * processors
     if processes > most:
-        raise InputError(
+        raise _machine_error(
             f"{processes} ranks on a machine with {processors} usable processors",
             expected=f"at most {most} ranks here, {_MAX_RANKS_PER_PROCESSOR} per processor",
             fix=f"--processes {processors}",
-            code="E_MACHINE",
         )
     # The launcher needs three per rank, a rank 32 and 4 per rank; workers of loaders need more, and
     # torch ten to spare.
@@ -96,11 +97,10 @@ def require_machine(processes: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     if hard != unlimited and hard < needed:
-        raise InputError(
+        raise _machine_error(
             f"a process may open {hard} files here (ulimit -n)",
             expected=f"at least {needed} open files per process for {processes} ranks",
             fix="ulimit -n 1024, or a higher LimitNOFILE= of the service",
-            code="E_MACHINE",
         )
     usual = max(_USUAL_OPEN_FILES, needed)
     if soft != unlimited and soft < usual:
@@ -125,12 +125,11 @@ def use_short_temporary_folder() -> None:
     try:
         util.get_temp_dir()  # the first call creates the folder of all sockets
     except OSError as error:
-        raise InputError(
+        raise _machine_error(
             f"the path of the temporary folder {folder} is too long for sockets, and /tmp is not "
             "writable",
             expected=f"at most {_MAX_FOLDER_BYTES} bytes: the kernel limits the paths of sockets",
             fix="set TMPDIR to a folder with a shorter path",
-            code="E_MACHINE",
         ) from error
     finally:
         tempfile.tempdir = folder
@@ -147,11 +146,10 @@ def free_loopback_socket() -> socket.socket:
         socket.create_connection(listener.getsockname(), timeout=_CONNECT_SECONDS).close()
         listener.accept()[0].close()
     except OSError as error:
-        raise InputError(
+        raise _machine_error(
             f"the loopback interface does not work: {error}",
             expected=f"ranks on one machine communicate by {_LOOPBACK}",
             fix="ip link set lo up (a container without a network, such as unshare -n, starts with "
             "lo down)",
-            code="E_MACHINE",
         ) from error
     return listener

@@ -39,11 +39,6 @@ def derive_seed(purpose: Purpose, *facts: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def microbatch_seed(purpose: Purpose, seed: int, position: int, microbatch: int) -> int:
-    """Return the seed of the forward of a microbatch after some earlier steps of the run."""
-    return derive_seed(purpose, seed, position, microbatch)
-
-
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
     """Seed the generators of Python, NumPy and torch, and that of `device` if `device` is a GPU."""
     random.seed(seed)

@@ -32,7 +32,6 @@ from samestep.microbatches import Shares
 # Of the first message of `all_gather`.
 _LENGTH_BYTES = 8
 _FEW_DATA_BYTES = 504
-_FEW_BYTES = 2**16  # every rank sends its values to every other one
 _TENSOR = b"\0"  # first byte of a tensor, and end of its header; JSON text has no such byte
 Value = TypeVar("Value", float, torch.Tensor)
 
@@ -175,30 +174,6 @@ class World:
         """Sum `tensor` over ranks in place, in the backend's order of summation."""
         self._begin("all-reduce")
         self.run_collective(lambda: dist.all_reduce(tensor, group=self.group), "an all-reduce")
-
-    def combine(self, values: torch.Tensor, operation: Literal["sum", "max"] = "sum") -> None:
-        """Reduce values in place if the order does not matter: maxima, or sums without rounding.
-
-        Ranks that compute on CPUs of one machine send a few values over `sockets`, in the thread
-        that uses these.
-        """
-        sockets = None
-        if values.nbytes <= _FEW_BYTES:
-            sockets = self.sockets
-        if sockets is None:
-            reduction = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[operation]
-            self.run_collective(
-                lambda: dist.all_reduce(values, reduction, group=self.group), "an all-reduce"
-            )
-            return
-        rows = values.new_empty(self.size, *values.shape)
-        self.run_collective(
-            lambda: sockets.all_gather(values, rows, range(self.size)), "an all-gather"
-        )
-        if operation == "sum":
-            torch.sum(rows, 0, out=values)
-        else:
-            torch.amax(rows, 0, out=values)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Broadcast a contiguous tensor of any dtype from the rank `source`, in place."""
@@ -360,12 +335,12 @@ def all_gather(value: Any, world: World) -> list[Any]:
     if len(data) <= _FEW_DATA_BYTES:
         first += data
     rows = _gather_bytes(first, _LENGTH_BYTES + _FEW_DATA_BYTES, world)
-    lengths = [int.from_bytes(_bytes(row[:_LENGTH_BYTES]), "little") for row in rows]
+    lengths = [int.from_bytes(row[:_LENGTH_BYTES].numpy(), "little") for row in rows]
     if max(lengths) > _FEW_DATA_BYTES:
         rows = _gather_bytes(data, max(lengths), world)
     else:
         rows = [row[_LENGTH_BYTES:] for row in rows]
-    received = (_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True))
+    received = (row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True))
     return [_value(data, world.device) for data in received]
 
 
@@ -375,10 +350,6 @@ def _gather_bytes(data: bytes, length: int, world: World) -> list[torch.Tensor]:
     rows = [torch.empty_like(own) for _ in range(world.size)]
     world.run_collective(lambda: dist.all_gather(rows, own, group=world.group), "an all-gather")
     return rows
-
-
-def _bytes(row: torch.Tensor) -> bytes:
-    return row.numpy().tobytes()
 
 
 def _value(data: bytes, device: torch.device) -> Any:

@@ -175,7 +175,7 @@ class Hang:
             expected = "every rank completes a step"
             fix = (
                 f"look at the innermost frames of {frames}; for slow steps set a longer limit: "
-                "--hang-after, launch(hang_after=...) or start(timeout=...)"
+                "--hang-after, launch(hang_after=...) or init(timeout=...)"
             )
         text = "\n".join(
             [

@@ -18,6 +18,7 @@ from samestep.distributed.device_reads import device_reads
 from samestep.errors import InputError, RecipeError
 
 MAX_CLASSES = 5_000  # of a confusion matrix
+_metric_error = partial(InputError, code="E_METRIC")
 Score = Literal["dice", "iou"]
 Mode = Literal["min", "max"]
 
@@ -56,11 +57,10 @@ class CountMetric(ABC):
         """
         for argument, value in (("the model's outputs", outputs), ("targets", targets)):
             if not isinstance(value, torch.Tensor):
-                raise InputError(
+                raise _metric_error(
                     f"metric {self.name} received {argument} as a {type(value).__name__}",
                     expected="a tensor of logits and a tensor of class numbers",
                     fix="set metrics: [] in the recipe",
-                    code="E_METRIC",
                 )
         channels = 1
         expected = outputs.shape
@@ -69,13 +69,12 @@ class CountMetric(ABC):
             expected = (*outputs.shape[:1], *outputs.shape[2:])
         if channels != (self.classes or channels) or targets.shape != expected:
             classes = f" for {self.classes} classes" if self.classes else ""
-            raise InputError(
+            raise _metric_error(
                 f"metric {self.name} received outputs of shape {tuple(outputs.shape)} and targets "
                 f"of shape {tuple(targets.shape)}{classes}",
                 expected="outputs (N, C, ...) and class numbers (N, ...); for one class, binary "
                 "targets (N, 1, ...)",
                 fix="check model.options.num_classes and data.options.classes",
-                code="E_METRIC",
             )
         with device_reads.waiting(outputs.device):  # for the number of counted targets
             counts = self.count(outputs, targets, targets != self.ignore_index, channels)
@@ -144,23 +143,21 @@ class ConfusionMatrix(CountMetric):
         self, outputs: torch.Tensor, targets: torch.Tensor, is_counted: torch.Tensor, channels: int
     ) -> torch.Tensor:
         if channels > MAX_CLASSES:
-            raise InputError(
+            raise _metric_error(
                 f"the {self.name} metric does not support {channels:,} classes",
                 expected=f"at most {MAX_CLASSES:,} classes, because pairs of classes are counted",
                 fix="use another metric",
-                code="E_METRIC",
             )
         size = max(2, channels)
         predictions = outputs > 0 if channels == 1 else outputs.argmax(dim=1)
         counted = targets[is_counted].long()
         outside = counted[(counted < 0) | (counted >= size)]
         if len(outside):
-            raise InputError(
+            raise _metric_error(
                 f"metric {self.name} received the target {int(outside[0])}",
                 expected=f"targets from 0 to {size - 1}, or the ignored value {self.ignore_index}",
                 fix="check model.options.num_classes and the masks, or set "
                 "loss.options.ignore_index",
-                code="E_METRIC",
             )
         # Integers: the sum is independent of the order on every device. A pair of classes is one
         # number, since `bincount` takes vectors.
@@ -306,11 +303,10 @@ class BestRule:
         if mode is None and by in METRICS:
             mode = "max"
         if mode not in ("min", "max"):
-            raise InputError(
+            raise _metric_error(
                 f"best_by is {by} and best_mode is {mode}",
                 expected="best_mode min or max for a metric that is not built in",
                 fix=f"set best_by: {by} and best_mode: max, if higher values are better",
-                code="E_METRIC",
             )
         return cls(by, mode)
 
@@ -323,11 +319,10 @@ class BestRule:
             InputError: the results have no value of this name.
         """
         if self.by not in values:
-            raise InputError(
+            raise _metric_error(
                 f"best_by is {self.by}, which the evaluation did not return",
                 expected=f"one of {', '.join(name for name in values if name != 'samples')}",
                 fix="correct best_by, or add the metric to the evaluation",
-                code="E_METRIC",
             )
         value = values[self.by]
         # A comparison with NaN is false in both directions, so NaN would stay the best value.

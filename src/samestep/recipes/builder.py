@@ -28,7 +28,7 @@ from samestep.config import (
     RunOptions,
     default_workers,
 )
-from samestep.config.key_suggestions import suggest
+from samestep.config.key_suggestions import did_you_mean
 from samestep.config.validation import require
 from samestep.data.whole_batches import WholeBatches
 from samestep.distributed.resources import usable_processors
@@ -128,12 +128,9 @@ def find(name: str, known: Mapping[str, str], kind: str) -> Callable[..., Any]:
         models = torchvision_names() if known is MODELS else []
         if name in models:
             return torchvision_model(name)
-        meant = suggest(name, [*known, *models])
         library = ", a model of torchvision" if models else ""
         expected = f"one of {', '.join(known)}{library}, or package.module:attribute"
-        fix = "give the import path"
-        if meant is not None:
-            fix = f"did you mean {meant}?"
+        fix = did_you_mean(name, [*known, *models], "give the import path")
         raise _unknown(f"{kind} {name!r} is unknown", fix, expected)
     directory = str(Path.cwd())
     if directory not in sys.path and find_spec(module.partition(".")[0]) is None:
@@ -336,10 +333,9 @@ def build_model(
     """
     config = recipe.model
     builder = find(config.name, MODELS, "model")
-    options = {name: value for name, value in data_options.items() if takes(builder, name)}
-    options |= config.options
-    if config.name.startswith("torchvision:") or takes(builder, "num_classes"):
-        options.setdefault("num_classes", len(classes))
+    facts = {"num_classes": len(classes), **data_options}
+    options = {name: value for name, value in facts.items() if takes(builder, name)}
+    options |= config.options  # the recipe takes precedence over facts of the data
     # Initial weights are a function of the seed; later random numbers must not depend on their
     # number.
     with preserved_generators():

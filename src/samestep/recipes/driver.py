@@ -20,7 +20,7 @@ from samestep.checkpoint.state import SavedParameters, Training
 from samestep.config import Precision, Recipe
 from samestep.data.batch import channels_last, move
 from samestep.distributed.device_reads import device_reads
-from samestep.distributed.rng import microbatch_seed, preserved_generators, seed_generators
+from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
 from samestep.errors import InputError, RunError
 from samestep.global_view import any_rank, no_sync
@@ -127,7 +127,7 @@ class Driver:
         copy_tensors(self._saved_buffers, self._buffers)
         self.optimizer.zero_grad(set_to_none=True)
         # Random numbers of a step are a function of its number, so that a resumed run has the same.
-        seed = microbatch_seed("shard", self._config.seed, self.steps, 0)
+        seed = derive_seed("shard", self._config.seed, self.steps, 0)
         seed_generators(seed, self.world.device)
         data = self.on_device(batch)
         loss, weight = self._backward(data, len(batch.samples))
@@ -284,7 +284,7 @@ class Driver:
         modes = [(module, module.training) for module in self.model.modules()]
         device = self.world.device
         with averaged, torch.no_grad(), preserved_generators(device):
-            seed_generators(microbatch_seed("evaluation", self._config.seed, 0, 0), device)
+            seed_generators(derive_seed("evaluation", self._config.seed, 0, 0), device)
             self.model.eval()
             try:
                 yield

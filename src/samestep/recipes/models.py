@@ -117,7 +117,8 @@ def _unwrap(
         key = next((key for key in _KEYS if isinstance(content.get(key), Mapping)), None)
         if key is not None:
             others = ", ".join(str(name) for name in content if name != key)
-            removed.append(f"weights under {key!r}" + f"; ignored: {others}" * bool(others))
+            ignored = f"; ignored: {others}" if others else ""
+            removed.append(f"weights under {key!r}{ignored}")
             content = content[key]
     if not isinstance(content, Mapping) or not all(
         isinstance(value, torch.Tensor) for value in content.values()

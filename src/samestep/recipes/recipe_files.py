@@ -17,8 +17,8 @@ from pydantic_core import ErrorDetails
 
 from samestep.checkpoint.contents import validator_of
 from samestep.checkpoint.files import write_atomically
-from samestep.config import Recipe, RecipeStep
-from samestep.config.key_suggestions import SYNONYMS, suggest
+from samestep.config import Recipe
+from samestep.config.key_suggestions import SYNONYMS, did_you_mean, suggest
 from samestep.errors import InputError, RecipeError
 
 _NOT_SET = object()
@@ -37,14 +37,10 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     shipped = shipped_recipes()
     path = shipped.get(name, Path(name))
     if path.suffix not in (".yaml", ".yml"):
-        meant = suggest(name, shipped)
-        fix = f"samestep train {next(iter(shipped))}"
-        if meant is not None:
-            fix = f"did you mean {meant}?"
         raise RecipeError(
             f"there is no recipe {name!r}",
             expected=f"one of {', '.join(shipped)}, or a file that ends in .yaml",
-            fix=fix,
+            fix=did_you_mean(name, shipped, f"samestep train {next(iter(shipped))}"),
             code="E_UNKNOWN_NAME",
         )
     if not path.is_file():
@@ -67,12 +63,6 @@ def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str
     # Before validation, so that an override can supply a missing key.
     for override in overrides:
         _override(data, override)
-    step = data.get("step") if isinstance(data, dict) else None
-    if isinstance(step, dict):
-        # YAML 1.1 reads the words `on` and `off` as booleans.
-        for name, hint in get_type_hints(RecipeStep).items():
-            if "off" in get_args(hint) and isinstance(step.get(name), bool):
-                step[name] = ("off", "on")[step[name]]
     try:
         # Strict validation of JSON accepts lists for tuples, but no other conversions.
         recipe: Recipe = validator_of(Recipe).validate_json(json.dumps(data), strict=True)

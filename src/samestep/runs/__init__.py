@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from samestep.errors import InputError
 
 LOOP = "run.json"  # marks the run directory of a custom loop
@@ -20,3 +22,9 @@ def require_run_name(name: str, fix: str) -> None:
             fix=fix,
             code="E_RUN_NAME",
         )
+
+
+def not_a_run(folder: Path) -> InputError:
+    """Return the error of a directory that is not that of a run."""
+    expected = f"a run directory, which contains recipe.yaml or {LOOP}"
+    return InputError(f"{folder} is not a run", expected, "check the path", code="E_NOT_A_RUN")

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from samestep.errors import RunError
+from samestep.config.exclusions import excluded
 from samestep.strategies.divided_parameters import divided_like, full_tensor
 from samestep.view.in_step import script_line
 
@@ -72,14 +72,7 @@ class _Retired(torch.Tensor):
             RunError: always.
         """
         file, line = script_line(sys._getframe(1))
-        raise RunError(
-            f"{file}:{line}: a parameter from before the first call of its module, which has "
-            "divided it",
-            expected="with this strategy, parameters that are taken from the module after its "
-            "first call",
-            fix="model.parameters() or model.state_dict() at this line, or --strategy ddp",
-            code="E_INCOMPATIBLE",
-        )
+        raise excluded("parameters from before the division", file, line)
 
 
 def _move_state(before: nn.Parameter, after: Any) -> None:

@@ -47,12 +47,12 @@ from samestep.script.process import (
 from samestep.script.replaced import replaced
 from samestep.script.summary import FILE, Summary
 from samestep.session import join
+from samestep.view.first_calls import CallOptions
 from samestep.view.parallel import ParallelModule
 from samestep.view.ranks import MOST_MICROBATCHES, require_microbatches
 from samestep.view.view import View, ViewOfBatches
 
-_OPTIONS: dict[str, Any] = {"batch_norm": "global", "whole": True, "strict": False}
-# Of divided calls. Under `exact` a number of its own: the first call of a module may have few rows.
+# Under `exact` a number of its own: the first call of a module may have few rows.
 _MICROBATCHES: dict[str, int | None] = {"fast": None, "exact": MOST_MICROBATCHES}
 
 
@@ -207,7 +207,8 @@ def _together(
     )
     stack.enter_context(summary.messages())
     microbatches = _MICROBATCHES[reduction]
-    owner = partial(owner_of, **_OPTIONS, reduction=reduction, microbatches=microbatches)
+    call_options = CallOptions(reduction=reduction, microbatches=microbatches)
+    owner = partial(owner_of, options=call_options)
     if world.mesh is not None:
         from samestep.script.held_parameters import complete_in_files  # slow, as all of fsdp
 

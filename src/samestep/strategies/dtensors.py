@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, debug
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_leaves, tree_map
 
+from samestep.config.exclusions import excluded
 from samestep.distributed.devices import is_accelerator
-from samestep.errors import RunError
 from samestep.reduce.fast import Reduction
 from samestep.view.crossings import crossing, leave, replicated
 
@@ -230,11 +230,9 @@ def _assign(parameter: DTensor, value: torch.Tensor) -> None:
         RunError: the shape or the dtype is another one.
     """
     if value.shape != parameter.shape or value.dtype != parameter.dtype:
-        raise RunError(
-            f"{value.dtype} of shape {tuple(value.shape)} for `.data` of a divided parameter",
-            expected=f"{parameter.dtype} of shape {tuple(parameter.shape)}",
-            fix="change the model before samestep.parallel",
-            code="E_INCOMPATIBLE",
+        raise excluded(
+            "another shape of a divided parameter",
+            *(value.dtype, tuple(value.shape), parameter.dtype, tuple(parameter.shape)),
         )
     with torch.no_grad():
         parameter.copy_(value)

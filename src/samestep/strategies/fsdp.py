@@ -34,9 +34,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.config import StrategyConfig
+from samestep.config.exclusions import excluded
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.world import World
-from samestep.errors import InputError, RunError
+from samestep.errors import InputError
 from samestep.strategies.divided_parameters import divided_like, full_tensor, is_divided
 from samestep.strategies.dtensors import Division, as_divided, compute_whole, gathered
 from samestep.strategies.fsdp_calls import (
@@ -185,12 +186,7 @@ class Sharded(Strategy):
         self, module: nn.Module, full: Callable[[DTensor], torch.Tensor]
     ) -> Iterator[Mapping[DTensor, torch.Tensor]]:
         if os.getpid() != self._process:  # the other ranks would wait for a child
-            raise RunError(
-                f"{type(module).__name__} is called in a child process, such as a loader worker",
-                expected="calls in the ranks, which gather the parts of its parameters",
-                fix="num_workers=0, or strategy='ddp' for this model",
-                code="E_INCOMPATIBLE",
-            )
+            raise excluded("gathers in a child process", type(module).__name__)
         mapping: dict[Any, torch.Tensor] = {}
         with outside_inference_mode(), torch._C._DisableFuncTorch():
             for one in module.parameters():
@@ -248,13 +244,8 @@ def shard_model(model: nn.Module, world: World) -> None:
     """
     config = world.strategy
     if any(nn.parameter.is_lazy(one) for one in model.parameters()):
-        raise InputError(
-            f"strategy {config.name!r} with a {type(model).__name__} "
-            "whose parameters have no shapes yet",
-            expected="parameters with shapes, which can be divided",
-            fix="call the model once with a batch before samestep.parallel, or use strategy='ddp'",
-            code="E_INCOMPATIBLE",
-        )
+        names = (config.name, type(model).__name__)
+        raise excluded("parameters without shapes", *names, error=InputError)
     values: dict[str, torch.Tensor] = {}
     if config.meta:
         values = _move_to_meta(model, world)

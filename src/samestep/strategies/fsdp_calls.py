@@ -17,7 +17,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from samestep.errors import RunError
+from samestep.config.exclusions import excluded
 from samestep.reduce.fast import Reduction
 from samestep.strategies.divided_parameters import full_tensor
 from samestep.strategies.dtensors import gathered
@@ -126,7 +126,9 @@ class Unit:
     def after(self, module: nn.Module, arguments: Any, result: Any) -> Any:
         with torch._C.DisableTorchFunction():
             # An in-place change of a view would detach the hook that gathers parameters.
-            result = tree_map_only(torch.Tensor, _not_a_view, result)
+            result = tree_map_only(
+                torch.Tensor, lambda one: one.clone() if one._is_view() else one, result
+            )
             return self._state._post_forward(module, arguments, result)
 
     def install(self, stack: ExitStack) -> None:
@@ -154,13 +156,8 @@ class Unit:
             if is_known and own._local_tensor.data_ptr() == parameter._place:
                 continue
             if not isinstance(own, DTensor):
-                raise RunError(
-                    f"the parameter {info.param_name} of {type(info.module).__name__} was replaced",
-                    expected="the divided parameters of samestep.parallel, with new values at most",
-                    fix="change the module before samestep.parallel, or copy values into the "
-                    "parameter",
-                    code="E_INCOMPATIBLE",
-                )
+                names = (info.param_name, type(info.module).__name__)
+                raise excluded("a parameter that is not divided", *names)
             parameter.reset_sharded_param()
             parameter._place = parameter.sharded_param._local_tensor.data_ptr()
 
@@ -475,9 +472,3 @@ def outside_inference_mode() -> Iterator[None]:
 
 def _nothing() -> None:
     """Stand for the hooks of FSDP that divide parameters before `state_dict`."""
-
-
-def _not_a_view(value: torch.Tensor) -> torch.Tensor:
-    if value._is_view():
-        return value.clone()
-    return value

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from samestep.config.key_suggestions import suggest
+from samestep.config.key_suggestions import did_you_mean
 from samestep.errors import RecipeError
 from samestep.recipes.recipe_files import make_recipe, read_yaml
 
@@ -109,8 +109,7 @@ def convert_recipe(file: Path, devices: int | None) -> ConvertedRecipe:
     known = [*family.keys, *family.old_names]
     for key in raw:
         if key not in known:
-            meant = suggest(key, known)
-            fix = f"did you mean {meant}?" if meant else "remove the key if it has no effect"
+            fix = did_you_mean(key, known, "remove the key if it has no effect")
             raise _refused(
                 f"{file}: {key} is not a key of the model's family in PaddleViT",
                 "keys of config.py in the family's folder; other models are not supported",

@@ -28,6 +28,7 @@ from samestep.distributed.devices import ACCELERATOR, accelerator_module
 from samestep.distributed.env import SHARE_GPU, relevant_variables
 from samestep.distributed.launcher_detection import find_rendezvous
 from samestep.distributed.resources import usable_processors
+from samestep.distributed.signals import redirect_to_null
 from samestep.errors import InputError, RunError, SamestepError
 from samestep.launcher.launch import LaunchConfig, StoppedError
 from samestep.tools.launch import run_on_ranks
@@ -453,7 +454,7 @@ def read_devices() -> TorchDevices:
     """Compute on each GPU that torch sees, in a rank: the parent must not initialize CUDA."""
     import torch
 
-    silence_stderr()
+    redirect_to_null([2])  # messages of C++ code; the finding reports the error
     module = accelerator_module()
     if torch.version.cuda is None:
         return TorchDevices()
@@ -469,20 +470,13 @@ def read_devices() -> TorchDevices:
     return TorchDevices(names, tuple(p for p in pairs if not module.can_device_access_peer(*p)))
 
 
-def silence_stderr() -> None:
-    """Drop messages of C++ code; the finding reports the error."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    os.close(null)
-
-
 def run_rank(device: DeviceKind) -> str:
     """Sum over all ranks; runs in every rank, and returns a summary for the report."""
     import torch
 
     from samestep.session import start
 
-    silence_stderr()
+    redirect_to_null([2])
     with start(device=device) as world:
         values = torch.full((1024,), world.rank + 1.0, device=world.device)
         world.all_reduce(values)

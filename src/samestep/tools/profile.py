@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -22,27 +22,17 @@ from samestep.units import format_milliseconds
 
 TRACES = "tensorboard"
 _ENVIRONMENT = {"KINETO_LOG_LEVEL": "99"}  # silences torch's profiler
-# `computing`: forward and backward of microbatches that are not computed one after another.
-Phase = Literal["data", "forward", "backward", "computing", "communication", "optimizer", "other"]
+Phase = Literal["data", "forward", "backward", "communication", "optimizer", "other"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 _NAMES: dict[Phase, str] = {
     "data": "waiting for data",
     "communication": "communication, exposed",
-    "computing": "forward and backward",
     "other": "host, other",
 }
 _LEAST_SHARE = 0.1  # of a step, by which the slowest rank is slower than the others
 
 PhaseSeconds = dict[Phase, float]
 Interval = tuple[float, float]
-
-
-class Collective(NamedTuple):
-    """Collective operation of a rank."""
-
-    is_background: bool  # the operation ran in another thread than the training thread
-    begin: float
-    end: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,24 +114,20 @@ class Measurements:
 
 
 def phase_seconds(
-    marks: Sequence[tuple[Phase, float]], collectives: Sequence[Collective]
+    marks: Sequence[tuple[Phase, float]], collectives: Sequence[Interval]
 ) -> PhaseSeconds:
     """Return the seconds of phases of a step; exposed communication is only communication.
 
-    A mark is the begin of a phase of the training thread; the last mark is the end of the step.
+    Args:
+        marks: begins of the phases of the training thread; the last one is the end of the step.
+        collectives: times in which this thread waits.
     """
-    segments = [(phase, (begin, end)) for (phase, begin), (_, end) in pairwise(marks)]
-    # The training thread waits in these intervals.
-    waits = [interval for phase, interval in segments if phase == "communication"]
-    waits += [(one.begin, one.end) for one in collectives if not one.is_background]
-    # Microbatches that are computed concurrently all wait for one collective.
-    computing = [interval for phase, interval in segments if phase == "computing"]
-    exposed = _union(waits + _overlap(computing, [(one.begin, one.end) for one in collectives]))
+    exposed = _union(collectives)
     result: PhaseSeconds = dict.fromkeys(PHASES, 0.0)
-    for phase, interval in segments:
-        if phase != "communication":
-            result[phase] += _length([interval]) - _length(_overlap([interval], exposed))
-    result["communication"] = _length(exposed)
+    for (phase, begin), (_, end) in pairwise(marks):
+        waits = (min(end, stop) - max(begin, start) for start, stop in exposed)
+        result[phase] += end - begin - sum(max(0.0, wait) for wait in waits)
+    result["communication"] = sum(stop - start for start, stop in exposed)
     return result
 
 
@@ -154,16 +140,6 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
         else:
             result.append((begin, end))
     return result
-
-
-def _overlap(some: Iterable[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Return the intersection of two unions of intervals as disjoint intervals, in order."""
-    pairs = ((one, other) for one in some for other in others)
-    return _union((max(one[0], other[0]), min(one[1], other[1])) for one, other in pairs)
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    return sum(end - begin for begin, end in _union(intervals))
 
 
 # --- command ------------------------------------------------------------------------------------

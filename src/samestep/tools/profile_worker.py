@@ -35,7 +35,7 @@ from samestep.recipes.builder import build, start_world
 from samestep.tools.profile import (
     PHASES,
     TRACES,
-    Collective,
+    Interval,
     Measurements,
     Phase,
     PhaseSeconds,
@@ -97,8 +97,8 @@ class StepRecorder:
         self._is_on = False  # otherwise nothing is recorded
         self._is_traced = False  # phases are annotations in the trace of torch's profiler
         self._marks: list[tuple[Phase, Any]] = []  # with times of the clock, as `_collectives`
-        self._collectives: list[Collective] = []
-        self._finished: list[tuple[list[tuple[Phase, Any]], list[Collective]]] = []
+        self._collectives: list[tuple[Any, Any]] = []
+        self._finished: list[tuple[list[tuple[Phase, Any]], list[tuple[Any, Any]]]] = []
         self._annotation: record_function | None = None
         self._thread = threading.get_ident()
         self._phase: Phase = "data"
@@ -144,7 +144,9 @@ class StepRecorder:
         seconds = self._clock.seconds
         steps = []
         for marks, recorded in self._finished:
-            collectives = [c._replace(begin=seconds(c.begin), end=seconds(c.end)) for c in recorded]
+            collectives: list[Interval] = [
+                (seconds(begin), seconds(end)) for begin, end in recorded
+            ]
             begins = [(phase, seconds(moment)) for phase, moment in marks]
             steps.append(phase_seconds(begins, collectives))
         return {phase: mean(step[phase] for step in steps) for phase in PHASES}
@@ -231,11 +233,12 @@ class StepRecorder:
 
     def _begin_collective(self) -> Callable[[], None]:
         begin = self._clock.now()
-        is_background = threading.get_ident() != self._thread
+        # The training thread does not wait for messages of other threads.
+        is_wait = threading.get_ident() == self._thread
 
         def end() -> None:
-            if self._is_on:
-                self._collectives.append(Collective(is_background, begin, self._clock.now()))
+            if self._is_on and is_wait:
+                self._collectives.append((begin, self._clock.now()))
 
         return end
 

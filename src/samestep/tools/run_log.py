@@ -16,7 +16,7 @@ from typing import Any
 from samestep.errors import InputError, printable
 from samestep.loggers.logger import parse_json_line, to_json
 from samestep.recipes.recipe_files import read_yaml
-from samestep.runs import LOOP
+from samestep.runs import LOOP, not_a_run
 from samestep.units import plural
 
 _CURVES = ("loss", "lr", "grad_norm", "samples_per_second")
@@ -323,12 +323,7 @@ def read_run(folder: Path, name: str) -> Run:
     with run_errors(folder):
         is_loop = (folder / LOOP).is_file()
         if not path.is_file() and not is_loop:
-            raise InputError(
-                f"{folder} is not a run",
-                expected=f"a run directory, which contains recipe.yaml, or {LOOP}",
-                fix="check the path",
-                code="E_NOT_A_RUN",
-            )
+            raise not_a_run(folder)
         events = EventLog(folder / "events.jsonl")
         ranks = read_ranks(folder / "ranks")
         starts: list[dict[str, Any]] = []

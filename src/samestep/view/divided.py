@@ -16,7 +16,7 @@ from samestep.distributed.devices import is_accelerator
 from samestep.distributed.rng import generator_state
 from samestep.view.crossings import CallExchange, RowBounds, cut, enter, replicated
 from samestep.view.division import Output
-from samestep.view.inner import run_inner
+from samestep.view.inner import InnerSlice
 from samestep.view.kinds import Kind, numbers_hash, operations_hash
 from samestep.view.leaves import flatten
 from samestep.view.lockstep import Part, ThreadModes, nodes_of, order_nodes, run_in_lockstep
@@ -165,13 +165,13 @@ class DividedCall:
         parameters = self._parameters
         if parameters is None:  # the module's own
             return self._run(region, forward, own)
-        is_inner = parameters.needs_inner_graph or self._division.form == "inner"
-        if is_inner and torch.is_grad_enabled():
+        recomputes = self._division.form == "inner"
+        if (parameters.needs_inner_graph or recomputes) and torch.is_grad_enabled():
             run = partial(self._run, region)
-            recomputes = self._division.form == "inner"
-            return run_inner(
-                run, forward, own, region, parameters, position, self._before, recomputes=recomputes
+            inner = InnerSlice(
+                run, forward, own, region, parameters, position, self._before, recomputes
             )
+            return inner.result_in_graph()
         with parameters.aliases_in_place(position):
             return self._run(region, parameters.forward(forward), own)
 

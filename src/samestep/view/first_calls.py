@@ -7,15 +7,16 @@ and in parts. Then `ParallelModule` divides the calls of the kind.
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_unflatten
 
+from samestep.config.exclusions import excluded
 from samestep.errors import InputError
 from samestep.view.divided import OTHER_OPERATIONS, without_compiler
 from samestep.view.division import ComputedWhole, Division, failure, shortened
@@ -34,52 +35,56 @@ _MOST_SURPRISES = 8  # calls of a kind that were divided and had to be computed 
 _WHOLE = "calls computed whole on every process: {}"
 
 
-class FirstCalls(ABC):
-    """Whole calls of one module.
+@dataclass(frozen=True)
+class CallOptions:
+    """Options of the calls of one module; see `samestep.parallel`."""
+
+    reduction: Literal["fast", "exact"] = "fast"  # exact: each microbatch is a slice of its own
+    # Slices of a batch; None: the rows of the first call with a row for each rank, at most 8.
+    microbatches: int | None = None
+    batch_norm: Literal["global", "local"] = "global"
+    whole: bool = True  # whether a rank can compute a whole batch
+    strict: bool = False  # whether a whole call is an error
+
+
+class Next(Enum):
+    """Next step of a call that is not computed yet, although its kind is decided."""
+
+    BY_KIND = auto()
+    DIVIDED = auto()
+
+
+class FirstCalls:
+    """Whole calls of one module, and calls of kinds that are not decided.
+
+    Methods that decide on a kind return the result of the call, or `Next`.
 
     Args:
         view: the view of this process.
         module: the module.
         strategy: computes the inside of calls; it has prepared the module.
-        reduction: under `exact`, each call is a decision of its own.
-        whole: whether a rank can compute a whole batch.
-        strict: whether a whole call is an error.
+        options: options of the calls.
 
     Attributes:
+        options: see above.
         summary: counts of the calls.
         is_exact: whether the reduction is `exact`.
     """
 
     def __init__(
-        self,
-        view: View,
-        module: nn.Module,
-        strategy: Strategy,
-        *,
-        reduction: Literal["fast", "exact"],
-        whole: bool,
-        strict: bool,
+        self, view: View, module: nn.Module, strategy: Strategy, options: CallOptions
     ) -> None:
         self.view = view
         self.strategy = strategy
-        self.is_exact = reduction == "exact"
+        self.options = options
+        self.is_exact = options.reduction == "exact"
         self.summary = ModuleSummary(type(module).__name__)
         self._module = weakref.ref(module)
-        self._can_be_whole = whole
-        self._is_strict = strict
 
     @property
     def module(self) -> nn.Module | None:
         """The module, while it exists."""
         return self._module()
-
-    @abstractmethod
-    def _call_of_kind(self, kind: Kind, call: Call) -> Any:
-        """Compute a call, by what is known about its kind."""
-
-    @abstractmethod
-    def _divided(self, kind: Kind, call: Call) -> Any:
-        """Compute a call of a kind with a division."""
 
     def _whole(
         self, forward: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
@@ -106,13 +111,8 @@ class FirstCalls(ABC):
         self.summary.whole += 1
         self.summary.add_reason(reason)
         self.view.report(self.summary, _WHOLE.format(reason))
-        if self._is_strict:
-            raise InputError(
-                f"a call of {self.summary.module} is computed whole: {reason}",
-                expected="only divided calls, with strict=True",
-                fix="change what the reason names, or leave out strict=True",
-                code="E_INCOMPATIBLE",
-            )
+        if self.options.strict:
+            raise excluded("whole calls", self.summary.module, reason, error=InputError)
 
     def _decide_whole(self, kind: Kind, reason: str) -> None:
         """Compute further calls of a kind whole, under `exact` those with the same operations."""
@@ -141,7 +141,7 @@ class FirstCalls(ABC):
             return self._whole(call.forward, call.arguments, call.options)
         self._try(kind, call)
         if kind.division is not None:
-            return self._call_of_kind(kind, call)
+            return Next.BY_KIND
         self._count_whole(kind.reason or kind.refused[kind.last], call)
         return self._whole(call.forward, call.arguments, call.options)
 
@@ -161,7 +161,7 @@ class FirstCalls(ABC):
         kind.division = kind.known.get(functions)
         if kind.division is None:
             return self._watched(kind, call)
-        return self._call_of_kind(kind, call)
+        return Next.BY_KIND
 
     def _watched(self, kind: Kind, call: Call) -> Any:
         """Compute a call whole, as the script's own, and note its effects."""
@@ -170,7 +170,7 @@ class FirstCalls(ABC):
         before = Snapshot(call.parts, None, self.view.device)
         watched = None
         self._enter(Action.WATCH)
-        if self._can_be_whole:
+        if self.options.whole:
             try:
                 watched = self._watch(kind, call, before, call.arguments, call.options, call.rows)
             except Exception:
@@ -188,7 +188,7 @@ class FirstCalls(ABC):
         elif self.is_exact and not watched.is_first_again:
             # A whole call has other bits, and a resumed run has another first call.
             before.restore()
-            return self._call_of_kind(kind, call)
+            return Next.BY_KIND
         return watched.result
 
     def _watch(
@@ -226,7 +226,7 @@ class FirstCalls(ABC):
             kind.watched_reason = kind.watched_reason or "has a backward that is written in Python"
         return watched
 
-    def _first_divided(self, kind: Kind, call: Call, before: Snapshot) -> Any:
+    def _first_divided(self, kind: Kind, call: Call, before: Snapshot) -> Next:
         """Divide the first call, since the whole batch does not fit: try it, watch the own rows.
 
         Raises:
@@ -247,14 +247,9 @@ class FirstCalls(ABC):
                 kind.watched_reason = "creates parameters"
             kind.reason = kind.watched_reason
         if kind.reason is not None or kind.division is None:
-            raise InputError(
-                f"calls of {self.summary.module} cannot be divided: {kind.reason}",
-                expected="calls that can be divided: "
-                "the whole batch does not fit into the memory of one device",
-                fix="change what the reason names, or use a smaller batch, with whole=True",
-                code="E_INCOMPATIBLE",
-            )
-        return self._divided(kind, call)
+            names = (self.summary.module, kind.reason)
+            raise excluded("calls that cannot be divided", *names, error=InputError)
+        return Next.DIVIDED
 
     def _try(self, kind: Kind, call: Call) -> None:
         """Decide by a trial whether calls of a kind can be divided."""

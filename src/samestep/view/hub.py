@@ -288,8 +288,8 @@ class _HubBucket(Bucket):
             result = None
             present = [part for part in parts if part is not None]
             if present:
-                zeros = torch.zeros_like(present[0])
-                filled = [zeros if part is None else part for part in parts]
+                # Rarely needed: mostly all slices use a parameter, or none does.
+                filled = [torch.zeros_like(present[0]) if one is None else one for one in parts]
                 result = leave(filled, self._state.reduction)
             results.append(result)
         return results

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from samestep.errors import RunError
+from samestep.config.exclusions import excluded
 from samestep.view.operations import Operations
 from samestep.view.recomputation import checkpointing_off
 from samestep.view.region import Make, Region, UnknownDraw, inside, stream_state
@@ -78,18 +78,8 @@ def _recomputed(region: Region, draws: Sequence[tuple[int, ...]]) -> _Recomputed
     return again
 
 
-def run_inner(
-    run: Callable[[Callable[..., Any], Sequence[Any]], OwnResult],
-    forward: Callable[..., Any],
-    own: list[Any],
-    region: Region,
-    parameters: CallParameters,
-    position: int,
-    before: Snapshot,
-    *,
-    recomputes: bool,
-) -> OwnResult:
-    """Run the forward of an own slice in a graph of its own, which one node of the script's runs.
+class InnerSlice:
+    """Forward and backward of an own slice in a graph of its own, which one node of another runs.
 
     Args:
         run: runs a function on leaves of the arguments, in the region of the slice.
@@ -101,21 +91,6 @@ def run_inner(
         before: state of the module and of the generators before the call.
         recomputes: the call uses activation checkpointing.
     """
-    inner = _Inner(run, forward, own, region, parameters, position, before, recomputes)
-    tensors = [*inner.aliases, *[own[place] for place in inner.places]]
-    outputs = iter(_InnerGraph.apply(inner, *tensors))  # type: ignore[no-untyped-call]
-    assert inner.result is not None
-    result = inner.result
-    inner.result = None  # a reference would keep the inner graph
-    leaves = list(result.leaves)
-    for place, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            leaves[place] = next(outputs)
-    return OwnResult(leaves, result.spec, result.operations)
-
-
-class _Inner:
-    """Forward and backward of an own slice on leaves of its own; the arguments of `run_inner`."""
 
     def __init__(
         self,
@@ -142,6 +117,19 @@ class _Inner:
         self._before = before
         self._recomputes = recomputes
         self._draws: list[tuple[int, ...]] = []  # shapes of the draws of the forward
+
+    def result_in_graph(self) -> OwnResult:
+        """Run the forward, with one node in the present graph."""
+        tensors = [*self.aliases, *[self._own[place] for place in self.places]]
+        outputs = iter(_InnerGraph.apply(self, *tensors))  # type: ignore[no-untyped-call]
+        assert self.result is not None
+        result = self.result
+        self.result = None  # a reference would keep the inner graph
+        leaves = list(result.leaves)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                leaves[place] = next(outputs)
+        return OwnResult(leaves, result.spec, result.operations)
 
     def leaves(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the leaves of the graph from the aliases and the arguments with gradients."""
@@ -209,14 +197,7 @@ class _Inner:
                 would be written again, and the others not.
         """
         if self._recomputes and self._before.has_buffers:
-            raise RunError(
-                "create_graph=True through a call with activation checkpointing "
-                "whose forward writes buffers",
-                expected="checkpointed parts without batch norm, "
-                "or gradients that are not differentiated again",
-                fix="leave out checkpointing, or put batch norm into evaluation mode",
-                code="E_INCOMPATIBLE",
-            )
+            raise excluded("gradients of checkpointed buffers")
         with self._before.revisited(), checkpointing_off(), torch.enable_grad():
             outputs = self.compute(tensors, self.parameters.differentiable)
         self.result = None
@@ -232,7 +213,7 @@ class _Inner:
 
 class _InnerGraph(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inner: _Inner, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, inner: InnerSlice, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         leaves = inner.leaves(tensors)
         with torch.enable_grad():
             outputs = inner.compute(leaves, inner.parameters)

@@ -6,7 +6,7 @@ Decisions: docs/decisions/global-view.md
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from samestep.distributed.devices import is_accelerator, use_deterministic_kerne
 from samestep.microbatches import microbatch_bounds, owned_microbatches
 from samestep.view.divided import DividedCall
 from samestep.view.division import is_worth_dividing
-from samestep.view.first_calls import FirstCalls
+from samestep.view.first_calls import CallOptions, FirstCalls, Next
 from samestep.view.kinds import Kind, KindsOfModule, submodules
 from samestep.view.ranks import MOST_MICROBATCHES, Slices, rank_bounds, require_microbatches
 from samestep.view.strategy import Call, Strategy
@@ -30,41 +30,19 @@ class ParallelModule(FirstCalls):
         view: the view of this process.
         module: the module; its class calls `call`.
         strategy: computes the inside of calls; it has prepared the module.
-        microbatches: slices of a batch; None for the rows of the first call with a row for each
-            rank, at most 8.
-        batch_norm: statistics of the whole batch, or of the own rows.
-        reduction: `fast`, or `exact`: each microbatch is a slice of its own.
-        whole: whether a rank can compute a whole batch.
-        strict: whether a whole call is an error.
+        options: options of the calls.
     """
 
     def __init__(
-        self,
-        view: View,
-        module: nn.Module,
-        strategy: Strategy,
-        *,
-        microbatches: int | None,
-        batch_norm: Literal["global", "local"],
-        reduction: Literal["fast", "exact"],
-        whole: bool,
-        strict: bool,
+        self, view: View, module: nn.Module, strategy: Strategy, options: CallOptions
     ) -> None:
-        super().__init__(view, module, strategy, reduction=reduction, whole=whole, strict=strict)
-        self.options: dict[str, Any] = {
-            "microbatches": microbatches,
-            "batch_norm": batch_norm,
-            "reduction": reduction,
-            "whole": whole,
-            "strict": strict,
-        }
+        super().__init__(view, module, strategy, options)
         view.add(self.summary, strategy)
-        self._microbatches = microbatches
-        self._batch_norm = batch_norm
+        self._microbatches = options.microbatches
         # The reduction of several own slices needs the number of microbatches.
         self._has_reduction = not (self.is_exact or strategy.has_stages)
         self._slices: Slices | None = None  # of the last call
-        self._kinds = KindsOfModule(view.kinds, view.device.type, batch_norm)
+        self._kinds = KindsOfModule(view.kinds, view.device.type, options.batch_norm)
 
     def call(
         self,
@@ -112,6 +90,14 @@ class ParallelModule(FirstCalls):
         return self._call_of_kind(kind, call)
 
     def _call_of_kind(self, kind: Kind, call: Call) -> Any:
+        result: Any = Next.BY_KIND
+        while isinstance(result, Next):  # a first call can decide on its kind without a result
+            result = self._step(kind, call, result)
+        return result
+
+    def _step(self, kind: Kind, call: Call, step: Next) -> Any:
+        if step is Next.DIVIDED:
+            return self._divided(kind, call)
         if kind.reason is None and kind.division is None:
             return self._first_calls(kind, call)
         reason = self._reason_for_whole(kind, call)
@@ -129,7 +115,7 @@ class ParallelModule(FirstCalls):
             return "a part of the rows would be a single one"
         if self.strategy.has_stages and call.has_differentiated_arguments():
             return "its arguments need gradients, which only the first stage has"
-        if self._is_strict or self.view.divides_small_calls or self.strategy.splits_module:
+        if self.options.strict or self.view.divides_small_calls or self.strategy.splits_module:
             return None
         output_bytes = int(kind.output_bytes_per_row * call.rows)
         if not self.is_exact and output_bytes >= self.view.output_limit:  # not moved
@@ -157,7 +143,7 @@ class ParallelModule(FirstCalls):
             kind,
             call,
             is_exact=self.is_exact,
-            local_batch_norm=self._batch_norm == "local",
+            local_batch_norm=self.options.batch_norm == "local",
         )
         results = divided.own_results()
         difference = divided.difference(results)  # sends a word, equal on all ranks

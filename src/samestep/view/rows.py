@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from samestep.errors import RunError
+from samestep.config.exclusions import excluded
 from samestep.view.crossings import cut, leave
 from samestep.view.losses import CLASS_LOSSES, arguments_of, divisor, mean
 from samestep.view.rows_rules import (
@@ -36,7 +36,6 @@ from samestep.view.rows_rules import (
 )
 from samestep.view.rows_tensor import (
     METADATA,
-    REPLACED_MEMORY,
     RULES,
     Rows,
     Rule,
@@ -291,7 +290,7 @@ def _refuse(function: Function, arguments: Arguments, options: Options) -> Any:
     """Refuse to give a tensor other memory."""
     if type(arguments[0]) is not Rows:
         return NotImplemented
-    raise RunError(*REPLACED_MEMORY, code="E_INCOMPATIBLE")
+    raise excluded("other memory for divided rows")
 
 
 def _data(function: Function, arguments: Arguments, options: Options) -> Any:
@@ -379,5 +378,5 @@ def torch_gathers() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.autograd.Function.apply = _apply
+        torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
         nn.Parameter.__new__ = _new_parameter  # type: ignore[method-assign]

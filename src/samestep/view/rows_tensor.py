@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from samestep.errors import RankDesyncError, RunError, SamestepError
+from samestep.config.exclusions import excluded
+from samestep.errors import RankDesyncError, SamestepError
 from samestep.view.crossings import RowBounds, crossing, cut, gather
 from samestep.view.ranks import RaisedElsewhere, RowMessages
 from samestep.view.region import current_region
@@ -30,11 +31,6 @@ Rule = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 RULES: dict[Any, Rule] = {}
 METADATA: dict[Any, Rule] = {}  # rules of functions that may be called anywhere
 _LEAF = "leaf Variable that requires grad"  # in-place errors of torch, which all ranks raise
-REPLACED_MEMORY = (
-    "a tensor that is divided between ranks is given other memory",
-    "a new tensor",
-    "assign the new tensor to the name: x = y, x = x.reshape(...), x.copy_(y)",
-)
 # Whether this is inside of the forward of an `autograd.Function`, whose results get their graph
 # below Rows.
 in_function: ContextVar[bool] = ContextVar("in_function", default=False)
@@ -120,16 +116,10 @@ class Rows(torch.Tensor):
             RunError: a gradient would be lost.
         """
         if function._overloadpacket in (torch.ops.aten.set_, torch.ops.aten.resize_):
-            raise RunError(*REPLACED_MEMORY, code="E_INCOMPATIBLE")
+            raise excluded("other memory for divided rows")
         for leaf in tree_leaves((arguments, options)):
             if isinstance(leaf, Rows) and leaf.requires_grad:
-                raise RunError(
-                    f"{function} received rows of a batch that require gradients, "
-                    "below the autograd of torch",
-                    expected="operations of torch that dispatch on the class of a tensor",
-                    fix="give it a tensor that is whole, such as torch.stack(list(tensor))",
-                    code="E_INCOMPATIBLE",
-                )
+                raise excluded("divided rows below autograd", function)
         return function(
             *tree_map_only(Rows, gathered, arguments),
             **tree_map_only(Rows, gathered, options or {}),
@@ -203,13 +193,7 @@ class Memory:
         if self.whole.requires_grad or any(
             whole.grad_fn is not node for _, whole, node in self._joined
         ):
-            raise RunError(
-                "rows of an output were written after they were gathered, "
-                "and a view of the output is used",
-                expected="no view that was taken before the write, where gradients are needed",
-                fix="take the view after the write, or write into a clone",
-                code="E_INCOMPATIBLE",
-            )
+            raise excluded("views of rows that were gathered")
         bounds = rows._rows_bounds
         (whole,) = crossing(
             [own], lambda _: [self._view(rows).detach()], lambda gradient: cut(gradient, bounds)

@@ -170,7 +170,7 @@ class Verdict:
         total = stacked.sum(0).to(whole.dtype)
         added = whole.dtype != torch.bool and _close(whole, total, tolerance)
         if constant and added and not whole.dim():
-            # Zero in all parts: mean, sum or constant, which later rows would tell.
+            # Zero in all parts: mean, sum and constant are equal.
             raise ComputedWhole("returns a scalar that is zero in the trial")
         if constant and (whole.dim() or not _has_fractions(whole)):
             return "constant"
@@ -294,7 +294,7 @@ def _close(whole: torch.Tensor, divided: torch.Tensor, tolerance: float) -> bool
     divided = _dense(divided)
     if not _has_fractions(whole):
         return torch.equal(whole, divided)
-    # First the cheap question, whose answer is no for NaN.
+    # Before `allclose`, which is slower. The comparison is false for NaN.
     if not whole.numel() or float((whole - divided).abs().max()) <= tolerance:
         return True
     return torch.allclose(whole, divided, rtol=0.0, atol=tolerance, equal_nan=True)

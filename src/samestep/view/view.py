@@ -389,15 +389,14 @@ class ViewOfBatches:
 
     Args:
         view: the view.
-        microbatches: slices of a batch, of which each rank owns equally many; None: the rows of the
-            first batch with a row for each rank, at most 8, as for calls of a module.
     """
 
-    def __init__(self, view: View, microbatches: int | None = None) -> None:
+    def __init__(self, view: View) -> None:
         self.rank = view.ranks.rank
         self.size = view.ranks.size
         self._view = view
-        self._microbatches = microbatches
+        # Rows of the first batch with a row for each rank, at most 8, as for calls of a module.
+        self._microbatches: int | None = None
 
     def can_send(self) -> bool:
         """Whether this point of the program is one that all ranks reach."""

@@ -285,11 +285,10 @@ class _Recorder(Operations):
                 self._taint(tensor, False)
                 if tensor._base is not None:
                     self._taint(tensor._base, False)
-        name = getattr(function, "__name__", repr(function)).strip("_")
         if is_tainted and self._takes_numbers(function, arguments, result, by_rows):
-            self._refuse(f"turns values of rows into Python numbers ({name})")
+            self._refuse(f"turns values of rows into Python numbers ({_name(function)})")
         if generators is not None and generators != _generators():
-            self._refuse(f"draws random numbers inside of {name}")
+            self._refuse(f"draws random numbers inside of {_name(function)}")
         return result
 
     def _takes_numbers(
@@ -332,6 +331,10 @@ class _Recorder(Operations):
 
     def _refuse(self, reason: str) -> None:
         self.reason = self.reason or reason
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", function)).strip("_")
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

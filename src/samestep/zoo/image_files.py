@@ -24,9 +24,9 @@ from torch.nn.functional import interpolate
 
 from samestep.config.recipe import DataConfig
 from samestep.distributed.env import cache_folder
-from samestep.errors import DataError, RunError, SamestepError
+from samestep.errors import RunError, SamestepError
 from samestep.torchvision_import import make_torchvision_importable
-from samestep.zoo.options import import_optional
+from samestep.zoo.options import import_optional, unusable
 from samestep.zoo.sample_cache import CachedSample, Key, SampleCache, cache_name, file_key
 
 IMAGE_SUFFIXES = (
@@ -143,12 +143,9 @@ def file_errors(name: str | Path, kind: str) -> Iterator[None]:
                 fix="resume the run when the disk or the network works again",
                 code="E_IO",
             ) from error
-        raise DataError(
-            f"{name} cannot be read as {kind}: {error}",
-            expected="intact files of a supported format (images: 8 or 16 bits per channel)",
-            fix="replace the file and resume, or skip such samples: data.bad_samples: skip",
-            code="E_UNREADABLE",
-        ) from error
+        problem = f"{name} cannot be read as {kind}: {error}"
+        expected = "intact files of a supported format (images: 8 or 16 bits per channel)"
+        raise unusable(problem, expected, "replace the file and resume", "E_UNREADABLE") from error
 
 
 class LazyImage(Protocol):

@@ -122,7 +122,7 @@ def image_transforms(options: Mapping[str, Any], loader: Callable[..., Any]) -> 
     Raises:
         RecipeError: an option is unknown or has an invalid value.
     """
-    return validated(ImageTransforms, options, "data.options", loader=loader)
+    return validated(ImageTransforms, options, loader=loader)
 
 
 class RandomCrop(v2.RandomResizedCrop):  # type: ignore[misc]

@@ -19,7 +19,13 @@ from samestep.errors import DataError
 from samestep.zoo.image_files import IMAGE_SUFFIXES, ImageSource, ReadImage, open_cache
 from samestep.zoo.image_transforms import ImageTransforms, Transform, image_transforms
 from samestep.zoo.labels import ClassLabels, Row, class_names, label_text, read_table
-from samestep.zoo.options import import_optional, require_count, require_option, require_path
+from samestep.zoo.options import (
+    import_optional,
+    require_count,
+    require_option,
+    require_path,
+    unusable,
+)
 from samestep.zoo.splits import ConvertedSource, Splits, Task, top_classes, train_validation_split
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
@@ -219,12 +225,8 @@ def _invalid_classes(problem: str, fix: str) -> DataError:
 
 
 def _unusable(problem: str) -> DataError:
-    return DataError(
-        problem,
-        expected="an image and a label that is one of the classes",
-        fix="correct the row, or skip such rows: data.bad_samples: skip",
-        code="E_CLASSES",
-    )
+    expected = "an image and a label that is one of the classes"
+    return unusable(problem, expected, "correct the row", "E_CLASSES")
 
 
 @dataclass(frozen=True)

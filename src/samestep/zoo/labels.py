@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import DataError
-from samestep.zoo.options import import_optional, require_path
+from samestep.zoo.options import import_optional, require_path, unusable
 
 _MAX_LISTED = 20  # labels in an error
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)")
@@ -79,12 +79,10 @@ class ClassLabels:
                 number = int(name)
         if not isinstance(number, int) or not 0 <= number < len(self._numbers):
             listed = ", ".join(list(self._numbers)[:_MAX_LISTED])
-            raise DataError(
-                f"{place}: the label {label!r} is not a class",
-                expected=f"a class, such as {listed}, or its number from 0",
-                fix="correct the label or data.options.classes, or skip such samples: "
-                "data.bad_samples: skip",
-                code="E_CLASSES",
+            expected = f"a class, such as {listed}, or its number from 0"
+            fix = "correct the label or data.options.classes"
+            raise unusable(
+                f"{place}: the label {label!r} is not a class", expected, fix, "E_CLASSES"
             )
         return number
 

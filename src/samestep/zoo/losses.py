@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from samestep.config.exclusions import excluded
 from samestep.errors import InputError
 
 IGNORED = -100  # value of targets that are not counted, as in torch
@@ -173,12 +174,7 @@ def dice_plus(
     if targets.is_floating_point():
         pixel = bce_with_logits(outputs, targets, foreground_weight=foreground_weight)
     elif foreground_weight != 1:
-        raise InputError(
-            f"foreground_weight is {foreground_weight}, without binary masks",
-            "binary masks, which have a foreground",
-            "remove the option",
-            code="E_INCOMPATIBLE",
-        )
+        raise excluded("foreground_weight without masks", foreground_weight, error=InputError)
     else:
         pixel = cross_entropy(outputs, targets)
     dice = dice_loss(outputs, targets, smooth=smooth)

@@ -16,6 +16,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from samestep.config import BadSamples, NamedConfig
+from samestep.config.exclusions import excluded
 from samestep.data.sample_files import by_suffix, files_below
 from samestep.distributed.world import World, all_gather
 from samestep.errors import DataError, RecipeError
@@ -249,14 +250,7 @@ def resolve_foreground_weight(
         return loss, ()
     background, foreground, unusable = _count_pixels(splits, bad_samples, world)
     if not foreground:
-        raise RecipeError(
-            f"loss.options.foreground_weight is from_masks: {background} background pixels, "
-            "no foreground",
-            expected="binary masks with some foreground",
-            fix="for several classes: --set 'loss={name: cross_entropy}'; otherwise correct "
-            "data.options.mask_values",
-            code="E_INCOMPATIBLE",
-        )
+        raise excluded("foreground_weight without foreground", background, error=RecipeError)
     weight = background / foreground
     share = 100 * foreground / (background + foreground)
     left_out = f"; {unusable} masks cannot be used" if unusable else ""

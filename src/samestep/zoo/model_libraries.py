@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from samestep.config.key_suggestions import suggest
+from samestep.config.key_suggestions import did_you_mean
 from samestep.errors import RecipeError
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.options import import_optional, require_path, takes, unknown_option
@@ -132,10 +132,7 @@ def _offline(name: str, builder: Builder, classes: str) -> Builder:
 def _require_known(library: str, name: str, names: Iterable[str]) -> None:
     known = list(names)
     if name not in known:
-        meant = suggest(name, known)
-        fix = "choose a model of the library"
-        if meant is not None:
-            fix = f"did you mean {library}:{meant}?"
+        fix = did_you_mean(name, known, "choose a model of the library", f"{library}:")
         expected = f"one of the {len(known)} models of {library}, such as {', '.join(known[:5])}"
         raise RecipeError(f"{library} has no model {name!r}", expected, fix, code="E_UNKNOWN_NAME")
 
@@ -208,10 +205,7 @@ def _require_model(name: str, *, is_folder: bool) -> None:
             "download the model first (hf download NAME --local-dir FOLDER), or name a class",
         )
     elif name not in (kinds := _kinds()):
-        meant = suggest(name, kinds)
-        fix = "choose a class of transformers"
-        if meant is not None:
-            fix = f"did you mean transformers:{meant}?"
+        fix = did_you_mean(name, kinds, "choose a class of transformers", "transformers:")
         raise RecipeError(
             f"transformers has no model {name!r}",
             expected="a class for image or sequence classification or a causal language model; "

@@ -69,18 +69,13 @@ def call(
 
 
 def validated(
-    kind: type[Kind],
-    options: Mapping[str, Any],
-    where: str,
-    *,
-    loader: Callable[..., Any] | None = None,
+    kind: type[Kind], options: Mapping[str, Any], *, loader: Callable[..., Any] | None = None
 ) -> Kind:
-    """Return a dataclass of pydantic from options of a recipe.
+    """Return a dataclass of pydantic from `data.options` of a recipe.
 
     Args:
         kind: the dataclass.
         options: its fields.
-        where: recipe key of the options, for errors.
         loader: function with further options as parameters at the same key, for errors.
 
     Raises:
@@ -93,7 +88,7 @@ def validated(
     except ValidationError as error:
         first = error.errors()[0]
         names = [part for part in first["loc"] if isinstance(part, str) and part.isidentifier()]
-        key = ".".join([where, *names])
+        key = ".".join(["data.options", *names])
         if first["type"] == "unexpected_keyword_argument":
             owner: Any = kind
             for name in names[:-1]:
@@ -103,7 +98,8 @@ def validated(
             if loader is not None and len(names) == 1:
                 parameters = inspect.signature(loader).parameters
                 known += [name for name in parameters if name != "options"]
-            raise unknown_option(".".join([where, *names[:-1]]), names[-1], known) from error
+            where = ".".join(["data.options", *names[:-1]])
+            raise unknown_option(where, names[-1], known) from error
         problem = f"{key} is {first['input']!r}"
         expected = first["msg"].removeprefix("Input should be ")
         if first["type"] == "value_error":  # of several options
@@ -164,6 +160,12 @@ def require_option(
         key = f"data.options.{name}"
         fix = f"--set {key}={example}"
         raise DataError(f"{key} is {value!r}", expected=expected, fix=fix, code="E_VALUE")
+
+
+def unusable(problem: str, expected: str, fix: str, code: str) -> DataError:
+    """Return the error of one sample, which a recipe can leave out; `fix` is the other way out."""
+    fix = f"{fix}, or skip such samples: data.bad_samples: skip"
+    return DataError(problem, expected, fix, code=code)
 
 
 def is_count(value: object, least: int = 1) -> bool:

@@ -14,14 +14,13 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from samestep.data.sample_files import fingerprint_of
-from samestep.errors import DataError
 from samestep.metrics.overlays import areas, blended, class_map
 from samestep.torchvision_import import make_torchvision_importable
 from samestep.zoo.image_files import IMAGE_SUFFIXES, ImageSource, as_image, open_cache, read_image
 from samestep.zoo.image_transforms import MEAN, STD
 from samestep.zoo.losses import IGNORED
 from samestep.zoo.masks import ClassNumbers, MaskCode, Pair, as_target, read_mask, split_pairs
-from samestep.zoo.options import validated
+from samestep.zoo.options import unusable, validated
 from samestep.zoo.splits import Splits, Task
 
 make_torchvision_importable()
@@ -142,13 +141,10 @@ class MaskedImages:
         image = as_image(self._source(pair.image, str(pair.image)))
         mask = read_mask(pair.mask, self._code)
         if mask.shape != (image.height, image.width):
-            raise DataError(
-                f"{pair.mask} has {mask.shape[1]} x {mask.shape[0]} pixels, {pair.image} has "
-                f"{image.width} x {image.height}",
-                expected="masks of the size of their images",
-                fix="correct the pair and resume, or skip such samples: data.bad_samples: skip",
-                code="E_MASK",
-            )
+            sizes = f"{mask.shape[1]} x {mask.shape[0]} pixels"
+            problem = f"{pair.mask} has {sizes}, {pair.image} has {image.width} x {image.height}"
+            expected = "masks of the size of their images"
+            raise unusable(problem, expected, "correct the pair and resume", "E_MASK")
         pixels, numbers = self._transform(image, mask)
         return pixels, as_target(numbers, is_binary=self._code.is_binary)
 
@@ -175,8 +171,8 @@ def load_segmentation(
         InputError: a folder is missing, files have no partner, or an option is invalid.
     """
     values = {"classes": classes, "mask_values": mask_values, "ignore_values": ignore_values}
-    code = validated(MaskCode, values, "data.options")
-    transforms = validated(MaskTransforms, options, "data.options", loader=load_segmentation)
+    code = validated(MaskCode, values)
+    transforms = validated(MaskTransforms, options, loader=load_segmentation)
     pairs, evaluation_pairs = split_pairs(
         IMAGE_SUFFIXES, path, evaluation_path, evaluation_fraction, mask_suffix
     )
@@ -203,7 +199,7 @@ def segmentation_task(
 ) -> Task:
     """Return the task that segments an image: shares of classes, and the image in their colors."""
     options = {"image_size": image_size, "fit": fit}
-    transform = validated(MaskTransforms, options, "data.options").validation()
+    transform = validated(MaskTransforms, options).validation()
 
     def read(path: Path) -> torch.Tensor:
         image = read_image(path)

@@ -10,10 +10,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from samestep.data.sample_files import fingerprint_of
-from samestep.errors import DataError
 from samestep.zoo.image_files import file_errors
 from samestep.zoo.labels import ClassLabels, Row, class_names, read_table
-from samestep.zoo.options import require_count
+from samestep.zoo.options import require_count, unusable
 from samestep.zoo.splits import Splits, Task, require_fraction, top_classes, train_validation_split
 from samestep.zoo.tokenizers import Tokenizer, as_tokens, read_tokenizer
 
@@ -35,12 +34,8 @@ class Texts:
     def __getitem__(self, index: int) -> Sample:
         row = self._rows[index]
         if row.problem:
-            raise DataError(
-                f"{row.where}: {row.problem}",
-                expected="a text and a label in every row",
-                fix="correct the row, or skip such rows: data.bad_samples: skip",
-                code="E_CLASSES",
-            )
+            expected = "a text and a label in every row"
+            raise unusable(f"{row.where}: {row.problem}", expected, "correct the row", "E_CLASSES")
         number = self._labels.number(row.label, row.where)
         return as_tokens(self._tokenizer.encode_framed(row.text), row.where), number
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from samestep.errors import DataError
-from samestep.zoo.options import import_optional
+from samestep.zoo.options import import_optional, unusable
 
 if TYPE_CHECKING:
     import tokenizers
@@ -167,10 +167,7 @@ def as_tokens(tokens: list[int], place: str | Path) -> torch.Tensor:
             characters.
     """
     if not tokens:
-        raise DataError(
-            f"{place}: the tokenizer gives no tokens for the text",
-            expected="a text with characters of the tokenizer",
-            fix="choose another text, or skip such samples: data.bad_samples: skip",
-            code="E_UNREADABLE",
-        )
+        problem = f"{place}: the tokenizer gives no tokens for the text"
+        expected = "a text with characters of the tokenizer"
+        raise unusable(problem, expected, "choose another text", "E_UNREADABLE")
     return torch.tensor(tokens, dtype=torch.long)

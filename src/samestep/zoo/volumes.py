@@ -21,7 +21,7 @@ from samestep.metrics.overlays import areas, blended, class_map, scaled_image
 from samestep.zoo.image_files import file_errors
 from samestep.zoo.losses import IGNORED
 from samestep.zoo.masks import ClassNumbers, MaskCode, Pair, as_target, split_pairs
-from samestep.zoo.options import import_optional, validated
+from samestep.zoo.options import import_optional, unusable, validated
 from samestep.zoo.splits import Splits, Task
 
 VOLUME_SUFFIXES = (".nii.gz", ".nii", ".npy")
@@ -67,12 +67,9 @@ def read_pair(pair: Pair, code: MaskCode) -> tuple[Voxels, ClassNumbers]:
             raise ValueError("some values are not integers")
     mask = code.numbers(integers, str(pair.mask))
     if volume.shape != mask.shape:
-        raise DataError(
-            f"{pair.mask} has the shape {mask.shape}, {pair.image} has {volume.shape}",
-            expected="masks of the shape of their volumes",
-            fix="correct the pair and resume, or skip such samples: data.bad_samples: skip",
-            code="E_MASK",
-        )
+        problem = f"{pair.mask} has the shape {mask.shape}, {pair.image} has {volume.shape}"
+        expected = "masks of the shape of their volumes"
+        raise unusable(problem, expected, "correct the pair and resume", "E_MASK")
     return volume, mask
 
 
@@ -246,9 +243,9 @@ def load_volumes(
     Raises:
         InputError: a folder is missing, files have no partner, or an option is invalid.
     """
-    chosen = validated(PatchOptions, options, "data.options", loader=load_volumes)
+    chosen = validated(PatchOptions, options, loader=load_volumes)
     values = {"classes": classes, "mask_values": mask_values, "ignore_values": ignore_values}
-    code = validated(MaskCode, values, "data.options")
+    code = validated(MaskCode, values)
     pairs, evaluation_pairs = split_pairs(
         VOLUME_SUFFIXES, path, evaluation_path, evaluation_fraction, mask_suffix
     )

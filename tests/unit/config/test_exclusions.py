@@ -1,10 +1,13 @@
 """The table of options that exclude each other."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from samestep.config.exclusions import EXCLUSIONS, require_compatible
+import samestep
+from samestep.config.exclusions import _USES, EXCLUSIONS, excluded, require_compatible
 from samestep.errors import InputError
 
 EXCLUDED: list[dict[str, Any]] = [
@@ -28,3 +31,18 @@ def test_options_exclude_each_other(options: dict[str, Any]) -> None:
 
 def test_each_row_has_an_example() -> None:
     assert [tuple(options) for options in EXCLUDED] == [row.options for row in EXCLUSIONS]
+
+
+@pytest.mark.parametrize("use", _USES)
+def test_errors_of_uses_are_complete(use: str) -> None:
+    error = excluded(use, *"abcd", error=InputError)
+    assert isinstance(error, InputError)
+    assert error.code == "E_INCOMPATIBLE"
+    assert error.expected
+    assert error.fix
+    assert "{}" not in error.full_text
+
+
+def test_each_use_is_refused_somewhere() -> None:
+    source = "".join(path.read_text("utf-8") for path in Path(samestep.__file__).parent.rglob("*.py"))
+    assert {*re.findall(r'excluded\(\s*"([^"]+)"', source)} == {*_USES}

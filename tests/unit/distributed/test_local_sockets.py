@@ -76,18 +76,6 @@ def long_folder(world: World, folder: str) -> bool:
     return sockets is not None
 
 
-def combined(world: World, elements: int) -> list[Any]:
-    """Return extremes of a sum and of a maximum over ranks, and the maximum of scalars."""
-    total = torch.full((2, elements), 2.0**world.rank)
-    largest = torch.full((elements,), float(world.rank))
-    largest[-1] = -largest[-1]
-    scalar = torch.tensor(float(world.rank), dtype=torch.float64)
-    world.combine(total)
-    for values in (largest, scalar):
-        world.combine(values, "max")
-    return [[float(total.min()), float(total.max())], [float(largest[0]), float(largest[-1])], float(scalar)]
-
-
 def run_checks(folder: str) -> dict[str, list[Any]]:
     """Return the results of every check, by rank."""
     with start(device="cpu") as world:
@@ -96,7 +84,6 @@ def run_checks(folder: str) -> dict[str, list[Any]]:
             "small": gathered([exchanged(world, sockets, 3, everyone) for _ in range(20)]),
             "large": gathered([exchanged(world, sockets, 200_000, everyone) for _ in range(3)]),
             "some": gathered(exchanged(world, sockets, 5, everyone[1:])),
-            "combined": gathered([combined(world, elements) for elements in (3, 20_000)]),
             "closed": gathered(closed_connections(world)),
             "missing": gathered(missing_rank(world)),
             "long folder": gathered(long_folder(world, folder)),
@@ -124,13 +111,6 @@ def test_every_rank_receives_all_values(results: dict[str, list[Any]], size: str
 
 def test_some_ranks_exchange_without_the_others(results: dict[str, list[Any]]) -> None:
     assert results["some"] == [None, True, True, True]
-
-
-def test_values_are_combined_over_sockets_and_by_the_backend(results: dict[str, list[Any]]) -> None:
-    ranks = len(results["combined"])
-    total, last = 2.0**ranks - 1, float(ranks - 1)
-    few_and_many = [[[total, total], [last, 0.0], last]] * 2
-    assert results["combined"] == [few_and_many] * ranks
 
 
 def test_closed_connection_is_the_loss_of_a_rank(results: dict[str, list[Any]]) -> None:

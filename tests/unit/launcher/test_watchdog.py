@@ -114,7 +114,7 @@ def test_report_has_the_culprit_first_and_each_stack_once() -> None:
         "    b.py:2 g",
         "  expected: every rank completes a step within 10 s (--hang-after)",
         "  fix:      look at the innermost frames of rank 1; for slow steps set a longer limit: --hang-after, "
-        "launch(hang_after=...) or start(timeout=...)",
+        "launch(hang_after=...) or init(timeout=...)",
     ]
 
 

@@ -114,7 +114,7 @@ def test_devices_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, device: str) -> torch.Tensor:
         raise RuntimeError(f"no kernel image is available on {device}\nfurther text")
 
-    monkeypatch.setattr(doctor, "silence_stderr", lambda: None)
+    monkeypatch.setattr(doctor, "redirect_to_null", lambda descriptors: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     answers = {"init": None, "device_count": 2, "get_device_name": "B200", "can_device_access_peer": False}
     for name, value in answers.items():

@@ -6,7 +6,6 @@ import pytest
 
 from samestep.tools.profile import (
     PHASES,
-    Collective,
     Interval,
     Measurements,
     Phase,
@@ -20,7 +19,7 @@ def units(intervals: list[Interval]) -> set[int]:
     return {unit for begin, end in intervals for unit in range(int(begin), int(end))}
 
 
-def phases_of(*phases: tuple[Phase, float], collectives: tuple[Collective, ...] = ()) -> PhaseSeconds:
+def phases_of(*phases: tuple[Phase, float], collectives: tuple[Interval, ...] = ()) -> PhaseSeconds:
     """Return the phases of a step of consecutive phases with durations in seconds."""
     begins = accumulate((seconds for _, seconds in phases), initial=0.0)
     names: list[Phase] = [*(name for name, _ in phases), "other"]
@@ -28,26 +27,15 @@ def phases_of(*phases: tuple[Phase, float], collectives: tuple[Collective, ...] 
 
 
 def test_phases_add_up_to_the_step() -> None:
-    phases = phases_of(("data", 1), ("forward", 2), ("backward", 3), ("communication", 4), ("optimizer", 5))
-    assert (phases["data"], phases["forward"], phases["communication"]) == (1, 2, 4)
-    assert sum(phases.values()) == 15
+    phases = phases_of(("data", 1), ("forward", 2), ("backward", 3), ("optimizer", 5))
+    assert (phases["data"], phases["forward"], phases["communication"]) == (1, 2, 0)
+    assert sum(phases.values()) == 11
 
 
 def test_collective_within_forward_is_not_forward() -> None:
-    logged = Collective(False, 1.5, 2.5)
-    phases = phases_of(("data", 1), ("forward", 2), ("backward", 3), collectives=(logged,))
+    waits = ((1.5, 2.5), (2, 2.5))
+    phases = phases_of(("data", 1), ("forward", 2), ("backward", 3), collectives=waits)
     assert (phases["forward"], phases["communication"], sum(phases.values())) == (1, 1, 6)
-
-
-def test_communication_during_backward_is_not_exposed() -> None:
-    background = (Collective(True, 2, 3.5), Collective(True, 3.5, 4))
-    phases = phases_of(("forward", 1), ("backward", 2), ("communication", 1), collectives=background)
-    assert (phases["backward"], phases["communication"]) == (2, 1)
-
-
-def test_concurrent_microbatches_all_wait_for_a_collective() -> None:
-    phases = phases_of(("computing", 4), collectives=(Collective(True, 1, 2), Collective(True, 1.5, 3)))
-    assert (phases["computing"], phases["communication"]) == (2, 2)
 
 
 def measured(*forwards: float, is_known_inside: bool = True) -> Measurements:

@@ -43,7 +43,7 @@ def test_phases_of_a_step_are_recorded(alone: World, recorder: StepRecorder) -> 
     train(1)
     phases = recorder.phases()
     assert all(phases[phase] > 0 for phase in ("data", "forward", "backward", "optimizer"))
-    assert phases["computing"] == 0
+    assert phases["communication"] == 0
 
 
 def test_collectives_of_user_code_are_communication(alone: World, recorder: StepRecorder) -> None:

@@ -190,7 +190,7 @@ class Stage:
         if not tensors:
             return
         versions = torch.tensor(own_versions, device=world.device)
-        world.combine(versions)
+        world.all_reduce(versions)
         for (buffer, source), version in zip(tensors, device_reads.values(versions), strict=True):
             values = self.full_tensor(buffer, source)
             if source != self.number:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from samestep.data.own_rows import OwnRows
-from samestep.distributed.rng import microbatch_seed, preserved_generators
+from samestep.distributed.rng import derive_seed, preserved_generators
 from samestep.script.file_journal import Entries
 from samestep.tools.verify.tensor_comparison import digest_any
 from samestep.tools.verify.trials import Interventions
@@ -76,7 +76,7 @@ class ModelInterventions:
             if self._interventions.seed_generators:
                 for generator in vars(part).values():
                     if isinstance(generator, _Generator):
-                        _seed(generator, microbatch_seed("shard", 0, step, number))
+                        _seed(generator, derive_seed("shard", 0, step, number))
         try:
             yield tree_map(_to_double, inputs) if self._interventions.double else inputs
         finally:
