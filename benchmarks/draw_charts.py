@@ -1,4 +1,4 @@
-"""Charts of the documentation from the files in `results`: `digits-curves.svg` and `exactness.svg` in `docs/pictures`."""
+"""Charts of the documentation from files in `results`: `digits-curves.svg`, `exactness.svg` in `docs/pictures`."""
 
 from __future__ import annotations
 
