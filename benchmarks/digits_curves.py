@@ -54,7 +54,7 @@ def page(result: dict[str, Any]) -> str:
     header = ["script", "processes", *(f"epoch {number}" for number in range(1, epochs + 1))]
     return (
         f"# Test losses on several numbers of processes\n\n{machine_line(result['machine'])}\n\n"
-        "Written by `benchmarks/digits_curves.py`. `examples/digits.py` unchanged under `samestep run`, and with DDP as in\n"
+        "`examples/digits.py` unchanged under `samestep run`, and with DDP as in\n"
         "tutorials (`digits_ddp.py`): 128 samples on each process, so 8 processes make an eighth of the steps.\n\n"
         f"{markdown_table(header, rows)}\n"
     )
