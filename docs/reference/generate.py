@@ -99,12 +99,26 @@ def errors_page() -> str:
         "Exit codes: 0 done, 1 the run failed, 2 the input was invalid, 3 a check did not hold, "
         "130 stopped on request.",
         "",
-        "| code | meaning |",
-        "|---|---|",
+        "| code | meaning | what to do |",
+        "|---|---|---|",
     ]
-    return "\n".join(
-        [*lines, *(f"| `{code}` | {meaning} |" for code, meaning in sorted(CODES.items())), ""]
-    )
+    links = symptoms()
+    rows = (f"| `{code}` | {meaning} | {links[code]} |" for code, meaning in sorted(CODES.items()))
+    return "\n".join([*lines, *rows, ""])
+
+
+def symptoms() -> dict[str, str]:
+    """Return a link to the symptom of each code: the sections of the page about troubleshooting."""
+    page = (FOLDER.parent / "guides" / "troubleshooting.md").read_text(encoding="utf-8")
+    links = {}
+    for section in page.split("\n## ")[1:]:
+        title = section.partition("\n")[0]
+        anchor = re.sub(r"[^a-z ]", "", title.lower()).replace(" ", "-")
+        text = title[0].lower() + title[1:]
+        for part in re.findall(r"Codes: ([^.]+)\.", section):
+            for code in re.findall(r"`(E_\w+)`", part):
+                links[code] = f"[{text}](../guides/troubleshooting.md#{anchor})"
+    return links
 
 
 def api_page() -> str:

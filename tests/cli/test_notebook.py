@@ -65,3 +65,21 @@ def test_a_kernel_launches_what_its_cells_define(tmp_path: Path) -> None:
     assert "caught: rank 1 failed" in printed
     assert "True [2.0, 2.0, 2.0] 0" in printed
     assert "the result of the function (generator) cannot be sent" in printed
+
+
+@pytest.mark.slow
+def test_example_trains_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    for name in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+    notebook = nbformat.read(ROOT / "examples" / "two_processes.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    nbclient.NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    printed = "".join(output["text"] for output in outputs if output.get("name") == "stdout")
+    losses = re.findall(r"one process (\d\.\d{4}), on two (\d\.\d{4})", printed)
+    assert len(losses) == 3
+    assert [float(loss) for loss, _ in losses] == pytest.approx([float(loss) for _, loss in losses], abs=2e-4)
+    assert float(losses[-1][0]) < float(losses[0][0])

@@ -78,7 +78,7 @@ def test_migrated_script_gives_the_same_loss(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["lightning_trainer", "accelerate_loop", "transformers_trainer"])
+@pytest.mark.parametrize("name", ["lightning_trainer", "accelerate_loop", "fabric_loop", "transformers_trainer"])
 def test_script_of_a_framework_prints_the_same_loss_unchanged(name: str, tmp_path: Path) -> None:
     script = EXAMPLES.parent / f"frameworks/{name}.py"
     expected = printed_loss(script, cwd=tmp_path)

@@ -9,4 +9,4 @@ _FILE = re.compile(r"^```text\n# (first\.\S+)\n(.*?)^```$", re.MULTILINE | re.DO
 
 def job_examples() -> dict[str, str]:
     """Return the files by name."""
-    return dict(_FILE.findall((TESTS.parent / "docs/guides/submit.md").read_text(encoding="utf-8")))
+    return dict(_FILE.findall((TESTS.parent / "docs/reference/job-files.md").read_text(encoding="utf-8")))
