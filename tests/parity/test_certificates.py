@@ -92,7 +92,9 @@ def test_exact_reduction_gives_equal_bits_also_after_a_kill(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["digits", "tokens", pytest.param("images", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["tokens", *(pytest.param(name, marks=pytest.mark.long) for name in ("digits", "images"))]
+)
 def test_fast_reduction_differs_by_rounding_in_float64(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, image_folder: Path, name: str
 ) -> None:

@@ -84,6 +84,7 @@ def overrides(name: str, settings: tuple[str, ...], pictures: Path) -> list[str]
     return [f"--set={each}" for each in settings]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["digits", pytest.param("tokens", marks=pytest.mark.long), pytest.param("images", marks=pytest.mark.long)]
 )

@@ -471,7 +471,7 @@ def test_a_wait_for_preparation_is_seen_and_counts_as_progress(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["best.pt", "runs/{}/best.pt"])
+@pytest.mark.parametrize("where", [pytest.param("best.pt", marks=pytest.mark.long), "runs/{}/best.pt"])
 def test_a_large_file_is_read_back_from_rank_0(where: str, tmp_path: Path) -> None:
     def body(rank: Rank) -> Any:
         rank.exchange()
@@ -509,7 +509,7 @@ def test_rank_0_keeps_a_large_file_until_all_have_read_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 8))])
 def test_no_order_of_ranks_shows_another_version_of_a_large_file(seed: int, tmp_path: Path) -> None:
     def body(rank: Rank) -> Any:
         draws = random.Random(3 * seed + rank.rank)

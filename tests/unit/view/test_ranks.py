@@ -105,7 +105,7 @@ def test_own_rows(rows: int, microbatches: int, size: int, own: list[int]) -> No
     assert [stop - start for start, stop in rank_bounds(rows, microbatches, size)] == own
 
 
-@pytest.fixture(scope="module", params=[pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.fixture(scope="module", params=[pytest.param(3, marks=pytest.mark.long), 4])
 def results(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
     (found,) = run_jobs("unit.view.test_ranks", Job("run", request.param, {}))
     return request.param, found
