@@ -24,11 +24,11 @@ from helpers.architecture import (
     imports_going_up,
     joined_assignments,
     over_budget,
+    over_budget_of_tests,
     oversize,
     read_modules,
     stubs,
     swallowed_exceptions,
-    tests_over_budget,
     unannotated,
     unmarked_reads,
     unpickling,
@@ -71,11 +71,11 @@ def test_source_keeps(rule: Rule, modules: Modules) -> None:
 
 
 def test_tests_keep_their_budget(tmp_path: Path) -> None:
-    broken = tests_over_budget(Path(__file__).parent)
+    broken = over_budget_of_tests(Path(__file__).parent)
     assert not broken, "\n".join(["", *broken])
     (tmp_path / "helpers").mkdir()
     (tmp_path / "helpers" / "large.py").write_text("x = 1\n" * (TEST_BUDGET["helpers and workers"] + 1))
-    assert len(tests_over_budget(tmp_path)) == 1
+    assert len(over_budget_of_tests(tmp_path)) == 1
 
 
 def test_public_surface_is_the_documented_one() -> None:

@@ -46,7 +46,7 @@ FILE_LINES = 500
 # in 180 files, of which 16,000 are the core.
 BUDGET = {"lines": 54_400, "files": 226, "lines of the core": 34_450}
 # Of all Python files of the tests, and of those that tests import; the aims are 40,000 and 4,000.
-TEST_BUDGET = {"tests": 0, "helpers and workers": 0}
+TEST_BUDGET = {"tests": 64515, "helpers and workers": 5709}
 RINGS = {"recipes", "zoo", "tools", "cli", "integrations"}
 FUNCTION_LINES = 60
 
@@ -358,7 +358,7 @@ def over_budget(modules: Modules) -> list[str]:
     return [f"{size} {name}, at most {BUDGET[name]}" for name, size in sizes.items() if size > BUDGET[name]]
 
 
-def tests_over_budget(folder: Path) -> list[str]:
+def over_budget_of_tests(folder: Path) -> list[str]:
     """Sizes of a folder of tests that are above their budget."""
     lines = {path: len(path.read_bytes().splitlines()) for path in folder.rglob("*.py")}
     parts = [folder / "helpers", folder / "workers"]
