@@ -212,7 +212,7 @@ def test_unknown_name_or_option_is_an_error(refused: Refused, override: str) -> 
     fixed = [] if override.startswith("data.name") else ["metrics=[]"]
     if override.startswith("data.name=helpers.recorded"):
         fixed = ["data.options={}"]
-    assert NAMES[override] in refused("train", RECIPE, "--processes", 2, "--set", *fixed, override)
+    assert NAMES[override] in refused("train", RECIPE, "--processes", 1, "--set", *fixed, override)
 
 
 def test_invalid_pretrained_file_is_an_error(refused: Refused, tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ TINY = (
 
 
 def train_pictures(refused: Refused, *overrides: str) -> str:
-    return refused("train", "images", "--processes", 2, "--set", *TINY, *overrides)
+    return refused("train", "images", "--processes", 1, "--set", *TINY, *overrides)
 
 
 def test_images_without_a_folder(refused: Refused) -> None:

@@ -32,6 +32,8 @@ from samestep.errors import DataError
 from samestep.launcher.job import process_state
 from samestep.view.rows import gathered
 
+pytestmark = pytest.mark.slow  # several ranks, with workers
+
 SAMPLES, BATCH = 44, 8
 Point = namedtuple("Point", ["image", "label"])  # of a script
 
