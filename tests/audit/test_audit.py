@@ -223,6 +223,7 @@ def test_processes_without_complete_events_are_left_out() -> None:
     assert world.ranks == {0: [update]}
 
 
+@pytest.mark.slow
 def test_command_without_torch(tmp_path: Path) -> None:
     done = audit(tmp_path, "-c", "print('text')")
     assert done.code == EXIT_FAILED
@@ -230,6 +231,7 @@ def test_command_without_torch(tmp_path: Path) -> None:
     assert done.out == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "code"), [([], "E_MISSING_KEY"), (["--", "no-such-program"], "E_FILE_MISSING")])
 def test_invalid_commands(arguments: list[str], code: str, tmp_path: Path) -> None:
     done = samestep("audit", *arguments, cwd=tmp_path)

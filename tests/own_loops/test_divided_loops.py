@@ -65,6 +65,7 @@ def test_killed_run_resumes_on_other_numbers_of_processes(plain: Path, tmp_path:
     require_equal_weights(tmp_path, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_launched_function_has_the_weights_of_one_process(plain: Path, tmp_path: Path, processes: int) -> None:
     seen = samestep.launch(divided_loop.train, tmp_path, EPOCHS, processes=processes)

@@ -375,6 +375,7 @@ print(parallel_module(whole), type(whole) is torch.nn.Linear)
 """
 
 
+@pytest.mark.slow
 def test_exact_divides_on_one_process() -> None:
     """Into 8 microbatches; smaller batches are whole. Divided calls take one number of the script's stream.
 
