@@ -17,8 +17,9 @@ CORE ?= tests/unit tests/own_loops
 DEVICE ?= cuda
 GPU ?=
 GPU_PY ?= $(if $(wildcard .venv/bin/python),$(PY),$(PYTHON))
-# Three test files at a time: the ranks of a test spend much of the time in waits.
-PYTEST := $(PY) -m pytest -n 3 --dist loadfile
+# Three test files at a time: the ranks of a test spend much of the time in waits. With caches of bytecode, whatever the
+# environment: without, each of the three rewrites the assertions of all files, for half a minute.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3 --dist loadfile
 
 .DEFAULT_GOAL := test
 .PHONY: demo test test-slow test-long faults soak plain-loop scripts package test-torch lint types format bench plain-loop-speed gpu nccl gpus gpu-wheels docs clean
@@ -32,7 +33,7 @@ test: lint
 test-slow: types
 	$(PYTEST) -m "slow and not long and not gpu"
 
-# Variants of other tests; 20 minutes, with Ray 20 more.
+# Variants of other tests, which CI does not run; an hour, with Ray 20 minutes more.
 test-long: .venv/.installed
 	$(PYTEST) -m "long and not gpu"
 

@@ -13,6 +13,7 @@ from helpers.architecture import (
     FILE_LINES,
     FUNCTION_LINES,
     MODULE_RULES,
+    TEST_BUDGET,
     TREE_RULES,
     Modules,
     broken_by,
@@ -23,6 +24,7 @@ from helpers.architecture import (
     imports_going_up,
     joined_assignments,
     over_budget,
+    over_budget_of_tests,
     oversize,
     read_modules,
     stubs,
@@ -66,6 +68,14 @@ def modules() -> Modules:
 def test_source_keeps(rule: Rule, modules: Modules) -> None:
     broken = broken_by(rule, modules)
     assert not broken, "\n".join(["", *broken])
+
+
+def test_tests_keep_their_budget(tmp_path: Path) -> None:
+    broken = over_budget_of_tests(Path(__file__).parent)
+    assert not broken, "\n".join(["", *broken])
+    (tmp_path / "helpers").mkdir()
+    (tmp_path / "helpers" / "large.py").write_text("x = 1\n" * (TEST_BUDGET["helpers and workers"] + 1))
+    assert len(over_budget_of_tests(tmp_path)) == 1
 
 
 def test_public_surface_is_the_documented_one() -> None:

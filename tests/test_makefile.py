@@ -32,7 +32,7 @@ def test_bench_measures_every_contender(tmp_path: Path) -> None:
     assert {"samestep train", "samestep.launch", "torchrun", "accelerate"} <= result["seconds"].keys()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_plain_loop_is_measured_with_ddp(tmp_path: Path) -> None:
     """The other contenders and cases take minutes: `make plain-loop-speed` runs them."""
     output = tmp_path / "plain_loop.json"
@@ -68,7 +68,7 @@ def test_gpu_checks_run_on_a_cpu(tmp_path: Path, checks_run: tuple[str, ...]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("only", ["facts", "bits"])
+@pytest.mark.parametrize("only", [pytest.param("facts", marks=pytest.mark.long), "bits"])
 def test_check_that_ends_early_is_reported(only: str, tmp_path: Path) -> None:
     """`facts` reaches the time limit; `bits` asks for a GPU that this machine may lack."""
     command = [sys.executable, "benchmarks/gpu.py", "--only", only, "--output", str(tmp_path)]
@@ -87,7 +87,7 @@ def test_check_that_ends_early_is_reported(only: str, tmp_path: Path) -> None:
     ("target", "checks_run"),
     [
         ("nccl", ("raw", "host")),
-        ("gpus", ("bits",)),
+        pytest.param("gpus", ("bits",), marks=pytest.mark.long),
         pytest.param("gpus", ("facts", "links", "layouts", "faults"), marks=pytest.mark.long),
     ],
 )
@@ -136,7 +136,7 @@ def test_results_contain_no_names_of_the_machine(tmp_path: Path, monkeypatch: py
     assert (line["failures"], line["numbers"]) == ([shown], {"lines": [shown]})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_operations_of_a_step_beyond_a_plain_loop(tmp_path: Path) -> None:
     output = tmp_path / "operations.json"
     settings = ["--models", "ResNet-50", "--microbatches", "1", "--output", str(output)]

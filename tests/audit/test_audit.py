@@ -170,7 +170,7 @@ def test_code_of_a_failed_command_and_its_findings(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_signal_ends_all_processes_of_the_command(number: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "endless.py"
     script.write_text(
@@ -276,6 +276,7 @@ def test_command_of_another_python_is_refused(tmp_path: Path) -> None:
         assert str(tmp_path / "other") in done.err
 
 
+@pytest.mark.slow
 def test_command_without_torch(tmp_path: Path) -> None:
     done = audit(tmp_path, "-c", "print('text')")
     assert done.code == EXIT_FAILED
@@ -283,6 +284,7 @@ def test_command_without_torch(tmp_path: Path) -> None:
     assert done.out == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "code"), [([], "E_MISSING_KEY"), (["--", "no-such-program"], "E_FILE_MISSING")])
 def test_invalid_commands(arguments: list[str], code: str, tmp_path: Path) -> None:
     done = samestep("audit", *arguments, cwd=tmp_path)

@@ -70,7 +70,7 @@ def test_stopped_comparison_keeps_its_results(tmp_path: Path) -> None:
     assert "5 parts" in done.out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_workers_are_compared_and_slow_data_needs_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slow = ("--set", "data.options.seconds=0.01")
     options = ("--workers", "0,4", "--devices", 2, "--rounds", 2, "--steps", 3, *slow)

@@ -232,6 +232,7 @@ def test_best_checkpoint_is_the_one_with_the_best_metric(trained: Trained) -> No
     assert state_of(trained.run)["step"] == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [1, 3])
 def test_newest_checkpoints_are_kept_and_the_best(tmp_path: Path, keep: int) -> None:
     arguments = ("--keep", keep, "--checkpoint-every", 5, "--name", "a")
@@ -260,6 +261,7 @@ def one_object(out: str) -> dict[str, Any]:
     return value
 
 
+@pytest.mark.slow
 def test_json_of_train_is_one_object(tmp_path: Path) -> None:
     done = samestep("train", RECIPE, "--processes", 2, "--name", "a", "--json", cwd=tmp_path)
     small = "Net: calls computed whole on every process: so small that messages would take longer\n"
@@ -296,6 +298,7 @@ def test_json_of_eval_has_the_numbers_of_training(
     assert tree(trained.run) == before, "evaluation changes no file"
 
 
+@pytest.mark.slow
 def test_json_of_resume_of_a_complete_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert here("train", RECIPE, "--name", "a", "--set", "epochs=1", cwd=tmp_path) == 0
     run = tmp_path / "runs" / "a"
@@ -311,6 +314,7 @@ def test_json_of_resume_of_a_complete_run(tmp_path: Path, capsys: pytest.Capture
     assert [(entry["processes"], entry["from_step"]) for entry in entries] == [(1, 0), (2, 13)]
 
 
+@pytest.mark.slow
 def test_json_is_valid_for_an_infinite_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--name", "a", "--json", "--set", "epochs=1", "loss.name=helpers.recorded:infinite_in_evaluation")
     assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
@@ -331,7 +335,8 @@ def test_nan_evaluation_is_not_the_best(tmp_path: Path) -> None:
     assert state_of(run, "best")["step"] == best["step"]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("auto", marks=pytest.mark.long)])
 def test_auto_starts_one_process_per_core_or_gpu(tmp_path: Path, device: str) -> None:
     arguments = ("--processes", "auto", "--device", device, "--name", "a", "--set", "epochs=1")
     assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
@@ -341,6 +346,7 @@ def test_auto_starts_one_process_per_core_or_gpu(tmp_path: Path, device: str) ->
     assert entry["processes"] == min(4, expected)
 
 
+@pytest.mark.slow
 def test_runs_without_a_name_get_different_names(tmp_path: Path) -> None:
     for _ in range(3):
         assert here("train", RECIPE, "--set", "epochs=1", "batch_size=102", cwd=tmp_path) == 0

@@ -104,6 +104,7 @@ def test_replay_of_an_extended_run_starts_from_a_checkpoint(tmp_path: Path, repo
         assert (code, *replay_of(data)) == (0, first, 2, step - first, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "compared"), [(8, 1), (10, 2), (13, 2)])
 def test_replay_computes_a_step_with_a_checksum(runs: Path, report: Report, step: int, compared: int) -> None:
     """The run has checksums of the steps 5 and 10, and checkpoints of the steps 10 and 13."""

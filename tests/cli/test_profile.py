@@ -24,6 +24,7 @@ def run_profile(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: ob
     return answer(capsys)
 
 
+@pytest.mark.slow
 def test_late_rank_is_the_slowest(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = ("--warmup", 1, "--active", 8, "--traced", 0)
     late = ("--set", "model.options.late_rank=1", "model.options.seconds=0.05")
@@ -63,6 +64,7 @@ def test_phases_add_up_to_the_step_and_all_files_are_written(
     assert names["samestep: data"] == names["samestep: forward"] == names["aten::nll_loss_forward"] == 2
 
 
+@pytest.mark.slow
 def test_without_traces_phases_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert here("profile", RECIPE, "--traced", 0, "--active", 2, "--out", "output", cwd=tmp_path) == EXIT_DONE
     output = capsys.readouterr().out
@@ -72,7 +74,7 @@ def test_without_traces_phases_are_printed(capsys: pytest.CaptureFixture[str], t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", "pp"])
+@pytest.mark.parametrize("strategy", [pytest.param("fsdp", marks=pytest.mark.long), "pp"])
 def test_slowest_rank_of_a_divided_model_is_unknown(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, strategy: str
 ) -> None:

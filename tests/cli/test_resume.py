@@ -23,6 +23,7 @@ def rates(run: Path) -> dict[int, float]:
     return {event["step"]: event["lr"] for event in events(run, "step")}
 
 
+@pytest.mark.slow
 def test_a_finished_run_continues_with_more_epochs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """With a schedule that does not depend on the number of epochs, the bits are those of a longer run."""
     run, longer = tmp_path / "runs" / "a", tmp_path / "runs" / "longer"
@@ -50,6 +51,7 @@ def test_a_finished_run_continues_with_more_epochs(tmp_path: Path, capfd: pytest
     assert json.loads(capfd.readouterr().out)["step"] == 13
 
 
+@pytest.mark.slow
 def test_the_schedule_of_a_continued_run_is_that_of_the_new_number_of_epochs(tmp_path: Path) -> None:
     run, longer = tmp_path / "runs" / "a", tmp_path / "runs" / "longer"
     assert here("train", RECIPE, "--name", "a", *COSINE, "epochs=1", cwd=tmp_path) == 0
@@ -61,6 +63,7 @@ def test_the_schedule_of_a_continued_run_is_that_of_the_new_number_of_epochs(tmp
     assert {step: continued[step] for step in range(14, 27)} == {step: expected[step] for step in range(14, 27)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "code"), [(2, 1), (8, 0)])
 def test_skipped_steps_are_counted_and_a_run_of_mostly_skipped_steps_fails(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], first: int, code: int
@@ -78,6 +81,7 @@ def test_skipped_steps_are_counted_and_a_run_of_mostly_skipped_steps_fails(
     assert ("[E_NONFINITE]" in err) == (code == 1)
 
 
+@pytest.mark.slow
 def test_a_model_with_a_nan_loss_is_not_the_best(tmp_path: Path) -> None:
     """Its predictions still have an accuracy."""
     arguments = ("epochs=1", "batch_size=512", "loss.name=helpers.recorded:nan_in_evaluation")
@@ -89,6 +93,7 @@ def test_a_model_with_a_nan_loss_is_not_the_best(tmp_path: Path) -> None:
     assert sorted(path.name for path in (run / "checkpoints").glob("[a-z]*")) == ["epoch-1", "last", "step-000000003"]
 
 
+@pytest.mark.slow
 def test_or_resume_continues_the_run_of_the_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train = ("train", RECIPE, "--name", "a", "--or-resume", "--set")
     assert here(*train, "epochs=1", cwd=tmp_path) == 0
@@ -176,6 +181,7 @@ def test_resume_with_changed_data_needs_acceptance(
     assert here("resume", run, "--workers", 0, cwd=project) == 0
 
 
+@pytest.mark.slow
 def test_accepted_data_are_saved_before_the_first_step(project: Path) -> None:
     """An automatic restart compares the data with those of the newest checkpoint."""
     run = project / "runs" / "a"
@@ -184,6 +190,7 @@ def test_accepted_data_are_saved_before_the_first_step(project: Path) -> None:
     assert [event["step"] for event in events(run, "checkpoint")] == [1, 2, 3, 2, 4]
 
 
+@pytest.mark.slow
 def test_resume_keeps_as_many_checkpoints_as_the_last_start(project: Path) -> None:
     run = project / "runs" / "a"
     for epochs, option, steps in ((2, (), [1, 2, 3, 6]), (3, ("--keep", 2), [6, 9]), (4, (), [9, 12])):

@@ -99,6 +99,7 @@ def after_mode(err: str, mode: str) -> str:
 
 
 SAMESTEP = "processes: it imports samestep"
+ONE = pytest.param(1, marks=pytest.mark.long)
 OWN_GROUP = "processes: it creates a process group of its own"
 
 
@@ -126,6 +127,7 @@ def test_script_for_torchrun_has_its_variables(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_plain_script_runs_on_every_rank_and_only_rank_0_prints(tmp_path: Path) -> None:
     text = 'import os\nprint("rank", os.environ["RANK"])\n'
     done = samestep("run", "--processes", 2, "--own-group", script(tmp_path, text), cwd=tmp_path)
@@ -140,6 +142,7 @@ def test_script_sees_one_process(tmp_path: Path) -> None:
     assert done.out == "None 2 []\nas one process\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line", ["int(os.environ['LOCAL_RANK'])", "torch.distributed.init_process_group('gloo')"], ids=["variable", "group"]
 )
@@ -175,7 +178,7 @@ def test_script_is_restarted_after_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_signal_stops_the_script(tmp_path: Path, number: signal.Signals) -> None:
     with Running("run", "--processes", 2, script(tmp_path, WAITS), cwd=tmp_path) as running:
         running.until(lambda: len(list(tmp_path.glob("began-*"))) == 2, "both ranks")
@@ -234,7 +237,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [ONE, 2])
 def test_exit_code_of_a_child_is_its_own(tmp_path: Path, processes: int) -> None:
     done = samestep("run", "--processes", processes, script(tmp_path, FORKS), cwd=tmp_path)
     assert (done.code, done.out) == (0, "5\n")
@@ -255,7 +258,7 @@ END
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [ONE, 2])
 @pytest.mark.parametrize(("end", "code"), [("pass", 0), ("sys.exit(3)", 3), ("raise OSError", 1)])
 def test_ends_as_in_plain_python(tmp_path: Path, processes: int, end: str, code: int) -> None:
     done = samestep("run", "--processes", processes, script(tmp_path, LEAVES.replace("END", end)), cwd=tmp_path)
@@ -277,7 +280,10 @@ raise OSError("the disk is full")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("steps", "activity"), [(0, "before the first optimizer step"), (3, "after optimizer step 3")])
+@pytest.mark.parametrize(
+    ("steps", "activity"),
+    [pytest.param(0, "before the first optimizer step", marks=pytest.mark.long), (3, "after optimizer step 3")],
+)
 def test_failure_names_the_step_of_an_unchanged_script(tmp_path: Path, steps: int, activity: str) -> None:
     text = FAILS_IN_TRAINING.replace("STEPS", str(steps))
     done = samestep("run", "--processes", 2, script(tmp_path, text), cwd=tmp_path)
@@ -289,8 +295,10 @@ def test_failure_names_the_step_of_an_unchanged_script(tmp_path: Path, steps: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("end", "code"), [("None", 0), ("0", 0), ("7", 7), ("'no data'", 1)])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("end", "code"), [pytest.param("None", 0, marks=pytest.mark.long), ("0", 0), ("7", 7), ("'no data'", 1)]
+)
+@pytest.mark.parametrize("processes", [ONE, 2])
 def test_exit_code_is_that_of_the_script(tmp_path: Path, processes: int, end: str, code: int) -> None:
     text = f"import sys, torch\ntorch.nn.Linear(3, 2)(torch.ones(4, 3))\nsys.exit({end})\n"
     done = samestep("run", "--processes", processes, script(tmp_path, text), cwd=tmp_path)

@@ -123,6 +123,7 @@ def test_certificate_of_a_script_with_arguments(tmp_path: Path) -> None:
     assert hashes["parts.py"] in (folder / "certificate.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_interrupt_leaves_no_process_and_no_files(tmp_path: Path) -> None:
     (tmp_path / "hold").write_text("0 1", encoding="utf-8")
     with Running("verify", RECIPE, "--processes", "3", cwd=tmp_path) as running:
@@ -164,6 +165,7 @@ while True:
 """
 
 
+@pytest.mark.long
 def test_interrupt_of_a_script_leaves_no_process_and_no_files(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(HOLDING, encoding="utf-8")
     with Running("verify", "train.py", "--processes", "2", cwd=tmp_path) as running:
@@ -247,7 +249,7 @@ torch.save({"model": model.state_dict(), "epoch": 1}, "results/new/model.pt")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--exact",)])
+@pytest.mark.parametrize("options", [pytest.param((), marks=pytest.mark.long), ("--exact",)])
 def test_unchanged_script_equals_plain_python_and_leaves_no_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
 ) -> None:

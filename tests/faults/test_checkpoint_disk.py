@@ -20,10 +20,10 @@ FILES = {"model": bytes(range(256)) * 300, "state": b"{}"}
 @pytest.mark.parametrize(
     ("number", "removing", "lasting"),
     [
-        pytest.param(errno.ENOSPC, False, False, id="ENOSPC-once", marks=pytest.mark.slow),
+        pytest.param(errno.ENOSPC, False, False, id="ENOSPC-once", marks=pytest.mark.long),
         pytest.param(errno.ENOSPC, False, True, id="ENOSPC-from-then-on"),
         pytest.param(errno.EIO, True, False, id="EIO-once"),
-        pytest.param(errno.EIO, True, True, id="EIO-from-then-on", marks=pytest.mark.slow),
+        pytest.param(errno.EIO, True, True, id="EIO-from-then-on", marks=pytest.mark.long),
     ],
 )
 def test_error_of_any_call_is_raised_and_preserves_checkpoints(

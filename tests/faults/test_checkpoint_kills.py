@@ -29,6 +29,7 @@ def killed_at(call: int, folder: CheckpointFolder, patch: pytest.MonkeyPatch) ->
         return code != 0, done[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_at_any_call_preserves_a_valid_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stride: int

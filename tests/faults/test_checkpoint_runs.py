@@ -162,7 +162,7 @@ def test_stop_request_ends_an_evaluation_and_resume_repeats_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_weights_do_not_depend_on_a_bound_on_lost_work(tmp_path: Path, undisturbed: Path, processes: int) -> None:
     run = tmp_path / "runs" / "a"
     arguments = ("--max-lost-work", "0.001s", "--processes", processes)

@@ -36,6 +36,7 @@ OTHER_USER = 65534
 SECONDS = 20  # of CPU time; a value that is expanded or allocated takes minutes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", REFUSED)
 def test_refused_machine(fault: str, tmp_path: Path, record_fault: RecordFault) -> None:
     setup, unshare, code = REFUSED[fault]
@@ -90,6 +91,7 @@ def handles_sigterm(process: int) -> bool:
     return bool(caught >> signal.SIGTERM - 1 & 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.1, pytest.param(2.0, marks=pytest.mark.long)])
 def test_end_at_start_as_pid_1(seconds: float, tmp_path: Path, record_fault: RecordFault) -> None:
     command = in_shell("true", unshare="--pid --fork --mount-proc")

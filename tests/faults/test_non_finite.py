@@ -10,7 +10,7 @@ RECIPE = Path(__file__).parents[1] / "helpers" / "recorded.yaml"
 FAULT = ("loss.name=helpers.recorded:infinite_for_sample", "loss.options={sample: 17}", "epochs=1")
 
 
-@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_stop_reports_step_and_samples_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: int) -> None:
     assert here("train", RECIPE, "--name", "a", "--processes", processes, "--set", *FAULT, cwd=tmp_path) == 1
     output = capsys.readouterr()
@@ -25,7 +25,12 @@ def test_stop_reports_step_and_samples_once(tmp_path: Path, capsys: pytest.Captu
     assert f"error: step {len(steps) + 1}:" in title
 
 
-@pytest.mark.parametrize("options", [(), ("optimizer.options={lr: 0.01, fused: true}",)], ids=["plain", "fused"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("optimizer.options={lr: 0.01, fused: true}",), marks=pytest.mark.long)],
+    ids=["plain", "fused"],
+)
 def test_skip_gives_the_same_bits_on_any_number_of_processes(tmp_path: Path, options: tuple[str, ...]) -> None:
     for processes in (1, 3):
         arguments = ("--name", processes, "--processes", processes, "--set", *FAULT, *options, "step.non_finite=skip")

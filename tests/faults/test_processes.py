@@ -41,6 +41,7 @@ def none_left(running: Running, timeout: float = 30) -> None:
     until(lambda: not running.processes(), NO_PROCESS, timeout)
 
 
+@pytest.mark.slow
 def test_exception_in_one_rank_is_told_once_with_its_own_traceback(tmp_path: Path) -> None:
     fault = ("--set", "loss.name=helpers.recorded:failing", "loss.options={rank: 1, call: 3}")
     with train(tmp_path, "--processes", 3, "--workers", 1, *fault) as running:
@@ -130,6 +131,7 @@ def test_request_to_end_during_start_up_ends_and_leaves_nothing(
     assert (run / "checkpoints" / "last").exists() or not run.exists(), "neither can it be resumed nor started again"
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_is_killed_while_ranks_start_is_told(tmp_path: Path) -> None:
     with train(tmp_path, "--processes", 2) as running:
         running.until(lambda: servers(running), "the fork server")

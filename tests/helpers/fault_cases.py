@@ -40,7 +40,6 @@ class Case:
         resume_on: number of ranks of the resumed run; 0 if the lost checkpoint folder must be restored first.
         command: command and arguments; by default the recipe.
         variables: further environment variables.
-        is_quick: part of the quick tests.
         is_variant: similar to another case; executed by `make faults` and the long tests only.
     """
 
@@ -55,7 +54,6 @@ class Case:
     resume_on: int = 3
     command: tuple[object, ...] = ("train", RECIPE, "--name", "a")
     variables: Mapping[str, str] = field(default_factory=dict)
-    is_quick: bool = False
     is_variant: bool = False
 
 
@@ -199,7 +197,6 @@ CASES = [
             in_step("kill", rank),
             code=1,
             report=f"error: rank {rank} was killed by SIGKILL in step 7",
-            is_quick=rank == 2,
             is_variant=rank != 2,
         )
         for rank in range(4)
@@ -210,7 +207,7 @@ CASES = [
             in_step("kill", rank, 8),
             RESTART,
             output=(f"restart 1 of 2, on 4 processes: rank {rank} was killed by SIGKILL in step 8",),
-            is_variant=rank != 0,
+            is_variant=True,
         )
         for rank in (0, 3)
     ),
@@ -303,6 +300,7 @@ CASES = [
         code=1,
         report=r"error: rank \d hangs: no progress for ",
         output=("__getitem__",),
+        is_variant=True,
     ),
     Case("rank 2 is slow", prepare=paced("1.2 2"), output=("rank 2 is slow: 1.2",), is_variant=True),
     Case(
@@ -310,6 +308,7 @@ CASES = [
         in_step("raise", 1),
         code=1,
         report="error: rank 1 failed in step 7: ArithmeticError: the sum does not add up",
+        is_variant=True,
     ),
     Case(
         "rank 1 raises, restarts allowed",
@@ -325,7 +324,13 @@ CASES = [
         report="error: rank 3 failed in an evaluation: ArithmeticError",
         is_variant=True,
     ),
-    Case("SIGTERM in evaluation", {"kind": "wait in evaluation", "rank": 1}, act=stop_in_evaluation, code=130),
+    Case(
+        "SIGTERM in evaluation",
+        {"kind": "wait in evaluation", "rank": 1},
+        act=stop_in_evaluation,
+        code=130,
+        is_variant=True,
+    ),
     *(
         Case(
             f"rank 1 calls {call}({code})",
@@ -382,6 +387,7 @@ CASES = [
         code=1,
         report=r"error: rank \d failed .*ValueError: the image file is truncated",
         output=("while loading sample 40 of the dataset",),
+        is_variant=True,
     ),
     *(
         Case(
@@ -441,6 +447,7 @@ CASES = [
         command=loop("fewer batches", 2, 6, *HANG),
         code=1,
         report=r"error: rank 0 (is at an operation .*, rank 2 at the end|reached .* while rank 2 ).*\[E_RANK_DESYNC\]",
+        is_variant=True,
     ),
     Case(
         "rank 2 leaves the loop, restarts allowed",
@@ -455,5 +462,5 @@ CASES = [
         code=2,
         report=f"error: port {PORT} at 127.0.0.1 is used",
     ),
-    Case("leftover files of killed runs", command=loop("", 0, 0), prepare=create_leftovers),
+    Case("leftover files of killed runs", command=loop("", 0, 0), prepare=create_leftovers, is_variant=True),
 ]

@@ -54,6 +54,7 @@ def require_equal_weights(folder: Path, other: Path) -> None:
         torch.testing.assert_close(value, states[1][name], rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_killed_run_resumes_on_other_numbers_of_processes(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 0 was killed by SIGKILL after samestep\.init"):
         samestep.launch(divided_loop.train, tmp_path, EPOCHS, 7, processes=2)
@@ -64,7 +65,8 @@ def test_killed_run_resumes_on_other_numbers_of_processes(plain: Path, tmp_path:
     require_equal_weights(tmp_path, plain)
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_launched_function_has_the_weights_of_one_process(plain: Path, tmp_path: Path, processes: int) -> None:
     seen = samestep.launch(divided_loop.train, tmp_path, EPOCHS, processes=processes)
     require_seen(seen, processes, STEPS)
@@ -81,6 +83,7 @@ def run(processes: int, *arguments: object, cwd: Path) -> Done:
     return replace(done, err=rest)
 
 
+@pytest.mark.slow
 def test_script_says_once_how_its_calls_are_computed(plain: Path, tmp_path: Path) -> None:
     first = run(2, LOOP, tmp_path, EPOCHS, 0, cwd=tmp_path)
     assert (first.code, first.err) == (0, DIVIDED.format(2))
@@ -119,14 +122,20 @@ def test_loop_under_torchrun(plain: Path, tmp_path: Path) -> None:
     require_equal_weights(tmp_path, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "title"),
     [
         ("raise", "error: rank 1 failed after samestep.init(): OSError: the switch was off [E_RANK_FAILED]"),
-        ("kill", "error: rank 1 was killed by SIGKILL after samestep.init() [E_RANK_KILLED]"),
         ("leave", LEFT.format("a call of a module")),
-        ("exit", LEFT.format("a call of a module")),
-        pytest.param("leave before backward", LEFT.format("the gradient of the loss"), marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("kill", "error: rank 1 was killed by SIGKILL after samestep.init() [E_RANK_KILLED]"),
+                ("exit", LEFT.format("a call of a module")),
+                ("leave before backward", LEFT.format("the gradient of the loss")),
+            )
+        ),
     ],
 )
 def test_failure_is_reported_once(tmp_path: Path, what: str, title: str) -> None:
@@ -137,9 +146,10 @@ def test_failure_is_reported_once(tmp_path: Path, what: str, title: str) -> None
     assert ("Traceback" in done.err) == (what == "raise")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "rank"),
-    [(2, 1), *(pytest.param(workers, rank, marks=pytest.mark.slow) for workers, rank in ((0, 1), (0, -1), (2, -1)))],
+    [(2, 1), *(pytest.param(workers, rank, marks=pytest.mark.long) for workers, rank in ((0, 1), (0, -1), (2, -1)))],
 )
 def test_damaged_sample_is_reported_once_with_its_index(tmp_path: Path, workers: int, rank: int) -> None:
     done = run(2, DAMAGED, workers, rank, cwd=tmp_path)
@@ -154,7 +164,7 @@ def test_damaged_sample_is_reported_once_with_its_index(tmp_path: Path, workers:
     ("what", "title"),
     [
         ("raise", "Traceback (most recent call last):\n"),
-        ("leave", LEFT.format("a call of a module")),
+        pytest.param("leave", LEFT.format("a call of a module"), marks=pytest.mark.long),
         ("exit", LEFT.format("a call of a module")),
     ],
 )

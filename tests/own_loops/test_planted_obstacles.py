@@ -73,9 +73,8 @@ def require_error(done: Done, script: Path) -> None:
 
 # One of each kind; the others, and the other scripts, have their turn in the long tests.
 FREQUENT = {
-    *("appended_log", "checkpoint_each_epoch", "console_input", "data_parallel", "exception_caught", "fork_trains"),
-    *("numbered_folder", "own_group", "second_training", "subprocess_writes", "temporary_folder", "time_limit"),
-    "unseeded_numpy",
+    *("appended_log", "console_input", "data_parallel", "exception_caught"),
+    *("own_group", "subprocess_writes", "time_limit", "unseeded_numpy"),
 }
 
 

@@ -42,7 +42,11 @@ def require_equal_weights(folder: Path, plain: Path) -> None:
         torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("processes", "rank", "accumulate"), [(2, 1, 1), (1, 0, 1), (3, 2, 3)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "rank", "accumulate"),
+    [(2, 1, 1), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 0, 1), (3, 2, 3)))],
+)
 def test_request_of_one_rank_saves_after_its_step(
     plain: Path, tmp_path: Path, processes: int, rank: int, accumulate: int
 ) -> None:
@@ -57,6 +61,7 @@ def test_request_of_one_rank_saves_after_its_step(
     require_equal_weights(tmp_path, plain)
 
 
+@pytest.mark.slow
 def test_request_in_the_last_step_of_an_epoch_ends_after_the_epoch(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(StoppedError):
         samestep.launch(stopping_loop.train, tmp_path, 0, STEPS_PER_EPOCH, processes=2)
@@ -65,6 +70,7 @@ def test_request_in_the_last_step_of_an_epoch_ends_after_the_epoch(plain: Path, 
     require_equal_weights(tmp_path, plain)
 
 
+@pytest.mark.slow
 def test_request_in_the_last_step_leaves_the_run_complete(plain: Path, tmp_path: Path) -> None:
     assert samestep.launch(stopping_loop.train, tmp_path, 1, STEPS, processes=2) == EPOCHS
     require_equal_weights(tmp_path, plain)
@@ -73,7 +79,14 @@ def test_request_in_the_last_step_leaves_the_run_complete(plain: Path, tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "number"),
-    [(2, signal.SIGTERM), (2, signal.SIGINT), (2, signal.SIGUSR1), (0, signal.SIGINT), (0, signal.SIGTERM)],
+    [
+        (2, signal.SIGTERM),
+        (0, signal.SIGINT),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((2, signal.SIGINT), (2, signal.SIGUSR1), (0, signal.SIGTERM))
+        ),
+    ],
 )
 def test_signal_saves_and_exits_with_130(plain: Path, tmp_path: Path, processes: int, number: signal.Signals) -> None:
     command, options = (sys.executable,), []

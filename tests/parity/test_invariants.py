@@ -84,6 +84,7 @@ def overrides(name: str, settings: tuple[str, ...], pictures: Path) -> list[str]
     return [f"--set={each}" for each in settings]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["digits", pytest.param("tokens", marks=pytest.mark.long), pytest.param("images", marks=pytest.mark.long)]
 )
@@ -103,7 +104,7 @@ def test_weights_on_1_2_and_3_processes(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.long] if name in ("images", "language") else []) for name in CERTIFICATES],
+    [pytest.param(name, marks=[] if name == "digits" else [pytest.mark.long]) for name in CERTIFICATES],
 )
 def test_certificate(
     capsys: pytest.CaptureFixture[str],

@@ -38,9 +38,9 @@ def test_each_step_has_another_checksum(alone: dict[int, str]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--processes", 2),
+        pytest.param(("--processes", 2), marks=pytest.mark.long),
         ("--processes", 3),
-        ("--processes", 4),
+        pytest.param(("--processes", 4), marks=pytest.mark.long),
         ("--processes", 2, "--shares", "3,1"),
     ],
     ids=["ddp 2", "ddp 3", "ddp 4", "shares"],

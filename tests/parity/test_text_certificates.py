@@ -77,19 +77,3 @@ def test_exact_reduction_gives_equal_bits_also_after_a_kill(
     for run in data["comparisons"]:
         assert set(run["quantities"].values()) <= {"bits", "-"}  # some models have no buffers
         assert run["first_difference"] is None
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["language", ROBERTA])
-def test_fast_reduction_differs_by_rounding_in_float64(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
-) -> None:
-    arguments = ("--processes", "1,3", "--steps", "2", "--reduction", "fast", "--double")
-    data = certificate(capsys, tmp_path, *recipe(name, tmp_path), *arguments)
-    assert (data["double"], data["level"]) == (True, "rounding")
-    for run in data["comparisons"]:
-        assert max(float(size) for size in run["distances"].values() if size is not None) <= 1e-12
-        for quantity in ("order of samples", "inputs as augmented", "targets", "learning rates"):
-            assert run["quantities"][quantity] == "bits"

@@ -45,20 +45,14 @@ def run(names: list[str], folder: Path, *options: str) -> list[dict[str, object]
     return verdicts
 
 
-@pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
-    choices = [f"{name}:{processes}" for name, processes in QUICK.items()]
-    return {str(verdict["script"]): verdict for verdict in run(choices, tmp_path_factory.mktemp("quick"))}
+@pytest.mark.slow
+def test_scripts_compute_what_plain_python_computes(tmp_path: Path) -> None:
+    found = run([f"{name}:{processes}" for name, processes in QUICK.items()], tmp_path)
+    assert {verdict["script"]: verdict["processes"] for verdict in found} == QUICK
+    assert [verdict["problem"] for verdict in found] == [""] * len(QUICK)
 
 
-@pytest.mark.parametrize(("name", "processes"), QUICK.items())
-def test_script_computes_what_plain_python_computes(
-    name: str, processes: int, verdicts: dict[str, dict[str, object]]
-) -> None:
-    assert verdicts[name]["processes"] == processes
-    assert not verdicts[name]["problem"], verdicts[name]["problem"]
-
-
+@pytest.mark.slow
 def test_scripts_compute_the_same_if_outputs_stay_divided(tmp_path: Path) -> None:
     found = run([f"{name}:2" for name in DIVIDED_OUTPUTS], tmp_path, "--rows")
     assert [verdict["problem"] for verdict in found] == [""] * len(DIVIDED_OUTPUTS)
@@ -78,6 +72,7 @@ def test_added_line_keeps_the_numbers_of_lines() -> None:
     assert [changed[row] for row in different] == ["import samestep", "model = samestep.parallel(model)"]
 
 
+@pytest.mark.long
 def test_forked_run_prints_what_plain_python_prints(tmp_path: Path) -> None:
     """Modules that were imported before the fork change nothing."""
     command = [sys.executable, "-m", "plain_loop.runner", "parity_model_batch_mean", "--processes", "0"]

@@ -60,7 +60,6 @@ OF_BITS = ("reduction_plain", "threads_by_world_size")
 # Scripts whose calls are computed whole.
 WHOLE = ("buffer_as_attribute", "buffer_for_evaluation", "buffer_in_a_dict", "buffer_of_a_running_mean")
 WHOLE += ("model_own_generator", "model_stores_last_output", "unused_parameters")
-QUICK = ("clipping_by_world_size",)
 EQUAL = ("order of samples", "inputs as augmented", "targets", "learning rates")
 RIGHT = sorted(path.stem.removeprefix("right_") for path in FOLDER.glob("right_*.py"))
 
@@ -68,7 +67,7 @@ RIGHT = sorted(path.stem.removeprefix("right_") for path in FOLDER.glob("right_*
 def marked(names: Sequence[str]) -> list[Any]:
     """Mark every 56th test as slow, the others as long."""
     marks = {name: pytest.mark.long if index % 56 else pytest.mark.slow for index, name in enumerate(names)}
-    return [pytest.param(name, marks=[] if name in QUICK else [marks[name]]) for name in names]
+    return [pytest.param(name, marks=marks[name]) for name in names]
 
 
 def verify(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: object) -> tuple[int, dict[str, Any]]:

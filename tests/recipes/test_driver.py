@@ -227,6 +227,7 @@ def notes(run: Path) -> str:
     return "\n".join(event["text"] for event in events(run, "note"))
 
 
+@pytest.mark.slow
 def test_auto_is_resolved_before_ranks_start(tmp_path: Path) -> None:
     code, run = train(tmp_path, "a", processes=2)
     assert code == EXIT_DONE
@@ -248,7 +249,7 @@ def test_more_processes_are_refused_with_ways_out(tmp_path: Path, capsys: pytest
     ("settings", "steps", "note"),
     [
         (("data.options.samples=33",), 2, "the last batch of an epoch has 1 sample"),
-        pytest.param(("data.options.samples=34",), 3, "", marks=pytest.mark.slow),
+        pytest.param(("data.options.samples=34",), 3, "", marks=pytest.mark.long),
         pytest.param(("data.options.samples=34", "data.drop_last=true"), 2, "", marks=pytest.mark.slow),
     ],
 )

@@ -17,7 +17,14 @@ def compared(script: Path, folder: Path) -> Verdict:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["mnist_convnet", "unet_dice", "wgan_gradient_penalty", "kfold_reset", "min_gpt_trainer", "lightning_classifier"],
+    [
+        "mnist_convnet",
+        "lightning_classifier",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("unet_dice", "wgan_gradient_penalty", "kfold_reset", "min_gpt_trainer")
+        ),
+    ],
 )
 def test_script_prints_the_text_of_plain_python(name: str, tmp_path: Path) -> None:
     verdict = compared(SCRIPTS / f"{name}.py", tmp_path)
@@ -26,14 +33,14 @@ def test_script_prints_the_text_of_plain_python(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["parts_and_whole", "moco"])
+@pytest.mark.parametrize("name", ["parts_and_whole", pytest.param("moco", marks=pytest.mark.long)])
 def test_divided_parameters_change_nothing(name: str, tmp_path: Path) -> None:
     verdict = compared(SCRIPTS / f"{name}.py", tmp_path)
     assert verdict.problems == []
     assert verdict.sharded == "equal"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_other_text_is_a_problem(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time\nprint('began at', time.time_ns())\n", encoding="utf-8")

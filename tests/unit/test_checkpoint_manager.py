@@ -37,7 +37,10 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return result
 
 
-@pytest.mark.parametrize(("first", "second"), [(1, 3), (3, 2), (2, 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"), [(3, 2), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 3), (2, 1)))]
+)
 def test_killed_run_resumes_on_another_number_of_ranks(
     tmp_path: Path, losses: list[float], first: int, second: int
 ) -> None:

@@ -298,7 +298,7 @@ EXPECTED: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.ranks(4, slow=(3,))
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_module_is_the_same_for_a_script(results: dict[str, list[Any]], name: str) -> None:
     for found in results[name]:
@@ -314,7 +314,7 @@ def test_no_tensor_waits_for_the_garbage_collector(strategy: str, reduction: str
     assert results["cycles_have_no_tensors"] == [0, 0]
 
 
-@pytest.mark.ranks(4, slow=(3,))
+@pytest.mark.ranks(3)
 def test_sums_of_two_models_are_not_mixed_up(results: dict[str, list[Any]]) -> None:
     assert all(difference <= 1e-12 for difference in results["two_models"])
 
@@ -375,6 +375,7 @@ print(parallel_module(whole), type(whole) is torch.nn.Linear)
 """
 
 
+@pytest.mark.slow
 def test_exact_divides_on_one_process() -> None:
     """Into 8 microbatches; smaller batches are whole. Divided calls take one number of the script's stream.
 

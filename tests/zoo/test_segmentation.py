@@ -154,6 +154,7 @@ def test_foreground_weight_is_the_ratio_of_all_training_masks(cells: Path, alone
     assert note.startswith(f"foreground weight {background / foreground:.6g}: ")
 
 
+@pytest.mark.slow
 def test_later_starts_and_evaluations_use_the_weight_of_the_first_start(
     capsys: pytest.CaptureFixture[str], cells: Path, tmp_path: Path
 ) -> None:

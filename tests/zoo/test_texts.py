@@ -173,6 +173,7 @@ def train(place: Path, processes: int, *overrides: str, name: str) -> dict[str, 
     }
 
 
+@pytest.mark.slow
 def test_weights_are_equal_on_one_and_three_processes(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", sentences())
     small = (*BAG, "batch_size=4")  # several batches in a window that is sorted by length

@@ -75,10 +75,11 @@ class Replaced:
         self._methods: list[tuple[Any, str, Any]] = []  # and what was in their place
         self._uses_descriptors = shutil._use_fd_functions  # type: ignore[attr-defined]
         shutil._use_fd_functions = False  # type: ignore[attr-defined]  # `rmtree` uses paths
-        self._replace(writer.replacements())
+        pairs = writer.replacements()
         for name in _CPP_FUNCTIONS:
             if name in sys.modules:
-                self._replace_in_cpp(name)
+                pairs += self._pairs_in_cpp(name)
+        self._replace(pairs)  # at once: each time reads all names of all modules
         sys.meta_path.insert(0, self)
 
     def find_spec(
@@ -94,7 +95,7 @@ class Replaced:
             def execute_and_replace(module: ModuleType) -> None:
                 execute(module)
                 if self in sys.meta_path:
-                    self._replace_in_cpp(name)
+                    self._replace(self._pairs_in_cpp(name))
 
             spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]
         return spec
@@ -107,7 +108,9 @@ class Replaced:
         for holder, method, before in self._methods:
             setattr(holder, method, before)
 
-    def _replace_in_cpp(self, name: str) -> None:
+    def _pairs_in_cpp(self, name: str) -> list[tuple[Any, Any]]:
+        """Return functions of a module and their replacements; replace methods."""
+        pairs = []
         for function, position, keyword, writes in _CPP_FUNCTIONS[name]:
             owner, _, method = function.rpartition(".")
             holder: Any = sys.modules[name]
@@ -125,7 +128,8 @@ class Replaced:
                     new = staticmethod(new)
                 setattr(holder, method, new)
             else:
-                self._replace([(before, new)])
+                pairs.append((before, new))
+        return pairs
 
     def _in_cpp(
         self, real: Any, position: int, keyword: str, writes: bool | None
@@ -161,10 +165,8 @@ def _replace_everywhere(replacements: Mapping[int, Any]) -> None:
     if (datasource := sys.modules.get("numpy.lib._datasource")) is not None:
         tables.append(datasource._file_openers._file_openers)
     for names in tables:
-        for name, value in list(names.items()):
-            new = replacements.get(id(value))
-            if new is not None:
-                names[name] = new
+        for name in [name for name, value in names.items() if id(value) in replacements]:
+            names[name] = replacements[id(names[name])]
     # Not `supports_dir_fd`: the replacements have no argument `dir_fd`.
     for functions in (os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids):
         known = [function for function in functions if id(function) in replacements]

@@ -32,6 +32,8 @@ from samestep.errors import DataError
 from samestep.launcher.job import process_state
 from samestep.view.rows import gathered
 
+pytestmark = pytest.mark.slow  # several ranks, with workers
+
 SAMPLES, BATCH = 44, 8
 Point = namedtuple("Point", ["image", "label"])  # of a script
 
@@ -381,9 +383,9 @@ def _compare_with_memory(make: Callable[[], Points]) -> dict[str, Any]:
 
 Found = dict[str, list[Any]]
 SETTINGS = [
-    (2, 0),
     (2, 2),
-    *(pytest.param(*setting, marks=pytest.mark.slow) for setting in ((1, 0), (1, 2), (3, 0), (3, 2))),
+    *(pytest.param(*setting, marks=pytest.mark.slow) for setting in ((2, 0), (3, 2))),
+    *(pytest.param(*setting, marks=pytest.mark.long) for setting in ((1, 0), (1, 2), (3, 0))),
 ]
 KINDS = ["tuple", "dict", "named", "text", "large", "several", "popping"]
 DRAWING = ["drawing", "drawing rarely", "owning"]
@@ -463,6 +465,7 @@ def test_loaders_of_torch_keep_their_order_and_generator(kind: str, size: int, w
         assert sum(sum(one["reads"]) for one in by_rank) == 2 * SAMPLES + (size - 1) * BATCH + 3 * size
 
 
+@pytest.mark.slow
 def test_an_index_that_comes_twice_is_drawn_twice() -> None:
     contents = [
         one["content"] for size, workers in ((2, 0), (1, 0)) for one in found(size, workers)["weighted drawing"]
@@ -470,7 +473,7 @@ def test_an_index_that_comes_twice_is_drawn_twice() -> None:
     assert len(set(contents)) == 1
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.slow)])
 def test_data_sets_with_a_memory_are_read_as_by_torch(size: int) -> None:
     reason = "samples depend on those that were read before"
     results = found(size, 0)

@@ -239,6 +239,7 @@ for resume, number in ((False, 3), (True, 4)):
 """
 
 
+@pytest.mark.slow
 def test_wandb_writes_an_offline_run_and_resumes_it(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     (tmp_path / "first").mkdir()

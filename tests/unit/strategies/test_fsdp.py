@@ -324,12 +324,15 @@ def losses_with(
 
 LAYOUTS = [
     pytest.param((2, "fsdp", 1)),
-    pytest.param((3, "fsdp", 1), marks=pytest.mark.slow),
+    pytest.param((3, "fsdp", 1), marks=pytest.mark.long),
     pytest.param((4, "hsdp", 2), marks=pytest.mark.slow),
 ]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(layout.values[0], marks=pytest.mark.slow) for layout in LAYOUTS])
+GRADIENTS = [pytest.param((2, "fsdp", 1), marks=pytest.mark.long), *LAYOUTS[1:]]
+
+
+@pytest.fixture(scope="module", params=GRADIENTS)
 def results(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     ranks, strategy, replicate = request.param
     names = [*COMPARED, *SEVERAL, "a_row_that_fails"]
@@ -385,11 +388,12 @@ def test_each_rank_has_a_part(states: tuple[int, dict[str, list[Any]]]) -> None:
         assert (has_values, same_class, name) == (True, False, "Sequential")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layouts",
     [
         [(1, "ddp", 1), (2, "fsdp", 1), (4, "hsdp", 2)],
-        pytest.param([(8, "ddp", 1), (3, "fsdp", 1), (5, "fsdp", 1)], marks=pytest.mark.slow),
+        pytest.param([(8, "ddp", 1), (3, "fsdp", 1), (5, "fsdp", 1)], marks=pytest.mark.long),
     ],
 )
 def test_exact_has_the_bits_of_one_process(layouts: list[tuple[int, str, int]], on_ranks: RankServer) -> None:

@@ -80,11 +80,11 @@ def test_stages_in_sequence_equal_the_model(name: str, count: int, training: boo
     ("library", "name"),
     [
         ("torchvision", "resnet18"),
-        ("torchvision", "vit_b_16"),
-        ("torchvision", "mobilenet_v2"),
         ("timm", "vit_tiny_patch16_224"),
-        ("timm", "convnext_atto"),
-        ("timm", "swin_tiny_patch4_window7_224"),
+        pytest.param("torchvision", "vit_b_16", marks=pytest.mark.long),
+        pytest.param("torchvision", "mobilenet_v2", marks=pytest.mark.long),
+        pytest.param("timm", "convnext_atto", marks=pytest.mark.long),
+        pytest.param("timm", "swin_tiny_patch4_window7_224", marks=pytest.mark.long),
     ],
 )
 def test_library_models_can_be_partitioned(library: str, name: str) -> None:

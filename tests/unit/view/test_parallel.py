@@ -31,7 +31,7 @@ OTHERS = [
 ]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.fixture(scope="module", params=[3, pytest.param(4, marks=pytest.mark.long)])
 def results(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     return results_of_ranks(request.param, [*REPLICATED, *FORMS, *OTHERS])
 

@@ -309,10 +309,10 @@ def test_table_has_enough_operations() -> None:
     ("ranks", "forms"),
     [
         (2, QUICK_FORMS),
-        pytest.param(2, ("",), marks=pytest.mark.slow),
+        pytest.param(2, ("",), marks=pytest.mark.long),
         pytest.param(3, ("",), marks=pytest.mark.slow),
         *(
-            pytest.param(3 if form == "single rows" else 2, (form,), marks=pytest.mark.slow)
+            pytest.param(3 if form == "single rows" else 2, (form,), marks=pytest.mark.long)
             for form in FORMS
             if form not in QUICK_FORMS
         ),
