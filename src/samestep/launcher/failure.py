@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from samestep.distributed.disk_operations import regular_file
 from samestep.distributed.torch_errors import (
     fix_lines,
     is_backend_error,
@@ -200,7 +201,7 @@ class Failure:
         path = log_dir / f"rank-{self.rank}.log"
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as log:
+            with open(path, "a", encoding="utf-8", opener=regular_file) as log:
                 log.write(printable(self.text) + "\n")
         except OSError:  # such as a full disk: the report must not depend on the log
             return None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from samestep.config.validation import require_package
-from samestep.distributed.disk_operations import disk_operations
+from samestep.distributed.disk_operations import disk_operations, read_small
 from samestep.distributed.env import read_wandb_mode
 from samestep.errors import printable
 from samestep.loggers.logger import (
@@ -230,7 +230,7 @@ class Tracker(MetricLogger):
 
     def _read_id(self) -> str | None:
         if self._resume and self._id_path.exists():
-            return self._id_path.read_text(encoding="utf-8")
+            return read_small(self._id_path).decode()
         return None
 
     def _write_id(self, run_id: str) -> None:

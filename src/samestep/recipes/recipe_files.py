@@ -19,10 +19,12 @@ from samestep.checkpoint.contents import validator_of
 from samestep.checkpoint.files import write_atomically
 from samestep.config import Recipe, RecipeStep
 from samestep.config.key_suggestions import SYNONYMS, suggest
+from samestep.distributed.disk_operations import read_small
 from samestep.errors import InputError, RecipeError
 
 _NOT_SET = object()
 _DATASET_FILE = "data.json"
+_RECIPE_BYTES = 1 << 20  # YAML is slow to read
 # Names that pydantic appends to the key of a value with alternative types.
 _ALTERNATIVES = ("constrained-int", "literal['auto']")
 
@@ -158,7 +160,7 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     from samestep.recipes.yaml_text import YAMLError, from_yaml  # a package of the extra `recipes`
 
     try:
-        raw = from_yaml(path.read_text(encoding="utf-8"))
+        raw = from_yaml(read_small(path, _RECIPE_BYTES).decode())
     except (YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise RecipeError(
             f"{path} cannot be read: {error}",
@@ -274,7 +276,7 @@ def read_dataset_info(run: Path) -> DatasetInfo:
     """Return the facts of a run directory; raise `InputError` if the file is missing or damaged."""
     path = run / _DATASET_FILE
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_small(path))
         return DatasetInfo(tuple(data["classes"]), dict(data["model_options"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
