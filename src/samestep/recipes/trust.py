@@ -25,6 +25,7 @@ from samestep.checkpoint.files import replacing
 from samestep.config import Recipe
 from samestep.distributed.disk_operations import read_small
 from samestep.distributed.env import state_folder
+from samestep.distributed.logging import logger
 from samestep.errors import InputError
 from samestep.recipes.recipe_files import recipe_data
 
@@ -105,13 +106,16 @@ def _is_well_known(section: str, name: str) -> bool:
 
 
 def sign(folder: Path, recipe: Recipe) -> None:
-    """Sign a run with a trusted recipe; without a state folder, it needs `--trust` later."""
+    """Sign a run with a trusted recipe; without a key of this account, it needs `--trust` later."""
     if not foreign_paths(recipe):
         return
-    with suppress(OSError, InputError):  # no place for a key, or one that others can read
+    try:
         signature = _signature(recipe, _key(create=True))
         with replacing(folder / _SIGNATURE_FILE) as temporary:
             temporary.write_text(signature + "\n", encoding="ascii")
+    except (OSError, InputError) as error:
+        reason = getattr(error, "value", error)
+        logger.warning("resume, eval, predict and export of %s need --trust: %s", folder, reason)
 
 
 def require_trusted(folder: Path, recipe: Recipe, *, trust: bool | Recipe) -> None:
@@ -130,9 +134,9 @@ def require_trusted(folder: Path, recipe: Recipe, *, trust: bool | Recipe) -> No
         trust = paths.items() <= foreign_paths(trust).items()
     if trust:
         sign(folder, recipe)
-    elif paths and not _is_signed(folder, recipe):
+    elif paths and (reason := _unsigned(folder, recipe)):
         names = ", ".join(f"{section} {name}" for section, name in paths.items())
-        raise InputError(
+        error = InputError(
             f"{folder} names code outside of Samestep: {names}",
             expected="a run that this account has trained on this machine, or components of "
             "Samestep, torch, torchvision, timm, transformers, monai and "
@@ -141,14 +145,20 @@ def require_trusted(folder: Path, recipe: Recipe, *, trust: bool | Recipe) -> No
             "with your permissions",
             code="E_UNTRUSTED",
         )
+        error.add_note(f"there is no signature: {reason}")
+        raise error
 
 
-def _is_signed(folder: Path, recipe: Recipe) -> bool:
+def _unsigned(folder: Path, recipe: Recipe) -> str:
+    """Return why a run has no signature of this account; empty if it has one."""
     try:
         content = read_small(folder / _SIGNATURE_FILE, 100)
-        return hmac.compare_digest(content.strip(), _signature(recipe, _key(create=False)).encode())
-    except (OSError, InputError):
-        return False
+        own = _signature(recipe, _key(create=False)).encode()
+    except (OSError, InputError) as error:
+        return str(getattr(error, "value", error))
+    if hmac.compare_digest(content.strip(), own):
+        return ""
+    return "it is that of another account, or of other components"
 
 
 def _signature(recipe: Recipe, key: bytes) -> str:
