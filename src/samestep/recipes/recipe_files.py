@@ -38,7 +38,8 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """Return a shipped recipe or the recipe of a YAML file, with `key=value` overrides."""
     shipped = shipped_recipes()
     path = shipped.get(name, Path(name))
-    if path.suffix not in (".yaml", ".yml"):
+    is_pipe = path.is_fifo()  # such as <(jsonnet recipe.jsonnet)
+    if path.suffix not in (".yaml", ".yml") and not is_pipe:
         meant = suggest(name, shipped)
         fix = f"samestep train {next(iter(shipped))}"
         if meant is not None:
@@ -49,10 +50,10 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
             fix=fix,
             code="E_UNKNOWN_NAME",
         )
-    if not path.is_file():
+    if not path.is_file() and not is_pipe:
         problem = f"{name} is not a file" if path.exists() else f"there is no file {name}"
         raise RecipeError(problem, "a YAML file", "correct the path", code="E_FILE_MISSING")
-    return make_recipe(read_yaml(path), overrides, origin=name)
+    return make_recipe(read_yaml(path, is_pipe=is_pipe), overrides, origin=name)
 
 
 def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str) -> Recipe:
@@ -155,12 +156,12 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     return lines
 
 
-def read_yaml(path: Path) -> Mapping[str, Any]:
-    """Return the mapping of a YAML file."""
+def read_yaml(path: Path, *, is_pipe: bool = False) -> Mapping[str, Any]:
+    """Return the mapping of a YAML file; a pipe is read until its writer closes it."""
     from samestep.recipes.yaml_text import YAMLError, from_yaml  # a package of the extra `recipes`
 
     try:
-        raw = from_yaml(read_small(path, _RECIPE_BYTES).decode())
+        raw = from_yaml(read_small(path, _RECIPE_BYTES, is_pipe=is_pipe).decode())
     except (YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise RecipeError(
             f"{path} cannot be read: {error}",
