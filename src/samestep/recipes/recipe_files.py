@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from samestep.checkpoint.contents import validator_of
 from samestep.checkpoint.files import write_atomically
-from samestep.config import Recipe, RecipeStep
+from samestep.config import Recipe
 from samestep.config.key_suggestions import SYNONYMS, suggest
 from samestep.distributed.disk_operations import read_small
 from samestep.errors import InputError, RecipeError
@@ -70,12 +70,6 @@ def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str
     # Before validation, so that an override can supply a missing key.
     for override in overrides:
         _override(data, override)
-    step = data.get("step") if isinstance(data, dict) else None
-    if isinstance(step, dict):
-        # YAML 1.1 reads the words `on` and `off` as booleans.
-        for name, hint in get_type_hints(RecipeStep).items():
-            if "off" in get_args(hint) and isinstance(step.get(name), bool):
-                step[name] = ("off", "on")[step[name]]
     try:
         # Strict validation of JSON accepts lists for tuples, but no other conversions.
         recipe: Recipe = validator_of(Recipe).validate_json(json.dumps(data), strict=True)

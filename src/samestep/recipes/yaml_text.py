@@ -74,7 +74,7 @@ _Loader.yaml_implicit_resolvers = {
 }
 _SCIENTIFIC = re.compile(r"^[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$")
 _AMBIGUOUS = re.compile(
-    r"^([-+]?0(o[0-7]|\d)[\d_]*|[-+]?\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?|yes|Yes|YES|no|No|NO)$"
+    r"^([-+]?0(o[0-7]|[\d_])[\d_]*|[-+]?\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?|yes|Yes|YES|no|No|NO)$"
 )
 _Loader.yaml_constructors["!ambiguous"] = _refuse
 for _class in (_Loader, _Dumper):
