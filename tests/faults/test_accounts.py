@@ -19,6 +19,7 @@ from samestep.distributed.logging import plain_console
 from samestep.errors import InputError, printable
 
 RECIPE = TESTS / "helpers/recorded.yaml"
+UNSET = ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME")
 UNKNOWN = "--user --map-user=54321 --map-group=54321"
 CHECKS = """
 import getpass, json, os
@@ -42,7 +43,7 @@ print(json.dumps(found))
 @pytest.mark.slow
 def test_account_without_an_entry_and_a_home(tmp_path: Path, record_fault: RecordFault) -> None:
     tmp_path.chmod(0o777)
-    variables = {name: value for name, value in environment().items() if name not in ("HOME", "XDG_CACHE_HOME")}
+    variables = {name: value for name, value in environment().items() if name not in UNSET}
     command = in_shell("true", unshare=UNKNOWN)
     shell = [*command[: command.index("bash")], sys.executable]
     done = subprocess.run(

@@ -28,7 +28,8 @@ KINDS = ("None", "text", "integers", "booleans", "half", "flat", "detached")
 def refused(path: Path, capfd: pytest.CaptureFixture[str], *options: str) -> str:
     """Train with options that must be refused; return the first line of the report."""
     capfd.readouterr()
-    arguments = ("train", "digits", "--name", "a", "--set", "batch_size=8", "microbatches=4", *options)
+    plain = ("batch_size=8", "microbatches=4", "model.options={}", "data.options={}", "loss.options={}")
+    arguments = ("train", "digits", "--name", "a", "--set", *plain, *options)
     code = here(*arguments, cwd=path)
     _, report = capfd.readouterr()
     assert code == 2, report
