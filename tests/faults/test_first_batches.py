@@ -28,7 +28,14 @@ KINDS = ("None", "text", "integers", "booleans", "half", "flat", "detached")
 def refused(path: Path, capfd: pytest.CaptureFixture[str], *options: str) -> str:
     """Train with options that must be refused; return the first line of the report."""
     capfd.readouterr()
-    plain = ("batch_size=8", "microbatches=4", "model.options={}", "data.options={}", "loss.options={}")
+    plain = (
+        "batch_size=8",
+        "microbatches=4",
+        "model.options={}",
+        "data.options={}",
+        "loss.options={}",
+        "optimizer.options={lr: 0.1}",
+    )
     arguments = ("train", "digits", "--name", "a", "--set", *plain, *options)
     code = here(*arguments, cwd=path)
     _, report = capfd.readouterr()

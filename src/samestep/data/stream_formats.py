@@ -68,8 +68,10 @@ class _Headers(io.BytesIO):
 
     def read(self, size: int | None = None, /) -> bytes:
         """Return at most `size` bytes."""
-        rest = self._size - self._file.tell()
-        return self._file.read(max(0, rest if size is None else min(size, rest)))
+        rest = max(0, self._size - self._file.tell())
+        if size is not None:
+            rest = min(size, rest)
+        return self._file.read(rest)
 
 
 class _TarReader(Reader):

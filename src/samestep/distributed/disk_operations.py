@@ -44,7 +44,8 @@ def read_small(path: Path, most: int = _SMALL_BYTES, *, is_pipe: bool = False) -
     Raises:
         OSError: it cannot be read, is no regular file, or is larger.
     """
-    with open(path, "rb", opener=_pipe if is_pipe else regular_file) as file:
+    opener = _pipe if is_pipe else regular_file
+    with open(path, "rb", opener=opener) as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
