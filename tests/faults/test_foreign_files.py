@@ -156,15 +156,15 @@ LIES: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
     "a tensor that ends after its file": (_tensor_beyond_the_end, _read_weights),
     "a member of a tar file of 1 TB": (
         lambda path: _tar(path, tarfile.REGTYPE, 1 << 40),
-        lambda folder: TarFiles(str(folder))[0],
+        lambda folder: TarFiles(str(folder)),
     ),
     "a header in a tar file of 1 TB": (
         lambda path: _tar(path, tarfile.XHDTYPE, 1 << 40),
-        lambda folder: TarFiles(str(folder))[0],
+        lambda folder: TarFiles(str(folder)),
     ),
     "a long name in a tar file of 1 TB": (
         lambda path: _tar(path, tarfile.GNUTYPE_LONGNAME, 1 << 40),
-        lambda folder: TarFiles(str(folder))[0],
+        lambda folder: TarFiles(str(folder)),
     ),
     "a count of 2^31 tokens in a file of 8 bytes": (lambda path: None, _read_tokens),
 }
