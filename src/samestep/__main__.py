@@ -15,13 +15,10 @@ def entry() -> int:
     def end(number: int, frame: object) -> None:
         os._exit(_EXIT_STOPPED)
 
-    # Ctrl-C during the imports ends the process without a traceback.
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # For the first process of a container the kernel ignores signals with the default action.
-    is_first = os.getpid() == 1
-    if is_first:
-        signal.signal(signal.SIGINT, end)
-        signal.signal(signal.SIGTERM, end)
+    # No traceback during the imports. And for the first process of a container the kernel ignores
+    # signals with the default action.
+    before = signal.signal(signal.SIGINT, end)
+    signal.signal(signal.SIGTERM, end)
     from samestep.distributed.streams import open_standard_descriptors, protect_output
 
     open_standard_descriptors()
@@ -35,9 +32,9 @@ def entry() -> int:
     from samestep.cli.main import main
 
     signal.signal(signal.SIGINT, before)
-    if is_first:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-    return main()
+    code = main()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the result stands
+    return code
 
 
 if __name__ == "__main__":

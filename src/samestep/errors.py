@@ -20,6 +20,7 @@ _MAX_LINES = 48
 _MAX_BYTES = 6_144
 _MAX_CHARACTERS = 1_000
 _LINE_END_CHARACTERS = 100  # kept at the end of a long line, which can have the code
+_MAX_TEXT = 1_000_000  # characters of a text of a user
 _NAME = type.__dict__["__name__"]
 _NEWLINE = "\n"
 _CONTINUED = _NEWLINE + 12 * " "  # below the text of a section
@@ -278,11 +279,23 @@ def indented(text: str) -> str:
 
 
 def message_of(error: object) -> str:
-    """Return `str(error)`, or a remark if the class of the error fails to compute the text."""
+    """Return `str(error)`, or a remark if the class of the error fails to compute the text.
+
+    Of a text of more than a million characters the middle is left out first: each further use takes
+    time, in which other ranks end for another reason.
+    """
     try:
-        return str(error)
+        return cut_text(str(error))
     except BaseException as failure:  # boundary: the code of a user's exception can raise anything
         return f"<no text: {class_name(error)}.__str__ raised {class_name(failure)}>"
+
+
+def cut_text(text: str) -> str:
+    """Return at most a million characters of a text, without its middle."""
+    if len(text) <= _MAX_TEXT:
+        return text
+    half = _MAX_TEXT // 2
+    return f"{text[:half]}\n... {len(text):,} characters ...\n{text[-half:]}"
 
 
 def class_name(value: object) -> str:

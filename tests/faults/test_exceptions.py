@@ -35,7 +35,7 @@ RANK_1 = r"rank 1 failed in step \d+: "
 CASES = (
     Fault("unprintable", RANK_1 + r"Unprintable: <no text: Unprintable\.__str__ raised RuntimeError>"),
     Fault("nameless", RANK_1 + r"\\n" + re.escape(FORGED) + ": a problem"),
-    Fault("long", RANK_1 + r"ValueError: x+ \.\.\. 4,000,\d{3} characters \.\.\. x+", is_long=True),
+    Fault("long", RANK_1 + r"ValueError: x+ \.\.\. 500,\d{3} characters \.\.\. x+", is_long=True),
     Fault("many lines", RANK_1 + "ValueError: line 0", is_long=True, inside=("line 99999", "lines are left out")),
     Fault("chain", RANK_1 + "ValueError: cause 1999", is_long=True, inside=("ValueError: cause 0", "cause 1999")),
     Fault("invalid UTF-8", RANK_1 + r"FileNotFoundError: .*caf\\udce9\.png'"),
@@ -56,7 +56,7 @@ CASES = (
 ROWS = {
     "unprintable": "an exception whose `__str__` and `__repr__` raise",
     "nameless": "an exception of a class with a forged name and without `__name__`",
-    "long": "an exception with a text of 4 MB",
+    "long": "an exception with a text of 100 MB",
     "many lines": "an exception with a text of 100,000 lines",
     "chain": "a chain of 2,000 exceptions",
     "invalid UTF-8": "an exception with a file name that is not UTF-8",

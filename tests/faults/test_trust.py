@@ -1,6 +1,7 @@
 """Code that a run directory names runs only if the user trusts it; `top` and `report` import nothing."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import yaml
 from helpers.surroundings import RecordFault, require_bounded
 from helpers.system import here, samestep
 from samestep.config import Recipe
+from samestep.errors import InputError
 from samestep.recipes.recipe_files import load_recipe
-from samestep.recipes.trust import foreign_paths
+from samestep.recipes.trust import foreign_paths, require_trusted, sign
 
 RECIPE = Path(__file__).parents[1] / "helpers/recorded.yaml"
 PLANTED = "from pathlib import Path\nPath({marker!r}).touch()\nfrom torch.nn import Linear as Net\n"
@@ -101,6 +103,93 @@ def test_functions_that_run_code_are_foreign(section: str, name: str) -> None:
 )
 def test_components_of_well_known_libraries_need_no_trust(section: str, name: str) -> None:
     assert not foreign_paths(recipe_with(section, name))
+
+
+OPENING: dict[str, tuple[str, dict[str, object]]] = {
+    "a file of weights": ("timm:resnet10t", {"checkpoint_path": "weights"}),
+    "a model of the Hub": ("timm:hf-hub:owner/name", {}),
+    "a folder as the name of a model": ("timm:local-dir:/tmp", {}),
+    "pretrained weights": ("timm:resnet10t", {"pretrained": True}),
+    "a folder of downloads": ("timm:resnet10t", {"cache_dir": "x"}),
+    "nested options of a wrapped library": (
+        "transformers:TimmWrapperForImageClassification",
+        {"model_args": {"checkpoint_path": "x"}},
+    ),
+    "an architecture of the Hub": (
+        "transformers:TimmWrapperForImageClassification",
+        {"architecture": "hf-hub:owner/name"},
+    ),
+    "attention code of the Hub": ("transformers:ViTForImageClassification", {"attn_implementation": "owner/name"}),
+    "a pretrained backbone": ("transformers:UperNetForSemanticSegmentation", {"use_pretrained_backbone": True}),
+    "an encoder of the Hub": ("unet", {"encoder": "tu-hf-hub:owner/name"}),
+    "weights of an encoder": ("segmentation_models_pytorch:Unet", {"encoder_weights": "imagenet"}),
+    "an address": ("unet_small", {"pretrained_url": "https://example.org/x"}),
+    "an import path as an option": ("torch.nn:Linear", {"device": "os:system"}),
+    "a file in a list": ("timm:resnet10t", {"block_args": [{"name": "/etc/passwd"}]}),
+}
+
+
+@pytest.mark.parametrize("opens", OPENING)
+def test_options_that_open_something_are_foreign(opens: str, record_fault: RecordFault) -> None:
+    name, options = OPENING[opens]
+    recipe = load_recipe("digits", [f"model.name={json.dumps(name)}", f"model.options={json.dumps(options)}"])
+    assert foreign_paths(recipe).keys() == {"model"}
+    record_fault(f"a run of a stranger names {opens}: {name}", "exit code 2")
+
+
+def test_plain_options_need_no_trust() -> None:
+    options = {"drop_path_rate": 0.1, "act_layer": "gelu", "pretrained": False, "use_cache": True, "encoder": "tu-x"}
+    recipe = load_recipe("digits", ['model.name="timm:resnet10t"', f"model.options={json.dumps(options)}"])
+    assert not foreign_paths(recipe)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *("a key that others can read", "a folder of the key that others can write", "a link in the place of the key"),
+        *("a FIFO in the place of the key", "a FIFO in the place of the signature", "a umask of 0o777"),
+    ],
+)
+def test_only_a_private_key_signs(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_fault: RecordFault
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    recipe = recipe_with("model", "os:system")
+    folder, run = tmp_path / "state/samestep", tmp_path / "run"
+    run.mkdir()
+    before = os.umask(0o777 if "umask" in fault else 0)
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state").chmod(0o755)
+    try:
+        sign(run, recipe)
+    finally:
+        os.umask(before)
+    key = folder / "signature-key"
+    assert [path.stat().st_mode & 0o777 for path in (folder, key)] == [0o700, 0o600]
+    (run / "signature").chmod(0o600)
+    require_trusted(run, recipe, trust=False)
+    if "umask" in fault:
+        record_fault(f"{fault} at the first signature", "a key of mode 0600 in a folder of mode 0700")
+        return
+    if "read" in fault:
+        key.chmod(0o604)
+    elif "write" in fault:
+        folder.chmod(0o702)
+    elif "link" in fault:
+        key.rename(tmp_path / "key")
+        key.symlink_to(tmp_path / "key")
+    else:
+        path = key if "key" in fault else run / "signature"
+        path.unlink()
+        os.mkfifo(path, 0o600)
+    with pytest.raises(InputError) as caught:
+        require_trusted(run, recipe, trust=False)
+    assert caught.value.code == "E_UNTRUSTED"
+    require_trusted(run, recipe, trust=True)  # signs only if the key is private
+    if "signature" not in fault:
+        with pytest.raises(InputError):
+            require_trusted(run, recipe, trust=False)
+    record_fault(fault, "exit code 2")
 
 
 def test_module_of_the_current_folder_is_not_a_library(

@@ -44,7 +44,7 @@ def _raise_nameless() -> None:
 
 
 def _raise_long() -> None:
-    raise ValueError("x" * 4_000_000)
+    raise ValueError("x" * 100_000_000)
 
 
 def _raise_many_lines() -> None:

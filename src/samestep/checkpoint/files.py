@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.distributed.disk_operations import disk_operations
+from samestep.distributed.disk_operations import disk_operations, regular_file
 from samestep.distributed.logging import logger
 from samestep.errors import CheckpointWriteError, InputError, RunError
 
@@ -299,7 +299,7 @@ def is_locked(folder: Path) -> bool | None:
     time retries.
     """
     try:
-        with (folder / LOCK).open("rb") as file:
+        with open(folder / LOCK, "rb", opener=regular_file) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -34,7 +34,7 @@ from samestep.checkpoint.files import (
     write_file,
 )
 from samestep.config import DEFAULT_KEEP
-from samestep.distributed.disk_operations import HeldFolder, disk_operations
+from samestep.distributed.disk_operations import HeldFolder, disk_operations, read_small
 from samestep.errors import CheckpointError, InputError
 
 STATE = "state.json"
@@ -322,7 +322,7 @@ def read_states(
 def _has_contents(checkpoint: Path, manifest: bytes) -> bool:
     """Return whether a valid checkpoint with this manifest exists."""
     path = checkpoint / MANIFEST
-    if not path.is_file() or path.read_bytes() != manifest:
+    if not path.is_file() or read_small(path) != manifest:
         return False
     try:
         verify(checkpoint)
@@ -417,7 +417,7 @@ def _read_manifest(checkpoint: Path) -> dict[str, SavedFile]:
     try:
         if not path.is_file() or path.is_symlink():
             raise damaged(path, "is missing")
-        manifest = json.loads(path.read_bytes())
+        manifest = json.loads(read_small(path))
         # The manifest has a hash of itself, since it decides what the other files must be.
         is_unchanged = manifest.pop("sha256") == _digest(manifest)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:

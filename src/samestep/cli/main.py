@@ -189,9 +189,14 @@ def _early_start(arguments: Sequence[str]) -> Iterator[None]:
     if not starts:
         yield
         return
-    with handled_signals((signal.SIGTERM,), signal.default_int_handler):
+    with handled_signals((signal.SIGTERM,), _interrupt):
         start_early(PRELOAD)
         yield
+
+
+def _interrupt(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # another one would interrupt the way out
+    raise KeyboardInterrupt
 
 
 def _input_error(error: ModuleNotFoundError | OSError) -> InputError | None:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_ty
 
 from samestep.config import DeviceKind, MeshConfig, StrategyConfig
 from samestep.config.strategy import AXES, StrategyName
-from samestep.errors import InputError
+from samestep.errors import InputError, printable
 from samestep.loggers.logger import to_json_line
 
 Options = TypeVar("Options")
@@ -159,11 +159,11 @@ class JsonOption:
     def note(self, text: str) -> None:
         """Print a line on standard error; with `--json`, nothing."""
         if not self.json:
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
 
     def result(self, value: Mapping[str, Any], *lines: str) -> None:
         """Print a result as lines; with `--json`, as one JSON object."""
-        text = "\n".join(lines)
+        text = printable("\n".join(lines))
         if self.json:
             text = to_json_line(value)
         print(text, flush=True)

@@ -29,6 +29,7 @@ from samestep.cli.options import (
 )
 from samestep.config import default_workers
 from samestep.distributed.env import cache_folder
+from samestep.distributed.logging import plain_console
 from samestep.distributed.resources import usable_processors
 from samestep.errors import EXIT_DIFFERS, EXIT_DONE, InputError, RunError, printable
 from samestep.loggers.logger import format_metric
@@ -126,7 +127,7 @@ class Doctor(JsonOption):
         lines = []
         for cache in caches:
             entries = f"{cache.entries} entries  {format_bytes(cache.bytes)}"
-            lines.append(printable(f"{cache.name}  {cache.kind}  {entries}  {cache.source}"))
+            lines.append(f"{cache.name}  {cache.kind}  {entries}  {cache.source}")
         total = f"{title}: {len(caches)}, {format_bytes(size)} in {cache_folder()}"
         rows = [asdict(cache) for cache in caches]
         data = {"folder": str(cache_folder()), title: rows, "bytes": size}
@@ -254,11 +255,9 @@ class Top(JsonOption):
 
     def run(self) -> int:
         """Show the run once, or until Ctrl-C."""
-        from rich.console import Console
-
         from samestep.tools.top import read_status
 
-        console = Console()
+        console = plain_console()
         is_view = console.is_terminal and not console.is_dumb_terminal
         if is_view and not (self.json or self.once):
             self._follow(console)

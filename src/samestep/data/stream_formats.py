@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import struct
@@ -54,6 +55,25 @@ class _Member(NamedTuple):
     size: int
 
 
+class _Headers(io.BytesIO):
+    """A file of which `tarfile` reads no more than it has: a header can state any size."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__()
+        self._size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        self._file = file
+        self.seek = file.seek  # type: ignore[method-assign]
+        self.tell = file.tell  # type: ignore[method-assign]
+
+    def read(self, size: int | None = None, /) -> bytes:
+        """Return at most `size` bytes."""
+        rest = max(0, self._size - self._file.tell())
+        if size is not None:
+            rest = min(size, rest)
+        return self._file.read(rest)
+
+
 class _TarReader(Reader):
     """Samples of one tar file.
 
@@ -65,7 +85,7 @@ class _TarReader(Reader):
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
         self._samples: list[tuple[str, dict[str, _Member]]] = []  # keys, and members by extension
-        with tarfile.open(fileobj=file, mode="r:") as tar:
+        with tarfile.open(fileobj=_Headers(file), mode="r:") as tar:
             last = "its start"
             for entry in tar:
                 last = entry.name

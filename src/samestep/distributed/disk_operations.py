@@ -1,8 +1,10 @@
-"""Disk operations in progress, for reports on hangs, and folders that must keep their path."""
+"""Disk operations in progress, for reports on hangs; small files; folders that keep their path."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import threading
 import weakref
 from collections.abc import Iterator
@@ -13,6 +15,41 @@ from samestep.distributed.status import RankStatus
 from samestep.errors import RunMovedError
 
 _SHOWN_CHARACTERS = 90
+_SMALL_BYTES = 1 << 26  # far more than Samestep writes to a file that it reads in one piece
+
+
+def regular_file(path: str, flags: int) -> int:
+    """Open a file that others may have made, as the `opener` of `open`.
+
+    Raises:
+        OSError: it is no regular file: a FIFO or a device may never end, and even its opening may
+            never return.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+    return descriptor
+
+
+def _pipe(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK)  # without a writer it is empty
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def read_small(path: Path, most: int = _SMALL_BYTES, *, is_pipe: bool = False) -> bytes:
+    """Return the contents of a regular file, or of a pipe, of at most `most` bytes.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger.
+    """
+    opener = _pipe if is_pipe else regular_file
+    with open(path, "rb", opener=opener) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+    return content
 
 
 class DiskOperations:

@@ -160,11 +160,28 @@ def cache_folder() -> Path:
 
 
 def _base_folder(variable: str, default: str) -> Path:
-    """Return a folder of this account (XDG Base Directory Specification)."""
+    """Return a folder of this account (XDG Base Directory Specification).
+
+    Raises:
+        InputError: the account has no home folder, and the variable is not set.
+    """
     base = os.environ.get(variable, "")
     if os.path.isabs(base):
         return Path(base)
-    return Path.home() / default
+    if (home := _home()) is None:
+        raise InputError(
+            "this account has no home folder: no HOME and no entry in passwd",
+            expected=f"HOME, or {variable}: an absolute path",
+            fix="export HOME=/a/folder/of/this/account",
+            code="E_MACHINE",
+        )
+    return home / default
+
+
+def _home() -> Path | None:
+    """Return the home folder; None in a container with any user id, or for a relative HOME."""
+    home = os.path.expanduser("~")
+    return Path(home) if os.path.isabs(home) else None
 
 
 def library_caches(temporary: str) -> list[str]:
@@ -172,7 +189,7 @@ def library_caches(temporary: str) -> list[str]:
 
     Their entries are named by content, or locked. `temporary` is the folder of temporary files.
     """
-    home = str(Path.home())
+    home = str(_home() or temporary)  # in which libraries put their caches without a home
     base = os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache"
     settings = os.environ.get("XDG_CONFIG_HOME") or f"{home}/.config"
     folders = [f"{temporary}/torchinductor_", f"{home}/.triton", f"{home}/.nv"]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from samestep.errors import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 logger = logging.getLogger("samestep")
 
@@ -27,6 +30,16 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
         return sys.stderr
+
+
+def plain_console(**options: Any) -> Console:
+    """Return a console of rich that prints text as it is.
+
+    Names of folders, classes and runs have brackets and colons, which are neither markup nor emoji.
+    """
+    from rich.console import Console  # slow, and most commands print no table
+
+    return Console(markup=False, emoji=False, highlight=False, **options)
 
 
 def configure_logging(rank: int | None = None) -> None:

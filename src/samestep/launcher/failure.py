@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from samestep.distributed.disk_operations import regular_file
 from samestep.distributed.torch_errors import (
     fix_lines,
     is_backend_error,
@@ -26,6 +27,7 @@ from samestep.errors import (
     SamestepError,
     bounded,
     class_name,
+    cut_text,
     indented,
     message_of,
     printable,
@@ -49,8 +51,6 @@ _PASSED = tuple(
 )
 # Lines that mark a part of the line above with carets, in tracebacks of Python 3.11 and later.
 _MARKS = re.compile(r"^ +[~^]+\n", re.MULTILINE)
-# Limit of a complete text, which is sent to the launcher and written to a log.
-_MAX_TEXT = 5_000_000
 # Failures that recur because the same state produces them again; and a device with wrong results,
 # because the newest checkpoint may contain some.
 _PERMANENT = ("NonFiniteError", "CheckpointWriteError")
@@ -206,7 +206,7 @@ class Failure:
         path = log_dir / f"rank-{self.rank}.log"
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as log:
+            with open(path, "a", encoding="utf-8", opener=regular_file) as log:
                 log.write(printable(self.text) + "\n")
         except OSError:  # such as a full disk: the report must not depend on the log
             return None
@@ -321,7 +321,7 @@ class RestartPolicy:
 
 
 def _trace(error: BaseException) -> str:
-    """Return the indented traceback of an error, at most some million characters.
+    """Return the indented traceback of an error, at most a million characters.
 
     Frames of the ways of calls are left out around other code.
     """
@@ -333,15 +333,14 @@ def _trace(error: BaseException) -> str:
         while waiting:
             link = waiting.pop()
             link.stack = _without_own_frames(link)
+            if notes := getattr(link, "__notes__", None):
+                link.__notes__ = [cut_text(str(note)) for note in notes]
             waiting += filter(None, (link.__cause__, link.__context__, *(link.exceptions or ())))
-        parts = list(complete.format())
+        parts = list(map(cut_text, complete.format()))
     except Exception:  # boundary: formatting calls code of the user's exception
         parts = traceback.format_tb(error.__traceback__)
     trace = _MARKS.sub("", "".join(parts)).rstrip()
-    if len(trace) > _MAX_TEXT:
-        half = _MAX_TEXT // 2
-        trace = f"{trace[:half]}\n... {len(trace):,} characters ...\n{trace[-half:]}"
-    return indented(trace)
+    return indented(cut_text(trace))
 
 
 def _without_own_frames(error: traceback.TracebackException) -> traceback.StackSummary:

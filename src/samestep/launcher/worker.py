@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from samestep.distributed.disk_operations import regular_file
 from samestep.distributed.env import hide_ranks, prepare_torch_environment, set_environment
 from samestep.distributed.signals import GROUP_SIGNALS, StoppedLoop, die_with_parent
 from samestep.distributed.streams import STALL_SECONDS, protect_output
@@ -116,7 +117,7 @@ def _set_up(worker_spec: WorkerSpec) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         worker_spec.log.parent.mkdir(parents=True, exist_ok=True)
-        with worker_spec.log.open("ab") as file:
+        with open(worker_spec.log, "ab", opener=regular_file) as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
     # A rank that waits for the reader of its output must continue before it counts as hung.

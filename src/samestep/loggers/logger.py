@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from samestep.distributed.disk_operations import HeldFolder, disk_operations
+from samestep.distributed.disk_operations import HeldFolder, disk_operations, regular_file
 from samestep.errors import (
     EXIT_FAILED,
     EXIT_STOPPED,
@@ -179,7 +179,9 @@ class JsonlLogger(Logger):
     def log_event(self, event: Event) -> None:
         with disk_operations.run("write", self._path):
             if self._file is None:
-                self._file = self._path.open("a", buffering=1, encoding="utf-8")
+                self._file = open(  # noqa: SIM115 - closed by `close`
+                    self._path, "a", buffering=1, encoding="utf-8", opener=regular_file
+                )
                 if ends_mid_line(self._path):  # an earlier process was killed during a write
                     self._file.write("\n")
             self._file.write(to_json_line({"time": round(time.time(), 3), **event}) + "\n")
@@ -191,7 +193,7 @@ class JsonlLogger(Logger):
 
 def ends_mid_line(path: Path) -> bool:
     """Return whether the last line of a file is incomplete."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular_file) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - 1, 0))
         return file.read(1) not in (b"", b"\n")

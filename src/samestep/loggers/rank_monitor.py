@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from samestep.distributed.devices import gpu_stats
+from samestep.distributed.disk_operations import regular_file
 from samestep.distributed.logging import logger
 from samestep.distributed.world import World
 from samestep.loggers.logger import ends_mid_line, to_json_line
@@ -84,7 +85,7 @@ class RankMonitor:
         try:
             # No parents: a machine without access to the run directory must not create another one.
             self._path.parent.mkdir(exist_ok=True)
-            with FileIO(self._path, "a") as file:
+            with FileIO(str(self._path), "a", opener=regular_file) as file:
                 # An earlier process may have been killed during a write.
                 self._ends_mid_line = ends_mid_line(self._path)
                 self._append(file)

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from samestep.config.validation import require_package
-from samestep.distributed.disk_operations import disk_operations
+from samestep.distributed.disk_operations import disk_operations, read_small
 from samestep.distributed.env import read_wandb_mode
+from samestep.distributed.logging import plain_console
 from samestep.errors import printable
 from samestep.loggers.logger import (
     EVENTS,
@@ -90,14 +91,13 @@ class ProgressLogger(Logger):
         quiet: bool = False,
     ) -> None:
         from rich import progress  # slow: `tensorboard_command` does not need it
-        from rich.console import Console
 
-        self._console = console or Console(stderr=True, quiet=quiet)
+        self._console = console or plain_console(stderr=True, quiet=quiet)
         self._bar = progress.Progress(
-            progress.TextColumn("{task.description}"),
+            progress.TextColumn("{task.description}", markup=False),
             progress.BarColumn(bar_width=24),
             progress.MofNCompleteColumn(),
-            progress.TextColumn("{task.fields[text]}"),
+            progress.TextColumn("{task.fields[text]}", markup=False),
             progress.TimeRemainingColumn(),
             console=self._console,
             transient=True,
@@ -230,7 +230,7 @@ class Tracker(MetricLogger):
 
     def _read_id(self) -> str | None:
         if self._resume and self._id_path.exists():
-            return self._id_path.read_text(encoding="utf-8")
+            return read_small(self._id_path).decode()
         return None
 
     def _write_id(self, run_id: str) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -34,7 +34,7 @@ from samestep.data.whole_batches import WholeBatches
 from samestep.distributed.resources import usable_processors
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.distributed.world import World
-from samestep.errors import RecipeError
+from samestep.errors import RecipeError, class_name
 from samestep.global_view import parallel, world_of_process
 from samestep.launcher.job import process_state
 from samestep.loading import loader
@@ -65,6 +65,8 @@ from samestep.zoo.model_libraries import find_in_library, torchvision_model, tor
 from samestep.zoo.options import call, takes, unknown_option
 from samestep.zoo.sample_cache import SampleCache
 from samestep.zoo.splits import Splits
+
+Kind = TypeVar("Kind")
 
 # Short names and import paths.
 DATA = {
@@ -132,6 +134,8 @@ def find(name: str, known: Mapping[str, str], kind: str) -> Callable[..., Any]:
         expected = f"one of {', '.join(known)}{library}, or package.module:attribute"
         fix = did_you_mean(name, [*known, *models], "give the import path")
         raise _unknown(f"{kind} {name!r} is unknown", fix, expected)
+    if not all(part.isidentifier() for part in (*module.split("."), attribute)):
+        raise _unknown(f"{kind} {name!r} is no import path", "such as my_module:MyModel")
     directory = str(Path.cwd())
     if directory not in sys.path and find_spec(module.partition(".")[0]) is None:
         # Last, and for the user's own modules only: installed packages take precedence.
@@ -294,14 +298,17 @@ def _require_best(recipe: Recipe) -> None:
 
 def _splits(config: NamedConfig) -> Splits:
     splits = call(find(config.name, DATA, "data"), config.options, where="data.options")
-    if not isinstance(splits, Splits):
-        raise RecipeError(
-            f"data {config.name!r} returned a {type(splits).__name__}",
-            expected="a samestep.zoo.splits.Splits",
-            fix="wrap the datasets in Splits(train=..., evaluation=..., classes=...)",
-            code="E_VALUE",
-        )
-    return splits
+    fix = "wrap the datasets in Splits(train=..., evaluation=..., classes=...)"
+    return _returned(splits, Splits, f"data {config.name!r}", fix)
+
+
+def _returned(value: Any, kind: type[Kind], name: str, fix: str = "return it") -> Kind:
+    """Require what a component of a recipe returned."""
+    if not isinstance(value, kind):
+        problem = f"{name} returned a {class_name(value)}"
+        expected = f"a {kind.__module__}.{kind.__name__}"
+        raise RecipeError(problem, expected, fix, code="E_VALUE")
+    return value
 
 
 def _open_cache(config: DataConfig, splits: Splits, world: World) -> tuple[SampleCache | None, str]:
@@ -340,7 +347,8 @@ def build_model(
     # number.
     with preserved_generators():
         seed_generators(derive_seed("model", recipe.step.seed))
-        model: torch.nn.Module = call(builder, options, where="model.options")
+        model = call(builder, options, where="model.options")
+    model = _returned(model, torch.nn.Module, f"model {config.name!r}", "return the module")
     notes: list[str] = []
     if config.pretrained is not None:
         notes += load_matching(model, Path(config.pretrained), config.pretrained_prefix)
@@ -396,8 +404,7 @@ def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.O
             fix="correct optimizer.options",
             code="E_VALUE",
         ) from error
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    return optimizer
+    return _returned(optimizer, torch.optim.Optimizer, f"optimizer {config.name!r}")
 
 
 def _loss(config: NamedConfig) -> LossFunction:

@@ -26,7 +26,7 @@ from samestep.errors import InputError, RunError
 from samestep.global_view import any_rank, no_sync
 from samestep.metrics.metrics import LossMetric, Metric
 from samestep.microbatches import microbatch_bounds
-from samestep.recipes.loss import RecipeLoss, non_finite_error
+from samestep.recipes.loss import RecipeLoss, first_batch, non_finite_error
 from samestep.recipes.optimizers import decides_on_device, step_if
 from samestep.recipes.samples import RecipeBatch, pair_of, parts_of
 from samestep.strategies.divided_parameters import full_tensor
@@ -94,7 +94,9 @@ class Driver:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=is_half)
         self._decides_on_device = decides_on_device(optimizer)
         self._loss = loss
+        self._recipe = recipe
         self._config = recipe.step
+        self._has_computed = False
         self._parts = recipe.accumulate
         self._prepare = prepare
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -187,10 +189,29 @@ class Driver:
         return torch.stack(losses).sum(), total
 
     def losses(self, inputs: Any, targets: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Return the outputs of the model, and the losses of the whole batch by name."""
+        """Return the outputs of the model, and the losses of the whole batch by name.
+
+        Raises:
+            InputError: model, loss and data do not fit each other, in the first call.
+        """
         with autocast(self._config.precision, self.world.device):
-            outputs = call_model(self.model, inputs)
-            return outputs, self._loss(outputs, targets)
+            if self._has_computed:
+                outputs = call_model(self.model, inputs)
+                return outputs, self._loss(outputs, targets)
+            model, loss = (f"{one.name!r}" for one in (self._recipe.model, self._recipe.loss))
+            with first_batch(f"model {model}", inputs):
+                outputs = call_model(self.model, inputs)
+            with first_batch(f"loss {loss} of model {model}", (outputs, targets)):
+                losses = self._loss(outputs, targets)
+        if torch.is_grad_enabled() and not losses["loss"].requires_grad:
+            raise InputError(
+                f"the loss {loss} of model {model} has no gradient",
+                expected="a loss that depends on trained parameters",
+                fix="return outputs and losses without detach(), item() or integer types",
+                code="E_SHAPE",
+            )
+        self._has_computed = True
+        return outputs, losses
 
     def _weight(self, targets: Any, samples: int) -> torch.Tensor:
         weight = self._loss.weight(targets, samples)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,12 +13,19 @@ from torch import nn
 from torch.nn import functional
 
 from samestep.distributed.device_reads import device_reads
+from samestep.distributed.torch_errors import (
+    is_lost_connection,
+    is_out_of_memory,
+    operator_without_kernel,
+    reason_of,
+)
 from samestep.distributed.world import World, all_gather
-from samestep.errors import InputError, NonFiniteError
+from samestep.errors import InputError, NonFiniteError, class_name, message_of
 from samestep.global_view import any_rank
 from samestep.recipes.samples import parts_of
 from samestep.zoo.losses import IGNORED, bce_with_logits, cross_entropy
 
+_MAX_REASON = 1_000  # characters
 _MAX_LISTED = 8  # samples or parameters in an error
 LossFunction = Callable[[Any, Any], Any]
 # Losses with a mean over targets that are not ignored.
@@ -92,6 +101,44 @@ class RecipeLoss:
             return is_counted.sum()
         weights = torch.as_tensor(self._class_weights, dtype=torch.float64, device=targets.device)
         return (weights[targets.where(is_counted, 0)] * is_counted).sum()
+
+
+# Of code that expects another input. Subclasses of RuntimeError report devices and ranks.
+_MISFITS = (AttributeError, IndexError, KeyError, TypeError)
+
+
+@contextmanager
+def first_batch(name: str, data: Any) -> Iterator[None]:
+    """Report that `name` cannot compute with `data` as invalid input, before the first update."""
+    try:
+        yield
+    except (*_MISFITS, RuntimeError) as error:
+        is_misfit = isinstance(error, _MISFITS) or type(error) is RuntimeError
+        others = (is_lost_connection, is_out_of_memory, operator_without_kernel)
+        if not is_misfit or any(is_other(error) for is_other in others):
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if "/torch/" not in frame.filename]
+        place = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}"
+        reason = f"{class_name(error)}: {reason_of(message_of(error)[:_MAX_REASON])}"
+        raise InputError(
+            f"{name} cannot compute the first batch: {reason}",
+            expected=f"a component that accepts {_described(data)}",
+            fix=f"correct the recipe, or the code at {place}",
+            code="E_SHAPE",
+        ) from error
+
+
+def _described(data: Any) -> str:
+    """Return types and shapes of inputs, outputs or targets."""
+    if isinstance(data, torch.Tensor):
+        return f"{data.dtype} {tuple(data.shape)}"
+    if isinstance(data, Mapping):
+        data = [f"{name}: {_described(value)}" for name, value in list(data.items())[:_MAX_LISTED]]
+        return f"{{{', '.join(data)}}}"
+    if isinstance(data, tuple | list):
+        return f"({', '.join(map(_described, data[:_MAX_LISTED]))})"
+    return class_name(data)
 
 
 def non_finite_error(

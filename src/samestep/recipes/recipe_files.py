@@ -19,10 +19,12 @@ from samestep.checkpoint.contents import validator_of
 from samestep.checkpoint.files import write_atomically
 from samestep.config import Recipe
 from samestep.config.key_suggestions import SYNONYMS, did_you_mean, suggest
+from samestep.distributed.disk_operations import read_small
 from samestep.errors import InputError, RecipeError
 
 _NOT_SET = object()
 _DATASET_FILE = "data.json"
+_RECIPE_BYTES = 1 << 20  # YAML is slow to read
 # Names that pydantic appends to the key of a value with alternative types.
 _ALTERNATIVES = ("constrained-int", "literal['auto']")
 
@@ -36,17 +38,18 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """Return a shipped recipe or the recipe of a YAML file, with `key=value` overrides."""
     shipped = shipped_recipes()
     path = shipped.get(name, Path(name))
-    if path.suffix not in (".yaml", ".yml"):
+    is_pipe = path.is_fifo()  # such as <(jsonnet recipe.jsonnet)
+    if path.suffix not in (".yaml", ".yml") and not is_pipe:
         raise RecipeError(
             f"there is no recipe {name!r}",
             expected=f"one of {', '.join(shipped)}, or a file that ends in .yaml",
             fix=did_you_mean(name, shipped, f"samestep train {next(iter(shipped))}"),
             code="E_UNKNOWN_NAME",
         )
-    if not path.is_file():
+    if not path.is_file() and not is_pipe:
         problem = f"{name} is not a file" if path.exists() else f"there is no file {name}"
         raise RecipeError(problem, "a YAML file", "correct the path", code="E_FILE_MISSING")
-    return make_recipe(read_yaml(path), overrides, origin=name)
+    return make_recipe(read_yaml(path, is_pipe=is_pipe), overrides, origin=name)
 
 
 def make_recipe(raw: Mapping[str, Any], overrides: Sequence[str], *, origin: str) -> Recipe:
@@ -143,12 +146,12 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     return lines
 
 
-def read_yaml(path: Path) -> Mapping[str, Any]:
-    """Return the mapping of a YAML file."""
+def read_yaml(path: Path, *, is_pipe: bool = False) -> Mapping[str, Any]:
+    """Return the mapping of a YAML file; a pipe is read until its writer closes it."""
     from samestep.recipes.yaml_text import YAMLError, from_yaml  # a package of the extra `recipes`
 
     try:
-        raw = from_yaml(path.read_text(encoding="utf-8"))
+        raw = from_yaml(read_small(path, _RECIPE_BYTES, is_pipe=is_pipe).decode())
     except (YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise RecipeError(
             f"{path} cannot be read: {error}",
@@ -264,7 +267,7 @@ def read_dataset_info(run: Path) -> DatasetInfo:
     """Return the facts of a run directory; raise `InputError` if the file is missing or damaged."""
     path = run / _DATASET_FILE
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_small(path))
         return DatasetInfo(tuple(data["classes"]), dict(data["model_options"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(

@@ -1,4 +1,7 @@
-"""YAML 1.1 in which `1e-3` is a number, a date is text, and values are those of JSON."""
+"""YAML 1.1 in which `1e-3` is a number, a date is text, and values are those of JSON.
+
+A scalar that YAML 1.1 reads as something else than most people do is an error: `no`, `010`, `1:30`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from yaml import YAMLError
 from yaml.composer import ComposerError
 
 __all__ = ["YAMLError", "from_yaml", "to_yaml"]
+
+
+_BOOL = "tag:yaml.org,2002:bool"
 
 
 class _Loader(yaml.SafeLoader):
@@ -24,7 +30,17 @@ class _Loader(yaml.SafeLoader):
                     raise ComposerError(
                         None, None, f"the key {key.value!r} occurs twice", key.start_mark
                     )
+                if key.tag == _BOOL:
+                    _refuse(self, key)
                 known.add((key.tag, key.value))
+        return node
+
+    def compose_sequence_node(self, anchor: Any) -> yaml.SequenceNode:
+        # As the value of a key, `on` is a switch; among others it is a word, such as a class.
+        node = super().compose_sequence_node(anchor)
+        for one in node.value:
+            if one.tag == _BOOL and one.value.lower() in ("on", "off"):
+                _refuse(self, one)
         return node
 
     def construct_scalar(self, node: Any) -> Any:
@@ -34,7 +50,16 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the text `1e-3`."""
+    """Quotes the texts `1e-3` and `010`."""
+
+
+def _refuse(loader: _Loader, node: Any) -> None:
+    raise ComposerError(
+        None,
+        None,
+        f"{node.value} without quotes: quote a text, or write true, false or a decimal number",
+        node.start_mark,
+    )
 
 
 _TYPES = ("null", "bool", "int", "float", "str", "seq", "map")
@@ -48,7 +73,14 @@ _Loader.yaml_implicit_resolvers = {
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _SCIENTIFIC = re.compile(r"^[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$")
+_AMBIGUOUS = re.compile(
+    r"^([-+]?0(o[0-7]|[\d_])[\d_]*|[-+]?\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?|yes|Yes|YES|no|No|NO)$"
+)
+_Loader.yaml_constructors["!ambiguous"] = _refuse
 for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("!ambiguous", _AMBIGUOUS, list("-+0123456789yYnN"))
+    for _resolvers in _class.yaml_implicit_resolvers.values():  # the first that fits counts
+        _resolvers.sort(key=lambda resolver: resolver[0] != "!ambiguous")
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+0123456789."))
 
 

@@ -22,7 +22,7 @@ from samestep.checkpoint.files import LOCK, FolderLock, write_atomically
 from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.config import DEFAULT_KEEP, LOGGERS
 from samestep.distributed.devices import accelerator_module, is_accelerator
-from samestep.distributed.disk_operations import HeldFolder
+from samestep.distributed.disk_operations import HeldFolder, read_small
 from samestep.distributed.env import read_environment
 from samestep.distributed.logging import logger
 from samestep.distributed.signals import StoppedLoop
@@ -226,7 +226,7 @@ def _read_starts(run: Path) -> list[dict[str, Any]]:
     """Return the entries; a damaged file is reported, and has none."""
     path = run / _STARTS
     try:
-        entries = json.loads(path.read_bytes())
+        entries = json.loads(read_small(path))
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise ValueError("it is no list of entries")
     except FileNotFoundError:

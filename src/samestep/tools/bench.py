@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from samestep.config import Recipe, RunOptions, StrategyConfig, resolve_mesh
-from samestep.errors import InputError
+from samestep.distributed.logging import plain_console
+from samestep.errors import InputError, printable
 from samestep.launcher.launch import RankError, StoppedError
 from samestep.loggers.logger import format_metric
 from samestep.tools.launch import run_on_ranks
@@ -303,11 +303,11 @@ def _speeds(timings: Sequence[Timing], base: Sequence[Timing]) -> dict[str, Any]
 
 def show(data: dict[str, Any]) -> None:
     """Print a comparison."""
-    console = Console()
+    console = plain_console()
     shown = table(data["ways"])
     # A table wrapped by the terminal is more legible than a truncated one.
     width = console.measure(shown, options=console.options.update(width=_MAX_WIDTH)).maximum
-    Console(width=max(console.width, width)).print(shown)
+    plain_console(width=max(console.width, width)).print(shown)
     rounds = len(data["ways"][0]["rounds"])
     metric = first_metric(data["ways"])
     print(
@@ -319,7 +319,7 @@ def show(data: dict[str, Any]) -> None:
     if metric is not None:
         print(f"{metric:<12}after {plural(data['epochs'], 'epoch')}")
     for absent in data["not_run"]:
-        print(f"not run     {absent['name']} on {absent['devices']}: {absent['reason']}")
+        print(printable(f"not run     {absent['name']} on {absent['devices']}: {absent['reason']}"))
 
 
 def first_metric(ways: Sequence[dict[str, Any]]) -> str | None:
@@ -351,7 +351,7 @@ def table(ways: Sequence[dict[str, Any]]) -> Table:
             }
         cells = {
             "devices": str(way["devices"]) if way["devices"] != last else "",
-            "variant": way["name"],
+            "variant": printable(way["name"]),
             **speeds,
             "waits for data": f"{way['data_share'] or 0:.0%}",
             "peak MiB" if is_peak else "MiB held": f"{memory / 2**20:,.1f}",
@@ -417,7 +417,7 @@ def show_workers(data: dict[str, Any]) -> None:
             str(Spread(**row["speed_up"])),
             f"{row['data_share']:.0%}",
         )
-    Console().print(table)
+    plain_console().print(table)
     print()
     for choice in data["fastest"]:
         print(f"fastest     --workers {choice['workers']} on {plural(choice['devices'], 'device')}")

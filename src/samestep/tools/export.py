@@ -17,6 +17,7 @@ from torch import nn
 from samestep.checkpoint.store import CheckpointFolder, file_names, read_state, verify
 from samestep.config import Recipe
 from samestep.data.batch import map_tensors, tensors_of
+from samestep.distributed.disk_operations import read_small
 from samestep.errors import InputError, RunError
 from samestep.loggers.logger import format_metric
 from samestep.recipes.driver import as_arguments, call_model
@@ -204,7 +205,7 @@ def _read_certificate(path: Path) -> dict[str, Any]:
         InputError: the certificate is missing, damaged or of another format.
     """
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_small(path))
         if data["format"] != FORMAT:
             raise ValueError(f"format {data['format']}, not {FORMAT}")
         return {

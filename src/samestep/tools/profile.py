@@ -11,10 +11,11 @@ from statistics import mean
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
-from rich.console import Console
 from rich.table import Table
 
 from samestep.config import Recipe, RunOptions
+from samestep.distributed.logging import plain_console
+from samestep.errors import printable
 from samestep.loggers.trackers import tensorboard_command
 from samestep.recipes.recipe_files import recipe_data
 from samestep.tools.launch import run_on_ranks
@@ -204,11 +205,11 @@ def show(plan: Plan, measured: Measurements) -> None:
     for name, values in rows.items():
         share = sum(values) / measured.size / measured.step_seconds
         table.add_row(name, *map(format_milliseconds, values), f"{share:.0%}")
-    Console().print(table)
+    plain_console().print(table)
     print()
     if measured.size > 1:
         print(f"{'slowest':<12}{_describe_slowest(measured)}")
-    print(f"{'written':<12}{plan.folder / 'profile.json'}")
+    print(printable(f"{'written':<12}{plan.folder / 'profile.json'}"))
     if plan.traced:
         folder = plan.folder / TRACES
         print(f"{'traces':<12}{folder}: open a file in https://ui.perfetto.dev, or start")

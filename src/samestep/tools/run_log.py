@@ -6,13 +6,16 @@ characters.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from samestep.distributed.disk_operations import read_small, regular_file
 from samestep.errors import InputError, printable
 from samestep.loggers.logger import parse_json_line, to_json
 from samestep.recipes.recipe_files import read_yaml
@@ -28,6 +31,8 @@ _NOTES = ("cache", "note", "skipped", "stop")
 _COUNTS = ("epoch", "step_in_epoch", "steps_in_epoch")  # of steps
 _MEANS = ("data_share", "wait_share", "cpu_percent", "samples_per_second")  # of ranks
 _MAX_LOGGED = 100
+_LOG_BYTES = 1 << 31
+_LINE_BYTES = 1 << 22  # a longer line is no event
 
 
 # --- values and lines ---------------------------------------------------------------------------
@@ -86,8 +91,13 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the objects of a file, which may not exist, and the number of other lines."""
-    content = path.read_bytes() if path.is_file() else b""
-    values = [parse_line(line) for line in content.split(b"\n") if line.strip(b"\0 \t\r")]
+    values = []
+    with suppress(FileNotFoundError), open(path, "rb", opener=regular_file) as file:
+        if file.seek(0, os.SEEK_END) > _LOG_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {_LOG_BYTES:,} bytes", str(path))
+        file.seek(0)
+        lines = iter(lambda: file.readline(_LINE_BYTES), b"")
+        values = [parse_line(line) for line in lines if line.strip(b"\0 \t\r\n")]
     return [value for value in values if value is not None], values.count(None)
 
 
@@ -98,7 +108,7 @@ def read_objects(path: Path) -> list[dict[str, Any]]:
         ValueError: the file is damaged.
         OSError: the file cannot be read.
     """
-    content = json.loads(path.read_bytes())
+    content = json.loads(read_small(path))
     return [_cleaned(entry) for entry in content if isinstance(entry, dict)]
 
 
@@ -340,5 +350,5 @@ def read_run(folder: Path, name: str) -> Run:
         text = to_json(recipe)
         if not is_loop:
             recipe = dict(read_yaml(path))
-            text = path.read_text(encoding="utf-8")
+            text = read_small(path).decode()
     return Run(folder, name, recipe, text, starts, events, ranks, remarks)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import psutil
 
 from samestep.checkpoint.files import is_locked
+from samestep.distributed.disk_operations import regular_file
 from samestep.recipes.recipe_files import read_yaml
 from samestep.runs import LOOP
 from samestep.tools.run_log import (
@@ -108,7 +109,7 @@ def read_status(run: Path) -> RunStatus | None:
 
 def _last_lines(path: Path, size: int) -> list[bytes]:
     """Return the complete lines among the last `size` bytes of a file, which may not exist yet."""
-    with suppress(FileNotFoundError), path.open("rb") as file:
+    with suppress(FileNotFoundError), open(path, "rb", opener=regular_file) as file:
         begin = max(0, file.seek(0, 2) - size)
         file.seek(begin)
         *lines, _ = file.read(size).split(b"\n")

@@ -28,7 +28,7 @@ import numpy
 from numpy.typing import NDArray
 
 from samestep.checkpoint.files import replacing
-from samestep.distributed.disk_operations import disk_operations
+from samestep.distributed.disk_operations import disk_operations, read_small, regular_file
 from samestep.distributed.env import cache_folder
 from samestep.errors import RunError
 
@@ -224,7 +224,7 @@ class SampleCache:
         part = self._parts[entry.part]
         end = entry.offset + entry.length
         if part.mapped is None or len(part.mapped) < end:
-            with (self.folder / f"{part.name}{_DATA}").open("rb") as file:
+            with open(self.folder / f"{part.name}{_DATA}", "rb", opener=regular_file) as file:
                 if os.fstat(file.fileno()).st_size < end:
                     return None
                 # A private mapping is writable, as torch requires, and never changes the file.
@@ -264,7 +264,7 @@ class SampleCache:
         if part.is_removed:
             return rows
         with suppress(FileNotFoundError):  # another process clears the cache
-            with path.open("rb") as file:
+            with open(path, "rb", opener=regular_file) as file:
                 file.seek(part.records * _TYPE.itemsize)
                 data = file.read()
             part.bytes = path.with_suffix(_DATA).stat().st_size
@@ -379,7 +379,7 @@ def list_caches() -> list[CacheInfo]:
 
 def _info(folder: Path) -> CacheInfo:
     try:
-        facts = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        facts = json.loads(read_small(folder / DESCRIPTION, 1 << 16))
         kind = str(facts["kind"])
         source = str(facts["source"])
     except (OSError, ValueError, KeyError, TypeError):  # damaged: listed, so that it can be removed

@@ -24,12 +24,12 @@ from tempfile import NamedTemporaryFile
 from types import FrameType
 from typing import TextIO
 
-from rich.console import Console
 from rich.padding import Padding
 
 from samestep.distributed.env import environment_copy
+from samestep.distributed.logging import plain_console
 from samestep.distributed.signals import GROUP_SIGNALS
-from samestep.errors import InputError
+from samestep.errors import InputError, printable
 from samestep.tools.audit.data_findings import (
     data_findings,
     file_findings,
@@ -290,11 +290,13 @@ def _extent(world: World) -> tuple[list[str], list[str]]:
 
 def print_report(analysis: Analysis) -> None:
     """Print the findings of each world, and the observed facts."""
-    console = Console(markup=False, highlight=False, soft_wrap=False)
+    console = plain_console(soft_wrap=False)
     for world in analysis.worlds:
         for finding in world.findings:
-            console.print(f"{finding.name}  {finding.line or world.program}", soft_wrap=True)
-            console.print(Padding(f"{finding.evidence}\nfix: {finding.fix}", (0, 0, 0, 4)))
+            line = printable(f"{finding.name}  {finding.line or world.program}")
+            console.print(line, soft_wrap=True)
+            text = printable(f"{finding.evidence}\nfix: {finding.fix}")
+            console.print(Padding(text, (0, 0, 0, 4)))
         count = plural(len(world.findings), "finding")
         extent = f"{plural(world.ranks, 'rank')}, {plural(world.steps, 'optimizer step')}"
         print(f"{world.program}: {count}; {extent}")

@@ -1,0 +1,193 @@
+"""Accounts without a home folder, names with markup, terminals without Unicode, signals that repeat."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers.hostile import controls
+from helpers.machines import in_shell
+from helpers.surroundings import RecordFault, require_bounded, require_single_report
+from helpers.system import TESTS, Running, environment, here, last_saved
+from samestep.distributed.env import cache_folder, library_caches, state_folder
+from samestep.distributed.logging import plain_console
+from samestep.errors import InputError, printable
+
+RECIPE = TESTS / "helpers/recorded.yaml"
+UNSET = ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME")
+UNKNOWN = "--user --map-user=54321 --map-group=54321"
+CHECKS = """
+import getpass, json, os
+from samestep.distributed.env import cache_folder, library_caches, state_folder
+from samestep.errors import InputError
+assert os.path.expanduser("~") == "~"
+found = {}
+for folder in (state_folder, cache_folder):
+    try:
+        found[folder.__name__] = str(folder())
+    except InputError as error:
+        found[folder.__name__] = error.code + str(error)
+import matplotlib, rich.console, torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+found["caches"] = library_caches("/tmp")
+default_cache_dir()
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_account_without_an_entry_and_a_home(tmp_path: Path, record_fault: RecordFault) -> None:
+    tmp_path.chmod(0o777)
+    variables = {name: value for name, value in environment().items() if name not in UNSET}
+    command = in_shell("true", unshare=UNKNOWN)
+    shell = [*command[: command.index("bash")], sys.executable]
+    done = subprocess.run(
+        [*shell, "-c", CHECKS], env=variables, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for folder in ("state_folder", "cache_folder"):
+        assert found[folder].startswith("E_MACHINE")
+        assert "HOME" in found[folder]
+    assert all(path.startswith("/") for path in found["caches"])
+    unset = in_shell("unset HOME XDG_STATE_HOME XDG_CACHE_HOME", unshare=UNKNOWN)
+    with Running("train", RECIPE, "--name", "a", "--set", "epochs=1", cwd=tmp_path, command=unset) as running:
+        done_training = running.wait(200)
+    assert done_training.code == 0, done_training.err
+    assert not (tmp_path / "runs/a/signature").exists()
+    assert "HOME" in done_training.err
+    for name, command_of_run, code in (("eval", ("eval", "runs/a"), 2), ("caches", ("doctor", "--caches"), 2)):
+        with Running(*command_of_run, cwd=tmp_path, command=unset) as running:
+            require_single_report(running.wait(200), code)
+        assert name
+    record_fault("no HOME and no entry in passwd: train", "exit code 0; unsigned")
+    record_fault("no HOME and no entry in passwd: eval of an unsigned run", "exit code 2; E_UNTRUSTED")
+    record_fault("no HOME and no entry in passwd: doctor --caches", "exit code 2; E_MACHINE")
+
+
+@pytest.mark.parametrize("home", ["relative", ".", "../x"])
+def test_relative_home_is_none(home: str, monkeypatch: pytest.MonkeyPatch, record_fault: RecordFault) -> None:
+    """A key in the current folder could be that of a stranger."""
+    monkeypatch.setenv("HOME", home)
+    for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for folder in (state_folder, cache_folder):
+        with pytest.raises(InputError) as caught:
+            folder()
+        assert caught.value.code == "E_MACHINE"
+    assert all(os.path.isabs(path) for path in library_caches("/tmp"))
+    record_fault(f"HOME is `{home}`", "no key and no cache; E_MACHINE")
+
+
+# --- names ---
+
+NAMES = {
+    "a closing tag": "photos [/b]",
+    "a colour": "[red]cats",
+    "a year in brackets": "[2024] a",
+    "an emoji": "a :smile: b",
+    "a link": "[link=https://example.org]x[/link]",
+    "an escape sequence": "a\x1b[2Jb",
+    "OSC 8": "\x1b]8;;https://example.org\x1b\\x\x1b]8;;\x1b\\",
+    "C1": "a\x9b31mb",
+    "U+202E": "a\u202egnp.exe",
+    "U+2028": "a\u2028error: b",
+    "half a pair": "a\udce9b",
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_names_are_shown_as_they_are(
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    record_fault: RecordFault,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "samestep/photos-0123456789"
+    folder.mkdir(parents=True)
+    facts = json.dumps({"kind": "decoded", "source": f"/data/{NAMES[kind]}"})
+    (folder / "cache.json").write_text(facts, encoding="utf-8")
+    assert here("doctor", "--caches", cwd=tmp_path) == 0
+    out, _ = capfd.readouterr()
+    assert printable(f"/data/{NAMES[kind]}") in out
+    run = tmp_path / "runs" / NAMES[kind].replace("/", "_")
+    assert here("report", run, cwd=tmp_path) == 2
+    assert here("train", f"{NAMES[kind]}.yaml", cwd=tmp_path) == 2
+    assert here("train", "digits", "--set", f"model.options={json.dumps({NAMES[kind]: 1})}", cwd=tmp_path) == 2
+    out, err = capfd.readouterr()
+    require_bounded(err)
+    assert not controls(out + err)
+    console = plain_console(width=200)
+    with console.capture() as captured:
+        console.print(printable(NAMES[kind]))
+    assert captured.get() == f"{printable(NAMES[kind])}\n"
+    record_fault(f"{kind} in the names of folders, recipes and options", "shown as text")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_terminals_without_unicode(encoding: str, tmp_path: Path, record_fault: RecordFault) -> None:
+    """One process prints what a terminal cannot show, by each way."""
+    code = (
+        "from samestep.distributed.streams import protect_output; protect_output(stdout_seconds=None)\n"
+        "from samestep.distributed.logging import plain_console\nfrom rich.table import Table\n"
+        "from samestep.loggers.trackers import ProgressLogger\n"
+        "table = Table(); table.add_column('\u03b1'); table.add_row('\u732b [/b]'); plain_console().print(table)\n"
+        "ProgressLogger().log(1, {'\u03b2': 1.0})\nprint('\u732b')\n"
+    )
+    variables = {**environment(), "PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    assert "\\u732b" in done.stdout.decode(encoding)
+    assert "\\u03b2" in done.stderr.decode(encoding)
+    record_fault(f"a terminal with the encoding {encoding}", "other characters as escape sequences")
+
+
+# --- signals that repeat ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.02, 0.3])
+def test_sigterm_that_repeats(seconds: float, tmp_path: Path, record_fault: RecordFault) -> None:
+    for place in ("start", "training"):
+        with Running("train", RECIPE, "--name", place, "--processes", 2, cwd=tmp_path) as running:
+            if place == "training":
+                running.until((tmp_path / "runs/training/events.jsonl").exists, "events")
+            else:
+                time.sleep(1)
+            began = time.monotonic()
+            while running.is_running() and time.monotonic() - began < 60:
+                running.kill(signal.SIGTERM)
+                time.sleep(seconds)
+            done = running.wait(30)
+        assert done.code == 130, done.err
+        assert "Traceback" not in done.err
+        assert place == "start" or last_saved(tmp_path / "runs/training")
+    record_fault(f"SIGTERM every {seconds} s until the end", "exit code 130")
+
+
+@pytest.mark.slow
+def test_stop_during_a_hang(tmp_path: Path, record_fault: RecordFault) -> None:
+    """It ends after --grace, before --hang-after."""
+    (tmp_path / "loop.py").write_text(
+        "import time, torch, samestep\nmodel = samestep.parallel(torch.nn.Linear(8, 8))\n"
+        "world = samestep.init()\nopen(f'ready-{world.rank}', 'w').close()\n"
+        "if world.rank:\n    time.sleep(1000)\nsamestep.all_gather(world.rank)\n",
+        encoding="utf-8",
+    )
+    options = ("--processes", 2, "--own-group", "--hang-after", "10m", "--grace", "2s")
+    with Running("run", *options, "loop.py", cwd=tmp_path) as running:
+        running.until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, "both ranks", 120)
+        began = time.monotonic()
+        running.kill(signal.SIGTERM)
+        done = running.wait(60)
+    assert done.code == 130, done.err
+    assert time.monotonic() - began < 30
+    assert "E_STOPPED" in require_single_report(done, 130)
+    record_fault("SIGTERM during a hang, with --grace", "exit code 130; E_STOPPED")

@@ -1,0 +1,183 @@
+"""Other files in the place of those of a run, and sizes that lie: one error, or the file is skipped, within 2 s."""
+
+import json
+import os
+import shutil
+import struct
+import tarfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from helpers.surroundings import RecordFault, require_bounded
+from helpers.system import here
+from samestep.checkpoint.store import CheckpointFolder, verify
+from samestep.data.stream_formats import TarFiles, TokenFiles
+from samestep.errors import InputError
+from samestep.loggers.logger import JsonlLogger
+from samestep.recipes.models import load_all
+from samestep.recipes.recipe_files import load_recipe, read_dataset_info, write_recipe
+
+SECONDS = 2.0  # of CPU time
+SPARSE_BYTES = 10 << 30
+FILES = ("recipe.yaml", "environment.json", "events.jsonl", "ranks/rank-0.jsonl", ".lock")
+
+
+def _link_to_zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _make_sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(SPARSE_BYTES)
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "a FIFO": os.mkfifo,
+    "a link to /dev/zero": _link_to_zeros,
+    "a folder": Path.mkdir,
+    "a sparse file of 10 GB": _make_sparse,
+}
+
+
+def replace_by(kind: str, path: Path) -> None:
+    path.unlink(missing_ok=True)
+    KINDS[kind](path)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Directory of a run that has logged one step."""
+    folder = tmp_path / "runs/a"
+    (folder / "ranks").mkdir(parents=True)
+    write_recipe(load_recipe("digits"), folder / "recipe.yaml")
+    (folder / "events.jsonl").write_text('{"time": 1, "event": "step", "step": 1}\n', encoding="utf-8")
+    for name in ("environment.json", "ranks/rank-0.jsonl", ".lock"):
+        (folder / name).touch()
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FILES)
+def test_viewers_end(
+    name: str, kind: str, run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], record_fault: RecordFault
+) -> None:
+    replace_by(kind, run / name)
+    for command in (("top", run, "--once"), ("report", run, "--out", tmp_path / "report.html")):
+        began = time.process_time()
+        code = here(*command, cwd=tmp_path)
+        assert time.process_time() - began < SECONDS
+        _, report = capfd.readouterr()
+        assert code in (0, 2), report
+        assert report.count("error: ") == (1 if code else 0)
+        require_bounded(report)
+    if name != ".lock" and (name, kind) != ("ranks/rank-0.jsonl", "a sparse file of 10 GB"):
+        assert code == 2, report
+    record_fault(f"{kind} in the place of {name}, `top` and `report`", "exit code 0 or 2 within 2 s")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_commands_of_a_run_end(kind: str, run: Path, tmp_path: Path, record_fault: RecordFault) -> None:
+    """`resume` and `eval` read these files before anything is started."""
+    CheckpointFolder(run / "checkpoints").write(1, {"model.safetensors": b"1", "state.json": b"{}"})
+    checkpoint = run / "checkpoints/step-000000001"
+    began = time.process_time()
+    for name in ("manifest.json", "state.json", "model.safetensors"):
+        copy = shutil.copytree(checkpoint, tmp_path / name)
+        replace_by(kind, copy / name)
+        with pytest.raises(InputError):
+            verify(copy)
+    replace_by(kind, run / "data.json")
+    with pytest.raises(InputError):
+        read_dataset_info(run)
+    replace_by(kind, run / "events.jsonl")
+    if kind != "a sparse file of 10 GB":  # whose end an event is appended to
+        with pytest.raises(OSError, match=r"regular file|No such device|Is a directory"):
+            JsonlLogger(run / "events.jsonl").log_event({"event": "note"})
+    replace_by(kind, run / "recipe.yaml")
+    for command in (("eval", run), ("resume", run)):
+        assert here(*command, cwd=tmp_path) == 2
+    assert time.process_time() - began < 4 * SECONDS
+    record_fault(f"{kind} in the place of a checkpoint's files, recipe.yaml and data.json", "exit code 2 within 2 s")
+
+
+def test_recipe_from_a_pipe(tmp_path: Path, record_fault: RecordFault) -> None:
+    text = "model: {name: digits_net}\nepochs: 7\ndata: {name: digits}\noptimizer: {name: adamw}\nbatch_size: 8\n"
+    reader, writer = os.pipe()
+    os.write(writer, text.encode())
+    os.close(writer)
+    assert load_recipe(f"/dev/fd/{reader}").epochs == 7
+    os.close(reader)
+    os.mkfifo(tmp_path / "recipe")
+    thread = threading.Thread(target=(tmp_path / "recipe").write_text, args=(text,))
+    descriptor = os.open(tmp_path / "recipe", os.O_RDONLY | os.O_NONBLOCK)
+    thread.start()
+    thread.join()
+    assert load_recipe(str(tmp_path / "recipe"), ["epochs=3"]).epochs == 3
+    os.close(descriptor)
+    record_fault("a recipe on the command line is a pipe", "it is read")
+
+
+# --- sizes that lie ---
+
+
+def _safetensors(path: Path) -> None:
+    path.with_suffix(".safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
+
+
+def _tensor_beyond_the_end(path: Path) -> None:
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
+    path.with_suffix(".safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+def _tar(path: Path, kind: bytes, size: int) -> None:
+    member = tarfile.TarInfo("a.bin")
+    member.type = kind
+    member.size = size
+    path.with_suffix(".tar").write_bytes(member.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+
+
+def _read_weights(folder: Path) -> None:
+    from torch import nn
+
+    load_all(nn.Linear(1, 1), folder / "a.safetensors")
+
+
+def _read_tokens(folder: Path) -> None:
+    (folder / "a.bin").write_bytes(struct.pack("<256i", 20240520, 1, 2**31 - 1, *[0] * 253) + bytes(8))
+    TokenFiles(str(folder), 1, header="llm.c")
+
+
+LIES: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
+    "a safetensors header of 2^60 bytes": (_safetensors, _read_weights),
+    "a tensor that ends after its file": (_tensor_beyond_the_end, _read_weights),
+    "a member of a tar file of 1 TB": (
+        lambda path: _tar(path, tarfile.REGTYPE, 1 << 40),
+        lambda folder: TarFiles(str(folder)),
+    ),
+    "a header in a tar file of 1 TB": (
+        lambda path: _tar(path, tarfile.XHDTYPE, 1 << 40),
+        lambda folder: TarFiles(str(folder)),
+    ),
+    "a long name in a tar file of 1 TB": (
+        lambda path: _tar(path, tarfile.GNUTYPE_LONGNAME, 1 << 40),
+        lambda folder: TarFiles(str(folder)),
+    ),
+    "a count of 2^31 tokens in a file of 8 bytes": (lambda path: None, _read_tokens),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_sizes_that_lie(lie: str, tmp_path: Path, record_fault: RecordFault) -> None:
+    write, read = LIES[lie]
+    write(tmp_path / "a")
+    began = time.process_time()
+    with pytest.raises(InputError) as caught:
+        read(tmp_path)
+    assert caught.value.code == "E_UNREADABLE"
+    assert time.process_time() - began < SECONDS
+    require_bounded(str(caught.value))
+    record_fault(lie, f"`{caught.value.code}` within 2 s")
