@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -14,27 +16,30 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.checkpoint.checksum import checksum
-from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.contents import SavedState
 from samestep.checkpoint.encoding import (
+    Settings,
     Tensors,
+    attribute_changes,
     encode,
     encode_objects,
     require_same_names,
     require_savable,
     require_unchanged_settings,
     setting_changes,
+    settings_of,
 )
 from samestep.checkpoint.files import FolderLock
 from samestep.checkpoint.loop import LoopCheckpoints, prefix
 from samestep.checkpoint.state import Training
-from samestep.checkpoint.store import CheckpointFolder
+from samestep.checkpoint.store import CheckpointFolder, manifest_digest
 from samestep.checkpoint.writer import SavedCheckpoint
 from samestep.data.whole_batches import WholeBatches, is_stopping, stoppable_epochs
 from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import passed_generators
 from samestep.distributed.signals import StoppedLoop
-from samestep.distributed.world import Session, all_gather
+from samestep.distributed.world import Session, World, all_gather
 from samestep.errors import InputError, RankMismatchError
 from samestep.launcher.job import process_state
 from samestep.metrics.metrics import BestRule, Mode
@@ -81,6 +86,7 @@ class CheckpointManager(LoopCheckpoints):
     """
 
     _loops: Mapping[str, _PlainLoop]
+    _settings: Mapping[str, Settings] = {}  # of optimizers and schedules, before training
 
     def __init__(
         self,
@@ -107,6 +113,7 @@ class CheckpointManager(LoopCheckpoints):
                 objects[f"order_of_loader_{name}".rstrip("_")] = loader
         for loop in loops.values():
             require_savable(loop.model, loop.optimizer, loop.scheduler, objects)
+        _require_equal_folder(str(folder), world)
         store = CheckpointFolder(_place(Path(folder)), keep)
         self._lock = FolderLock(store.path) if world.is_main else None
         if world.is_main:
@@ -115,6 +122,12 @@ class CheckpointManager(LoopCheckpoints):
         # No reference to this object: its lock ends with it.
         on_saved = partial(_report, world.session)
         super().__init__(store, loops, loaders, objects, rule, on_saved)
+        self._settings = {
+            name: settings_of(
+                training.optimizer, {"scheduler": training.scheduler, **training.named_objects}
+            )
+            for name, training in self._trainings()
+        }
         self._background = background
         self._is_entered = False
         self._saved: int | None = None  # number of the last checkpoint
@@ -224,33 +237,87 @@ class CheckpointManager(LoopCheckpoints):
         if self._world.is_main:
             self._folder.clean()
         self._world.barrier()
-        if not self._folder.steps():
+        path = None
+        if self._folder.steps():
+            path = self._folder.find(checkpoint)
+        self._require_equal_checkpoint(path)
+        if path is None:
             return False
-        path = self._folder.find(checkpoint)
         saved = self._read(path)
-        changes = [change for state in saved.values() for change in self._changes(state.progress)]
-        changes = list(dict.fromkeys(changes))
+        notes = self._machine_changes(saved)
+        changes = list(self._changes(saved))
+        samples = list(self._sample_changes(saved)) if not changes else []
+        if notes:  # where decoded files can have other bits
+            notes += samples
+        else:
+            changes += samples
+        # A change of the data can be one of one machine.
+        changes = list(dict.fromkeys(chain(*all_gather(changes, self._world))))
         require_unchanged_settings(changes, accept_changes=accept_changes)
         sources = process_state.source_files
         if self._world.is_main:
-            for change in changes:
+            for change in (*notes, *changes):
                 logger.warning("continuing with a change: %s", change)
             saved_sources = next(iter(saved.values())).sources
             for name in sources.require(saved_sources, accept_changes=accept_changes):
                 logger.warning("continuing with changed code: %s", name)
         sources.check_ranks(self._world)
         self._load(path, saved, new_objects=accept_changes)
+        if self._world.is_main:
+            for name, training in self._trainings():
+                before = saved[name].attributes
+                for change in attribute_changes(before, training.named_objects):
+                    logger.warning(
+                        "%s%s when it was saved: it is not part of state_dict()",
+                        *(prefix(name), change),
+                    )
         return True
 
-    def _changes(self, saved: Progress) -> Iterator[str]:
-        """Yield the options that differ from those of a checkpoint."""
-        if saved.loaders:
-            require_same_names("loaders", saved.loaders, self._loaders)
-        for key, saved_loader in saved.loaders.items():
+    def _require_equal_checkpoint(self, path: Path | None) -> None:
+        """Require that all ranks have found the same checkpoint, before one of them reads it.
+
+        Raises:
+            RankMismatchError: they have not.
+        """
+        digest = "" if path is None else manifest_digest(path)
+        own = [digest, str(self._folder.path.absolute()), "" if path is None else path.name]
+        first, *others = all_gather(own, self._world)
+        for rank, other in enumerate(others, 1):
+            if other[0] != first[0]:
+                places = [f"{name or 'no checkpoint'} in {folder}" for _, folder, name in (first, other)]
+                raise RankMismatchError(
+                    f"rank 0 resumes from {places[0]}, rank {rank} from {places[1]}",
+                    expected="one folder of checkpoints, which rank 0 writes and all ranks read",
+                    fix="give every rank the same folder, on a file system that all machines have",
+                )
+
+    def _changes(self, states: Mapping[str, SavedState]) -> Iterator[str]:
+        """Yield the settings that differ from those of a checkpoint."""
+        for name, training in self._trainings():
+            saved = states[name].settings
+            for key, current in training.settings.items():
+                yield from setting_changes(prefix(name) + key, saved.get(key, {}), current)
+        loaders = next(iter(states.values())).progress.loaders
+        if loaders:
+            require_same_names("loaders", loaders, self._loaders)
+        for key, saved_loader in loaders.items():
             loader = self._loaders[key]
             before = loader.adopt(saved_loader.settings)
             now = loader.settings_of(saved_loader.cursor.epoch)
             yield from setting_changes(key or "loader", before, now)
+
+    def _sample_changes(self, states: Mapping[str, SavedState]) -> Iterator[str]:
+        """Yield the loaders with other samples than those of a checkpoint under the same indices."""
+        for key, saved in next(iter(states.values())).progress.loaders.items():
+            if saved.probe is not None:
+                changed = self._loaders[key].changed_samples(saved.probe)
+                if changed:
+                    numbers = ", ".join(map(str, changed))
+                    yield f"{key or 'loader'}: other contents of samples {numbers}"
+
+    def _trainings(self) -> Iterator[tuple[str, Training]]:
+        for name, training in super()._trainings():
+            yield name, replace(training, settings=self._settings.get(name, {}))
 
     def _require_equal_state(self) -> None:
         """Compare state that ranks compute on their own; a collective."""
@@ -278,7 +345,8 @@ class CheckpointManager(LoopCheckpoints):
                 for group in training.optimizer.param_groups
             ]
             state["optimizer"] = encode(groups, tensors, "optimizer")
-            values = state | state.pop("objects")
+            objects = state.pop("objects")
+            values = state | {f"object {key}": value for key, value in objects.items()}
             for key in sorted(values):
                 digest = hashlib.blake2b(json.dumps(values[key]).encode(), digest_size=4)
                 hashes[f"state of {prefix(name)}{key}"] = digest.hexdigest()
@@ -395,6 +463,18 @@ def _place(folder: Path) -> Path:
     if root is None or (path := folder.resolve()).is_relative_to(root):
         return folder
     return root / f"checkpoints-{hashlib.blake2b(os.fsencode(path), digest_size=8).hexdigest()}"
+
+
+def _require_equal_folder(folder: str, world: World) -> None:
+    folders = all_gather(folder, world)
+    for rank, other in enumerate(folders):
+        if other != folders[0]:
+            raise RankMismatchError(
+                f"ranks have different folders of checkpoints: {folders[0]} on rank 0, {other} on "
+                f"rank {rank}",
+                expected="one folder, which rank 0 writes and all ranks read",
+                fix="a name that depends neither on the rank nor on the time",
+            )
 
 
 def _report(session: Session, saved: SavedCheckpoint) -> None:

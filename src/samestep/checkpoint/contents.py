@@ -34,6 +34,7 @@ class SavedLoader(Strict):
 
     cursor: Cursor
     settings: dict[str, Any]
+    probe: dict[str, Any] | None = None  # hashes of some samples, and how they were read
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Progress(Strict):
     data: dict[str, Any] = field(default_factory=dict)  # settings of the training data of a recipe
     # Of loops of scripts, by name; the name of a single one is empty.
     loaders: dict[str, SavedLoader] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)  # on which rounding depends
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,9 @@ class SavedState(Strict):
     sources: dict[str, Annotated[str, Len(64, 64)]] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # extra state of modules by name
     objects: dict[str, Any] = field(default_factory=dict)  # state of other objects by name
+    # Of optimizer and schedules, as the script made them.
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)  # values or hashes, for comparison
 
 
 def parse(kind: type[Kind], data: bytes, path: Path) -> Kind:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from samestep.checkpoint.checksum import Trained
 from samestep.checkpoint.contents import Progress, SavedLoader, SavedState
-from samestep.checkpoint.encoding import require_same_names
+from samestep.checkpoint.encoding import require_same_names, setting_changes
 from samestep.checkpoint.files import Contents
-from samestep.checkpoint.state import Training, load, read_verified, snapshot
+from samestep.checkpoint.state import Training, load_all, read_verified, snapshot
 from samestep.checkpoint.store import STATE, CheckpointFolder, file_names
 from samestep.checkpoint.writer import AsyncCheckpointWriter, HostBuffers, SavedCheckpoint
 from samestep.data.whole_batches import WholeBatches
+from samestep.distributed.devices import machine
 from samestep.metrics.metrics import BestRule
 from samestep.microbatches import require_position
 
@@ -61,7 +63,9 @@ class LoopCheckpoints:
     def _progress(self, name: str) -> Progress:
         """Return the progress that the checkpoint of a model contains."""
         loaders = {
-            key: SavedLoader(loader.cursor, loader.settings_of(loader.cursor.epoch))
+            key: SavedLoader(
+                loader.cursor, loader.settings_of(loader.cursor.epoch), loader.probe
+            )
             for key, loader in self._loaders.items()
         }
         return Progress(
@@ -69,7 +73,16 @@ class LoopCheckpoints:
             cursor=self._first_loader.cursor,
             best=self._best,
             loaders=loaders,
+            machine=machine(self._world.device),
         )
+
+    def _machine_changes(self, saved: Mapping[str, SavedState]) -> list[str]:
+        """Return a line if rounding can differ from that of the checkpoint."""
+        before = next(iter(saved.values())).progress.machine
+        changes = list(setting_changes("machine", before, machine(self._world.device)))
+        if not changes:
+            return []
+        return [f"{'; '.join(changes)}: results are equal to rounding"]
 
     def _trainings(self) -> Iterator[tuple[str, Training]]:
         """Yield the objects of each model; those of the loop belong to the first name."""
@@ -88,7 +101,7 @@ class LoopCheckpoints:
     def _snapshot(self, buffers: HostBuffers | None) -> dict[str, Contents]:
         files: dict[str, Contents] = {}
         for name, training in self._trainings():
-            own = snapshot(training, self._progress(name), buffers)
+            own = snapshot(training, partial(self._progress, name), buffers)
             files |= {f"{prefix(name)}{file}": contents for file, contents in own.items()}
         return files
 
@@ -103,19 +116,27 @@ class LoopCheckpoints:
     def _load(
         self, path: Path, saved: Mapping[str, SavedState], *, new_objects: bool = False
     ) -> None:
-        """Restore the state and the position of a checkpoint that `_read` has verified."""
-        for name, training in self._trainings():
-            load(path, training, saved[name], prefix(name), new_objects=new_objects)
-        for name, state in saved.items():
+        """Restore the state and the position of a checkpoint that `_read` has verified.
+
+        Without a fitting state everything stays as it was.
+        """
+        cursors = {}
+        for state in saved.values():
             progress = state.progress
-            self._loops[name].steps = progress.step
-            self._best = progress.best
             positions = {key: loader.cursor for key, loader in progress.loaders.items()}
             # Checkpoints of recipes have one position, without the settings of a loader.
             for key, cursor in (positions or {next(iter(self._loaders)): progress.cursor}).items():
                 loader = self._loaders[key]
                 require_position(cursor, loader.samples_of(cursor.epoch), loader.batch_size)
-                loader.cursor = cursor
+                cursors[key] = cursor
+        trainings = {prefix(name): training for name, training in self._trainings()}
+        states = {prefix(name): state for name, state in saved.items()}
+        load_all(path, trainings, states, new_objects=new_objects)
+        for name, state in saved.items():
+            self._loops[name].steps = state.progress.step
+            self._best = state.progress.best
+        for key, cursor in cursors.items():
+            self._loaders[key].cursor = cursor
 
     def __enter__(self) -> Self:
         return self
