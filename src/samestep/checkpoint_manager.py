@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -16,7 +16,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.checkpoint.checksum import checksum
-from samestep.checkpoint.contents import SavedState
+from samestep.checkpoint.contents import SavedState, Training
 from samestep.checkpoint.encoding import (
     Settings,
     Tensors,
@@ -31,8 +31,7 @@ from samestep.checkpoint.encoding import (
 )
 from samestep.checkpoint.files import FolderLock
 from samestep.checkpoint.loop import LoopCheckpoints, prefix
-from samestep.checkpoint.state import Training
-from samestep.checkpoint.store import CheckpointFolder, manifest_digest
+from samestep.checkpoint.store import CheckpointFolder
 from samestep.checkpoint.writer import SavedCheckpoint
 from samestep.data.whole_batches import WholeBatches, is_stopping, stoppable_epochs
 from samestep.distributed.disk_operations import HeldFolder
@@ -134,6 +133,7 @@ class CheckpointManager(LoopCheckpoints):
         # Hashes of the saved state that the loop can change between steps.
         self._saved_hashes: dict[str, str] = {}
         self._last_step = 0  # before the last batch
+        self._epochs = 0  # number of epochs, until schedules are compared with it
 
     def epochs(self, number: int) -> Iterator[int]:
         """Resume, yield the remaining epochs as `samestep.epochs`, and save after each.
@@ -145,7 +145,9 @@ class CheckpointManager(LoopCheckpoints):
         next step, with several loaders after the epoch, and ends the script with exit code 130.
         """
         self.resume()
+        self._warn(self._foreseen(self._first_loader.cursor.epoch))
         self._last_step = self._step
+        self._epochs = number
         with stopped_by_signals(self._world.session.stop, keeps_handlers=True):
             for epoch in stoppable_epochs(self._first_loader, number, self._end_on_request):
                 yield epoch
@@ -154,9 +156,16 @@ class CheckpointManager(LoopCheckpoints):
                 ):
                     self.save()
 
+    def _warn(self, texts: Iterable[str]) -> None:
+        for text in texts if self._world.is_main else ():
+            logger.warning(text)
+
     def _end_on_request(self) -> None:
         """End the script between two batches or epochs after a stop request, and save before."""
         step = self._step
+        if self._epochs and self._first_loader.cursor.samples == 2 * self._first_loader.batch_size:
+            self._warn(self._foreseen_of_schedules(2, self._epochs))
+            self._epochs = 0
         has_gradients = step == self._last_step  # possibly, of an accumulation
         self._last_step = step
         if not is_stopping():
@@ -255,41 +264,17 @@ class CheckpointManager(LoopCheckpoints):
         changes = list(dict.fromkeys(chain(*all_gather(changes, self._world))))
         require_unchanged_settings(changes, accept_changes=accept_changes)
         sources = process_state.source_files
+        self._warn(f"continuing with a change: {change}" for change in (*notes, *changes))
         if self._world.is_main:
-            for change in (*notes, *changes):
-                logger.warning("continuing with a change: %s", change)
             saved_sources = next(iter(saved.values())).sources
             for name in sources.require(saved_sources, accept_changes=accept_changes):
                 logger.warning("continuing with changed code: %s", name)
         sources.check_ranks(self._world)
         self._load(path, saved, new_objects=accept_changes)
-        if self._world.is_main:
-            for name, training in self._trainings():
-                before = saved[name].attributes
-                for change in attribute_changes(before, training.named_objects):
-                    logger.warning(
-                        "%s%s when it was saved: it is not part of state_dict()",
-                        *(prefix(name), change),
-                    )
+        for name, training in self._trainings():
+            for change in attribute_changes(saved[name].attributes, training.named_objects):
+                self._warn([f"{prefix(name)}{change}: it is not part of state_dict()"])
         return True
-
-    def _require_equal_checkpoint(self, path: Path | None) -> None:
-        """Require that all ranks have found the same checkpoint, before one of them reads it.
-
-        Raises:
-            RankMismatchError: they have not.
-        """
-        digest = "" if path is None else manifest_digest(path)
-        own = [digest, str(self._folder.path.absolute()), "" if path is None else path.name]
-        first, *others = all_gather(own, self._world)
-        for rank, other in enumerate(others, 1):
-            if other[0] != first[0]:
-                places = [f"{name or 'no checkpoint'} in {folder}" for _, folder, name in (first, other)]
-                raise RankMismatchError(
-                    f"rank 0 resumes from {places[0]}, rank {rank} from {places[1]}",
-                    expected="one folder of checkpoints, which rank 0 writes and all ranks read",
-                    fix="give every rank the same folder, on a file system that all machines have",
-                )
 
     def _changes(self, states: Mapping[str, SavedState]) -> Iterator[str]:
         """Yield the settings that differ from those of a checkpoint."""
@@ -305,15 +290,6 @@ class CheckpointManager(LoopCheckpoints):
             before = loader.adopt(saved_loader.settings)
             now = loader.settings_of(saved_loader.cursor.epoch)
             yield from setting_changes(key or "loader", before, now)
-
-    def _sample_changes(self, states: Mapping[str, SavedState]) -> Iterator[str]:
-        """Yield the loaders with other samples than those of a checkpoint under the same indices."""
-        for key, saved in next(iter(states.values())).progress.loaders.items():
-            if saved.probe is not None:
-                changed = self._loaders[key].changed_samples(saved.probe)
-                if changed:
-                    numbers = ", ".join(map(str, changed))
-                    yield f"{key or 'loader'}: other contents of samples {numbers}"
 
     def _trainings(self) -> Iterator[tuple[str, Training]]:
         for name, training in super()._trainings():
@@ -401,6 +377,8 @@ class _PlainLoop:
         optimizer.register_step_post_hook(self._count)
 
     def _count(self, *_: Any) -> None:
+        if not self.steps:  # not after an epoch
+            require_savable(self.model, self.optimizer, self.scheduler, {})
         self.steps += 1
 
     @property

@@ -270,7 +270,7 @@ def attribute_changes(saved: Mapping[str, Any], objects: Mapping[str, Any]) -> I
     current = attributes_of(objects)
     for name, before in saved.items():
         if name in current and before != current[name]:
-            yield f"{name} is {current[name]}, and was {before}"
+            yield f"{name} is {current[name]}, and was {before} when it was saved"
 
 
 def setting_changes(
@@ -382,13 +382,17 @@ def require_savable(
     scheduler: LRScheduler | None,
     objects: Mapping[str, Any],
 ) -> None:
-    """Refuse state that a checkpoint cannot hold; the state of the optimizer need not exist yet.
+    """Refuse state that a checkpoint cannot hold; an optimizer has state after its first step.
 
     Raises:
         InputError: there is such state.
     """
     encode_objects(model, scheduler, objects, {})
     encode(optimizer.state_dict()["param_groups"], {}, "optimizer.groups")
+    for slots in optimizer.state.values():
+        for slot, value in slots.items() if isinstance(slots, dict) else ():
+            if not isinstance(value, torch.Tensor):
+                encode(value, {}, f"optimizer.{slot}")
     for name, value in model.state_dict().items():
         if not getattr(value, "is_meta", False):  # of another rank
             encode(value, {}, name)

@@ -6,23 +6,29 @@ The files do not depend on the number of ranks: names are the model's own, the p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.checkpoint.contents import Progress, SavedOptimizer, SavedState, invalid_contents
+from samestep.checkpoint.contents import (
+    CompleteModel,
+    Progress,
+    SavedOptimizer,
+    SavedParameters,
+    SavedState,
+    Training,
+    invalid_contents,
+)
 from samestep.checkpoint.encoding import (
     EXTRA_STATE,
-    Settings,
     Tensors,
     attributes_of,
     changed_keys,
@@ -47,81 +53,6 @@ MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 AVERAGE = "average.safetensors"
 OTHERS = "others.safetensors"  # tensors that `state.json` refers to
-
-
-Values = Mapping[str, Mapping[str, Any]]
-
-
-class SavedParameters(Protocol):
-    """Parameters of a model on this rank, by default the complete model.
-
-    Attributes:
-        local: local part of each parameter, as the optimizer has it, by the model's names.
-        is_divided: some parameters are divided among ranks; then every rank packs, and gathering is
-            a collective.
-    """
-
-    local: dict[str, torch.nn.Parameter]
-    is_divided: bool
-
-    def has(self, name: str) -> bool:
-        """Whether this rank has a parameter, or a part of it."""
-        return True
-
-    def full_values(self, values: Values) -> Iterator[tuple[str, str, Any]]:
-        """Yield name, slot and full value of parameters and their state. A collective.
-
-        Args:
-            values: values of this rank by name and slot: local parts of parameters, element-wise
-                state, and others.
-        """
-        for name, slots in values.items():
-            for slot, value in slots.items():
-                yield name, slot, value
-
-    def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a full tensor; one of another shape stays as it is."""
-        return full
-
-
-class CompleteModel(SavedParameters):
-    """Parameters of a model that this rank has completely."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.local = dict(model.named_parameters())
-        self.is_divided = False
-
-
-@dataclass(frozen=True)
-class Training:
-    """Objects with state in a checkpoint.
-
-    Attributes:
-        average: moving average of the trained parameters by name, set in place; None if unused.
-        local_parameters: parameters on this rank; None for the complete model.
-        objects: other objects by name: with `state_dict` and `load_state_dict`, generators of
-            torch, and dicts.
-        settings: settings of optimizer and schedules as the script made them (`settings_of`).
-    """
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: LRScheduler | None
-    scaler: torch.amp.GradScaler
-    average: dict[str, torch.Tensor] | None = None
-    local_parameters: SavedParameters | None = None
-    objects: Mapping[str, Any] = field(default_factory=dict)
-    settings: Settings = field(default_factory=dict)
-
-    @cached_property
-    def parameters(self) -> SavedParameters:
-        """Parameters on this rank."""
-        return self.local_parameters or CompleteModel(self.model)
-
-    @property
-    def named_objects(self) -> dict[str, Any]:
-        """The model and the other objects, by names that do not hide one another."""
-        return {"model": self.model} | {f"object {name}": one for name, one in self.objects.items()}
 
 
 def snapshot(
@@ -332,14 +263,7 @@ def _loading(
     slots = _mapped_tensors(checkpoint, prefix + OPTIMIZER)
     saved = replace(state.optimizer, **restore(vars(state.optimizer)))
     optimizer_state = _optimizer_state(training, slots, saved)
-    objects: dict[str, tuple[Any, Any]] = {}
-    if training.scheduler is not None and state.scheduler is not None:
-        objects["scheduler"] = (training.scheduler, restore(state.scheduler))
-    if state.scaler:
-        objects["scaler"] = (training.scaler, state.scaler)
-    for name, value in training.objects.items():
-        if name in state.objects:
-            objects[f"object {name}"] = (value, restore(state.objects[name]))
+    objects = _saved_objects(training, state, restore)
     for value, saved_state in objects.values():
         require_loadable(value, saved_state)
     yield
@@ -355,6 +279,38 @@ def _loading(
         before = {name: deepcopy(present[name]) for name in extra}
         undo.callback(training.model.load_state_dict, before, strict=False)
         training.model.load_state_dict(extra, strict=False)
+    _load_objects(objects, changed, optimizer, optimizer_state, undo)
+    _load_optimizer(training, optimizer_state)
+    yield
+    for name, tensor in average.items():
+        (training.average or {})[name].copy_(tensor)
+    training.model.load_state_dict(tensors)
+    yield
+
+
+def _saved_objects(
+    training: Training, state: SavedState, restore: Callable[[Any], Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Return schedule, scaler and other objects with their saved states, by name."""
+    objects: dict[str, tuple[Any, Any]] = {}
+    if training.scheduler is not None and state.scheduler is not None:
+        objects["scheduler"] = (training.scheduler, restore(state.scheduler))
+    if state.scaler:
+        objects["scaler"] = (training.scaler, state.scaler)
+    for name, value in training.objects.items():
+        if name in state.objects:
+            objects[f"object {name}"] = (value, restore(state.objects[name]))
+    return objects
+
+
+def _load_objects(
+    objects: Mapping[str, tuple[Any, Any]],
+    changed: Mapping[str, Sequence[str]],
+    optimizer: torch.optim.Optimizer,
+    optimizer_state: Mapping[str, Any],
+    undo: ExitStack,
+) -> None:
+    """Load objects, and put accepted settings of the script into the state of the optimizer."""
     is_replayed = False
     for name, (value, saved_state) in objects.items():
         undo.callback(load_object, value, deepcopy(object_state(name, value)))
@@ -370,12 +326,6 @@ def _loading(
         if is_replayed:  # schedules set any of them
             kept = [key for key in own if key != "params"]
         group.update({key: own[key] for key in kept})
-    _load_optimizer(training, optimizer_state)
-    yield
-    for name, tensor in average.items():
-        (training.average or {})[name].copy_(tensor)
-    training.model.load_state_dict(tensors)
-    yield
 
 
 def load_model(

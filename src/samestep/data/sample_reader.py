@@ -147,12 +147,8 @@ class SampleReader(Dataset[Any]):
                 set_epoch(self.dataset, request.seed, request.epoch)
             if request.how == "check":
                 return self._check(request)
-            if request.how == "plain":
-                samples, _, skipped = self._unseeded(request)
-                return Reading(self._collate(samples), len(samples), skipped=skipped)
-            if request.how == "probe":
-                return self._probed(request)
-            return self._read(request)
+            readings = {"plain": self._read_plain, "probe": self._probed}
+            return readings.get(request.how, self._read)(request)
         except Exception as error:  # boundary: the loader raises it on all ranks
             worker = get_worker_info()
             if worker is None or isinstance(error, SamestepError):
@@ -262,6 +258,10 @@ class SampleReader(Dataset[Any]):
         decision = Decision("plain", draws=False, reason=MEMORY)
         data = self._collate(samples)
         return Reading(data, len(samples), skipped=skipped, decision=decision)
+
+    def _read_plain(self, request: Request) -> Reading:
+        samples, _, skipped = self._unseeded(request)
+        return Reading(self._collate(samples), len(samples), skipped=skipped)
 
     def _probed(self, request: Request) -> Reading:
         """Return hashes of samples, and leave no trace of their reading."""

@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.checkpoint.state import SavedParameters, Training
+from samestep.checkpoint.contents import SavedParameters, Training
 from samestep.config import Precision, Recipe
 from samestep.data.batch import channels_last, move
 from samestep.distributed.device_reads import device_reads

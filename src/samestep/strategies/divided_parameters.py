@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from samestep.checkpoint.state import SavedParameters, Values
+from samestep.checkpoint.contents import SavedParameters, Values
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
