@@ -164,7 +164,7 @@ class CheckpointManager(LoopCheckpoints):
         """End the script between two batches or epochs after a stop request, and save before."""
         step = self._step
         if self._epochs and self._first_loader.cursor.samples == 2 * self._first_loader.batch_size:
-            self._warn(self._foreseen_of_schedules(2, self._epochs))
+            self._warn(self._foreseen_of_schedules(self._epochs))
             self._epochs = 0
         has_gradients = step == self._last_step  # possibly, of an accumulation
         self._last_step = step
@@ -246,9 +246,7 @@ class CheckpointManager(LoopCheckpoints):
         if self._world.is_main:
             self._folder.clean()
         self._world.barrier()
-        path = None
-        if self._folder.steps():
-            path = self._folder.find(checkpoint)
+        path = self._folder.find(checkpoint) if self._folder.steps() else None
         self._require_equal_checkpoint(path)
         if path is None:
             return False
@@ -264,11 +262,11 @@ class CheckpointManager(LoopCheckpoints):
         changes = list(dict.fromkeys(chain(*all_gather(changes, self._world))))
         require_unchanged_settings(changes, accept_changes=accept_changes)
         sources = process_state.source_files
-        self._warn(f"continuing with a change: {change}" for change in (*notes, *changes))
         if self._world.is_main:
             saved_sources = next(iter(saved.values())).sources
-            for name in sources.require(saved_sources, accept_changes=accept_changes):
-                logger.warning("continuing with changed code: %s", name)
+            code = sources.require(saved_sources, accept_changes=accept_changes)
+            changes += [f"code of {name}" for name in code]
+        self._warn(f"continuing with a change: {change}" for change in (*notes, *changes))
         sources.check_ranks(self._world)
         self._load(path, saved, new_objects=accept_changes)
         for name, training in self._trainings():
@@ -377,7 +375,7 @@ class _PlainLoop:
         optimizer.register_step_post_hook(self._count)
 
     def _count(self, *_: Any) -> None:
-        if not self.steps:  # not after an epoch
+        if self.steps < 2:  # the step of a subclass can count twice
             require_savable(self.model, self.optimizer, self.scheduler, {})
         self.steps += 1
 

@@ -91,18 +91,18 @@ class LoopCheckpoints:
                     "variance in training: drop_last=True leaves it out"
                 )
 
-    def _foreseen_of_schedules(self, batches: int, epochs: int) -> Iterator[str]:
+    def _foreseen_of_schedules(self, epochs: int) -> Iterator[str]:
         """Yield the schedules with one step for each batch so far, and too few for the others."""
         loader = self._first_loader
         cursor = loader.cursor
         read = cursor.epoch * len(loader) + cursor.samples // loader.batch_size
         for loop in self._loops.values():
             schedule: Any = loop.training.scheduler
-            total = getattr(schedule, "total_steps", None)
-            is_cycle = isinstance(schedule, OneCycleLR) and total is not None
-            if is_cycle and schedule.last_epoch == read >= batches and total < epochs * len(loader):
+            if not isinstance(schedule, OneCycleLR) or schedule.last_epoch != read:
+                continue
+            if schedule.total_steps < epochs * len(loader):
                 yield (
-                    f"OneCycleLR has {total} steps, and {epochs} epochs have "
+                    f"OneCycleLR has {schedule.total_steps} steps, and {epochs} epochs have "
                     f"{epochs * len(loader)} batches: its step after the last one is an error"
                 )
 

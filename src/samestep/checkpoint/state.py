@@ -216,11 +216,8 @@ def load_all(
 ) -> None:
     """Load a verified checkpoint into all models of a loop, or into none.
 
-    Args:
-        checkpoint: folder of the checkpoint.
-        trainings: changed in place, by the beginning of the names of their files.
-        saved: result of `read_verified`.
-        new_objects: leave objects that the checkpoint does not contain unchanged.
+    Names are the beginnings of file names. Changed settings stay as the script has made them, and
+    with `new_objects` also objects that the checkpoint does not contain.
 
     Raises:
         CheckpointError: as `load`.
@@ -256,9 +253,8 @@ def _loading(
     restore = _decoder(checkpoint, prefix, parameters)
     average: Mapping[str, torch.Tensor] = {}
     if training.average is not None:
-        average = _fitting(
-            _mapped_tensors(checkpoint, prefix + AVERAGE), training.average, parameters
-        )
+        average = _mapped_tensors(checkpoint, prefix + AVERAGE)
+        average = _fitting(average, training.average, parameters)
     tensors = _model_tensors(checkpoint, prefix, state, restore, training.model, parameters)
     slots = _mapped_tensors(checkpoint, prefix + OPTIMIZER)
     saved = replace(state.optimizer, **restore(vars(state.optimizer)))
@@ -269,10 +265,8 @@ def _loading(
     yield
     optimizer = training.optimizer
     # torch replaces the containers of an optimizer, and writes into neither; a replay does.
-    undo.callback(
-        optimizer.__setstate__,
-        {"state": optimizer.state, "param_groups": list(map(dict, optimizer.param_groups))},
-    )
+    groups = list(map(dict, optimizer.param_groups))
+    undo.callback(optimizer.__setstate__, {"state": optimizer.state, "param_groups": groups})
     extra = {name: value for name, value in tensors.items() if name.endswith(EXTRA_STATE)}
     if extra:
         present = training.model.state_dict()
@@ -291,7 +285,7 @@ def _loading(
 def _saved_objects(
     training: Training, state: SavedState, restore: Callable[[Any], Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return schedule, scaler and other objects with their saved states, by name."""
+    """Return objects with their saved states, by name."""
     objects: dict[str, tuple[Any, Any]] = {}
     if training.scheduler is not None and state.scheduler is not None:
         objects["scheduler"] = (training.scheduler, restore(state.scheduler))
@@ -492,7 +486,6 @@ def _optimizer_state(
 
 
 def _load_optimizer(training: Training, saved: dict[str, Any]) -> None:
-    """Load the state of an optimizer, which `_optimizer_state` has returned."""
     optimizer = training.optimizer
     optimizer.load_state_dict(saved)
     for index, name in _names(training).items():

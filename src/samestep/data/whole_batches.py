@@ -119,7 +119,8 @@ class WholeBatches:
 
     def changed_samples(self, probe: Mapping[str, Any]) -> list[Any]:
         """Return the indices of the samples of a probe with other contents now."""
-        facts = (probe["indices"], None, probe["seed"], probe["epoch"], probe["draws"], [])
+        indices = probe["indices"]
+        request = Request("probe", indices, None, probe["seed"], probe["epoch"], probe["draws"], [])
         loader = self._loader
         reader = SampleReader(
             self.dataset, loader.collate_fn, sets_epoch=self._state.seed is not None
@@ -132,7 +133,7 @@ class WholeBatches:
                 "multiprocessing_context": loader.multiprocessing_context,
                 "worker_init_fn": partial(init_worker, self.dataset, loader.worker_init_fn),
             }
-        requests: Any = [Request("probe", *facts)]
+        requests: Any = [request]
         readings: DataLoader[Any] = DataLoader(
             reader,
             batch_sampler=requests,
@@ -143,7 +144,7 @@ class WholeBatches:
         reading = next(iter(readings))
         if reading.failure is not None:
             raise_failure(reading.failure)
-        pairs = zip(probe["indices"], probe["hashes"], reading.data, strict=True)
+        pairs = zip(indices, probe["hashes"], reading.data, strict=True)
         return [index for index, before, now in pairs if before != now]
 
     def adopt(self, settings: Mapping[str, Any]) -> dict[str, Any]:
