@@ -269,7 +269,7 @@ def test_names_of_objects_hide_nothing(tmp_path: Path, name: str) -> None:
     loop = Loop(tmp_path, state={name: {"value": 1}}, schedule=lambda one: StepLR(one, 1))
     loop.optimizer.step()  # before that of the schedule
     hashes = loop.checkpoints._hashes()
-    for change in (lambda: loop.schedule.step(), lambda: loop.state[name].update(value=2)):  # type: ignore[union-attr]
+    for change in (loop.schedule.step, lambda: loop.state[name].update(value=2)):  # type: ignore[union-attr]
         change()
         changed = loop.checkpoints._hashes()
         assert changed != hashes
