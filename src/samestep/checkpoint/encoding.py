@@ -260,8 +260,10 @@ def attributes_of(objects: Mapping[str, Any]) -> dict[str, Any]:
 def _fact(value: Any) -> Any:
     if type(value) in (bool, int, float, str):
         return value
-    if type(value) in (torch.Tensor, numpy.ndarray, list, tuple, dict, deque):
-        return f"contents with hash {content_of(list(value) if type(value) is deque else value)}"
+    if type(value) is deque:
+        value = list(value)
+    if type(value) in (torch.Tensor, numpy.ndarray, list, tuple, dict):
+        return f"contents with hash {content_of(value)}"
     return None
 
 

@@ -216,8 +216,7 @@ def load_all(
 ) -> None:
     """Load a verified checkpoint into all models of a loop, or into none.
 
-    Names are the beginnings of file names. Changed settings stay as the script has made them, and
-    with `new_objects` also objects that the checkpoint does not contain.
+    Changed settings stay as the script has made them, and with `new_objects` other objects.
 
     Raises:
         CheckpointError: as `load`.
@@ -256,9 +255,9 @@ def _loading(
         average = _mapped_tensors(checkpoint, prefix + AVERAGE)
         average = _fitting(average, training.average, parameters)
     tensors = _model_tensors(checkpoint, prefix, state, restore, training.model, parameters)
+    restored = replace(state.optimizer, **restore(vars(state.optimizer)))
     slots = _mapped_tensors(checkpoint, prefix + OPTIMIZER)
-    saved = replace(state.optimizer, **restore(vars(state.optimizer)))
-    optimizer_state = _optimizer_state(training, slots, saved)
+    optimizer_state = _optimizer_state(training, slots, restored)
     objects = _saved_objects(training, state, restore)
     for value, saved_state in objects.values():
         require_loadable(value, saved_state)
@@ -269,10 +268,10 @@ def _loading(
     undo.callback(optimizer.__setstate__, {"state": optimizer.state, "param_groups": groups})
     extra = {name: value for name, value in tensors.items() if name.endswith(EXTRA_STATE)}
     if extra:
-        present = training.model.state_dict()
-        before = {name: deepcopy(present[name]) for name in extra}
-        undo.callback(training.model.load_state_dict, before, strict=False)
-        training.model.load_state_dict(extra, strict=False)
+        model = training.model
+        before = {name: deepcopy(model.state_dict()[name]) for name in extra}
+        undo.callback(model.load_state_dict, before, strict=False)
+        model.load_state_dict(extra, strict=False)
     _load_objects(objects, changed, optimizer, optimizer_state, undo)
     _load_optimizer(training, optimizer_state)
     yield
@@ -285,7 +284,6 @@ def _loading(
 def _saved_objects(
     training: Training, state: SavedState, restore: Callable[[Any], Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return objects with their saved states, by name."""
     objects: dict[str, tuple[Any, Any]] = {}
     if training.scheduler is not None and state.scheduler is not None:
         objects["scheduler"] = (training.scheduler, restore(state.scheduler))
