@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -14,19 +16,21 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.checkpoint.checksum import checksum
-from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.contents import SavedState, Training
 from samestep.checkpoint.encoding import (
+    Settings,
     Tensors,
+    attribute_changes,
     encode,
     encode_objects,
     require_same_names,
     require_savable,
     require_unchanged_settings,
     setting_changes,
+    settings_of,
 )
 from samestep.checkpoint.files import FolderLock
 from samestep.checkpoint.loop import LoopCheckpoints, prefix
-from samestep.checkpoint.state import Training
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.checkpoint.writer import SavedCheckpoint
 from samestep.data.whole_batches import WholeBatches, is_stopping, stoppable_epochs
@@ -34,7 +38,7 @@ from samestep.distributed.disk_operations import HeldFolder
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import passed_generators
 from samestep.distributed.signals import StoppedLoop
-from samestep.distributed.world import Session, all_gather
+from samestep.distributed.world import Session, World, all_gather
 from samestep.errors import InputError, RankMismatchError
 from samestep.launcher.job import process_state
 from samestep.metrics.metrics import BestRule, Mode
@@ -81,6 +85,7 @@ class CheckpointManager(LoopCheckpoints):
     """
 
     _loops: Mapping[str, _PlainLoop]
+    _settings: Mapping[str, Settings] = {}  # of optimizers and schedules, before training
 
     def __init__(
         self,
@@ -107,6 +112,7 @@ class CheckpointManager(LoopCheckpoints):
                 objects[f"order_of_loader_{name}".rstrip("_")] = loader
         for loop in loops.values():
             require_savable(loop.model, loop.optimizer, loop.scheduler, objects)
+        _require_equal_folder(str(folder), world)
         store = CheckpointFolder(_place(Path(folder)), keep)
         self._lock = FolderLock(store.path) if world.is_main else None
         if world.is_main:
@@ -115,12 +121,19 @@ class CheckpointManager(LoopCheckpoints):
         # No reference to this object: its lock ends with it.
         on_saved = partial(_report, world.session)
         super().__init__(store, loops, loaders, objects, rule, on_saved)
+        self._settings = {
+            name: settings_of(
+                training.optimizer, {"scheduler": training.scheduler, **training.named_objects}
+            )
+            for name, training in self._trainings()
+        }
         self._background = background
         self._is_entered = False
         self._saved: int | None = None  # number of the last checkpoint
         # Hashes of the saved state that the loop can change between steps.
         self._saved_hashes: dict[str, str] = {}
         self._last_step = 0  # before the last batch
+        self._epochs = 0  # number of epochs, until schedules are compared with it
 
     def epochs(self, number: int) -> Iterator[int]:
         """Resume, yield the remaining epochs as `samestep.epochs`, and save after each.
@@ -132,7 +145,9 @@ class CheckpointManager(LoopCheckpoints):
         next step, with several loaders after the epoch, and ends the script with exit code 130.
         """
         self.resume()
+        self._warn(self._foreseen(self._first_loader.cursor.epoch))
         self._last_step = self._step
+        self._epochs = number
         with stopped_by_signals(self._world.session.stop, keeps_handlers=True):
             for epoch in stoppable_epochs(self._first_loader, number, self._end_on_request):
                 yield epoch
@@ -141,9 +156,16 @@ class CheckpointManager(LoopCheckpoints):
                 ):
                     self.save()
 
+    def _warn(self, texts: Iterable[str]) -> None:
+        for text in texts if self._world.is_main else ():
+            logger.warning(text)
+
     def _end_on_request(self) -> None:
         """End the script between two batches or epochs after a stop request, and save before."""
         step = self._step
+        if self._epochs and self._first_loader.cursor.samples == 2 * self._first_loader.batch_size:
+            self._warn(self._foreseen_of_schedules(self._epochs))
+            self._epochs = 0
         has_gradients = step == self._last_step  # possibly, of an accumulation
         self._last_step = step
         if not is_stopping():
@@ -224,33 +246,52 @@ class CheckpointManager(LoopCheckpoints):
         if self._world.is_main:
             self._folder.clean()
         self._world.barrier()
-        if not self._folder.steps():
+        path = self._folder.find(checkpoint) if self._folder.steps() else None
+        self._require_equal_checkpoint(path)
+        if path is None:
             return False
-        path = self._folder.find(checkpoint)
         saved = self._read(path)
-        changes = [change for state in saved.values() for change in self._changes(state.progress)]
-        changes = list(dict.fromkeys(changes))
+        notes = self._machine_changes(saved)
+        changes = list(self._changes(saved))
+        samples = list(self._sample_changes(saved)) if not changes else []
+        if notes:  # where decoded files can have other bits
+            notes += samples
+        else:
+            changes += samples
+        # A change of the data can be one of one machine.
+        changes = list(dict.fromkeys(chain(*all_gather(changes, self._world))))
         require_unchanged_settings(changes, accept_changes=accept_changes)
         sources = process_state.source_files
         if self._world.is_main:
-            for change in changes:
-                logger.warning("continuing with a change: %s", change)
             saved_sources = next(iter(saved.values())).sources
-            for name in sources.require(saved_sources, accept_changes=accept_changes):
-                logger.warning("continuing with changed code: %s", name)
+            code = sources.require(saved_sources, accept_changes=accept_changes)
+            changes += [f"code of {name}" for name in code]
+        self._warn(f"continuing with a change: {change}" for change in (*notes, *changes))
         sources.check_ranks(self._world)
         self._load(path, saved, new_objects=accept_changes)
+        for name, training in self._trainings():
+            for change in attribute_changes(saved[name].attributes, training.named_objects):
+                self._warn([f"{prefix(name)}{change}: it is not part of state_dict()"])
         return True
 
-    def _changes(self, saved: Progress) -> Iterator[str]:
-        """Yield the options that differ from those of a checkpoint."""
-        if saved.loaders:
-            require_same_names("loaders", saved.loaders, self._loaders)
-        for key, saved_loader in saved.loaders.items():
+    def _changes(self, states: Mapping[str, SavedState]) -> Iterator[str]:
+        """Yield the settings that differ from those of a checkpoint."""
+        for name, training in self._trainings():
+            saved = states[name].settings
+            for key, current in training.settings.items():
+                yield from setting_changes(prefix(name) + key, saved.get(key, {}), current)
+        loaders = next(iter(states.values())).progress.loaders
+        if loaders:
+            require_same_names("loaders", loaders, self._loaders)
+        for key, saved_loader in loaders.items():
             loader = self._loaders[key]
             before = loader.adopt(saved_loader.settings)
             now = loader.settings_of(saved_loader.cursor.epoch)
             yield from setting_changes(key or "loader", before, now)
+
+    def _trainings(self) -> Iterator[tuple[str, Training]]:
+        for name, training in super()._trainings():
+            yield name, replace(training, settings=self._settings.get(name, {}))
 
     def _require_equal_state(self) -> None:
         """Compare state that ranks compute on their own; a collective."""
@@ -278,7 +319,8 @@ class CheckpointManager(LoopCheckpoints):
                 for group in training.optimizer.param_groups
             ]
             state["optimizer"] = encode(groups, tensors, "optimizer")
-            values = state | state.pop("objects")
+            objects = state.pop("objects")
+            values = state | {f"object {key}": value for key, value in objects.items()}
             for key in sorted(values):
                 digest = hashlib.blake2b(json.dumps(values[key]).encode(), digest_size=4)
                 hashes[f"state of {prefix(name)}{key}"] = digest.hexdigest()
@@ -333,6 +375,8 @@ class _PlainLoop:
         optimizer.register_step_post_hook(self._count)
 
     def _count(self, *_: Any) -> None:
+        if self.steps < 2:  # the step of a subclass can count twice
+            require_savable(self.model, self.optimizer, self.scheduler, {})
         self.steps += 1
 
     @property
@@ -395,6 +439,18 @@ def _place(folder: Path) -> Path:
     if root is None or (path := folder.resolve()).is_relative_to(root):
         return folder
     return root / f"checkpoints-{hashlib.blake2b(os.fsencode(path), digest_size=8).hexdigest()}"
+
+
+def _require_equal_folder(folder: str, world: World) -> None:
+    folders = all_gather(folder, world)
+    for rank, other in enumerate(folders):
+        if other != folders[0]:
+            raise RankMismatchError(
+                f"ranks have different folders of checkpoints: {folders[0]} on rank 0, {other} on "
+                f"rank {rank}",
+                expected="one folder, which rank 0 writes and all ranks read",
+                fix="a name that depends neither on the rank nor on the time",
+            )
 
 
 def _report(session: Session, saved: SavedCheckpoint) -> None:

@@ -40,7 +40,7 @@ from samestep.distributed.world import (
     destroy,
     hide_default_group,
 )
-from samestep.errors import EXIT_FAILED, InputError, SamestepError
+from samestep.errors import EXIT_FAILED, InputError, RunError, SamestepError
 from samestep.launcher.failure import Failure
 from samestep.launcher.job import Job, process_state
 from samestep.launcher.process_group import (
@@ -377,15 +377,38 @@ def request_stop() -> None:
 def main_first() -> Iterator[None]:
     """Run the block on rank 0 before the other ranks, such as a download that all of them read.
 
+    If the block raises an exception on rank 0, the others run it too, and have their own. A block
+    inside of another one is run as any code. Nothing limits the time of rank 0.
+
     Raises:
         PeerLostError: rank 0 ended in the block.
+        RunError: the block has raised an exception on rank 0 only.
     """
     world = init()
+    status = world.session.status
+    if world.size == 1 or status.is_preparing:
+        yield
+        return
+    has_failed = False
     if not world.is_main:
-        world.barrier()
-    yield
-    if world.is_main:
-        world.barrier()
+        has_failed = collectives.all_gather(False, world)[0]
+    status.is_preparing = True
+    try:
+        yield
+    except Exception:
+        has_failed = True
+        raise
+    finally:
+        status.is_preparing = False
+        if world.is_main:
+            collectives.all_gather(has_failed, world)
+    if has_failed:
+        raise RunError(
+            "the block of samestep.main_first has raised an exception on rank 0, and none here",
+            expected="the same outcome on every rank",
+            fix="catch the exception inside of the block",
+            code="E_RANK_DESYNC",
+        )
 
 
 def all_gather(value: Any, world: World | None = None) -> list[Any]:

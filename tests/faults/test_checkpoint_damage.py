@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from helpers.system import here
-from samestep.checkpoint.contents import Progress
-from samestep.checkpoint.state import MODEL, OPTIMIZER, Training, load, load_model, pack
+from samestep.checkpoint.contents import Progress, Training
+from samestep.checkpoint.state import MODEL, OPTIMIZER, load, load_model, pack
 from samestep.checkpoint.store import MANIFEST, STATE, CheckpointFolder, read_state
 from samestep.errors import EXIT_INPUT, CheckpointError
 

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
 
 from helpers.surroundings import RecordFault, require_bounded
 from helpers.system import here
-from samestep.checkpoint.contents import Progress
-from samestep.checkpoint.state import AVERAGE, MODEL, OPTIMIZER, Training, pack
+from samestep.checkpoint.contents import Progress, Training
+from samestep.checkpoint.state import AVERAGE, MODEL, OPTIMIZER, pack
 from samestep.checkpoint.state import load as load_checkpoint
 from samestep.checkpoint.store import STATE, CheckpointFolder
 from samestep.errors import EXIT_INPUT, CheckpointError

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, StepLR
 
 from helpers.system import here, weights
-from samestep.checkpoint.contents import Progress
-from samestep.checkpoint.state import Training, load, pack
+from samestep.checkpoint.contents import Progress, Training
+from samestep.checkpoint.state import load, pack
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.config import LearningRateConfig, LearningRateRule, OptimizerConfig, RunOptions, ScheduleConfig
 from samestep.distributed.world import World

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from samestep.checkpoint.contents import Training
 from samestep.checkpoint.encoding import Tensors, encode, encode_objects
-from samestep.checkpoint.state import Training
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import is_accelerator
 from samestep.microbatches import Cursor

@@ -1,12 +1,13 @@
-"""Contents of a checkpoint's JSON files, which are checked when a file is read."""
+"""Contents of a checkpoint: objects with state, and JSON files, which are checked when read."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, TypeVar
 
 from annotated_types import Ge, Gt, Le, Len, Lt
 
@@ -14,10 +15,13 @@ from samestep.errors import CheckpointError
 from samestep.microbatches import Cursor
 
 if TYPE_CHECKING:
+    import torch
     from pydantic import TypeAdapter
+    from torch.optim.lr_scheduler import LRScheduler
 
 
 Kind = TypeVar("Kind")
+Values = Mapping[str, Mapping[str, Any]]
 Count = Annotated[int, Ge(0), Le(2**62)]
 _Finite = Annotated[float, Gt(-math.inf), Lt(math.inf)]
 
@@ -34,6 +38,7 @@ class SavedLoader(Strict):
 
     cursor: Cursor
     settings: dict[str, Any]
+    probe: dict[str, Any] | None = None  # hashes of some samples, and how they were read
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Progress(Strict):
     data: dict[str, Any] = field(default_factory=dict)  # settings of the training data of a recipe
     # Of loops of scripts, by name; the name of a single one is empty.
     loaders: dict[str, SavedLoader] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)  # on which rounding depends
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,81 @@ class SavedState(Strict):
     sources: dict[str, Annotated[str, Len(64, 64)]] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # extra state of modules by name
     objects: dict[str, Any] = field(default_factory=dict)  # state of other objects by name
+    # Of optimizer and schedules, as the script made them.
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)  # values or hashes, for comparison
+
+
+class SavedParameters(Protocol):
+    """Parameters of a model on this rank, by default the complete model.
+
+    Attributes:
+        local: local part of each parameter, as the optimizer has it, by the model's names.
+        is_divided: some parameters are divided among ranks; then every rank packs, and gathering is
+            a collective.
+    """
+
+    local: dict[str, torch.nn.Parameter]
+    is_divided: bool
+
+    def has(self, name: str) -> bool:
+        """Whether this rank has a parameter, or a part of it."""
+        return True
+
+    def full_values(self, values: Values) -> Iterator[tuple[str, str, Any]]:
+        """Yield name, slot and full value of parameters and their state. A collective.
+
+        Args:
+            values: values of this rank by name and slot: local parts of parameters, element-wise
+                state, and others.
+        """
+        for name, slots in values.items():
+            for slot, value in slots.items():
+                yield name, slot, value
+
+    def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a full tensor; one of another shape stays as it is."""
+        return full
+
+
+class CompleteModel(SavedParameters):
+    """Parameters of a model that this rank has completely."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.local = dict(model.named_parameters())
+        self.is_divided = False
+
+
+@dataclass(frozen=True)
+class Training:
+    """Objects with state in a checkpoint.
+
+    Attributes:
+        average: moving average of the trained parameters by name, set in place; None if unused.
+        local_parameters: parameters on this rank; None for the complete model.
+        objects: other objects by name: with `state_dict` and `load_state_dict`, generators of
+            torch, and dicts.
+        settings: settings of optimizer and schedules as the script made them (`settings_of`).
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler | None
+    scaler: torch.amp.GradScaler
+    average: dict[str, torch.Tensor] | None = None
+    local_parameters: SavedParameters | None = None
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @cached_property
+    def parameters(self) -> SavedParameters:
+        """Parameters on this rank."""
+        return self.local_parameters or CompleteModel(self.model)
+
+    @property
+    def named_objects(self) -> dict[str, Any]:
+        """The model and the other objects, by names that do not hide one another."""
+        return {"model": self.model} | {f"object {name}": one for name, one in self.objects.items()}
 
 
 def parse(kind: type[Kind], data: bytes, path: Path) -> Kind:

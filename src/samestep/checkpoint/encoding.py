@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy
 import torch
+from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from samestep.data.batch_plan import content_of
+from samestep.data.whole_batches import WholeBatches
 from samestep.errors import CheckpointError, InputError
 
 EXTRA_STATE = _EXTRA_STATE_KEY_SUFFIX
@@ -42,6 +46,10 @@ _TYPES: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]], 
 # Surrogates stand for bytes of file names that are not UTF-8. JSON cannot represent them.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 Tensors = dict[int, tuple[str, torch.Tensor]]  # name and tensor by id
+# Settings of an optimizer and schedules, by name.
+Settings = dict[str, dict[str, Any]]
+_OF_MODULES = frozenset(vars(nn.Module()))
+_PROGRESS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
 
 
 def encode(value: Any, tensors: Tensors, place: str) -> Any:
@@ -162,26 +170,109 @@ def load_object(value: Any, state: Any) -> None:
     elif isinstance(value, dict):
         value.clear()
         value.update(state)
-    elif isinstance(value, LRScheduler):
-        load_schedule(value, state)
     else:
         value.load_state_dict(state)
 
 
-def load_schedule(scheduler: LRScheduler, saved: dict[str, Any]) -> None:
-    """Restore the state of a scheduler.
+def require_loadable(value: Any, state: Any) -> None:
+    """Require that a state is that of the same kind of schedule; others decide when they load it.
 
     Raises:
-        CheckpointError: the state is that of another kind of scheduler.
+        CheckpointError: the state is that of another kind of schedule.
     """
+    if not isinstance(value, LRScheduler) or not type(value).__module__.startswith("torch.optim."):
+        return
     # Names that begin with an underscore differ between versions of torch.
-    names = sorted(name for name in saved if name[0] != "_")
-    own = sorted(name for name in scheduler.state_dict() if name[0] != "_")
-    if type(scheduler).__module__.startswith("torch.optim.") and names != own:
+    names = sorted(name for name in state if name[0] != "_")
+    own = sorted(name for name in value.state_dict() if name[0] != "_")
+    if names != own:
         raise other_state(
             "schedule", f"it has the values {', '.join(names)}, and not {', '.join(own)}"
         )
-    scheduler.load_state_dict(saved)
+
+
+def replay_schedule(schedule: LRScheduler, saved: dict[str, Any]) -> None:
+    """Bring a new schedule of the script to the step of a saved one with other settings."""
+    if isinstance(schedule, ReduceLROnPlateau):  # a function of metrics, which are gone
+        progress = {key: saved[key] for key in _PROGRESS if key in saved}
+        schedule.load_state_dict({**schedule.state_dict(), **progress})
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # there were no steps of the optimizer
+        for _ in range(saved["last_epoch"] - schedule.last_epoch):
+            schedule.step()
+
+
+def settings_of(optimizer: torch.optim.Optimizer, objects: Mapping[str, Any]) -> Settings:
+    """Return the settings with which a script made its optimizer and schedules, as JSON.
+
+    Call this before training: schedules change the settings of an optimizer.
+    """
+    settings = {
+        f"optimizer group {number}": {
+            key: value
+            for key, value in group.items()
+            if key not in ("params", *_IMPLEMENTATION_FLAGS)
+        }
+        for number, group in enumerate(optimizer.param_groups)
+    }
+    settings |= {
+        name: one.state_dict() for name, one in objects.items() if isinstance(one, LRScheduler)
+    }
+    result: Settings = json.loads(json.dumps(settings, default=_described, skipkeys=True))
+    return result
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor | numpy.ndarray | numpy.generic):
+        return value.tolist()
+    return type(value).__qualname__
+
+
+def changed_keys(saved: Settings, current: Settings) -> dict[str, list[str]]:
+    """Return the keys of the settings with another value."""
+    keys = {
+        name: [key for key in values if key in saved[name] and saved[name][key] != values[key]]
+        for name, values in current.items()
+        if name in saved
+    }
+    return {name: changed for name, changed in keys.items() if changed}
+
+
+def attributes_of(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain attributes of objects and of their modules: numbers, text, or a hash.
+
+    A resumption compares them, since `state_dict` need not contain them.
+    """
+    found = {}
+    for name, one in objects.items():
+        if isinstance(one, LRScheduler | WholeBatches):  # whose state is complete
+            continue
+        parts = one.named_modules() if isinstance(one, nn.Module) else [("", one)]
+        for inner, part in parts:
+            for key, value in getattr(part, "__dict__", {}).items():
+                fact = None if key in _OF_MODULES else _fact(value)
+                if fact is not None:
+                    found[".".join(filter(None, (name, inner, key)))] = fact
+    return found
+
+
+def _fact(value: Any) -> Any:
+    if type(value) in (bool, int, float, str):
+        return value
+    if type(value) is deque:
+        value = list(value)
+    if type(value) in (torch.Tensor, numpy.ndarray, list, tuple, dict):
+        return f"contents with hash {content_of(value)}"
+    return None
+
+
+def attribute_changes(saved: Mapping[str, Any], objects: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the attributes that a checkpoint did not restore."""
+    current = attributes_of(objects)
+    for name, before in saved.items():
+        if name in current and before != current[name]:
+            yield f"{name} is {current[name]}, and was {before} when it was saved"
 
 
 def setting_changes(
@@ -293,13 +384,17 @@ def require_savable(
     scheduler: LRScheduler | None,
     objects: Mapping[str, Any],
 ) -> None:
-    """Refuse state that a checkpoint cannot hold; the state of the optimizer need not exist yet.
+    """Refuse state that a checkpoint cannot hold; an optimizer has state after its first step.
 
     Raises:
         InputError: there is such state.
     """
     encode_objects(model, scheduler, objects, {})
     encode(optimizer.state_dict()["param_groups"], {}, "optimizer.groups")
+    for slots in optimizer.state.values():
+        for slot, value in slots.items() if isinstance(slots, dict) else ():
+            if not isinstance(value, torch.Tensor):
+                encode(value, {}, f"optimizer.{slot}")
     for name, value in model.state_dict().items():
         if not getattr(value, "is_meta", False):  # of another rank
             encode(value, {}, name)

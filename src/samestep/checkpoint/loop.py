@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+
 from samestep.checkpoint.checksum import Trained
-from samestep.checkpoint.contents import Progress, SavedLoader, SavedState
-from samestep.checkpoint.encoding import require_same_names
+from samestep.checkpoint.contents import Progress, SavedLoader, SavedState, Training
+from samestep.checkpoint.encoding import require_same_names, setting_changes
 from samestep.checkpoint.files import Contents
-from samestep.checkpoint.state import Training, load, read_verified, snapshot
-from samestep.checkpoint.store import STATE, CheckpointFolder, file_names
+from samestep.checkpoint.state import load_all, read_verified, snapshot
+from samestep.checkpoint.store import STATE, CheckpointFolder, file_names, manifest_digest
 from samestep.checkpoint.writer import AsyncCheckpointWriter, HostBuffers, SavedCheckpoint
 from samestep.data.whole_batches import WholeBatches
+from samestep.distributed.devices import machine
+from samestep.distributed.world import all_gather
+from samestep.errors import RankMismatchError
 from samestep.metrics.metrics import BestRule
 from samestep.microbatches import require_position
 
@@ -61,7 +68,7 @@ class LoopCheckpoints:
     def _progress(self, name: str) -> Progress:
         """Return the progress that the checkpoint of a model contains."""
         loaders = {
-            key: SavedLoader(loader.cursor, loader.settings_of(loader.cursor.epoch))
+            key: SavedLoader(loader.cursor, loader.settings_of(loader.cursor.epoch), loader.probe)
             for key, loader in self._loaders.items()
         }
         return Progress(
@@ -69,7 +76,43 @@ class LoopCheckpoints:
             cursor=self._first_loader.cursor,
             best=self._best,
             loaders=loaders,
+            machine=machine(self._world.device),
         )
+
+    def _foreseen(self, epoch: int) -> Iterator[str]:
+        """Yield what will fail at the end of an epoch."""
+        loader = self._first_loader
+        is_single = loader.samples_of(epoch) % loader.batch_size == 1 < loader.batch_size
+        for loop in self._loops.values():
+            parts = loop.training.model.modules()
+            if is_single and any(isinstance(one, nn.BatchNorm1d) for one in parts):
+                yield (
+                    "the last batch of an epoch has 1 sample, of which batch norm cannot have a "
+                    "variance in training: drop_last=True leaves it out"
+                )
+
+    def _foreseen_of_schedules(self, epochs: int) -> Iterator[str]:
+        """Yield the schedules with one step for each batch so far, and too few for the others."""
+        loader = self._first_loader
+        cursor = loader.cursor
+        read = cursor.epoch * len(loader) + cursor.samples // loader.batch_size
+        for loop in self._loops.values():
+            schedule: Any = loop.training.scheduler
+            if not isinstance(schedule, OneCycleLR) or schedule.last_epoch != read:
+                continue
+            if schedule.total_steps < epochs * len(loader):
+                yield (
+                    f"OneCycleLR has {schedule.total_steps} steps, and {epochs} epochs have "
+                    f"{epochs * len(loader)} batches: its step after the last one is an error"
+                )
+
+    def _machine_changes(self, saved: Mapping[str, SavedState]) -> list[str]:
+        """Return a line if rounding can differ from that of the checkpoint."""
+        before = next(iter(saved.values())).progress.machine
+        changes = list(setting_changes("machine", before, machine(self._world.device)))
+        if not changes:
+            return []
+        return [f"{'; '.join(changes)}: results are equal to rounding"]
 
     def _trainings(self) -> Iterator[tuple[str, Training]]:
         """Yield the objects of each model; those of the loop belong to the first name."""
@@ -88,7 +131,7 @@ class LoopCheckpoints:
     def _snapshot(self, buffers: HostBuffers | None) -> dict[str, Contents]:
         files: dict[str, Contents] = {}
         for name, training in self._trainings():
-            own = snapshot(training, self._progress(name), buffers)
+            own = snapshot(training, partial(self._progress, name), buffers)
             files |= {f"{prefix(name)}{file}": contents for file, contents in own.items()}
         return files
 
@@ -100,22 +143,59 @@ class LoopCheckpoints:
         states = read_verified(path, trainings)
         return {name: states[prefix(name)] for name in self._loops}
 
+    def _require_equal_checkpoint(self, path: Path | None) -> None:
+        """Require that all ranks have found the same checkpoint, before one of them reads it.
+
+        Raises:
+            RankMismatchError: they have not.
+        """
+        digest = "" if path is None else manifest_digest(path)
+        own = [digest, str(self._folder.path.absolute()), "" if path is None else path.name]
+        first, *others = all_gather(own, self._world)
+        for rank, other in enumerate(others, 1):
+            if other[0] != first[0]:
+                places = [
+                    f"{name or 'no checkpoint'} in {folder}" for _, folder, name in (first, other)
+                ]
+                raise RankMismatchError(
+                    f"rank 0 resumes from {places[0]}, rank {rank} from {places[1]}",
+                    expected="one folder of checkpoints, which rank 0 writes and all ranks read",
+                    fix="give every rank the same folder, on a file system that all machines have",
+                )
+
+    def _sample_changes(self, states: Mapping[str, SavedState]) -> Iterator[str]:
+        """Yield the loaders with other samples under the indices of a checkpoint."""
+        for key, saved in next(iter(states.values())).progress.loaders.items():
+            if saved.probe is not None:
+                changed = self._loaders[key].changed_samples(saved.probe)
+                if changed:
+                    numbers = ", ".join(map(str, changed))
+                    yield f"{key or 'loader'}: other contents of samples {numbers}"
+
     def _load(
         self, path: Path, saved: Mapping[str, SavedState], *, new_objects: bool = False
     ) -> None:
-        """Restore the state and the position of a checkpoint that `_read` has verified."""
-        for name, training in self._trainings():
-            load(path, training, saved[name], prefix(name), new_objects=new_objects)
-        for name, state in saved.items():
+        """Restore the state and the position of a checkpoint that `_read` has verified.
+
+        Without a fitting state everything stays as it was.
+        """
+        cursors = {}
+        for state in saved.values():
             progress = state.progress
-            self._loops[name].steps = progress.step
-            self._best = progress.best
             positions = {key: loader.cursor for key, loader in progress.loaders.items()}
             # Checkpoints of recipes have one position, without the settings of a loader.
             for key, cursor in (positions or {next(iter(self._loaders)): progress.cursor}).items():
                 loader = self._loaders[key]
                 require_position(cursor, loader.samples_of(cursor.epoch), loader.batch_size)
-                loader.cursor = cursor
+                cursors[key] = cursor
+        trainings = {prefix(name): training for name, training in self._trainings()}
+        states = {prefix(name): state for name, state in saved.items()}
+        load_all(path, trainings, states, new_objects=new_objects)
+        for name, state in saved.items():
+            self._loops[name].steps = state.progress.step
+            self._best = state.progress.best
+        for key, cursor in cursors.items():
+            self._loaders[key].cursor = cursor
 
     def __enter__(self) -> Self:
         return self

@@ -6,29 +6,41 @@ The files do not depend on the number of ranks: names are the model's own, the p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.checkpoint.contents import Progress, SavedOptimizer, SavedState, invalid_contents
+from samestep.checkpoint.contents import (
+    CompleteModel,
+    Progress,
+    SavedOptimizer,
+    SavedParameters,
+    SavedState,
+    Training,
+    invalid_contents,
+)
 from samestep.checkpoint.encoding import (
     EXTRA_STATE,
     Tensors,
+    attributes_of,
+    changed_keys,
     decode,
     encode,
     encode_objects,
     groups_like,
     load_object,
-    load_schedule,
+    object_state,
     other_state,
+    replay_schedule,
+    require_loadable,
     require_same_names,
 )
 from samestep.checkpoint.files import Contents, pieces
@@ -43,82 +55,14 @@ AVERAGE = "average.safetensors"
 OTHERS = "others.safetensors"  # tensors that `state.json` refers to
 
 
-Values = Mapping[str, Mapping[str, Any]]
-
-
-class SavedParameters(Protocol):
-    """Parameters of a model on this rank, by default the complete model.
-
-    Attributes:
-        local: local part of each parameter, as the optimizer has it, by the model's names.
-        is_divided: some parameters are divided among ranks; then every rank packs, and gathering is
-            a collective.
-    """
-
-    local: dict[str, torch.nn.Parameter]
-    is_divided: bool
-
-    def has(self, name: str) -> bool:
-        """Whether this rank has a parameter, or a part of it."""
-        return True
-
-    def full_values(self, values: Values) -> Iterator[tuple[str, str, Any]]:
-        """Yield name, slot and full value of parameters and their state. A collective.
-
-        Args:
-            values: values of this rank by name and slot: local parts of parameters, element-wise
-                state, and others.
-        """
-        for name, slots in values.items():
-            for slot, value in slots.items():
-                yield name, slot, value
-
-    def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a full tensor; one of another shape stays as it is."""
-        return full
-
-
-class CompleteModel(SavedParameters):
-    """Parameters of a model that this rank has completely."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.local = dict(model.named_parameters())
-        self.is_divided = False
-
-
-@dataclass(frozen=True)
-class Training:
-    """Objects with state in a checkpoint.
-
-    Attributes:
-        average: moving average of the trained parameters by name, set in place; None if unused.
-        local_parameters: parameters on this rank; None for the complete model.
-        objects: other objects by name: with `state_dict` and `load_state_dict`, generators of
-            torch, and dicts.
-    """
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: LRScheduler | None
-    scaler: torch.amp.GradScaler
-    average: dict[str, torch.Tensor] | None = None
-    local_parameters: SavedParameters | None = None
-    objects: Mapping[str, Any] = field(default_factory=dict)
-
-    @cached_property
-    def parameters(self) -> SavedParameters:
-        """Parameters on this rank."""
-        return self.local_parameters or CompleteModel(self.model)
-
-
 def snapshot(
-    training: Training, progress: Progress, buffers: HostBuffers | None
+    training: Training, progress: Callable[[], Progress], buffers: HostBuffers | None
 ) -> dict[str, Contents]:
     """Copy the state, and return the files of a checkpoint by name, the same under every strategy.
 
     Args:
         training: unchanged.
-        progress: position of the run.
+        progress: returns the position of the run; called on rank 0.
         buffers: memory of the copies, one of each tensor; call its `wait` before the files are
             read. With None, the rank only takes part in gathering, and the result is empty.
     """
@@ -136,11 +80,13 @@ def snapshot(
     # A run can import modules after its start, and a resumption compares all of them.
     process_state.source_files.note_imports()
     state = {
-        "progress": asdict(progress),
+        "progress": asdict(progress()),
         "aliases": aliases,
         "optimizer": optimizer,
         "scaler": training.scaler.state_dict(),
         "sources": process_state.source_files.hashes,
+        "settings": training.settings,
+        "attributes": attributes_of(training.named_objects),
         **encode_objects(training.model, training.scheduler, training.objects, others),
     }
     files: dict[str, Contents] = {
@@ -159,7 +105,7 @@ def pack(training: Training, progress: Progress, *, keep: bool = True) -> dict[s
     """Return the complete files of `snapshot`; with `keep=False`, only take part in gathering."""
     buffers = HostBuffers()
     used = buffers if keep else None
-    files = snapshot(training, progress, used)
+    files = snapshot(training, lambda: progress, used)
     buffers.wait()
     return {name: b"".join(pieces(contents)) for name, contents in files.items()}
 
@@ -249,49 +195,129 @@ def read_verified(checkpoint: Path, trainings: Mapping[str, Training]) -> dict[s
     return {prefix: states[prefix + STATE] for prefix in trainings}
 
 
-def load(
-    checkpoint: Path,
-    training: Training,
-    saved: SavedState | None = None,
-    prefix: str = "",
-    *,
-    new_objects: bool = False,
-) -> Progress:
+def load(checkpoint: Path, training: Training) -> Progress:
     """Verify a checkpoint and load the state into `training`.
-
-    Args:
-        checkpoint: folder of the checkpoint.
-        training: changed in place.
-        saved: result of `read_verified`, if it was called before.
-        prefix: beginning of the names of the files.
-        new_objects: leave objects that the checkpoint does not contain unchanged.
 
     Raises:
         CheckpointError: the checkpoint is damaged, has invalid contents, or is of another model,
-            optimizer or objects.
+            optimizer or objects; `training` is unchanged.
     """
-    state = saved or read_verified(checkpoint, {prefix: training})[prefix]
+    saved = read_verified(checkpoint, {"": training})
+    load_all(checkpoint, {"": training}, saved)
+    return saved[""].progress
+
+
+def load_all(
+    checkpoint: Path,
+    trainings: Mapping[str, Training],
+    saved: Mapping[str, SavedState],
+    *,
+    new_objects: bool = False,
+) -> None:
+    """Load a verified checkpoint into all models of a loop, or into none.
+
+    Changed settings stay as the script has made them, and with `new_objects` other objects.
+
+    Raises:
+        CheckpointError: as `load`.
+    """
+    with _load_errors(checkpoint), ExitStack() as undo:
+        loadings = [
+            _loading(checkpoint, training, saved[prefix], prefix, undo, new_objects)
+            for prefix, training in trainings.items()
+        ]
+        for _ in zip(*loadings, strict=True):
+            pass
+        undo.pop_all()
+
+
+def _loading(
+    checkpoint: Path,
+    training: Training,
+    state: SavedState,
+    prefix: str,
+    undo: ExitStack,
+    new_objects: bool,
+) -> Iterator[None]:
+    """Load a state in three parts: comparison; objects that can refuse; tensors, which fit.
+
+    Settings that the caller has accepted stay as the script has made them.
+    """
     known = set(training.objects)
     if new_objects:
         known &= set(state.objects)
     require_same_names("objects", state.objects, known)
+    changed = changed_keys(state.settings, training.settings)
     parameters = training.parameters
-    with _load_errors(checkpoint):
-        if training.average is not None:
-            average = _mapped_tensors(checkpoint, prefix + AVERAGE)
-            _copy(average, training.average, parameters)
-        restore = _decoder(checkpoint, prefix, parameters)
-        slots = _mapped_tensors(checkpoint, prefix + OPTIMIZER)
-        _load_model(checkpoint, prefix, state, restore, training.model, parameters)
-        _load_optimizer(training, slots, replace(state.optimizer, **restore(vars(state.optimizer))))
-        if training.scheduler is not None and state.scheduler is not None:
-            load_schedule(training.scheduler, restore(state.scheduler))
-        if state.scaler:
-            training.scaler.load_state_dict(state.scaler)
-        for name, value in training.objects.items():
-            if name in state.objects:
-                load_object(value, restore(state.objects[name]))
-    return state.progress
+    restore = _decoder(checkpoint, prefix, parameters)
+    average: Mapping[str, torch.Tensor] = {}
+    if training.average is not None:
+        average = _mapped_tensors(checkpoint, prefix + AVERAGE)
+        average = _fitting(average, training.average, parameters)
+    tensors = _model_tensors(checkpoint, prefix, state, restore, training.model, parameters)
+    restored = replace(state.optimizer, **restore(vars(state.optimizer)))
+    slots = _mapped_tensors(checkpoint, prefix + OPTIMIZER)
+    optimizer_state = _optimizer_state(training, slots, restored)
+    objects = _saved_objects(training, state, restore)
+    for value, saved_state in objects.values():
+        require_loadable(value, saved_state)
+    yield
+    optimizer = training.optimizer
+    # torch replaces the containers of an optimizer, and writes into neither; a replay does.
+    groups = list(map(dict, optimizer.param_groups))
+    undo.callback(optimizer.__setstate__, {"state": optimizer.state, "param_groups": groups})
+    extra = {name: value for name, value in tensors.items() if name.endswith(EXTRA_STATE)}
+    if extra:
+        model = training.model
+        before = {name: deepcopy(model.state_dict()[name]) for name in extra}
+        undo.callback(model.load_state_dict, before, strict=False)
+        model.load_state_dict(extra, strict=False)
+    _load_objects(objects, changed, optimizer, optimizer_state, undo)
+    _load_optimizer(training, optimizer_state)
+    yield
+    for name, tensor in average.items():
+        (training.average or {})[name].copy_(tensor)
+    training.model.load_state_dict(tensors)
+    yield
+
+
+def _saved_objects(
+    training: Training, state: SavedState, restore: Callable[[Any], Any]
+) -> dict[str, tuple[Any, Any]]:
+    objects: dict[str, tuple[Any, Any]] = {}
+    if training.scheduler is not None and state.scheduler is not None:
+        objects["scheduler"] = (training.scheduler, restore(state.scheduler))
+    if state.scaler:
+        objects["scaler"] = (training.scaler, state.scaler)
+    for name, value in training.objects.items():
+        if name in state.objects:
+            objects[f"object {name}"] = (value, restore(state.objects[name]))
+    return objects
+
+
+def _load_objects(
+    objects: Mapping[str, tuple[Any, Any]],
+    changed: Mapping[str, Sequence[str]],
+    optimizer: torch.optim.Optimizer,
+    optimizer_state: Mapping[str, Any],
+    undo: ExitStack,
+) -> None:
+    """Load objects, and put accepted settings of the script into the state of the optimizer."""
+    is_replayed = False
+    for name, (value, saved_state) in objects.items():
+        undo.callback(load_object, value, deepcopy(object_state(name, value)))
+        if name in changed:
+            is_replayed = True
+            replay_schedule(value, saved_state)
+        else:
+            load_object(value, saved_state)
+    for number, (group, own) in enumerate(
+        zip(optimizer_state["param_groups"], optimizer.param_groups, strict=True)
+    ):
+        kept = changed.get(f"optimizer group {number}", [])
+        if is_replayed:  # schedules set any of them
+            kept = [key for key in own if key != "params"]
+        group.update({key: own[key] for key in kept})
 
 
 def load_model(
@@ -317,7 +343,7 @@ def load_model(
     with _load_errors(checkpoint):
         state = read_state(checkpoint, MODEL, *averages)
         restore = _decoder(checkpoint, "", parameters)
-        _load_model(checkpoint, "", state, restore, model, parameters)
+        model.load_state_dict(_model_tensors(checkpoint, "", state, restore, model, parameters))
         if averaged:
             average = _mapped_tensors(checkpoint, AVERAGE)
             target = {
@@ -325,7 +351,8 @@ def load_model(
                 for name, parameter in parameters.local.items()
                 if name in average and parameters.has(name)
             }
-            _copy(average, target, parameters)
+            for name, tensor in _fitting(average, target, parameters).items():
+                target[name].copy_(tensor)
 
 
 @contextmanager
@@ -375,18 +402,17 @@ def _mapped_tensors(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
         raise invalid_contents(checkpoint / name, str(error)) from error
 
 
-def _copy(
+def _fitting(
     source: Mapping[str, torch.Tensor],
     target: Mapping[str, torch.Tensor],
     parameters: SavedParameters,
-) -> None:
-    """Copy this rank's parts of full tensors into `target`, in place."""
+) -> dict[str, torch.Tensor]:
+    """Return this rank's parts of full tensors, which fit into `target`."""
     own = {name: tensor for name, tensor in source.items() if parameters.has(name)}
     parts = {name: parameters.local_part(name, tensor) for name, tensor in own.items()}
     if target.keys() != parts.keys() or not all(_fits(parts[name], target[name]) for name in parts):
         raise ValueError("the weights belong to other parameters")
-    for name, tensor in target.items():
-        tensor.copy_(parts[name])
+    return parts
 
 
 def _fits(saved: Any, current: torch.Tensor) -> bool:
@@ -394,14 +420,15 @@ def _fits(saved: Any, current: torch.Tensor) -> bool:
     return is_tensor and saved.shape == current.shape and saved.dtype == current.dtype
 
 
-def _load_model(
+def _model_tensors(
     checkpoint: Path,
     prefix: str,
     state: SavedState,
     restore: Callable[[Any], Any],
     model: torch.nn.Module,
     parameters: SavedParameters,
-) -> None:
+) -> dict[str, Any]:
+    """Return the state of a model of a checkpoint, which fits to `model`."""
     saved: dict[str, Any] = dict(_mapped_tensors(checkpoint, prefix + MODEL))
     for name, tensor in saved.items():
         if name in parameters.local:
@@ -426,14 +453,13 @@ def _load_model(
             "model.pretrained",
             code="E_RESUME_CHANGED",
         )
-    # Only now: a model of another shape stays as it was.
-    model.load_state_dict(saved)
+    return saved
 
 
-def _load_optimizer(
+def _optimizer_state(
     training: Training, slots: Mapping[str, torch.Tensor], saved: SavedOptimizer
-) -> None:
-    """Load the state of the optimizer from tensors by `slot/name` and other values."""
+) -> dict[str, Any]:
+    """Return the state of an optimizer from tensors by `slot/name` and other values."""
     names = _names(training)
     parameters = training.parameters
     groups = groups_like(saved.groups, _groups(training, names))
@@ -454,14 +480,17 @@ def _load_optimizer(
                 local = {slot: parameters.local_part(name, tensor) for slot, tensor in own.items()}
                 state[index[name]] = {**local, **numbers}
         group["params"] = [index[name] for name in group["params"]]
-    training.optimizer.load_state_dict(
-        {"state": state | dict(saved.shared), "param_groups": groups}
-    )
-    for name, parameter in parameters.local.items():
-        if index.get(name) not in state:
+    return {"state": state | dict(saved.shared), "param_groups": groups}
+
+
+def _load_optimizer(training: Training, saved: dict[str, Any]) -> None:
+    optimizer = training.optimizer
+    optimizer.load_state_dict(saved)
+    for index, name in _names(training).items():
+        if index not in saved["state"]:
             continue
-        loaded = training.optimizer.state[parameter]
-        for slot, value in state[index[name]].items():
+        loaded = optimizer.state[training.parameters.local[name]]
+        for slot, value in saved["state"][index].items():
             # torch converts tensors to the type of the parameter, and text to a description. A
             # tensor that needs no conversion remains part of the mapped file.
             if not isinstance(value, torch.Tensor):

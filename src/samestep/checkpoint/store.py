@@ -401,6 +401,14 @@ def file_names(checkpoint: Path) -> set[str]:
     return set(_read_manifest(checkpoint))
 
 
+def manifest_digest(checkpoint: Path) -> str:
+    """Return the hash of a manifest, by which ranks compare a checkpoint; empty without one."""
+    path = checkpoint / MANIFEST
+    if not path.is_file():
+        return ""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def damaged(path: Path, problem: str) -> CheckpointError:
     """Return the error for a damaged checkpoint."""
     return CheckpointError(

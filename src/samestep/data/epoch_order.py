@@ -95,6 +95,7 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
             self._stream = dataset
         self._samples = 0
         self._sizes = (-1, -1)  # epoch and length of the data set for which `_samples` holds
+        self._settings: dict[tuple[int, int], dict[str, int | str]] = {}
         self.cursor = Cursor()
         self.samples_of(0)
 
@@ -137,6 +138,9 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
     def settings_of(self, epoch: int) -> dict[str, int | str]:
         """Return the settings on which the batches of an epoch depend; checkpoints contain them."""
         samples = self.samples_of(epoch)
+        key = (epoch, len(self._dataset))
+        if key in self._settings:  # saves of an epoch draw its order once
+            return self._settings[key]
         drawn = ""
         if self._sampler is not None:
             drawn = _digest(self.order(epoch)[:samples])
@@ -152,12 +156,14 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         }
         if self._stream is not None:
             settings |= self._stream.settings(shuffle=self._shuffle)
+        self._settings = {key: settings}
         return settings
 
     def adopt(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a checkpoint; those without `order` are of a `shuffled` order."""
         if "order" not in settings and self._kind == "auto":
             self._kind = "shuffled"
+            self._settings.clear()
         return {"order": "shuffled", **settings}
 
     def order(self, epoch: int) -> Order:

@@ -318,7 +318,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
     def _completed_alone(self, pending: Request, reading: Reading) -> Any:
         """Return the batch of a reading without the other ranks."""
         if reading.failure is not None:
-            _raise(reading.failure)
+            raise_failure(reading.failure)
         if reading.decision is not None and self.state.ranks is None:
             self.state.decision = reading.decision
         if reading.drew:
@@ -327,7 +327,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         if reading.drew or is_part:
             reading = self._whole(pending)
             if reading.failure is not None:
-                _raise(reading.failure)
+                raise_failure(reading.failure)
         return reading.data
 
     def _decide(self, decision: Decision | None, codes: Sequence[int], ranks: BatchRanks) -> None:
@@ -398,7 +398,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         words = ranks.word(0, status)
         failed = [rank for rank, word in enumerate(words) if word[1] == _FAILED]
         if failure is not None:
-            _raise(failure)
+            raise_failure(failure)
         if failed:
             raise PeerLostError(
                 f"rank {failed[0]} cannot read a sample that this rank can read",
@@ -477,7 +477,8 @@ def _spans(lengths: Sequence[int]) -> Bounds:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def _raise(failure: Any) -> None:
+def raise_failure(failure: Any) -> None:
+    """Raise the failure of a reading."""
     if isinstance(failure, ExceptionWrapper):
         failure.reraise()
     raise failure

@@ -7,7 +7,7 @@ import os
 import signal
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.queues import Queue
 from operator import length_hint
 from typing import Any, Literal, NamedTuple
@@ -17,7 +17,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
 from samestep.data.batch import Collate
-from samestep.data.batch_plan import Plan, equal, plan_of
+from samestep.data.batch_plan import Plan, content_of, equal, plan_of
 from samestep.data.read_generators import (
     OwnGenerators,
     PlainAttributes,
@@ -34,12 +34,13 @@ from samestep.distributed.signals import die_with_parent
 from samestep.errors import DataError, SamestepError, message_of
 
 # `check`: read whole and decide; `own`: read the own rows; `whole`: read all; `plain`: read all as
-# torch does, without seeds for the samples.
-How = Literal["check", "own", "whole", "plain"]
+# torch does, without seeds for the samples; `probe`: hash the samples.
+How = Literal["check", "own", "whole", "plain", "probe"]
 
 MEMORY = "samples depend on those that were read before"
 COLLATE = "the collate function does not keep samples apart"
 COLLATE_DRAWS = "the collate function draws random numbers"
+_PROBES = 8  # samples of the first batch that a resumption reads again
 
 
 class Request(NamedTuple):
@@ -73,12 +74,14 @@ class Decision:
         draws: samples or their collation draw random numbers.
         plan: how a batch is put together from own rows; None if it is not.
         reason: why batches are read whole.
+        probe: hashes of some samples, and how to read them again; None if they depend on others.
     """
 
     how: How
     draws: bool
     plan: Plan | None = None
     reason: str = ""
+    probe: dict[str, Any] | None = None
 
 
 class Reading(NamedTuple):
@@ -144,10 +147,8 @@ class SampleReader(Dataset[Any]):
                 set_epoch(self.dataset, request.seed, request.epoch)
             if request.how == "check":
                 return self._check(request)
-            if request.how == "plain":
-                samples, _, skipped = self._unseeded(request)
-                return Reading(self._collate(samples), len(samples), skipped=skipped)
-            return self._read(request)
+            readings = {"plain": self._read_plain, "probe": self._probed}
+            return readings.get(request.how, self._read)(request)
         except Exception as error:  # boundary: the loader raises it on all ranks
             worker = get_worker_info()
             if worker is None or isinstance(error, SamestepError):
@@ -248,13 +249,27 @@ class SampleReader(Dataset[Any]):
             end = PlainAttributes(self.dataset, self._collate)
             if self._is_repeatable(request, read, draws=draws, has_drawn=has_drawn):
                 end.restore()
+                probe = _probe(request._replace(draws=draws), read)
                 data, decision = self._decided(request._replace(draws=draws), read)
+                decision = replace(decision, probe=probe)
                 return Reading(data, len(read.samples), skipped=read.skipped, decision=decision)
         begin.restore()
         samples, _, skipped = self._unseeded(request)
         decision = Decision("plain", draws=False, reason=MEMORY)
         data = self._collate(samples)
         return Reading(data, len(samples), skipped=skipped, decision=decision)
+
+    def _read_plain(self, request: Request) -> Reading:
+        samples, _, skipped = self._unseeded(request)
+        return Reading(self._collate(samples), len(samples), skipped=skipped)
+
+    def _probed(self, request: Request) -> Reading:
+        """Return hashes of samples, and leave no trace of their reading."""
+        begin = PlainAttributes(self.dataset, self._collate)
+        with preserved_generators(), self.generators.preserved():
+            read = self._one_by_one(request, seeds=request.draws)
+        begin.restore()
+        return Reading(list(map(content_of, read.samples)), len(read.samples))
 
     def _is_repeatable(
         self, request: Request, read: _Samples, *, draws: bool, has_drawn: bool
@@ -312,6 +327,24 @@ class SampleReader(Dataset[Any]):
             if plan is None:
                 return data, Decision("whole", request.draws, reason=COLLATE)
         return data, Decision("own", request.draws, plan)
+
+
+def _probe(request: Request, read: _Samples) -> dict[str, Any]:
+    """Return hashes of up to `_PROBES` samples of a batch, and the facts that they depend on."""
+    repeats = request.repeats or [0] * len(request.indices)
+    numbers = [
+        number
+        for number, position in enumerate(read.positions)
+        if type(request.indices[position]) in (int, str) and not repeats[position]
+    ]
+    numbers = numbers[:: max(1, len(numbers) // _PROBES)]
+    return {
+        "seed": request.seed,
+        "epoch": request.epoch,
+        "draws": request.draws,
+        "indices": [request.indices[read.positions[number]] for number in numbers],
+        "hashes": [content_of(read.samples[number]) for number in numbers],
+    }
 
 
 def _own(sample: Any) -> Any:

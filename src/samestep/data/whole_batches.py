@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from samestep.data.epoch_order import EpochOrder
-from samestep.data.own_rows import BatchRanks, OwnRows, own_iterator
+from samestep.data.own_rows import BatchRanks, OwnRows, own_iterator, raise_failure
+from samestep.data.sample_reader import Request, SampleReader, as_it_is, init_worker
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import PassedGenerator, passed_generators
 from samestep.distributed.signals import StoppedLoop
@@ -108,6 +110,42 @@ class WholeBatches:
         if self._order is not None:
             return self._order.settings_of(epoch)
         return {"samples": self.samples_of(epoch), "batch_size": self.batch_size}
+
+    @property
+    def probe(self) -> dict[str, Any] | None:
+        """Hashes of some samples of the first batch that was read; None before it."""
+        decision = self._state.decision
+        return None if decision is None else decision.probe
+
+    def changed_samples(self, probe: Mapping[str, Any]) -> list[Any]:
+        """Return the indices of the samples of a probe with other contents now."""
+        indices = probe["indices"]
+        request = Request("probe", indices, None, probe["seed"], probe["epoch"], probe["draws"], [])
+        loader = self._loader
+        reader = SampleReader(
+            self.dataset, loader.collate_fn, sets_epoch=self._state.seed is not None
+        )
+        # In a worker as other samples: a file that a data set opens once cannot be shared with it.
+        options: dict[str, Any] = {}
+        if loader.num_workers:
+            options = {
+                "num_workers": 1,
+                "multiprocessing_context": loader.multiprocessing_context,
+                "worker_init_fn": partial(init_worker, self.dataset, loader.worker_init_fn),
+            }
+        requests: Any = [request]
+        readings: DataLoader[Any] = DataLoader(
+            reader,
+            batch_sampler=requests,
+            collate_fn=as_it_is,
+            generator=torch.Generator(),
+            **options,
+        )
+        reading = next(iter(readings))
+        if reading.failure is not None:
+            raise_failure(reading.failure)
+        pairs = zip(indices, probe["hashes"], reading.data, strict=True)
+        return [index for index, before, now in pairs if before != now]
 
     def adopt(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a checkpoint."""

@@ -10,6 +10,7 @@ Variables").
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -58,6 +59,21 @@ def accelerator_module() -> Any:
     import torch
 
     return torch.get_device_module(ACCELERATOR)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Return what rounding depends on, in addition to the code: device, torch, intra-op threads."""
+    import torch
+
+    if is_accelerator(device):
+        name = accelerator_module().get_device_name(device)
+    else:
+        name = platform.processor() or platform.machine()
+        with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:  # proc(5)
+            models = (line.partition(": ")[2] for line in file if line.startswith("model name"))
+            name = next(models, name).strip()
+        name += f", {torch.backends.cpu.get_cpu_capability()}"  # the instructions of kernels
+    return {"device": name, "torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
 def kernel_settings() -> tuple[str | bool, ...]:

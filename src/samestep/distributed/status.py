@@ -107,6 +107,7 @@ class DeviceClock:
 class RankStatus:
     """Writer of one rank's slot."""
 
+    is_preparing = False  # in a block of `samestep.main_first`
     is_free = False  # the rank rests between operations and waits, as a plain loop does
     device_clock: DeviceClock | None = None  # None on a CPU
     # Called with a name when a wait for other ranks begins, in the waiting thread. The returned

@@ -241,6 +241,12 @@ class ProgressTimer:
         return self._seconds
 
 
+def _prepares(state: RankState) -> bool:
+    status = state.status
+    is_quiet = state.has_ended or status.is_finished or state.is_silent or state.disk_operation
+    return status.is_resting and not is_quiet and state.process_state not in _PROCESS_STATES
+
+
 class Watchdog:
     """Periodic checks of all ranks: for hangs, after `hang_after` seconds, and for slow ranks."""
 
@@ -257,7 +263,8 @@ class Watchdog:
 
         Ranks are not watched before the first has reached `samestep.init()` and after the last has
         left it: a program may do anything there. Nor while all of them are in code of a plain loop
-        between its calls.
+        between its calls; before the first step of an optimizer, nor while one of them is: it can
+        prepare data for which the others wait.
         """
         running = [
             state.status
@@ -265,6 +272,9 @@ class Watchdog:
             if not state.has_ended and not state.status.is_finished
         ]
         if not any(status.operations for status in running if not status.is_resting):
+            return None
+        is_prepared = any(status.steps for status in running)
+        if not is_prepared and any(map(_prepares, states.values())):
             return None
         seconds = self._timer.seconds_without_change(max(status.last_change for status in running))
         if seconds >= self._hang_after:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from samestep.checkpoint.state import CompleteModel
+from samestep.checkpoint.contents import CompleteModel
 from samestep.config import (
     DataConfig,
     NamedConfig,

@@ -20,6 +20,7 @@ from samestep.checkpoint.store import CheckpointFolder
 from samestep.checkpoint.writer import SavedCheckpoint
 from samestep.config import Recipe, RunOptions
 from samestep.config.validation import require
+from samestep.distributed.devices import machine
 from samestep.errors import CheckpointWriteError, InputError
 from samestep.loggers.logger import RunLogger
 from samestep.metrics.metrics import BestRule
@@ -70,6 +71,7 @@ class RecipeCheckpoints(LoopCheckpoints):
         self._loss_sum = 0.0
         self._loss_count = 0.0
         self._accepted_changes: list[str] = []
+        self._notes: list[str] = []
         self._interval = CheckpointInterval(options.max_lost_work)
         self._every = options.checkpoint_every
 
@@ -101,6 +103,7 @@ class RecipeCheckpoints(LoopCheckpoints):
             skipped_steps=self.skipped_steps,
             recipe=self.recipe,
             data=self._data_settings(cursor.epoch),
+            machine=machine(self._world.device),
         )
 
     def _data_settings(self, epoch: int) -> dict[str, Any]:
@@ -114,6 +117,7 @@ class RecipeCheckpoints(LoopCheckpoints):
             CheckpointError: the checkpoint is damaged, or belongs to another model.
             InputError: the data have changed, or `epochs` is too small.
         """
+        self._require_equal_checkpoint(path)
         saved = self._read(path)
         progress = saved[""].progress
         cursor = progress.cursor
@@ -133,6 +137,7 @@ class RecipeCheckpoints(LoopCheckpoints):
         self._loss_count = progress.loss_count
         self.skipped_steps = progress.skipped_steps
         self._accepted_changes = changes
+        self._notes = self._machine_changes(saved)
         before = progress.recipe.get("epochs", epochs)
         if before != epochs and isinstance(self._driver.scheduler, LambdaLR):
             apply_schedule(self._driver.scheduler)  # the schedule depends on the number of epochs
@@ -159,7 +164,7 @@ class RecipeCheckpoints(LoopCheckpoints):
         self._logger.log_event(
             "resume", step=step, epoch=cursor.epoch, samples=cursor.samples, text=text
         )
-        for change in self._accepted_changes:
+        for change in (*self._notes, *self._accepted_changes):
             self._logger.log_event("note", text=f"continuing with a change: {change}")
 
     def begin(self) -> None:

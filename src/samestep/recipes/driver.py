@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.checkpoint.state import SavedParameters, Training
+from samestep.checkpoint.contents import SavedParameters, Training
 from samestep.config import Precision, Recipe
 from samestep.data.batch import channels_last, move
 from samestep.distributed.device_reads import device_reads
@@ -259,10 +259,12 @@ class Driver:
         metrics: Sequence[Metric | LossMetric],
         *,
         until_stop: bool = False,
+        is_trial: bool = False,
     ) -> dict[str, float] | None:
         """Return `loss`, other means of the loss function, `samples` and every metric.
 
-        With `until_stop`, return None on every rank if a rank receives a stop request.
+        With `until_stop`, return None on every rank if a rank receives a stop request; with
+        `is_trial`, after some batches that need not have values.
 
         Raises:
             RunError: the loss counts nothing.
@@ -290,6 +292,10 @@ class Driver:
                     metric.update(outputs, targets)
                 samples += len(batch.samples)
                 self.world.session.status.heartbeat()
+        if is_trial:
+            for metric in counting:
+                metric.reset()
+            return None
         values: dict[str, float] = {**_means(sums, weights), "samples": samples}
         for one in metrics:
             if isinstance(one, LossMetric):

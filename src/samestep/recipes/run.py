@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from samestep.recipes.events import TrainingEvents
 from samestep.recipes.models import load_all
 from samestep.recipes.predict import evaluate_by_class, evaluated
 from samestep.recipes.recipe_files import update_recipe, write_dataset_info
-from samestep.recipes.samples import RecipeBatch
+from samestep.recipes.samples import RecipeBatch, complete_epoch
 from samestep.runs.folder import append_start, environment, recorded_keep, require_same_code
 
 
@@ -118,6 +119,9 @@ def fit(
     stopped = False
     with checkpoints:  # waits for the last one before the result reports success
         checkpoints.begin()
+        if not driver.steps:  # an evaluation that cannot be computed must not cost an epoch
+            first = islice(complete_epoch(built.evaluation), 1)
+            driver.evaluate(first, built.metrics, is_trial=True)
         if batches.cursor.epoch >= epochs and not checkpoints.awaits_evaluation:
             # Nothing remains of a complete run, but its summary has the values of an evaluation.
             evaluation = _evaluate(built, checkpoints, events)

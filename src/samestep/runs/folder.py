@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from samestep.checkpoint.files import LOCK, FolderLock, write_atomically
 from samestep.checkpoint.store import CheckpointFolder, read_state
 from samestep.config import DEFAULT_KEEP, LOGGERS
-from samestep.distributed.devices import accelerator_module, is_accelerator
+from samestep.distributed.devices import is_accelerator, machine
 from samestep.distributed.disk_operations import HeldFolder, read_small
 from samestep.distributed.env import read_environment
 from samestep.distributed.logging import logger
@@ -195,16 +195,15 @@ def recorded_keep(run: Path) -> int:
 
 def environment(world: World, **facts: Any) -> dict[str, Any]:
     """Return the environment of a start: processes, `facts`, device and versions."""
-    gpu = None
+    visible = None
     if is_accelerator(world.device):
-        gpu = accelerator_module().get_device_name(world.device)
+        visible = read_environment().visible_devices
     return {
+        **machine(world.device),
         "processes": world.size,
         **facts,
-        "visible_devices": read_environment().visible_devices if gpu else None,
-        "device": gpu or platform.processor() or platform.machine(),
+        "visible_devices": visible,
         "python": platform.python_version(),
-        "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "system": platform.system(),
     }

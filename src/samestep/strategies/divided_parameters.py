@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from samestep.checkpoint.state import SavedParameters, Values
+from samestep.checkpoint.contents import SavedParameters, Values
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -116,7 +116,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
 
     Under `fsdp`, `hsdp`, `tp` and `pp`, `module.state_dict()` has the parts of this rank, and the
     result copies of all parts; under `ddp` the result is `module.state_dict()`. Call it on every
-    rank.
+    rank. DTensors of `module.state_dict()` are gathered when every rank pickles them.
 
     Args:
         module: a module, with divided calls or not.

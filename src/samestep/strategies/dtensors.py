@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, debug
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -23,8 +24,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from samestep.config.exclusions import excluded
 from samestep.distributed.devices import is_accelerator
+from samestep.errors import RunError
+from samestep.launcher.job import process_state
 from samestep.reduce.fast import Reduction
 from samestep.view.crossings import crossing, leave, replicated
+from samestep.view.in_step import SAVE, SAVE_FIX
 
 # Element by element, with the same rounding in vectors and outside of them; of float32 and float64
 # only.
@@ -177,6 +181,7 @@ def compute_whole(*, is_exact: bool) -> None:
     divided: Any = DTensor
     divided.data = property(_data.__get__, _assign)
     divided.__format__ = _format
+    divided.__reduce_ex__ = _pickled
 
 
 class _Propagation:
@@ -243,6 +248,28 @@ def _format(tensor: DTensor, spec: str) -> str:
     if tensor.dim() == 0:
         return format(tensor.item(), spec)
     return object.__format__(tensor, spec)
+
+
+def _pickled(tensor: DTensor, protocol: Any) -> Any:
+    """Pickle the full tensor, as a plain loop does: a file needs all parts. A collective.
+
+    Raises:
+        RankMismatchError: another rank does something else.
+        RunError: ranks cannot communicate here, as in a thread.
+    """
+    view = process_state.view
+    if view is None or not view.exchanges_here():
+        raise RunError(
+            "a divided parameter is saved where ranks cannot gather it",
+            expected="full tensors",
+            fix=SAVE_FIX,
+            code="E_INCOMPATIBLE",
+        )
+    view.any_rank(place=SAVE)
+    full = full_value(tensor)
+    if isinstance(tensor, nn.Parameter):
+        full = nn.Parameter(full, tensor.requires_grad)
+    return full.__reduce_ex__(protocol)
 
 
 def _number(operation: Any, arguments: Any, options: Any) -> Any:

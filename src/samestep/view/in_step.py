@@ -76,6 +76,9 @@ _CODES_AND_FIXES = {
     _LOSS: (_MISMATCH, f"compute the loss from the same values on every rank, {_KERNELS}"),
     _GRADIENTS: (_MISMATCH, f"change gradients alike on every rank, {_KERNELS}"),
 }
+# A place that a rank may reach alone, and the fix then.
+SAVE = "torch.save of divided parameters"
+SAVE_FIX = "weights = samestep.full_state_dict(model) on every rank, then save them on rank 0"
 _OTHER_PATH = (
     "E_RANK_DESYNC",
     "let no decision of the script depend on the rank, the time or the machine",
@@ -350,6 +353,8 @@ def _difference(first: list[Any], rank: int, other: list[Any]) -> RankMismatchEr
     code, fix = _OTHER_PATH
     if name != other_name:
         value = f"rank 0 reached {name} while rank {rank} reached {other_name}"
+        if SAVE in (name, other_name):
+            fix = SAVE_FIX
     else:
         value = f"ranks 0 and {rank} differ in: {name}{_unequal(first_values, other_values)}"
         code, fix = _CODES_AND_FIXES.get(name, _OTHER_PATH)

@@ -18,9 +18,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from samestep.checkpoint import state
-from samestep.checkpoint.contents import Progress
+from samestep.checkpoint.contents import Progress, Training
 from samestep.checkpoint.encoding import Tensors, decode, encode
-from samestep.checkpoint.state import MODEL, OPTIMIZER, Training, load_model, pack
+from samestep.checkpoint.state import MODEL, OPTIMIZER, load_model, pack
 from samestep.checkpoint.store import STATE, CheckpointFolder
 from samestep.errors import CheckpointError, InputError
 from samestep.microbatches import Cursor

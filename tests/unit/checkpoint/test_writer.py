@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.simulated_accelerator import simulated_accelerator
-from samestep.checkpoint.contents import Progress
-from samestep.checkpoint.state import MODEL, Training, pack, snapshot
+from samestep.checkpoint.contents import Progress, Training
+from samestep.checkpoint.state import MODEL, pack, snapshot
 from samestep.checkpoint.store import CheckpointFolder
 from samestep.checkpoint.writer import AsyncCheckpointWriter, HostBuffers, SavedCheckpoint, TensorFile
 from samestep.errors import CheckpointWriteError, InputError
