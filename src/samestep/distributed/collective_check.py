@@ -302,14 +302,11 @@ def _is_library(file: str) -> bool:
 
 # Files whose functions only pass a collective on.
 _ENTRIES = (
-    *(dist.distributed_c10d.__file__, c10d_logger.__file__, __file__, f"{_PACKAGE}session.py"),
-    *(f"{_PACKAGE}distributed{os.sep}world.py", f"{_TORCH}utils{os.sep}_contextlib.py"),
-    *(f"{_TORCH}distributed{os.sep}_functional_collectives.py", functools.__file__),
+    *(dist.distributed_c10d.__file__, c10d_logger.__file__, functools.__file__, __file__),
+    *(f"{_PACKAGE}{name}.py" for name in ("session", f"distributed{os.sep}world")),
+    f"{_TORCH}distributed{os.sep}_functional_collectives.py",
     f"{_TORCH}distributed{os.sep}nn{os.sep}functional.py",
-    f"{_TORCH}autograd{os.sep}function.py",
-        f"{_TORCH}distributed{os.sep}nn{os.sep}functional.py",
-        f"{_TORCH}autograd{os.sep}function.py",
-    ),
+    *(f"{_TORCH}{name}.py" for name in (f"utils{os.sep}_contextlib", f"autograd{os.sep}function")),
 )
 _PASSING = ("checked", "refuse_inside", "wrapper", "begin_collective", "_begin", "apply", "forward")
 
