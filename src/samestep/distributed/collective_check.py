@@ -300,15 +300,21 @@ def _is_library(file: str) -> bool:
     return file.startswith((_PACKAGE, _TORCH, "<frozen "))
 
 
-# Files whose functions only pass a collective on.
+# Files whose functions only pass a collective on, some as modes that observe torch's functions.
 _ENTRIES = (
     *(dist.distributed_c10d.__file__, c10d_logger.__file__, functools.__file__, __file__),
-    *(f"{_PACKAGE}{name}.py" for name in ("session", f"distributed{os.sep}world")),
-    f"{_TORCH}distributed{os.sep}_functional_collectives.py",
-    f"{_TORCH}distributed{os.sep}nn{os.sep}functional.py",
-    *(f"{_TORCH}{name}.py" for name in (f"utils{os.sep}_contextlib", f"autograd{os.sep}function")),
+    *(
+        f"{_PACKAGE}{name.replace('/', os.sep)}.py"
+        for name in ("session", "distributed/world", "view/operations", "view/rows", "view/watch")
+    ),
+    *(
+        f"{_TORCH}{name.replace('/', os.sep)}.py"
+        for name in (
+            *("distributed/_functional_collectives", "distributed/nn/functional", "overrides"),
+            *("utils/_contextlib", "utils/_device", "autograd/function"),
+        )
+    ),
 )
-_PASSING = ("checked", "refuse_inside", "wrapper", "begin_collective", "_begin", "apply", "forward")
 
 
 def refuse_inside(modules: Container[Any]) -> None:
@@ -323,7 +329,7 @@ def refuse_inside(modules: Container[Any]) -> None:
     frame: FrameType | None = sys._getframe()
     name = ""
     while frame is not None and frame.f_code.co_filename in _ENTRIES:
-        if frame.f_code.co_name not in _PASSING:
+        if "<locals>" not in frame.f_code.co_qualname:  # no wrapper
             name = frame.f_code.co_name
         frame = frame.f_back
     if frame is None or name.startswith(("get_", "_")):
