@@ -85,6 +85,7 @@ def parallel(
         name = config and config.name
         process_state.observe_module(module, {"strategy": name, **asdict(options)})
     _place(module)
+    view.parallel_modules.add(module)
     require_microbatches(microbatches, view.ranks.size)
     has_slices = reduction == "exact" and microbatches != 1
     if view.ranks.size > 1 or tensor_slices > 1 or has_slices:  # otherwise its own calls
@@ -221,6 +222,7 @@ def _own_class(module: Any) -> Iterator[None]:
 
 
 def _divide(module: nn.Module, owner: ParallelModule) -> None:
+    owner.view.parallel_modules.add(module)
     base = type(module)
     # Compiled and patched modules have a forward of their own, which would hide that of the class.
     instance_forward = module.__dict__.pop("forward", None)

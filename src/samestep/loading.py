@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader
 
 from samestep.data.batch import SizedDataset
 from samestep.data.whole_batches import WholeBatches, whole_batches
+from samestep.distributed.collective_check import script_line
 from samestep.distributed.env import read_rendezvous
 from samestep.errors import InputError
 from samestep.global_view import joined_view
 from samestep.launcher.job import process_state
-from samestep.view.in_step import script_line
 from samestep.view.view import ViewOfBatches
 
 _LOADER_DEFAULTS: dict[str, Any] = {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from copy import copy
+from itertools import islice
 from operator import index as as_index
 from typing import Any, get_args
 
@@ -25,12 +26,14 @@ from samestep.data.sample_reader import set_epoch
 from samestep.data.streams import StreamDataset
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.errors import DataError, InputError
+from samestep.launcher.job import process_state
 from samestep.microbatches import Cursor, require_integer, require_position
 
 # Function of (seed, epoch), or a sampler of torch. Yields indices, or lists of indices as a batch
 # sampler.
 Sampler = Callable[[int, int], Iterable[Any]] | Iterable[Any]
 
+_MOST_DRAWN = 2**20  # in an epoch of a small data set
 _EXCLUSIVE = {  # arguments that exclude others, as those of torch's DataLoader
     "sampler": ("shuffle", "lengths", "order"),
     "batch_sampler": ("sampler", "shuffle", "lengths", "batch_size", "drop_last", "order"),
@@ -98,6 +101,8 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
         self._settings: dict[tuple[int, int], dict[str, int | str]] = {}
         self.cursor = Cursor()
         self.samples_of(0)
+        if self._sampler is not None:
+            _require_equal_on_other_ranks(self._sampler, dataset, self.seed)
 
     def samples_of(self, epoch: int) -> int:
         """Return the number of samples of an epoch, without those that `drop_last` leaves out."""
@@ -280,13 +285,13 @@ def _draw(sampler: Sampler, dataset: Any, seed: int, epoch: int) -> list[Any]:
         state = derive_seed("order", seed, epoch)
         seed_generators(state)
         if not isinstance(sampler, Iterable):
-            return list(sampler(seed, epoch))
+            return _listed(sampler(seed, epoch), len(dataset))
         fresh = _fresh_sampler(sampler, dataset, state)
         has_epoch = callable(getattr(fresh, "set_epoch", None))
         if has_epoch:
             fresh.set_epoch(epoch)
         before = _plain_attributes(fresh)
-        drawn = list(fresh)
+        drawn = _listed(fresh, len(dataset))
         if fresh is not sampler and not has_epoch and _plain_attributes(fresh) != before:
             raise _sampler_error(
                 f"the sampler {type(sampler).__name__} changes while it draws: "
@@ -296,6 +301,41 @@ def _draw(sampler: Sampler, dataset: Any, seed: int, epoch: int) -> list[Any]:
                 "set_epoch(epoch)",
             )
         return drawn
+
+
+def _listed(drawn: Iterable[Any], samples: int) -> list[Any]:
+    """Return what a sampler yields in an epoch of a data set with `samples` samples."""
+    most = max(_MOST_DRAWN, 100 * samples)
+    if isinstance(drawn, Sized):
+        most = max(most, len(drawn))
+    collected = list(islice(drawn, most + 1))
+    if len(collected) > most:
+        raise _sampler_error(
+            f"the sampler yields more than {most:,} indices of {samples:,} samples",
+            "a sampler whose epochs end",
+            "end its iteration after one epoch: the loop over epochs is that of the script",
+        )
+    return collected
+
+
+def _require_equal_on_other_ranks(sampler: Sampler, dataset: Any, seed: int) -> None:
+    """Require that a sampler of the script draws the same in a world of another size."""
+    world = process_state.world
+    if world is None or type(sampler).__module__.startswith("torch."):
+        return
+    drawn = list(map(repr, _draw(sampler, dataset, seed, epoch=0)))
+    size = world.size
+    try:
+        object.__setattr__(world, "size", size + 1)  # it is frozen; no other code runs meanwhile
+        other = list(map(repr, _draw(sampler, dataset, seed, epoch=0)))
+    finally:
+        object.__setattr__(world, "size", size)
+    if other != drawn:
+        raise _sampler_error(
+            f"the sampler draws other indices with {size + 1} processes than with {size}",
+            "an order that does not depend on the number of processes",
+            "leave world.size out of the sampler: the loader divides each global batch",
+        )
 
 
 def _fresh_sampler(sampler: Any, dataset: Any, seed: int) -> Any:

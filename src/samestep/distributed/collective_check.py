@@ -22,8 +22,8 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -31,10 +31,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import c10d_logger
 
 from samestep.distributed.status import RankStatus, odd_ranks, ranks_text
 from samestep.distributed.torch_errors import is_lost_connection
-from samestep.errors import PeerLostError, RankDesyncError
+from samestep.errors import InputError, PeerLostError, RankDesyncError
 
 # Less than the launcher gives to the other ranks after the first failure.
 _READERS_SECONDS = 0.5
@@ -47,6 +48,7 @@ _LINE_BYTES = 500
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
+Line = tuple[str, int]  # file and number
 # Internal folders of the package. A call site above them is more useful to a user.
 _INTERNAL = tuple(
     f"{_PACKAGE}{name}{os.sep}"
@@ -146,6 +148,9 @@ class CollectiveCheck:
     """Compares the collectives of this rank with those of the other ranks.
 
     `rank_status` receives every wait.
+
+    Attributes:
+        before_collective: is called before each collective of the user.
     """
 
     def __init__(
@@ -164,6 +169,7 @@ class CollectiveCheck:
         if size > 1:
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._thread = threading.get_ident()
+        self.before_collective: Callable[[], None] | None = None
         self._monitor = OperationMonitor(store, rank=rank, size=size)
 
     @contextmanager
@@ -188,6 +194,8 @@ class CollectiveCheck:
             RankDesyncError: ranks issue different operations, or a rank issues none.
             PeerLostError: another rank is gone.
         """
+        if self.before_collective is not None:
+            self.before_collective()
         # Threads of a rank are not in step with those of other ranks.
         if threading.get_ident() == self._thread:
             self._compare(name)
@@ -292,6 +300,83 @@ def _is_library(file: str) -> bool:
     return file.startswith((_PACKAGE, _TORCH, "<frozen "))
 
 
+# Files whose functions only pass a collective on, some as modes that observe torch's functions.
+_ENTRIES = (
+    *(dist.distributed_c10d.__file__, c10d_logger.__file__, functools.__file__, __file__),
+    *(
+        f"{_PACKAGE}{name.replace('/', os.sep)}.py"
+        for name in ("session", "distributed/world", "view/operations", "view/rows", "view/watch")
+    ),
+    *(
+        f"{_TORCH}{name.replace('/', os.sep)}.py"
+        for name in (
+            *("distributed/_functional_collectives", "distributed/nn/functional", "overrides"),
+            *("utils/_contextlib", "utils/_device", "autograd/function"),
+        )
+    ),
+)
+
+
+def refuse_inside(modules: Container[Any]) -> None:
+    """Refuse a collective of the script in a forward of `modules`; it is called before each.
+
+    Ranks compute different rows there, or all the same: the result would depend on their number.
+    Collectives of torch's own code pass, as those of FSDP.
+
+    Raises:
+        InputError: the calling code is the script, or a library other than torch, in such a call.
+    """
+    frame: FrameType | None = sys._getframe()
+    name = ""
+    while frame is not None and frame.f_code.co_filename in _ENTRIES:
+        if "<locals>" not in frame.f_code.co_qualname:  # no wrapper
+            name = frame.f_code.co_name
+        frame = frame.f_back
+    if frame is None or name.startswith(("get_", "_")):
+        return
+    file = frame.f_code.co_filename
+    if file.startswith((_PACKAGE, _TORCH)):
+        return
+    for outer, _ in traceback.walk_stack(frame):
+        code = outer.f_code
+        if not code.co_argcount or code.co_name not in ("forward", "_call_impl"):
+            continue
+        owner = outer.f_locals.get(code.co_varnames[0])
+        if isinstance(owner, torch.nn.Module) and owner in modules:
+            raise InputError(
+                f"{file}:{frame.f_lineno}: {name} in a call of {type(owner).__name__}",
+                expected="no collective in a call: it is divided, and its result does not depend "
+                "on the number of processes",
+                fix="remove it, since a call has the values of the whole batch; or "
+                "samestep.all_gather after the call",
+                code="E_INCOMPATIBLE",
+            )
+
+
+def intercept_all(before: Callable[[], None]) -> ExitStack:
+    """Call `before` before each collective of `torch.distributed`, until the result is closed.
+
+    Scripts import its functions by name, so a private helper that all of them call is replaced.
+    """
+    stack = ExitStack()
+    functional = sys.modules.get("torch.distributed._functional_collectives")  # slow to import
+    for module, helper in (
+        (dist.distributed_c10d, "_rank_not_in_group"),
+        (functional, "_resolve_group"),
+    ):
+        if module is None:
+            continue
+        original = getattr(module, helper)
+
+        def checked(*arguments: Any, original: Callable[..., Any] = original) -> Any:
+            before()
+            return original(*arguments)
+
+        setattr(module, helper, checked)
+        stack.callback(setattr, module, helper, original)
+    return stack
+
+
 OnCollective = Callable[[bool], Callable[[], None] | None]
 
 
@@ -338,3 +423,22 @@ def intercept_collectives(
     originals = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
     vars(dist).update({name: intercepted(function) for name, function in originals.items()})
     return lambda: vars(dist).update(originals)
+
+
+@functools.cache
+def is_library_file(name: str) -> bool:
+    """Whether a file of code belongs to Python, to an installed library or to this package."""
+    if name.startswith("<frozen") or "site-packages" in name or "dist-packages" in name:
+        return True
+    return name.startswith((_STANDARD, _PACKAGE))
+
+
+def script_line(frame: FrameType | None) -> Line:
+    """Return the innermost line that is in no installed package, or the outermost line."""
+    line = ("", 0)
+    while frame is not None:
+        line = (frame.f_code.co_filename, frame.f_lineno)
+        if not line[0].startswith("<") and not is_library_file(line[0]):
+            break
+        frame = frame.f_back
+    return line

@@ -6,9 +6,11 @@ on them.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
 import struct
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -144,3 +146,24 @@ def _set_numpy_state(state: torch.Tensor) -> None:
 
 def _bytes(state: torch.Tensor) -> bytes:
     return state.numpy().tobytes()
+
+
+def torch_generator() -> int:
+    """Hash parts of the CPU generator that differ after a draw: seed, position, words, normals."""
+    state = torch.default_generator.get_state().numpy().data
+    return zlib.crc32(state[-64:], zlib.crc32(state[:64]))
+
+
+def numpy_generator() -> int:
+    """Hash the global generator of NumPy."""
+    generator = get_bit_generator()  # `get_state` copies for 80 microseconds
+    if type(generator).__name__ != "MT19937":
+        return zlib.crc32(repr(generator.state).encode())
+    # 624 words and the position.
+    return zlib.crc32(ctypes.string_at(generator.ctypes.state_address, 4 * 625))
+
+
+def python_generator() -> int:
+    """Hash the generator of `random`."""
+    _, words, normal = random.getstate()
+    return hash((words, zlib.crc32(repr(normal).encode())))

@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from samestep.data.own_rows import BatchRanks, OwnRows, own_iterator
+from samestep.distributed.collective_check import script_line
 from samestep.script.replaced import replaced
 from samestep.script.summary import Reading, Records
 from samestep.view.compiled import ForwardOfCalls, with_compiler
-from samestep.view.in_step import script_line
 from samestep.view.parallel import ParallelModule
 
 # The calls of `DataParallel` are those of the module inside, which is the outermost one.

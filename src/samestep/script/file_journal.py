@@ -20,9 +20,9 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+from samestep.distributed.collective_check import is_library_file, script_line
 from samestep.distributed.env import library_caches
 from samestep.script.replaced import PATHS
-from samestep.view.in_step import is_library_file, script_line
 
 _OS_NAMES = (
     "stat statvfs lstat access readlink listdir scandir listxattr getxattr chdir getcwd mkdir "

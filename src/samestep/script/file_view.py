@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
 
+from samestep.distributed.collective_check import script_line
 from samestep.distributed.status import RankStatus
 from samestep.errors import RunError
 from samestep.script.file_journal import (
@@ -26,7 +27,6 @@ from samestep.script.file_journal import (
     listing_of,
 )
 from samestep.script.replaced import PATHS
-from samestep.view.in_step import script_line
 
 _POLL_SECONDS = 0.01
 _MAX_LINKS = 40

@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from samestep.config.exclusions import excluded
+from samestep.distributed.collective_check import script_line
 from samestep.strategies.divided_parameters import divided_like, full_tensor
-from samestep.view.in_step import script_line
 
 # To the storage of a tensor without aliases: the tensor, and the object that counts.
 _OWN_REFERENCES = 2

@@ -39,12 +39,12 @@ from typing import Any, NoReturn
 import numpy
 import torch
 
+from samestep.distributed.collective_check import Line, is_library_file, script_line
 from samestep.distributed.logging import logger
 from samestep.distributed.status import RankStatus
 from samestep.errors import InputError, RunError
 from samestep.launcher.pickling import pack, unpack
 from samestep.script.replaced import PATHS, replaced
-from samestep.view.in_step import Line, is_library_file, script_line
 
 _BLOCK = 64  # bytes of one hash
 # Names of files, sockets and semaphores, and keys of connections, differ between processes.

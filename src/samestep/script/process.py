@@ -32,6 +32,7 @@ from torch.utils import _pytree
 import samestep.global_view
 import samestep.loading
 import samestep.session
+from samestep.distributed.collective_check import script_line
 from samestep.distributed.devices import is_accelerator
 from samestep.distributed.env import visible_devices_kept
 from samestep.distributed.logging import logger
@@ -39,7 +40,6 @@ from samestep.distributed.streams import report_line
 from samestep.errors import EXIT_DONE, EXIT_FAILED, InputError
 from samestep.launcher.worker import exit_process
 from samestep.script.replaced import replaced
-from samestep.view.in_step import script_line
 
 _REPORT_BYTES = 4096  # of a child process
 _INVALID_DEVICE = 101  # cudaErrorInvalidDevice, CUDA Runtime API

@@ -26,10 +26,10 @@ from torch.optim.optimizer import (
 
 from samestep.checkpoint.files import write_atomically
 from samestep.data.own_rows import OwnRows
+from samestep.distributed.collective_check import Line
 from samestep.distributed.logging import logger
 from samestep.distributed.streams import report_line
 from samestep.errors import RunError
-from samestep.view.in_step import Line
 from samestep.view.view import ModuleSummary
 
 FILE = "summary.json"

@@ -6,36 +6,28 @@ hash is equal in all processes.
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import random
 import sys
-import sysconfig
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from itertools import chain, zip_longest
 from operator import itemgetter
-from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from numpy.random.mtrand import get_bit_generator
 from torch import Tensor, nn
 
+from samestep.distributed.collective_check import Line, script_line
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import KERNEL_SETTINGS, kernel_settings
+from samestep.distributed.rng import numpy_generator, python_generator, torch_generator
 from samestep.errors import RankMismatchError
+from samestep.view.leaves import SAMPLE, hash_of, sample_of
 
-Line = tuple[str, int]  # file and number
-
-_SAMPLE = 32  # values of a tensor that are compared
-_PACKAGE = str(Path(__file__).parents[1])
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_WHOLE_BYTES = 2**16  # of smaller tensors on CPUs all values are compared: 20 us
+_SUM_BYTES = 2**20  # of those below, a sum: 100 us
 _MOST_FACTS = 1000
 _MODULES = 16  # with lists
 _CALLS_OF_LISTS = 256  # calls after which lists of submodules and attributes are made again
@@ -46,7 +38,10 @@ _SHAPES = "arguments of the module"
 _VALUES = "values of the batch"
 _SAMPLES = "samples of a batch"
 _ATTRIBUTES = "mode or number of a module"
+_FORWARD = "value that the forward names"
 _BUFFERS = "buffers"
+_PARAMETERS = "parameters"
+_STATES = "states of the optimizer"
 _SETTINGS = "settings of torch"
 _GENERATORS = "random generators"
 _LOSS = "the gradient of the loss"
@@ -57,6 +52,13 @@ _EARLIER = "earlier calls"
 _BATCH = "E_RANK_BATCH"
 _SETTING = "E_RANK_SETTINGS"
 _MISMATCH = "E_RANK_MISMATCH"
+_SHARED = ": samestep.all_gather(value)[0] is the value of rank 0"
+# What ranks do that decide in another way.
+ONE_DECISION = (
+    "let no decision of the script depend on the rank, the time or the machine: "
+    "samestep.all_gather(decision)[0] is that of rank 0 on all ranks, and samestep.request_stop() "
+    "on one rank ends the loops of all after the same step"
+)
 _KERNELS = "on GPUs by operations with deterministic kernels"
 _CODES_AND_FIXES = {
     _SHAPES: (_BATCH, "give every rank the same whole batch; only calls of modules are divided"),
@@ -68,14 +70,21 @@ _CODES_AND_FIXES = {
         _BATCH,
         "read and shuffle data from the same seed on every rank, without a sampler of ranks",
     ),
-    _ATTRIBUTES: (_SETTING, "set modes and numbers of modules alike on every rank"),
+    _ATTRIBUTES: (_SETTING, f"set modes and numbers of modules alike on every rank{_SHARED}"),
+    _FORWARD: (_SETTING, f"set it alike on every rank{_SHARED}"),
     _SETTINGS: (_SETTING, "set torch's precision, benchmark and determinism alike on every rank"),
-    _RATES: (_SETTING, "set optimizers and schedules alike on every rank"),
+    _RATES: (_SETTING, f"set optimizers and schedules alike on every rank{_SHARED}"),
+    _STATES: (_MISMATCH, "change or load states of optimizers on every rank"),
     _BUFFERS: (_MISMATCH, "write buffers alike on every rank"),
+    _PARAMETERS: (_MISMATCH, "change or load weights on every rank"),
     _GENERATORS: (_MISMATCH, "seed and draw alike on every rank, also in code of one rank only"),
-    _LOSS: (_MISMATCH, f"compute the loss from the same values on every rank, {_KERNELS}"),
+    _LOSS: (
+        _MISMATCH,
+        f"compute the loss from the same values on every rank{_SHARED}; {_KERNELS}",
+    ),
     _GRADIENTS: (_MISMATCH, f"change gradients alike on every rank, {_KERNELS}"),
 }
+<<<<<<< HEAD
 # A place that a rank may reach alone, and the fix then.
 SAVE = "torch.save of divided parameters"
 SAVE_FIX = "weights = samestep.full_state_dict(model) on every rank, then save them on rank 0"
@@ -83,6 +92,9 @@ _OTHER_PATH = (
     "E_RANK_DESYNC",
     "let no decision of the script depend on the rank, the time or the machine",
 )
+=======
+_OTHER_PATH = ("E_RANK_DESYNC", ONE_DECISION)
+>>>>>>> ranks43
 
 
 class _Fact(NamedTuple):
@@ -92,13 +104,33 @@ class _Fact(NamedTuple):
     detail: Callable[[], Any] | None  # named values, looked up after a difference
 
 
+class _Tensors(NamedTuple):
+    """Tensors by dictionaries that hold them, and their names."""
+
+    places: list[tuple[dict[str, Any], str]]
+    names: list[str]
+
+    def versions(self) -> array[int]:
+        """Return the number of writes of each."""
+        return array("q", [tensors[name]._version for tensors, name in self.places])
+
+    def contents(self) -> dict[str, int]:
+        """Return a hash of all values of each."""
+        tensors = [values[name] for values, name in self.places]
+        samples = [sample_of(tensor, max(2, tensor.numel())) for tensor in tensors]
+        pairs = zip(self.names, samples, strict=True)
+        return {name: hash_of(one.cpu()) for name, one in pairs if one is not None}
+
+
 class _Lists(NamedTuple):
-    """Compared facts of a module: dictionaries that hold numbers and buffers, with their names."""
+    """Compared facts of a module: dictionaries that hold numbers and tensors, with their names."""
 
     attributes: list[tuple[dict[str, Any], Callable[[dict[str, Any]], tuple[Any, ...]]]]
     attribute_names: list[str]
-    buffers: list[tuple[dict[str, Any], str]]
-    buffer_names: list[str]
+    buffers: _Tensors
+    parameters: _Tensors
+    tensors: _Tensors  # in other attributes
+    versions: array[int]  # of the parameters in the call before
 
 
 class InStep:
@@ -113,10 +145,12 @@ class InStep:
 
     Attributes:
         seeds: line and value of the last seed, by function that seeds a global generator.
+        has_equal_parameters: no rank holds or computes a part of a module.
     """
 
     def __init__(self, all_gather_text: Callable[[str], list[str]], *, is_alone: bool) -> None:
         self.seeds: dict[str, tuple[Line, str]] = {}
+        self.has_equal_parameters = True
         self._is_alone = is_alone
         self._all_gather_text = all_gather_text
         self._facts: list[_Fact] = []
@@ -126,9 +160,21 @@ class InStep:
         self._late: list[tuple[str, Tensor, torch.Event, Line]] = []
         self._lists: WeakKeyDictionary[nn.Module, _Lists] = WeakKeyDictionary()
         self._calls = 0
+        self._steps = 0
 
-    def facts_of_call(self, module: nn.Module, leaves: Sequence[Any]) -> None:
-        """Add the facts of a call; `leaves` are its flattened arguments, of the whole batch."""
+    def facts_of_call(
+        self,
+        module: nn.Module,
+        leaves: Sequence[Any],
+        settings: Callable[[], list[tuple[str, Any]]] | None = None,
+    ) -> None:
+        """Add the facts of a call.
+
+        Args:
+            module: the module.
+            leaves: its flattened arguments, of the whole batch.
+            settings: returns plain values that the code of the forward names.
+        """
         if self._is_alone:
             return
         line = self._begin()
@@ -141,9 +187,12 @@ class InStep:
             if isinstance(leaf, Tensor):
                 self._add_values(_VALUES, leaf, line)
         self._add_state_of(module, line)
-        settings = kernel_settings()
-        named = zip(KERNEL_SETTINGS, settings, strict=True)
-        self._add(_SETTINGS, zlib.crc32(repr(settings).encode()), line, lambda: dict(named))
+        if settings is not None:
+            values = settings()
+            self._add(_FORWARD, zlib.crc32(repr(values).encode()), line, lambda: dict(values))
+        kernels = kernel_settings()
+        named = zip(KERNEL_SETTINGS, kernels, strict=True)
+        self._add(_SETTINGS, zlib.crc32(repr(kernels).encode()), line, lambda: dict(named))
         self._add(_GENERATORS, hash((torch_generator(), numpy_generator())), line)
 
     def facts_of_backward(self, gradients: Iterable[Tensor | None]) -> None:
@@ -173,8 +222,9 @@ class InStep:
         self._add(_RATES, zlib.crc32(numbers), line, named)
         gradients: list[Tensor | None] = []
         if has_equal_gradients:
-            for group in optimizer.param_groups:
-                gradients += [parameter.grad for parameter in group["params"]]
+            parameters = [one for group in optimizer.param_groups for one in group["params"]]
+            gradients = [parameter.grad for parameter in parameters]
+            self._add_state(optimizer, parameters, line)
         pattern = bytes([gradient is not None for gradient in gradients])
         flags = enumerate(pattern)
         self._add(
@@ -187,6 +237,20 @@ class InStep:
         for gradient in existing[:: max(1, len(existing) // 3)]:
             self._add_values(_GRADIENTS, gradient, line)
         self._add(_GENERATORS, python_generator(), line)
+
+    def _add_state(
+        self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], line: Line
+    ) -> None:
+        """Add the number of states of an optimizer, and values of one of them, each in turn."""
+        state = optimizer.state
+        count = len(state)
+        self._add(_STATES, count, line, lambda: {"parameters with a state": count})
+        self._steps += 1
+        if parameters:
+            own = state.get(parameters[self._steps % len(parameters)], {})
+            for value in own.values() if isinstance(own, dict) else ():
+                if isinstance(value, Tensor):
+                    self._add_values(_STATES, value, line)
 
     def fact_of_samples(self, samples: int) -> None:
         """Add a hash of the indices of a batch; no values of accelerators are awaited."""
@@ -210,10 +274,7 @@ class InStep:
         """
         if len(set(digests)) == 1:
             return
-        own = [
-            [fact.name, fact.value, *fact.line, fact.detail and fact.detail()]
-            for fact in self._sent
-        ]
+        own = [_sent(fact) for fact in self._sent]
         own_seeds = {
             f"{name} of {file}:{line}": value for name, ((file, line), value) in self.seeds.items()
         }
@@ -221,7 +282,10 @@ class InStep:
         ranks, seeds = zip(*map(json.loads, texts), strict=True)
         rows = zip_longest(*ranks, fillvalue=["nothing further", 0, "", 0, None])
         pairs = ((facts[0], rank, fact) for facts in rows for rank, fact in enumerate(facts))
-        error = next(_difference(*pair) for pair in pairs if pair[0][:2] != pair[2][:2])
+        unequal = (_difference(*pair) for pair in pairs if pair[0][:2] != pair[2][:2])
+        error = next(unequal, None)
+        if error is None:  # a rank has written parameters, such as an average, and put them back
+            return
         other = next((rank for rank, one in enumerate(seeds) if one != seeds[0]), None)
         if other is None:
             raise error
@@ -263,16 +327,26 @@ class InStep:
         self._facts.append(_Fact(name, value, line, detail))
 
     def _add_values(self, name: str, tensor: Tensor, line: Line) -> None:
-        """Add some values of a tensor; its shape if other rows are elsewhere or it has no memory.
+        """Add values of a tensor; its shape if other rows are elsewhere or it has no memory.
 
-        Values of accelerators are added two events later, so that the host does not wait.
+        Of a larger tensor the sampled values differ from call to call. Values of accelerators are
+        added two events later, so that the host does not wait.
         """
-        sample = sample_of(tensor)
+        is_on_cpu = tensor.device.type == "cpu"
+        size = tensor.numel() * tensor.element_size()
+        most = SAMPLE
+        if is_on_cpu and size <= _WHOLE_BYTES:
+            most = max(2, tensor.numel())
+        sample = sample_of(tensor, most, self._calls)
         if sample is None:
             shape = str(_description(tensor))
             self._add(name, zlib.crc32(shape.encode()), line, lambda: shape)
-        elif sample.device.type == "cpu":
-            self._add(name, hash_of(sample), line, sample.tolist)
+        elif is_on_cpu:
+            self._add(name, hash_of(sample), line, sample.flatten().tolist)
+            if _WHOLE_BYTES < size <= _SUM_BYTES and tensor.is_contiguous():
+                words = tensor.detach().flatten().view(torch.uint8)
+                words = words[: len(words) // 8 * 8].view(torch.int64)
+                self._add(name, int(words.sum()), line)
         else:
             values = sample.to("cpu", non_blocking=True)
             event = torch.Event(sample.device)
@@ -288,7 +362,8 @@ class InStep:
         try:
             values = chain.from_iterable([get(values) for values, get in lists.attributes])
             numbers = array("d", list(values))  # faster than from an iterator
-            versions = array("q", [buffers[name]._version for buffers, name in lists.buffers])
+            written = lists.buffers.versions()
+            versions = lists.parameters.versions()
         except (KeyError, TypeError, AttributeError, RuntimeError):
             # boundary: a number or buffer is something else now
             del self._lists[module]
@@ -296,11 +371,25 @@ class InStep:
             return
         named = zip(lists.attribute_names, numbers, strict=True)
         self._add(_ATTRIBUTES, zlib.crc32(numbers), line, lambda: dict(named))
-        writes = zip(lists.buffer_names, versions, strict=True)
-        self._add(_BUFFERS, zlib.crc32(versions), line, lambda: dict(writes))
-        if lists.buffers:
-            buffers, name = lists.buffers[self._calls % len(lists.buffers)]
-            self._add_values(_BUFFERS, buffers[name], line)
+        writes = zip(lists.buffers.names, written, strict=True)
+        self._add(
+            _BUFFERS,
+            zlib.crc32(written),
+            line,
+            lambda: {f"number of writes of {name}": count for name, count in writes},
+        )
+        compared = [(_BUFFERS, lists.buffers), (_ATTRIBUTES, lists.tensors)]
+        if self.has_equal_parameters:
+            compared.append((_PARAMETERS, lists.parameters))
+            before = lists.versions
+            since = array("q", [new - old for new, old in zip(versions, before, strict=True)])
+            # Ranks that have not written alike compare all values.
+            self._add(_PARAMETERS, zlib.crc32(since), line, lists.parameters.contents)
+            before[:] = versions
+        for name, tensors in compared:
+            if tensors.places:
+                values_of, key = tensors.places[self._calls % len(tensors.places)]
+                self._add_values(name, values_of[key], line)
 
 
 def _description(leaf: Any) -> Any:
@@ -312,7 +401,8 @@ def _description(leaf: Any) -> Any:
 
 
 def _lists_of(module: nn.Module) -> _Lists:
-    lists = _Lists([], [], [], [])
+    every = [_Tensors([], []) for _ in range(3)]
+    lists = _Lists([], [], *every, array("q"))
     for prefix, one in module.named_modules():
         values = vars(one)
         names = [name for name, value in values.items() if type(value) in _NUMBERS]
@@ -321,12 +411,24 @@ def _lists_of(module: nn.Module) -> _Lists:
         lists.attribute_names.extend(
             f"{prefix}.{name}".lstrip(".") for name in ["training", *names]
         )
-        for name, buffer in one._buffers.items():
-            is_lazy = buffer is None or nn.parameter.is_lazy(buffer)
-            if buffer is not None and not is_lazy and not buffer.is_inference():
-                lists.buffers.append((one._buffers, name))
-                lists.buffer_names.append(f"number of writes of {prefix}.{name}")
+        held: tuple[dict[str, Any], ...] = (one._buffers, one._parameters, values)
+        for place, tensors in zip(held, every, strict=True):
+            for name, tensor in place.items():
+                is_tensor = type(tensor) in (Tensor, nn.Parameter)
+                if is_tensor and not tensor.is_inference():
+                    tensors.places.append((place, name))
+                    tensors.names.append(f"{prefix}.{name}".lstrip("."))
+    lists.versions.extend(lists.parameters.versions())
     return lists
+
+
+def _sent(fact: _Fact) -> list[Any]:
+    """Return a fact for other ranks; parameters that were not written alike may be equal."""
+    value = fact.value
+    detail = fact.detail and fact.detail()
+    if fact.name == _PARAMETERS and isinstance(detail, dict):
+        value = zlib.crc32(repr(detail).encode())
+    return [fact.name, value, *fact.line, detail]
 
 
 def _numbers_of_group(group: dict[str, Any]) -> dict[str, float]:
@@ -380,73 +482,3 @@ def _unequal(one: Any, other: Any) -> str:
         pairs = [f" ({a} and {b})" for a, b in zip(one, other, strict=True) if a != b]
         text = (pairs or [""])[0]
     return text
-
-
-# --- cheap hashes, equal in all processes -----------------------------------------------------
-
-
-def sample_of(tensor: Tensor, most: int = _SAMPLE) -> Tensor | None:
-    """Return up to `most` values in one dimension; None for tensors without plain memory."""
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    count = tensor.numel()
-    if not is_plain or not count or tensor.is_quantized or tensor.is_meta:
-        return None
-    if tensor.is_conj() or tensor.is_neg():
-        return None
-    tensor = tensor.detach()
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    span = 1 + sum((size - 1) * stride for size, stride in sizes)
-    if span != count:  # expanded, or a part of other memory
-        steps = tuple(slice(None, None, max(1, size // 3)) for size in tensor.shape)
-        tensor = tensor[steps].contiguous()
-        count = tensor.numel()
-    step = max(1, (count - 1) // (most - 1))
-    return tensor.as_strided(((count - 1) // step + 1,), (step,), tensor.storage_offset()).clone()
-
-
-def hash_of(sample: Tensor) -> int:
-    """Hash the bits of a result of `sample_of` on a CPU."""
-    return zlib.crc32(sample.view(torch.uint8).numpy().data)
-
-
-def torch_generator() -> int:
-    """Hash parts of the CPU generator that differ after a draw: seed, position, words, normals."""
-    state = torch.default_generator.get_state().numpy().data
-    return zlib.crc32(state[-64:], zlib.crc32(state[:64]))
-
-
-def numpy_generator() -> int:
-    """Hash the global generator of NumPy."""
-    generator = get_bit_generator()  # `get_state` copies for 80 microseconds
-    if type(generator).__name__ != "MT19937":
-        return zlib.crc32(repr(generator.state).encode())
-    # 624 words and the position.
-    return zlib.crc32(ctypes.string_at(generator.ctypes.state_address, 4 * 625))
-
-
-def python_generator() -> int:
-    """Hash the generator of `random`."""
-    _, words, normal = random.getstate()
-    return hash((words, zlib.crc32(repr(normal).encode())))
-
-
-# --- lines of the script ----------------------------------------------------------------------
-
-
-@cache
-def is_library_file(name: str) -> bool:
-    """Whether a file of code belongs to Python, to an installed library or to this package."""
-    if name.startswith("<frozen") or "site-packages" in name or "dist-packages" in name:
-        return True
-    return name.startswith((_STANDARD_LIBRARY + os.sep, _PACKAGE + os.sep))
-
-
-def script_line(frame: FrameType | None) -> Line:
-    """Return the innermost line that is in no installed package, or the outermost line."""
-    line = ("", 0)
-    while frame is not None:
-        line = (frame.f_code.co_filename, frame.f_lineno)
-        if not line[0].startswith("<") and not is_library_file(line[0]):
-            break
-        frame = frame.f_back
-    return line

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import types
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -159,6 +159,10 @@ class KindsOfModule:
                 return kind
             self._known[key] = kind
         return kind
+
+    def settings(self) -> list[tuple[str, Any]]:
+        """Return plain values that the code of the forward names: of the module, and outside."""
+        return self._outside.settings()
 
 
 def submodules(module: nn.Module) -> list[nn.Module]:
@@ -348,6 +352,7 @@ class Outside:
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._variables: list[tuple[Mapping[str, Any], str]] = []
+        self._attributes: list[tuple[Mapping[str, Any], str]] = []
         if not parts:
             return
         hooks = [hook for name in _HOOKS for hook in getattr(parts[0], name).values()]
@@ -357,6 +362,33 @@ class Outside:
             value = namespace.get(name)
             if not name.startswith("__") and (type(value) in _SETTINGS or _has_settings(value)):
                 self._variables.append((namespace, name))
+        for part in parts:
+            names = self._names & vars(part).keys() - _TORCH_ATTRIBUTES
+            self._attributes += [(vars(part), name) for name in sorted(names)]
+
+    def settings(self) -> list[tuple[str, Any]]:
+        """Return the plain values that the code names, with their names."""
+        collected: list[tuple[str, Any]] = []
+        for namespace, name in (*self._attributes, *self._variables):
+            self._add_settings(name, namespace.get(name), collected)
+        return collected
+
+    def _add_settings(
+        self, name: str, value: Any, collected: list[tuple[str, Any]], depth: int = 0
+    ) -> None:
+        kind = type(value)
+        items: Iterable[tuple[Any, Any]] = ()
+        if kind in _NUMBERS or kind in _PLAIN:
+            collected.append((name, value))
+        elif kind in (list, tuple) and len(value) <= _ITEMS:
+            items = enumerate(value)
+        elif isinstance(value, dict) and len(value) <= _ITEMS:
+            items = value.items()
+        elif _has_settings(value):
+            items = [pair for pair in vars(value).items() if pair[0] in self._names]
+        if depth < _DEPTH:
+            for key, item in items:
+                self._add_settings(f"{name}.{key}", item, collected, depth + 1)
 
     def key(self) -> Hashable:
         """Return the present switches."""

@@ -7,6 +7,7 @@ import gc
 import sys
 import types
 import weakref
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -25,6 +26,7 @@ VALUES = (
     *(torch.dtype, torch.device, numpy.generic),
 )
 TensorReference = weakref.ref[torch.Tensor]
+SAMPLE = 32  # values of a larger tensor that are compared
 _KNOWN = (torch.Tensor, *VALUES)
 _CLOSED = (
     *(nn.Module, types.ModuleType, types.FunctionType, types.MethodType),
@@ -221,3 +223,32 @@ def _tensors_below(value: Any) -> list[torch.Tensor]:
     items = [held for item in _containers_below(value) for held in (item, *_held_by(item))]
     tensors = {id(item): item for item in items if isinstance(item, torch.Tensor)}
     return list(tensors.values())
+
+
+def sample_of(tensor: torch.Tensor, most: int = SAMPLE, turn: int = 0) -> torch.Tensor | None:
+    """Return up to `most` values in one dimension; None for tensors without plain memory.
+
+    Values of a tensor without gaps begin at another place in each turn.
+    """
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    count = tensor.numel()
+    if not is_plain or not count or tensor.is_quantized or tensor.is_meta:
+        return None
+    if tensor.is_conj() or tensor.is_neg():
+        return None
+    tensor = tensor.detach()
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in sizes)
+    if span != count:  # expanded, or a part of other memory
+        steps = tuple(slice(None, None, max(1, size // 3)) for size in tensor.shape)
+        tensor = tensor[steps].contiguous()
+        count = tensor.numel()
+    step = max(1, (count - 1) // (most - 1))
+    first = turn % step
+    size = (count - 1 - first) // step + 1
+    return tensor.as_strided((size,), (step,), tensor.storage_offset() + first).clone()
+
+
+def hash_of(sample: torch.Tensor) -> int:
+    """Hash the bits of a result of `sample_of` on a CPU."""
+    return zlib.crc32(sample.view(torch.uint8).numpy().data)

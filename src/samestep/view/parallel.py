@@ -136,7 +136,8 @@ class ParallelModule(FirstCalls):
 
     def _divided(self, kind: Kind, call: Call) -> Any:
         """Compute the own rows and gather the outputs; compute the call whole if ranks disagree."""
-        self.view.in_step.facts_of_call(call.module, call.leaves)
+        # Not of whole calls, whose code may keep values of a rank, such as times.
+        self.view.in_step.facts_of_call(call.module, call.leaves, self._kinds.settings)
         divided = DividedCall(
             self.view,
             self.strategy,

@@ -14,6 +14,7 @@ import torch
 from samestep.distributed.world import World
 from samestep.errors import InputError, RankDesyncError, RunError
 from samestep.microbatches import Shares, microbatch_bounds, owned_microbatches, rank_count
+from samestep.view.in_step import ONE_DECISION
 from samestep.view.region import current_region
 
 MOST_MICROBATCHES = 8  # without a number
@@ -322,8 +323,7 @@ class RowMessages:
                     f"ranks 0 and {rank} gather or sum different rows of a batch; "
                     f"this rank is at {self.operation!r}",
                     expected="the same operations on batches and outputs of models on every rank",
-                    fix="decide on all ranks by the same values: "
-                    "samestep.all_gather gives every rank those of all",
+                    fix=ONE_DECISION,
                     code="E_RANK_DESYNC",
                 )
         return words

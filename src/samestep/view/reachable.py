@@ -23,8 +23,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves  # private; opens classes registered with torch
 
+from samestep.distributed.collective_check import is_library_file
 from samestep.distributed.device_reads import device_reads
-from samestep.view.in_step import is_library_file, sample_of
+from samestep.view.leaves import sample_of
 from samestep.view.slots import TABLES
 
 Digest = tuple[Hashable, str | None]  # and the type of a value in it that cannot be compared

@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm  # the common class of all dim
 
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import is_accelerator
-from samestep.distributed.rng import saved_generators
-from samestep.view.in_step import hash_of, numpy_generator, python_generator, sample_of
+from samestep.distributed.rng import numpy_generator, python_generator, saved_generators
+from samestep.view.leaves import hash_of, sample_of
 from samestep.view.slots import ModuleState
 
 # (index of a submodule, name) of a buffer; index of a submodule, for its attributes; name of a

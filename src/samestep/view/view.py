@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils._device import DeviceContext  # private
 
 from samestep.data.own_rows import Bounds
 from samestep.data.sample_reader import Decision
+from samestep.distributed.collective_check import intercept_all, refuse_inside
 from samestep.distributed.device_reads import device_reads
 from samestep.distributed.devices import KernelChoice, accelerator_module, is_accelerator
 from samestep.distributed.logging import logger
@@ -32,7 +34,7 @@ from samestep.distributed.world import World, all_gather
 from samestep.errors import RankDesyncError, RankMismatchError
 from samestep.reduce.fast import FastReduction, Reduction
 from samestep.view.crossings import RowBounds
-from samestep.view.in_step import InStep
+from samestep.view.in_step import ONE_DECISION, InStep
 from samestep.view.kinds import Kind
 from samestep.view.ranks import MOST_MICROBATCHES, Action, Ranks, RowMessages, Slices, rank_bounds
 from samestep.view.region import current_region
@@ -125,6 +127,7 @@ class View:
         is_stopping: a rank has requested the end of the loop; equal on all ranks.
         raises_interrupt: such a request is a KeyboardInterrupt, at the same word on all ranks.
         keeps_rows: large tensors of batches are not gathered.
+        parallel_modules: modules of `samestep.parallel`, on one rank too.
         batch_decisions: how loaders read their batches, by data set.
     """
 
@@ -142,6 +145,7 @@ class View:
         self.equal_kernels = EqualKernels(is_needed=world.size > 1 and is_accelerator(world.device))
         self.kinds: dict[Hashable, Kind] = {}
         self.modules: list[ModuleSummary] = []
+        self.parallel_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.batch_decisions: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = (
             weakref.WeakKeyDictionary()
         )
@@ -160,6 +164,10 @@ class View:
         self._cleanup = ExitStack()
         if world.size > 1:
             self._cleanup.enter_context(torch_gathers())
+        refuse = partial(refuse_inside, self.parallel_modules)
+        self._cleanup.enter_context(intercept_all(refuse))
+        world.session.collective_check.before_collective = refuse
+        self._cleanup.callback(setattr, world.session.collective_check, "before_collective", None)
         self._step_hook = register_optimizer_step_pre_hook(self._before_step)
 
     def close(self, error: type[BaseException] | None) -> None:
@@ -175,6 +183,7 @@ class View:
         """Add a module with divided calls."""
         self.modules.append(summary)
         self._strategies.add(strategy)
+        self.in_step.has_equal_parameters &= not strategy.splits_module
         self.keeps_rows &= strategy.ranks.size == self.ranks.size and not strategy.has_stages
 
     def row_messages(self, ranks: Ranks | None = None) -> RowMessages:
@@ -299,8 +308,7 @@ class View:
                 raise RankDesyncError(
                     f"rank 0 is at {places[0]}, rank {rank} at {places[1]}",
                     expected="the same calls of models, backwards and steps on every rank",
-                    fix="decide on all ranks by the same values: "
-                    "samestep.all_gather gives every rank those of all",
+                    fix=ONE_DECISION,
                     code="E_RANK_DESYNC",
                 )
 

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from samestep.distributed.devices import accelerator_module
+from samestep.distributed.rng import torch_generator
 from samestep.view.graph import BackwardCode, captures, sequence_number
-from samestep.view.in_step import torch_generator
 from samestep.view.leaves import VALUES, TensorReference, flatten, is_held_elsewhere, kept_elsewhere
 from samestep.view.operations import RULES, Operation, Operations, is_number
 from samestep.view.reachable import FUNCTIONS, Reachable, changed, tensor_mark

@@ -1,0 +1,61 @@
+"""Samplers whose epochs never end, or that depend on the number of processes."""
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Sampler, TensorDataset
+
+import samestep
+from samestep.distributed.world import World
+from samestep.errors import InputError
+from samestep.launcher.job import process_state
+
+DATA = TensorDataset(torch.arange(48.0))
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from range(48)
+
+
+class EndlessBatches(Sampler[list[int]]):
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield [0, 1, 2, 3]
+
+
+class OfWorld(Sampler[int]):
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.world.rank, 48, self.world.size)
+
+
+def code_of(**options: Any) -> str:
+    with pytest.raises(InputError) as error:
+        samestep.loader(DATA, **options)
+    return error.value.code
+
+
+def test_endless_samplers_are_refused(alone: World) -> None:
+    assert code_of(batch_size=8, sampler=Endless()) == "E_LOADER"
+    assert code_of(batch_sampler=EndlessBatches()) == "E_LOADER"
+    assert code_of(batch_size=8, sampler=lambda seed, epoch: count()) == "E_LOADER"
+    # Longer than the data set, as with replacement.
+    long = torch.utils.data.RandomSampler(DATA, replacement=True, num_samples=4800)
+    assert len(samestep.loader(DATA, 8, sampler=long)) == 600
+
+
+def test_samplers_of_the_number_of_ranks_are_refused(alone: World) -> None:
+    world = process_state.world
+    assert world is not None
+    assert code_of(batch_size=8, sampler=lambda seed, epoch: list(range(world.size, 48))) == "E_LOADER"
+    assert code_of(batch_size=8, sampler=OfWorld(world)) == "E_LOADER"
+    assert code_of(batch_sampler=lambda seed, epoch: [list(range(8 * world.size))] * 2) == "E_LOADER"
+    assert world.size == 1
+    assert len(samestep.loader(DATA, 8, sampler=lambda seed, epoch: range(epoch, 48))) == 6
