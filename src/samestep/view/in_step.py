@@ -84,17 +84,10 @@ _CODES_AND_FIXES = {
     ),
     _GRADIENTS: (_MISMATCH, f"change gradients alike on every rank, {_KERNELS}"),
 }
-<<<<<<< HEAD
 # A place that a rank may reach alone, and the fix then.
 SAVE = "torch.save of divided parameters"
 SAVE_FIX = "weights = samestep.full_state_dict(model) on every rank, then save them on rank 0"
-_OTHER_PATH = (
-    "E_RANK_DESYNC",
-    "let no decision of the script depend on the rank, the time or the machine",
-)
-=======
 _OTHER_PATH = ("E_RANK_DESYNC", ONE_DECISION)
->>>>>>> ranks43
 
 
 class _Fact(NamedTuple):
@@ -402,7 +395,7 @@ def _description(leaf: Any) -> Any:
 
 def _lists_of(module: nn.Module) -> _Lists:
     every = [_Tensors([], []) for _ in range(3)]
-    lists = _Lists([], [], *every, array("q"))
+    lists = _Lists([], [], every[0], every[1], every[2], array("q"))
     for prefix, one in module.named_modules():
         values = vars(one)
         names = [name for name, value in values.items() if type(value) in _NUMBERS]
