@@ -59,6 +59,11 @@ E_DISK_HANG = "E_DISK_HANG"
 EXIT_UNGUARDED = 87
 
 
+def _signal_name(number: int) -> str:
+    names = {int(known): known.name for known in signal.Signals}
+    return names.get(number, f"signal {number}")  # real-time signals have no names
+
+
 @dataclass(frozen=True)
 class Failure:
     """Failure of one rank."""
@@ -141,9 +146,7 @@ class Failure:
         if exit_code < 0:
             by_signal = -exit_code
             code = "E_RANK_KILLED"
-            # Real-time signals have no names.
-            names = {int(known): known.name for known in signal.Signals}
-            name = names.get(by_signal, f"signal {by_signal}")
+            name = _signal_name(by_signal)
             problem = f"was killed by {name}{_spaced(activity)}"
             expected = None
             fix = _SIGNAL_FIXES.get(name)

@@ -186,7 +186,8 @@ def run_script(
     else:
         hide_ranks()
     main = _main_module(script, is_module=is_module)
-    sys.argv = [file := str(main.__file__), *arguments]
+    file = str(main.__file__)
+    sys.argv = [file, *arguments]
     # The module is never removed: when a script drops its models, and the last process group with
     # them, torch waits for gloo threads that may wait for the GIL in turn.
     sys.modules["__main__"] = main
@@ -206,14 +207,18 @@ def run_script(
     except (KeyError, ValueError) as error:
         if own_group or not _lacks_rank(error):
             raise
-        raise InputError(
-            f"{script.name} reads the variables of a launcher: {message_of(error)}",
-            expected="a script for one process, or one that creates a process group of its own "
-            "with --own-group",
-            fix="samestep run --own-group for a script with DistributedDataParallel or "
-            "init_process_group",
-            code="E_LAUNCH",
-        ) from error
+        raise _variables_error(script, error) from error
+
+
+def _variables_error(script: Path, error: Exception) -> InputError:
+    return InputError(
+        f"{script.name} reads the variables of a launcher: {message_of(error)}",
+        expected="a script for one process, or one that creates a process group of its own "
+        "with --own-group",
+        fix="samestep run --own-group for a script with DistributedDataParallel or "
+        "init_process_group",
+        code="E_LAUNCH",
+    )
 
 
 def _module_error(script: Path, error: ImportError) -> InputError:

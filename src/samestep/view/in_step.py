@@ -112,7 +112,7 @@ class _Tensors(NamedTuple):
         tensors = [values[name] for values, name in self.places]
         samples = [sample_of(tensor, max(2, tensor.numel())) for tensor in tensors]
         pairs = zip(self.names, samples, strict=True)
-        return {name: hash_of(one.cpu()) for name, one in pairs if one is not None}
+        return {name: hash_of(device_reads.copy(one)) for name, one in pairs if one is not None}
 
 
 class _Lists(NamedTuple):

@@ -223,11 +223,11 @@ def test_a_snapshot_copies_each_tensor_once_and_reuses_the_memory() -> None:
     run, buffers = trained(), HostBuffers()
     slots = sum(len(state) for state in run.optimizer.state.values())
     with Copies() as copies:
-        snapshot(run, Progress(step=1), buffers)
+        snapshot(run, lambda: Progress(step=1), buffers)
     assert copies.names == ["copy_"] * (4 + slots), "not one copy of the distinct tensors of the model and each slot"
     first = memory(buffers)
     buffers.reuse()
-    files = snapshot(run, Progress(step=1), buffers)
+    files = snapshot(run, lambda: Progress(step=1), buffers)
     assert memory(buffers) == first
     assert {name: b"".join([data] if isinstance(data, bytes) else data) for name, data in files.items()} == pack(
         run, Progress(step=1)
@@ -269,7 +269,7 @@ def test_checkpoints_of_an_accelerator_have_the_state_of_their_save(tmp_path: Pa
                 states.append({name: tensor.clone() for name, tensor in run.model.state_dict().items()})
                 accelerator.counts.clear()
                 folder.gate.clear()
-                writer.save(number, lambda buffers: snapshot(run, Progress(step=1), buffers))
+                writer.save(number, lambda buffers: snapshot(run, lambda: Progress(step=1), buffers))
                 step(run)  # before the copies are complete
                 counts = dict(accelerator.counts)
                 folder.gate.set()
@@ -288,7 +288,7 @@ def test_saves_of_an_accelerator_do_not_wait_in_the_training_thread(tmp_path: Pa
     with simulated_accelerator() as accelerator:
         run, buffers = trained(), HostBuffers()
         accelerator.counts.clear()
-        snapshot(run, Progress(step=1), buffers)
+        snapshot(run, lambda: Progress(step=1), buffers)
         assert accelerator.counts["synchronize"] == 0
         buffers.wait()
         assert accelerator.counts["synchronize"] == 1

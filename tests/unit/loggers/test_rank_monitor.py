@@ -105,13 +105,13 @@ def test_appends_after_existing_lines_and_after_a_torn_line(alone: World, tmp_pa
     assert len(after.splitlines()) == 5
 
 
-def test_full_disk_is_logged_once(alone: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_file_is_logged_once(alone: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "ranks" / "rank-0.jsonl"
     path.parent.mkdir()
     path.symlink_to("/dev/full")
     with RankMonitor(tmp_path, alone, interval=0.05):
         time.sleep(0.3)
-    assert caplog.messages == [f"rank 0 cannot write {path}: No space left on device; training continues"]
+    assert caplog.messages == [f"rank 0 cannot write {path}: it is no regular file; training continues"]
 
 
 def test_last_sample_of_a_failed_rank_names_the_operation(alone: World, tmp_path: Path) -> None:

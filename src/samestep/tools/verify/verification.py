@@ -76,8 +76,7 @@ def verify(
         plans: list[Plan] = [partial(runner.run, number) for number in remaining] or [runner.repeat]
         if kill_at is not None:
             assert resume_on is not None
-            for number in processes:
-                plans.append(partial(runner.run_killed, number, kill_at, resume_on))
+            plans += [partial(runner.run_killed, one, kill_at, resume_on) for one in processes]
         others = [plan(reference) for plan in plans]
         comparisons = _compare(runner, reference, others, tolerance)
         notes = list(others[-1].end.get("readings", []))
