@@ -6,7 +6,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal
 
 import numpy
@@ -207,12 +207,21 @@ def content_of(value: Any) -> int:
         facts = (str(value.dtype), tuple(value.shape), zlib.crc32(raw.data))
     elif isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
         facts = (str(value.dtype), value.shape, zlib.crc32(numpy.ascontiguousarray(value).data))
+    elif isinstance(value, numpy.ndarray):
+        facts = content_of(value.tolist())
     elif isinstance(value, list | tuple):
-        facts = (type(value).__name__, [content_of(item) for item in value])
+        is_plain = all(type(item) in _PLAIN for item in value)
+        facts = (type(value).__name__, value if is_plain else list(map(content_of, value)))
     elif _is_mapping(value):
         facts = [(str(key), content_of(value[key])) for key in list(value.keys())]
-    elif type(value) in _PLAIN:
+    elif isinstance(value, bytes | bytearray):
+        facts = bytes(value)
+    elif isinstance(value, set | frozenset):
+        facts = sorted(content_of(item) for item in value)
+    elif type(value) in _PLAIN or isinstance(value, complex | numpy.generic):
         facts = value
+    elif is_dataclass(value):
+        facts = (type(value).__name__, content_of(vars(value)))
     return zlib.crc32(repr(facts).encode(errors="surrogatepass"))
 
 

@@ -45,6 +45,7 @@ from samestep.data.batch_plan import (
 from samestep.data.epoch_order import IndexBatch
 from samestep.data.sample_reader import (
     Decision,
+    Guarded,
     How,
     Reading,
     Request,
@@ -186,6 +187,10 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
             )
             self._dataset = self._reader
             self._collate_fn = as_it_is
+        else:
+            self._collate_fn = Guarded(self._collate_fn)
+            if is_map and not self._auto_collation:
+                self._dataset = Guarded(self._dataset)
         self._iterations = 0
         self._counts_repeats = not _draws_once(loader)
         if self._num_workers == 0:  # otherwise torch calls `_reset`
@@ -255,7 +260,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         pending = self._pending.popleft()
         batch = self._completed(pending, reading)
         self._release()
-        if batch is None:  # no sample of the batch is usable
+        if batch is None and self.state.skips:  # no sample of the batch is usable
             self.left_out += 1
             return next(self)
         return batch
@@ -428,7 +433,9 @@ class _WorkersIterator(_MultiProcessingDataLoaderIter, _OwnRowsIterator):
     @property
     def _worker_init_fn(self) -> Any:
         init = self._init_of_script
-        return partial(init_worker, self._script_dataset, init) if self._reads_samples else init
+        if self._dataset is self._script_dataset:
+            return init
+        return partial(init_worker, self._script_dataset, init)
 
     @_worker_init_fn.setter
     def _worker_init_fn(self, init: Any) -> None:

@@ -149,7 +149,8 @@ class SampleReader(Dataset[Any]):
                 return self._check(request)
             readings = {"plain": self._read_plain, "probe": self._probed}
             return readings.get(request.how, self._read)(request)
-        except Exception as error:  # boundary: the loader raises it on all ranks
+        except Exception as caught:  # boundary: the loader raises it on all ranks
+            error = stopped(caught) if isinstance(caught, StopIteration) else caught
             worker = get_worker_info()
             if worker is None or isinstance(error, SamestepError):
                 return Reading(None, 0, error)
@@ -354,6 +355,37 @@ def _own(sample: Any) -> Any:
     return sample
 
 
+def stopped(error: StopIteration) -> DataError:
+    """Return the error of a `StopIteration` that would end an epoch without a message."""
+    where = ", ".join(getattr(error, "__notes__", ["in the collate function"]))
+    return DataError(
+        f"StopIteration {where}",
+        expected="samples and batches: only a sampler or an iterable dataset ends an epoch",
+        fix="next(iterator, None), or catch StopIteration where the iterator is used",
+        code="E_DATA",
+    )
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A function, or a data set with single samples, that ends no epoch by `StopIteration`."""
+
+    function: Any
+
+    def __call__(self, *arguments: Any) -> Any:
+        try:
+            return self.function(*arguments)
+        except StopIteration as error:
+            raise stopped(error) from error
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return self.function[index]
+        except StopIteration as error:
+            error.add_note(f"while loading sample {index} of the dataset")
+            raise stopped(error) from error
+
+
 def as_it_is(data: Any) -> Any:
     """Return the data: the collate function of torch's fetcher over a `SampleReader`."""
     return data
@@ -395,7 +427,7 @@ def init_worker(dataset: Any, init: Callable[[int], None] | None, number: int) -
     # The script's data set. The object is frozen for other changes.
     object.__setattr__(get_worker_info(), "dataset", dataset)
     if init is not None:
-        init(number)
+        Guarded(init)(number)
 
 
 def _without_class(wrapped: ExceptionWrapper) -> RuntimeError:

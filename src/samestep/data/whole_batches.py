@@ -201,10 +201,13 @@ class WholeBatches:
         self._begins_at_cursor = False
         self._iterations += 1
         iteration = self._iterations
-        begin = self._cursor
+        # Not in the generator: torch draws a seed before the first batch, as loaders in `zip` do.
+        return self._batches(iteration, self._cursor, self._started(self._cursor))
+
+    def _batches(self, iteration: int, begin: Cursor, started: Iterator[Any]) -> Iterator[Any]:
         samples = begin.samples
         every = _MANY if self._order is None else self._order.samples_of(begin.epoch)
-        for number, batch in enumerate(self._started(begin), start=1):
+        for number, batch in enumerate(started, start=1):
             running = None if self._running is None else self._running()
             samples = begin.samples + (number + getattr(running, "left_out", 0)) * self.batch_size
             if iteration == self._iterations:  # an older iteration beside a newer one moves nothing

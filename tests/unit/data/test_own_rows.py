@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 import samestep
 from helpers.forked_ranks import Job, run_jobs
-from helpers.view_checks import run_checks
+from helpers.view_checks import error_code, run_checks
 from samestep.data.batch import map_tensors
 from samestep.data.batch_plan import content_of, equal
 from samestep.distributed.rng import seed_generators
@@ -248,8 +248,9 @@ def _resumed() -> list[Any]:
 class Broken(Points):
     """One sample cannot be read, on one rank or on all; with `once`, it can be read the second time."""
 
-    def __init__(self, index: int, rank: int | None = None, *, once: bool = False) -> None:
+    def __init__(self, index: int, rank: int | None = None, *, once: bool = False, stops: bool = False) -> None:
         super().__init__()
+        self._stops = stops
         self._index = index
         self._once = once
         self._is_broken = rank is None or rank == process_state.world.rank  # type: ignore[union-attr]
@@ -257,6 +258,8 @@ class Broken(Points):
     def __getitem__(self, index: int, /) -> Any:
         if index == self._index and self._is_broken:
             self._is_broken = not self._once
+            if self._stops:
+                next(iter(()))
             raise OSError("the file is damaged")
         return super().__getitem__(index)
 
@@ -360,6 +363,7 @@ def run(workers: int) -> dict[str, list[Any]]:
         "other samples": lambda: _error(_other_samples),
         "made again": _made_again,
     }
+    checks |= {name: lambda name=name: _stopping(workers, **STOPS[name]) for name in STOPS}  # type: ignore[misc]
     if workers == 0:
         checks |= {
             "counting": lambda: _compare_with_memory(Counting),
@@ -379,6 +383,19 @@ def _compare_with_memory(make: Callable[[], Points]) -> dict[str, Any]:
     batches = samestep.loader(make(), BATCH)
     got = _epochs(batches)
     return {"torch": equal(got, expected), "content": content_of(got), "decision": _decision(batches)}
+
+
+STOPS: dict[str, dict[str, Any]] = {
+    "stop in a sample": {"dataset": Broken(19, stops=True)},
+    "stop in a single sample": {"dataset": Broken(19, stops=True), "batch_size": None},
+    "stop in collation": {"dataset": Points(), "collate_fn": lambda samples: next(iter(()))},
+    "stop in collation of a stream": {"dataset": Stream(), "collate_fn": lambda samples: next(iter(()))},
+}
+
+
+def _stopping(workers: int, **options: Any) -> str:
+    batches = samestep.loader(DataLoader(**{"batch_size": BATCH, "num_workers": workers, **options}))
+    return error_code(lambda: _epochs(batches, 1))
 
 
 Found = dict[str, list[Any]]
@@ -482,6 +499,11 @@ def test_data_sets_with_a_memory_are_read_as_by_torch(size: int) -> None:
     for kind in ("hidden", "caching", "caching with a generator"):
         assert [one["decision"] for one in results[kind]] == [["plain", False, reason]] * size
         assert [one["content"] for one in results[kind]] == [found(2, 0)[kind][0]["content"]] * size
+
+
+@pytest.mark.parametrize(("size", "workers"), [(2, 0), (2, 2)])
+def test_end_of_an_iterator_in_a_sample_is_an_error(size: int, workers: int) -> None:
+    assert {name: found(size, workers)[name] for name in STOPS} == dict.fromkeys(STOPS, ["E_DATA"] * size)
 
 
 @pytest.mark.parametrize(("size", "workers"), SETTINGS)
