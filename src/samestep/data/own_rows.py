@@ -16,7 +16,6 @@ from itertools import accumulate, count
 from typing import Any, Protocol
 
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data import (
     DataLoader,
     MapDataPipe,
@@ -52,6 +51,7 @@ from samestep.data.sample_reader import (
     SampleReader,
     as_it_is,
     init_worker,
+    raise_failure,
 )
 from samestep.distributed.logging import logger
 from samestep.errors import PeerLostError, RankMismatchError
@@ -482,13 +482,6 @@ def _small(leaves: Leaves, rows: int) -> list[int]:
 def _spans(lengths: Sequence[int]) -> Bounds:
     ends = list(accumulate(lengths))
     return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
-def raise_failure(failure: Any) -> None:
-    """Raise the failure of a reading."""
-    if isinstance(failure, ExceptionWrapper):
-        failure.reraise()
-    raise failure
 
 
 def _require_same_content(contents: Sequence[int]) -> None:

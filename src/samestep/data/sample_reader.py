@@ -355,6 +355,13 @@ def _own(sample: Any) -> Any:
     return sample
 
 
+def raise_failure(failure: Any) -> None:
+    """Raise the failure of a reading."""
+    if isinstance(failure, ExceptionWrapper):
+        failure.reraise()
+    raise failure
+
+
 def stopped(error: StopIteration) -> DataError:
     """Return the error of a `StopIteration` that would end an epoch without a message."""
     where = ", ".join(getattr(error, "__notes__", ["in the collate function"]))

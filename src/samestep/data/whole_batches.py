@@ -13,8 +13,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from samestep.data.epoch_order import EpochOrder
-from samestep.data.own_rows import BatchRanks, OwnRows, own_iterator, raise_failure
-from samestep.data.sample_reader import Request, SampleReader, as_it_is, init_worker
+from samestep.data.own_rows import BatchRanks, OwnRows, own_iterator
+from samestep.data.sample_reader import (
+    Request,
+    SampleReader,
+    as_it_is,
+    init_worker,
+    raise_failure,
+)
 from samestep.distributed.logging import logger
 from samestep.distributed.rng import PassedGenerator, passed_generators
 from samestep.distributed.signals import StoppedLoop
