@@ -210,7 +210,8 @@ class Driver:
                 fix="return outputs and losses without detach(), item() or integer types",
                 code="E_SHAPE",
             )
-        self._has_computed = True
+        # An evaluation before the first step shows nothing about gradients.
+        self._has_computed = torch.is_grad_enabled()
         return outputs, losses
 
     def _weight(self, targets: Any, samples: int) -> torch.Tensor:
@@ -289,7 +290,11 @@ class Driver:
                     term = (loss.double() * weights[-1]).where(weights[-1] > 0, 0.0)
                     sums[name] = sums[name] + term if name in sums else term
                 for metric in counting:
-                    metric.update(outputs, targets)
+                    guard: AbstractContextManager[None] = nullcontext()
+                    if is_trial:
+                        guard = first_batch(f"metrics: {metric.name}", outputs)
+                    with guard:
+                        metric.update(outputs, targets)
                 samples += len(batch.samples)
                 self.world.session.status.heartbeat()
         if is_trial:
