@@ -244,7 +244,7 @@ def attributes_of(objects: Mapping[str, Any]) -> dict[str, Any]:
 
     A resumption compares them, since `state_dict` need not contain them.
     """
-    found = {}
+    attributes = {}
     for name, one in objects.items():
         if isinstance(one, LRScheduler | WholeBatches):  # whose state is complete
             continue
@@ -253,8 +253,8 @@ def attributes_of(objects: Mapping[str, Any]) -> dict[str, Any]:
             for key, value in getattr(part, "__dict__", {}).items():
                 fact = None if key in _OF_MODULES else _fact(value)
                 if fact is not None:
-                    found[".".join(filter(None, (name, inner, key)))] = fact
-    return found
+                    attributes[".".join(filter(None, (name, inner, key)))] = fact
+    return attributes
 
 
 def _fact(value: Any) -> Any:

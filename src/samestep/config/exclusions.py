@@ -159,6 +159,18 @@ _USES = {
         "no view that was taken before the write, where gradients are needed",
         "take the view after the write, or write into a clone",
     ),
+    "a collective in a call": (
+        "{}:{}: {} in a call of {}",
+        "no collective in a call: it is divided, and its result does not depend on the number of "
+        "processes",
+        "remove it, since a call has the values of the whole batch; or samestep.all_gather after "
+        "the call",
+    ),
+    "a saved parameter that ranks cannot gather": (
+        "a divided parameter is saved where ranks cannot gather it, such as in a thread",
+        "full tensors",
+        "{}",
+    ),
     "foreground_weight without masks": (
         "foreground_weight is {}, without binary masks",
         "binary masks, which have a foreground",

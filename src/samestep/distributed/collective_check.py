@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import c10d_logger
 
+from samestep.config.exclusions import excluded
 from samestep.distributed.status import RankStatus, odd_ranks, ranks_text
 from samestep.distributed.torch_errors import is_lost_connection
 from samestep.errors import InputError, PeerLostError, RankDesyncError
@@ -343,14 +344,8 @@ def refuse_inside(modules: Container[Any]) -> None:
             continue
         owner = outer.f_locals.get(code.co_varnames[0])
         if isinstance(owner, torch.nn.Module) and owner in modules:
-            raise InputError(
-                f"{file}:{frame.f_lineno}: {name} in a call of {type(owner).__name__}",
-                expected="no collective in a call: it is divided, and its result does not depend "
-                "on the number of processes",
-                fix="remove it, since a call has the values of the whole batch; or "
-                "samestep.all_gather after the call",
-                code="E_INCOMPATIBLE",
-            )
+            facts = (file, frame.f_lineno, name, type(owner).__name__)
+            raise excluded("a collective in a call", *facts, error=InputError)
 
 
 def intercept_all(before: Callable[[], None]) -> ExitStack:

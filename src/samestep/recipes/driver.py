@@ -210,8 +210,7 @@ class Driver:
                 fix="return outputs and losses without detach(), item() or integer types",
                 code="E_SHAPE",
             )
-        # An evaluation before the first step shows nothing about gradients.
-        self._has_computed = torch.is_grad_enabled()
+        self._has_computed = True
         return outputs, losses
 
     def _weight(self, targets: Any, samples: int) -> torch.Tensor:
@@ -290,14 +289,15 @@ class Driver:
                     term = (loss.double() * weights[-1]).where(weights[-1] > 0, 0.0)
                     sums[name] = sums[name] + term if name in sums else term
                 for metric in counting:
-                    guard: AbstractContextManager[None] = nullcontext()
+                    surroundings: AbstractContextManager[None] = nullcontext()
                     if is_trial:
-                        guard = first_batch(f"metrics: {metric.name}", outputs)
-                    with guard:
+                        surroundings = first_batch(f"metric {metric.name!r}", (outputs, targets))
+                    with surroundings:
                         metric.update(outputs, targets)
                 samples += len(batch.samples)
                 self.world.session.status.heartbeat()
         if is_trial:
+            self._has_computed = False  # the first step also checks gradients
             for metric in counting:
                 metric.reset()
             return None

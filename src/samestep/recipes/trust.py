@@ -63,16 +63,16 @@ def foreign_paths(recipe: Recipe) -> dict[str, str]:
     A well-known component is named with its first option that opens files or addresses, or loads
     code. Options of data name their files, which run no code.
     """
-    found = {}
+    components = {}
     for section in _SECTIONS:
         component = getattr(recipe, section)
         name = str(component.name)
         opening = "" if section == "data" else _opening_option(component.options)
         if not _is_well_known(section, name):
-            found[section] = name
+            components[section] = name
         elif opening:
-            found[section] = f"{name} with {opening}"
-    return found
+            components[section] = f"{name} with {opening}"
+    return components
 
 
 def _opening_option(options: Mapping[str, Any]) -> str:

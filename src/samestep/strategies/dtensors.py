@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from samestep.config.exclusions import excluded
 from samestep.distributed.devices import is_accelerator
-from samestep.errors import RunError
 from samestep.launcher.job import process_state
 from samestep.reduce.fast import Reduction
 from samestep.view.crossings import crossing, leave, replicated
@@ -259,12 +258,7 @@ def _pickled(tensor: DTensor, protocol: Any) -> Any:
     """
     view = process_state.view
     if view is None or not view.exchanges_here():
-        raise RunError(
-            "a divided parameter is saved where ranks cannot gather it",
-            expected="full tensors",
-            fix=SAVE_FIX,
-            code="E_INCOMPATIBLE",
-        )
+        raise excluded("a saved parameter that ranks cannot gather", SAVE_FIX)
     view.any_rank(place=SAVE)
     full = full_value(tensor)
     if isinstance(tensor, nn.Parameter):

@@ -81,13 +81,13 @@ def step_findings(world: World) -> Iterator[Finding]:
         yield from _losses(world, updates)
     if world.size == 1:
         return
-    found = list(islice(_learning_rates(updates), 1))
-    if not found and updates and not any(event["hooked"] for event in updates[0].values()):
-        found = list(_replicas(world, updates))
-    yield from found
+    of_ranks = list(islice(_learning_rates(updates), 1))
+    if not of_ranks and updates and not any(event["hooked"] for event in updates[0].values()):
+        of_ranks = list(_replicas(world, updates))
+    yield from of_ranks
     evaluated = list(_modules(world))
     # Replicas that differ in training differ in evaluations, too.
-    yield from [one for one in evaluated if one.name == "different-buffers" or not found]
+    yield from [one for one in evaluated if one.name == "different-buffers" or not of_ranks]
 
 
 # --- replicas -----------------------------------------------------------------------------------
