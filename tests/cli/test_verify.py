@@ -290,9 +290,9 @@ for _ in range(2):
     optimizer.step()
 """
 OF_PROCESS = {
-    "model.register_forward_hook(lambda *call: call[2] * (1 + os.getpid() / 1e7)); "
+    "model.register_forward_hook(lambda *call: call[2] * (1 + os.getpid() % 1000 / 1e3)); "
     "loss = model(torch.ones(8, 4)).sum()": "random state in the model",
-    "loss = model(torch.full((8, 4), os.getpid() / 1e7)).sum()": "data order",
+    "loss = model(torch.full((8, 4), os.getpid() % 1000 / 1e3)).sum()": "data order",
 }
 
 

@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from samestep.data.own_rows import _OwnRowsIterator
+from samestep.data.sample_reader import SampleReader
 from samestep.distributed.devices import accelerator_module, is_accelerator
 from samestep.launcher.job import process_state
 from samestep.launcher.worker import EndOfScript
@@ -429,7 +430,8 @@ def _observe_loaders(add_batch: Callable[..., None]) -> None:
         data = next_batch(self)
         asked = self.__dict__.get("_asked_indices")
         self._read_indices = asked.popleft() if asked else None
-        if not isinstance(self, _OwnRowsIterator):
+        is_probe = isinstance(self._dataset, SampleReader)  # of a resumption, and no batch
+        if not isinstance(self, _OwnRowsIterator) and not is_probe:
             add(self, data)
         return data
 
