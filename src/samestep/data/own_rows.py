@@ -34,7 +34,6 @@ from samestep.data.batch_plan import (
     Leaf,
     OtherStructure,
     Plan,
-    content_of,
     leaves_of,
     pack,
     rebuilt,
@@ -55,10 +54,8 @@ from samestep.data.sample_reader import (
 )
 from samestep.distributed.logging import logger
 from samestep.errors import PeerLostError, RankMismatchError
-from samestep.microbatches import microbatch_bounds
 
 SMALL_BYTES = 64 * 2**10  # of a whole tensor that is gathered at once
-_SLICES = 8  # in which the first batch is collated
 # In place of the hash of shapes in the word of a rank.
 _FAILED = -1
 _DREW = -2
@@ -235,13 +232,11 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
         decision = self.state.decision
         bounds = [(0, len(indices))] if ranks is None else ranks.bounds(len(indices))
         how = "whole" if decision is None else decision.how
-        slices: Bounds = []
         if decision is None and len(indices) > 1 and not self._awaits_decision():
             how = "check"
-            slices = microbatch_bounds(len(indices), min(_SLICES, len(indices)))
         elif how == "own" and bounds is None:
             how = "whole"
-        request = Request(how, indices, repeats, self._seed, self._epoch, self.state.draws, slices)
+        request = Request(how, indices, repeats, self._seed, self._epoch, self.state.draws)
         self._pending.append(request)
         if how == "own" and ranks is not None and bounds is not None:
             own = slice(*bounds[ranks.rank])
@@ -296,7 +291,7 @@ class _OwnRowsIterator(_BaseDataLoaderIter):
             except OtherStructure:
                 status = _OTHER
         elif how == "check":
-            status = content_of(reading.data)
+            status = reading.content
         last = reading.samples
         if reading.decision is not None:
             last = _MODES.index(reading.decision.how) + 4 * reading.decision.draws

@@ -8,23 +8,23 @@ import operator
 import random
 import struct
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-_DEPTH = 8  # of attributes and containers that are searched
-_OBJECTS = 2000  # that are searched
-_ITEMS = 50  # of a container that are searched
+from samestep.data.read_state import GENERATORS, objects_of
+
 _MIX = 0x9E3779B97F4A7C15  # odd: seeds of several generators of one data set differ
-_PLAIN = (bool, int, float, str, type(None))
-_LEAVES = (*_PLAIN, bytes, complex, type, torch.Tensor, numpy.ndarray, ModuleType)
-_OWN = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
+# The generators behind the functions of the modules.
+_OF_PROCESS = (
+    torch.default_generator,
+    random.random.__self__,  # type: ignore[attr-defined]
+    numpy.random.mtrand._rand,
+)
 
 
 class WatchedGenerators:
@@ -104,55 +104,23 @@ def sample_number(index: Any) -> int:
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-def objects_of(*roots: Any) -> Iterator[Any]:
-    """Yield objects that are reachable by attributes, containers, closures and bound arguments."""
-    seen: set[int] = set()
-    pending = [(root, _DEPTH) for root in roots]
-    while pending and len(seen) < _OBJECTS:
-        value, depth = pending.pop()
-        if isinstance(value, _LEAVES) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        yield value
-        if depth and not isinstance(value, _OWN):
-            pending.extend((part, depth - 1) for part in _parts_of(value))
-
-
-def _parts_of(value: Any) -> list[Any]:
-    parts: Iterable[Any]
-    if isinstance(value, dict):
-        parts = list(value.values())[:_ITEMS]
-    elif isinstance(value, list | tuple | set | frozenset):
-        parts = list(value)[:_ITEMS] if len(value) <= _ITEMS else ()
-    elif isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        parts = [*cells, *(value.__defaults__ or ())]
-    elif isinstance(value, partial):
-        parts = [value.func, *value.args, *value.keywords.values()]
-    else:
-        parts = list(getattr(value, "__dict__", {}).values())
-        bound = getattr(value, "__self__", None)
-        if bound is not None:
-            parts = [*parts, bound]
-    return list(parts)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  # the access raises
-    except ValueError:
-        return False
-    return True
-
-
 class OwnGenerators:
     """Generators that a data set, its transforms or its collate function own."""
 
     def __init__(self, *roots: Any) -> None:
-        self._all = [value for value in objects_of(*roots) if isinstance(value, _OWN)]
+        of_process = set(map(id, _OF_PROCESS))
+        self._all = [
+            value
+            for value in objects_of(*roots)
+            if isinstance(value, GENERATORS) and id(value) not in of_process
+        ]
 
     def __bool__(self) -> bool:
         return bool(self._all)
+
+    def are(self, others: OwnGenerators) -> bool:
+        """Whether both are the same objects."""
+        return list(map(id, self._all)) == list(map(id, others._all))
 
     def states(self) -> list[str]:
         """Return their states, to be compared."""
@@ -206,22 +174,3 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.setstate(state)
-
-
-class PlainAttributes:
-    """Plain attributes of objects, such as counters, to be restored after additional reads."""
-
-    def __init__(self, *roots: Any) -> None:
-        self._kept = []
-        for value in objects_of(*roots):
-            attributes = getattr(value, "__dict__", None)
-            if isinstance(attributes, dict):
-                plain = {name: one for name, one in attributes.items() if type(one) in _PLAIN}
-                self._kept.append((attributes, plain))
-
-    def restore(self) -> None:
-        """Set the values that have changed."""
-        for attributes, plain in self._kept:
-            for name, value in plain.items():
-                if attributes.get(name, value) is not value:
-                    attributes[name] = value

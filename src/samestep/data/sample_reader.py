@@ -7,23 +7,23 @@ import os
 import signal
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.queues import Queue
 from operator import length_hint
+from types import MethodType
 from typing import Any, Literal, NamedTuple
 
+import numpy
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, get_worker_info
 
 from samestep.data.batch import Collate
-from samestep.data.batch_plan import Plan, content_of, equal, plan_of
-from samestep.data.read_generators import (
-    OwnGenerators,
-    PlainAttributes,
-    WatchedGenerators,
-    sample_number,
-)
+from samestep.data.batch_plan import Plan, content_of, plan_of
+from samestep.data.process_copy import called_in_copy
+from samestep.data.read_generators import OwnGenerators, WatchedGenerators, sample_number
+from samestep.data.read_state import ReadState, comparable
 from samestep.distributed.rng import (
     derive_seed,
     generator_state,
@@ -32,6 +32,7 @@ from samestep.distributed.rng import (
 )
 from samestep.distributed.signals import die_with_parent
 from samestep.errors import DataError, SamestepError, message_of
+from samestep.microbatches import microbatch_bounds
 
 # `check`: read whole and decide; `own`: read the own rows; `whole`: read all; `plain`: read all as
 # torch does, without seeds for the samples; `probe`: hash the samples.
@@ -40,7 +41,13 @@ How = Literal["check", "own", "whole", "plain", "probe"]
 MEMORY = "samples depend on those that were read before"
 COLLATE = "the collate function does not keep samples apart"
 COLLATE_DRAWS = "the collate function draws random numbers"
+NO_COPY = "samples cannot be read in a copy of the process"
+_COPY_SECONDS = 60.0
+_CHECKED = 16  # samples of the first batch that are read in a copy of the process
+_SLICES = 4  # in which they are collated
 _PROBES = 8  # samples of the first batch that a resumption reads again
+_COMPARED_ITEMS = 2**16  # of a list, between ranks
+_COMPARED_BYTES = 2**28  # of a tensor or an array
 
 
 class Request(NamedTuple):
@@ -53,7 +60,6 @@ class Request(NamedTuple):
         seed: seed of the loader.
         epoch: number of the epoch.
         draws: samples draw random numbers, and are seeded one by one.
-        slices: bounds of the slices in which a checked batch is collated.
     """
 
     how: How
@@ -62,7 +68,6 @@ class Request(NamedTuple):
     seed: int
     epoch: int
     draws: bool
-    slices: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Decision:
     """How the batches of a loader are read, decided by its first batch.
 
     Attributes:
-        how: `own`, `whole` or `plain`.
+        how: `own`, `whole` or `plain`; `check` if seeds of the samples are needed for a decision.
         draws: samples or their collation draw random numbers.
         plan: how a batch is put together from own rows; None if it is not.
         reason: why batches are read whole.
@@ -94,6 +99,7 @@ class Reading(NamedTuple):
         drew: a sample has drawn that was read without a seed of its own.
         skipped: error lines of samples that were left out.
         decision: the decision of a checked batch.
+        content: hash of a checked batch, and of values of the data set in memory.
     """
 
     data: Any
@@ -102,14 +108,23 @@ class Reading(NamedTuple):
     drew: bool = False
     skipped: Sequence[str] = ()
     decision: Decision | None = None
+    content: int = 0
 
 
 class _Samples(NamedTuple):
-    """Samples that were read, with their positions in the request, and error lines of others."""
+    """Samples that were read.
+
+    Attributes:
+        samples: the samples.
+        positions: their positions in the request.
+        skipped: error lines of others.
+        drew: whether each sample has drawn random numbers, if that was watched.
+    """
 
     samples: list[Any]
     positions: Sequence[int]
     skipped: list[str]
+    drew: list[bool]
 
 
 class SampleReader(Dataset[Any]):
@@ -171,17 +186,15 @@ class SampleReader(Dataset[Any]):
     def _read(self, request: Request) -> Reading:
         if request.draws:
             with preserved_generators(), self.generators.preserved():
-                samples, _, skipped = self._seeded(request)
-                self._seed("collate", request, 0)
-                data = self._collate(samples) if samples else None
-            return Reading(data, len(samples), skipped=skipped)
+                read = self._one_by_one(request, seeds=True)
+                data = self._collated(request, read.samples)
+            return Reading(data, len(read.samples), skipped=read.skipped)
         if self._watched is None:
             self._watched = WatchedGenerators()
         with self._watched:
-            samples, _, skipped = self._unseeded(request)
-            data = self._collate(samples) if samples else None
+            reading = self._read_plain(request)
             drew = self._watched.have_drawn()
-        return Reading(data, len(samples), drew=drew, skipped=skipped)
+        return reading._replace(drew=drew)
 
     def _plain(self, indices: list[Any]) -> list[Any]:
         """Read samples as torch's fetcher does."""
@@ -203,30 +216,31 @@ class SampleReader(Dataset[Any]):
             raise
 
     def _unseeded(self, request: Request) -> _Samples:
-        if not self._skips:
-            samples = self._plain(request.indices)
-            return _Samples(samples, range(len(request.indices)), [])
-        return self._one_by_one(request, seeds=False)
+        if self._skips:
+            return self._one_by_one(request, seeds=False)
+        samples = self._plain(request.indices)
+        return _Samples(samples, range(len(request.indices)), [], [False] * len(samples))
 
-    def _seeded(self, request: Request) -> _Samples:
-        """Read each sample with generators that are seeded by (seed, epoch, index, repeat)."""
-        return self._one_by_one(request, seeds=True)
-
-    def _one_by_one(self, request: Request, *, seeds: bool) -> _Samples:
-        samples = []
+    def _one_by_one(self, request: Request, *, seeds: bool, watches: bool = False) -> _Samples:
+        """Read each sample, with generators that are seeded by (seed, epoch, index, repeat)."""
+        read = _Samples([], [], [], [])
         positions = []
-        skipped = []
         for position, index in enumerate(request.indices):
             if seeds:
                 self._seed("sample", request, position)
+            before = None
+            if watches:
+                before = self._states()
             try:
-                samples += self._each([index])
-                positions.append(position)
+                read.samples.extend(self._each([index]))
             except DataError as error:
                 if not self._skips:
                     raise
-                skipped.append(error.value)
-        return _Samples(samples, positions, skipped)
+                read.skipped.append(error.value)
+                continue
+            positions.append(position)
+            read.drew.append(watches and self._states() != before)
+        return read._replace(positions=positions)
 
     def _seed(self, purpose: Literal["sample", "collate"], request: Request, position: int) -> None:
         facts = [request.epoch, sample_number(request.indices[position])]
@@ -237,97 +251,208 @@ class SampleReader(Dataset[Any]):
         self.generators.seed(seed)
 
     def _check(self, request: Request) -> Reading:
-        """Read a whole batch, and decide how others are read."""
-        begin = PlainAttributes(self.dataset, self._collate)
-        with preserved_generators(), self.generators.preserved():
-            before = self._states()
-            read = self._unseeded(request)
-            has_drawn = self._states() != before
-            draws = has_drawn or bool(self.generators)
-            if draws:
-                begin.restore()
-                read = self._seeded(request)
-            end = PlainAttributes(self.dataset, self._collate)
-            if self._is_repeatable(request, read, draws=draws, has_drawn=has_drawn):
-                end.restore()
-                probe = _probe(request._replace(draws=draws), read)
-                data, decision = self._decided(request._replace(draws=draws), read)
-                decision = replace(decision, probe=probe)
-                return Reading(data, len(read.samples), skipped=read.skipped, decision=decision)
-        begin.restore()
-        samples, _, skipped = self._unseeded(request)
-        decision = Decision("plain", draws=False, reason=MEMORY)
-        data = self._collate(samples)
-        return Reading(data, len(samples), skipped=skipped, decision=decision)
+        """Read a whole batch, and decide how others are read.
+
+        The decision is made in copies of the process, so that data sets and functions with a memory
+        see each sample once, as in a plain loop.
+        """
+        part = _first_of(request)
+        decision = called_in_copy(partial(self._decided, part), _COPY_SECONDS)
+        if decision is not None and decision.how == "check":
+            # In a new copy, in which the data set has not seen the samples.
+            seeded = part._replace(draws=decision.draws)
+            decision = called_in_copy(partial(self._decided, seeded), _COPY_SECONDS)
+        if decision is None:
+            decision = Decision("plain", draws=False, reason=NO_COPY)
+        if decision.how == "plain":
+            reading = self._read_plain(request)
+        else:
+            reading = self._read(request._replace(draws=decision.draws))
+        content = content_of([reading.data, *_values_of_samples(self.dataset)])
+        return reading._replace(decision=decision, content=content)
 
     def _read_plain(self, request: Request) -> Reading:
-        samples, _, skipped = self._unseeded(request)
-        return Reading(self._collate(samples), len(samples), skipped=skipped)
+        read = self._unseeded(request)
+        data = None
+        if read.samples:
+            data = self._collate(read.samples)
+        return Reading(data, len(read.samples), skipped=read.skipped)
 
     def _probed(self, request: Request) -> Reading:
-        """Return hashes of samples, and leave no trace of their reading."""
-        begin = PlainAttributes(self.dataset, self._collate)
-        with preserved_generators(), self.generators.preserved():
-            read = self._one_by_one(request, seeds=request.draws)
-        begin.restore()
-        return Reading(list(map(content_of, read.samples)), len(read.samples))
+        """Return hashes of samples, which are read in a copy of the process if that is possible."""
 
-    def _is_repeatable(
-        self, request: Request, read: _Samples, *, draws: bool, has_drawn: bool
-    ) -> bool:
-        """Whether samples are the same, and draw again, when they are read in another order."""
+        def read() -> list[int]:
+            with preserved_generators(), self.generators.preserved():
+                samples = self._one_by_one(request, seeds=request.draws).samples
+            return list(map(content_of, samples))
+
+        hashes = called_in_copy(read, _COPY_SECONDS) or read()
+        return Reading(hashes, len(hashes))
+
+    # --- decisions, in a copy of the process ---
+
+    def _decided(self, request: Request) -> Decision:
+        """Return how other batches than the first one are read."""
+        decision = None
+        read, draws = self._first_read(request)
+        if draws and not request.draws:
+            return Decision("check", draws=True)
+        if read is not None and read.samples:
+            decision = self._decided_by_collation(request, read)
+        elif read is not None:
+            decision = Decision("whole", request.draws, reason=COLLATE)
+        return decision or Decision("plain", draws=False, reason=MEMORY)
+
+    def _first_read(self, request: Request) -> tuple[_Samples | None, bool]:
+        """Return the samples, and whether they draw random numbers.
+
+        None for samples that depend on those that were read before.
+        """
+        begin = ReadState(self.dataset, self._collate)
+        states = self._states()
+        if not request.draws:
+            read = self._unseeded(request)
+        elif self._reads_apart(request):
+            read = self._one_by_one(request, seeds=True, watches=True)
+        else:
+            return None, True
+        generators = OwnGenerators(self.dataset, self._collate)
+        draws = self._states() != states or bool(generators)
+        # A generator that a read has made cannot be seeded for the first sample.
+        has_made = not self.generators.are(generators)
+        has_others = len(read.positions) != len(read.samples)  # of the data set's choice
+        if has_made or has_others or not self._are_repeated(request, read, begin):
+            return None, draws
+        return read, draws
+
+    def _decided_by_collation(self, request: Request, read: _Samples) -> Decision | None:
+        """Return how batches are read; None if they depend on those that were made before."""
+        probe = _probe(request, read)
+        samples = [_own(sample) for sample in read.samples]
+        begin = ReadState(self.dataset)
+        self._seed("collate", request, 0)
+        states = self._states()
+        first = self._collate(read.samples)
+        draws = self._states() != states
+        end = ReadState(self._collate)
+        # Another batch between equal ones: the function can mix a batch with the one before.
+        self._collated(request, [_own(sample) for sample in reversed(samples)])
+        again = self._collated(request, [_own(sample) for sample in samples])
+        has_changed_samples = ReadState(self.dataset).differs(begin)  # which the data set keeps
+        is_repeated = comparable(first, again) and not ReadState(self._collate).differs(end)
+        if has_changed_samples or not is_repeated:
+            return None
+        if draws:
+            return Decision("whole", draws=True, reason=COLLATE_DRAWS, probe=probe)
+        plan = self._plan_of(first, samples, is_part=bool(read.skipped))
+        # After parts: the function can write each batch into the same memory.
+        last = self._collated(request, samples)
+        if not comparable(again, last) or ReadState(self._collate).differs(end):
+            return None
+        if plan is None:
+            return Decision("whole", request.draws, reason=COLLATE, probe=probe)
+        return Decision("own", request.draws, plan, probe=probe)
+
+    def _reads_apart(self, request: Request) -> bool:
+        """Whether `__getitems__` reads a sample as it does in a batch, with the same draws."""
+        if self._skips or not hasattr(self.dataset, "__getitems__"):
+            return True
+        first = []
+        for indices in (request.indices, request.indices[:1]):
+            self._seed("sample", request, 0)
+            first.append(self._plain(indices)[:1])
+        return comparable(*first)
+
+    def _are_repeated(self, request: Request, read: _Samples, begin: ReadState) -> bool:
+        """Whether samples are the same, and draw again, when they are read in another order.
+
+        Args:
+            request: the request of the samples.
+            read: the samples.
+            begin: state of the data set before their first reading.
+        """
         if not read.samples:
             return True
+        end = ReadState(self.dataset, self._collate)
         last = len(read.samples) - 1
-        probed = sorted({0, last // 2, last}, reverse=True)
-        draws_again = not has_drawn
-        others = [number for number in range(last) if number not in probed]
-        for number in [*probed, *others]:
-            if draws_again and number not in probed:
-                break
+        # The last one again at the end: the data set can keep it, or the file that contains it.
+        numbers = [*range(last)[::-1], last]
+        if not end.differs(begin) and not request.draws:
+            numbers = [last // 2, 0, last]
+        for number in numbers:
             position = read.positions[number]
-            if draws:
+            if request.draws:
                 self._seed("sample", request, position)
             before = self._states()
-            if not equal(read.samples[number], self._plain([request.indices[position]])[0]):
+            again = self._plain([request.indices[position]])
+            # A cache of augmented samples draws in the first read only: its samples are those of
+            # the epoch in which this process has read them first.
+            has_drawn = self._states() != before
+            if not comparable([read.samples[number]], again) or has_drawn != read.drew[number]:
                 return False
-            draws_again = draws_again or self._states() != before
-        # A cache of augmented samples draws in the first read only: its samples are those of the
-        # epoch in which this process has read them first.
-        return draws_again
+        return not ReadState(self.dataset, self._collate).differs(end)
 
     def _states(self) -> tuple[Any, list[str]]:
         return generator_state(), self.generators.states()
 
-    def _decided(self, request: Request, read: _Samples) -> tuple[Any, Decision]:
-        """Return the collated samples, and how the loader reads."""
-        if not read.samples:
-            return None, Decision("whole", request.draws, reason=COLLATE)
-        samples = [_own(sample) for sample in read.samples]
+    def _collated(self, request: Request, samples: list[Any]) -> Any:
+        """Return collated samples, after generators were seeded; None without samples."""
+        if not samples:
+            return None
         self._seed("collate", request, 0)
-        before = generator_state()
-        data = self._collate(read.samples)
-        if generator_state() != before:
-            return data, Decision("whole", draws=True, reason=COLLATE_DRAWS)
+        return self._collate(samples)
+
+    def _plan_of(self, data: Any, samples: list[Any], *, is_part: bool) -> Plan | None:
+        """Return how a batch is put together from collated parts; None if it is not."""
         # A padding collate function can agree in slices by chance: also each sample alone.
-        singles = [(position, position + 1) for position in range(len(samples))]
-        ways = [singles]
-        if request.slices and not read.skipped:
-            ways = [request.slices, singles]
+        ways = [[(position, position + 1) for position in range(len(samples))]]
+        if not is_part:
+            ways.insert(0, microbatch_bounds(len(samples), min(_SLICES, len(samples))))
         plan = None
         for bounds in ways:
-            sizes = [stop - start for start, stop in bounds]
             try:
                 parts = [
                     self._collate([_own(sample) for sample in samples[start:stop]])
                     for start, stop in bounds
                 ]
-                plan = plan_of(data, parts, sizes)
+                plan = plan_of(data, parts, [stop - start for start, stop in bounds])
             except Exception:  # boundary: the function collates whole batches only
-                plan = None
+                return None
             if plan is None:
-                return data, Decision("whole", request.draws, reason=COLLATE)
-        return data, Decision("own", request.draws, plan)
+                break
+        return plan
+
+
+def _first_of(request: Request) -> Request:
+    """Return a request of the first samples of a batch."""
+    repeats = request.repeats
+    if repeats is not None:
+        repeats = repeats[:_CHECKED]
+    return request._replace(indices=request.indices[:_CHECKED], repeats=repeats)
+
+
+def _values_of_samples(dataset: Any) -> Iterator[Any]:
+    """Yield values in memory with one entry per sample: tensors, arrays, and lists of numbers.
+
+    Lists that are data sets too, with their texts; other texts can be paths of a machine.
+    """
+    for part in _datasets(dataset):
+        if isinstance(part, list | tuple):
+            yield part[:: len(part) // _COMPARED_ITEMS + 1]
+        elif isinstance(getattr(part, "__len__", None), MethodType):
+            held: Any = getattr(part, "__dict__", {}).values()
+            if isinstance(part, TensorDataset):
+                held = part.tensors
+            for value in held:
+                yield from _compared(value, len(part))
+
+
+def _compared(value: Any, size: int) -> Iterator[Any]:
+    if isinstance(value, list) and len(value) == size:
+        if all(isinstance(one, int | float) for one in value):
+            yield value
+    elif isinstance(value, torch.Tensor | numpy.ndarray) and value.shape[:1] == (size,):
+        yield value[:: value.nbytes // _COMPARED_BYTES + 1]
 
 
 def _probe(request: Request, read: _Samples) -> dict[str, Any]:

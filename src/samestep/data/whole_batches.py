@@ -126,7 +126,7 @@ class WholeBatches:
     def changed_samples(self, probe: Mapping[str, Any]) -> list[Any]:
         """Return the indices of the samples of a probe with other contents now."""
         indices = probe["indices"]
-        request = Request("probe", indices, None, probe["seed"], probe["epoch"], probe["draws"], [])
+        request = Request("probe", indices, None, probe["seed"], probe["epoch"], probe["draws"])
         loader = self._loader
         reader = SampleReader(
             self.dataset, loader.collate_fn, sets_epoch=self._state.seed is not None

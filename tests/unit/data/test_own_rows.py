@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 import re
-from collections import namedtuple
+from collections import deque, namedtuple
 from collections.abc import Callable, Iterable
 from functools import cache
+from io import StringIO
+from itertools import count
+from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
 import numpy
@@ -39,10 +42,10 @@ Point = namedtuple("Point", ["image", "label"])  # of a script
 
 
 class Points:
-    """Samples of a kind, which count their reads in memory that workers share."""
+    """Samples of a kind, which count their reads in memory that processes share, and no search finds."""
 
     def __init__(self, kind: str = "tuple", size: int = SAMPLES) -> None:
-        self.reads = torch.zeros(size, dtype=torch.int64).share_memory_()
+        self.reads = RawArray("q", size)
         self._kind = kind
         self._size = size
 
@@ -93,8 +96,103 @@ class Counting(Points):
         return index, self._count
 
 
+class Remembering(Points):
+    """Samples that depend on what a function keeps, which is called with what is kept, index and image."""
+
+    def __init__(self, kept: Any, compute: Callable[[Any, int, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.kept = kept
+        self._compute = compute
+
+    def __getitem__(self, index: int, /) -> Any:
+        image, _ = super().__getitem__(index)
+        return index, self._compute(self.kept, index, image)
+
+
+def _mixed_with_seen(kept: list[torch.Tensor], index: int, image: torch.Tensor) -> torch.Tensor:
+    other = random.choice(kept) if kept else image
+    kept.append(image)
+    return image + other
+
+
+def _mixed_late(kept: deque[torch.Tensor], index: int, image: torch.Tensor) -> torch.Tensor:
+    kept.append(image)
+    return image + kept[0] if len(kept) == kept.maxlen else image
+
+
+def _counted_by_tensor(kept: torch.Tensor, index: int, image: torch.Tensor) -> torch.Tensor:
+    kept[index % 3] += 1
+    return image + kept.sum().clamp(min=20)
+
+
+def _counted_globally(kept: None, index: int, image: torch.Tensor) -> torch.Tensor:
+    CALLS["count"] += 1
+    return image + max(CALLS["count"], 30)
+
+
+def _kept_in_part(kept: dict[int, torch.Tensor], index: int, image: torch.Tensor) -> torch.Tensor:
+    drawn = kept.get(index)
+    if drawn is None:
+        drawn = image + torch.rand(())
+    if len(kept) < 5:
+        kept[index] = drawn
+    return drawn
+
+
+class InBatches(Points):
+    """Samples of a batch with its mean, times a random number."""
+
+    def __getitems__(self, indices: list[int], /) -> list[Any]:
+        factor = torch.rand(()) * sum(indices) / len(indices)
+        return [(index, factor) for index in indices]
+
+
+class MixedWithLast:
+    """Collation that mixes a batch with the one before."""
+
+    def __init__(self) -> None:
+        self._last: torch.Tensor | None = None
+
+    def __call__(self, samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        images, labels = torch.utils.data.default_collate(samples)
+        share = numpy.random.beta(0.4, 0.4)
+        if self._last is not None and len(self._last) == len(images):
+            images = share * images + (1 - share) * self._last
+        self._last = images
+        return images, labels
+
+
+class IntoBuffer:
+    """Collation that writes each batch into the same memory."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.zeros(BATCH, 2, 3, 5)
+
+    def __call__(self, samples: list[Any]) -> torch.Tensor:
+        for number, (image, _) in enumerate(samples):
+            self._buffer[number] = image
+        return self._buffer[: len(samples)] + 0
+
+
+def _doubled_in_place(samples: list[Any]) -> torch.Tensor:
+    for sample in samples:
+        sample["image"] = sample["image"] * 2
+    return torch.stack([sample["image"] for sample in samples])
+
+
+class KeptDicts(Points):
+    def __init__(self) -> None:
+        super().__init__("dict")
+        self._kept: dict[int, Any] = {}
+
+    def __getitem__(self, index: int, /) -> Any:
+        if index not in self._kept:
+            self._kept[index] = super().__getitem__(index)
+        return self._kept[index]
+
+
 class Hidden(Points):
-    """Samples with draws of a generator that is found by no search."""
+    """Samples with draws of a generator that only the code of the class names."""
 
     def __getitem__(self, index: int, /) -> Any:
         self.reads[index] += 1
@@ -150,6 +248,26 @@ class Longer(DataLoader[Any]):
 
 
 GENERATOR = random.Random(3)
+CALLS = {"count": 0}
+MEMORIES: dict[str, Callable[[], tuple[Points, Any]]] = {
+    "counting": lambda: (Counting(), None),
+    "caching": lambda: (Caching(), None),
+    "caching with a generator": lambda: (Caching(owns=True), None),
+    "seen samples": lambda: (Remembering([], _mixed_with_seen), None),
+    "window of samples": lambda: (Remembering(deque(maxlen=20), _mixed_late), None),
+    "counts in a tensor": lambda: (Remembering(torch.zeros(3), _counted_by_tensor), None),
+    "counts in a global": lambda: (Remembering(None, _counted_globally), None),
+    "partial cache": lambda: (Remembering({}, _kept_in_part), None),
+    "generator": lambda: (Remembering((x for x in range(999)), lambda kept, *_: next(kept)), None),
+    "iterator": lambda: (Remembering(count(), lambda kept, *_: next(kept)), None),
+    "file": lambda: (
+        Remembering(StringIO("\n".join(map(str, range(999)))), lambda kept, *_: int(kept.readline())),
+        None,
+    ),
+    "batch of samples": lambda: (InBatches(), None),
+    "mixed with the last batch": lambda: (Points(), MixedWithLast()),
+    "kept samples": lambda: (KeptDicts(), _doubled_in_place),
+}
 
 
 def padded(samples: list[torch.Tensor]) -> torch.Tensor:
@@ -183,15 +301,15 @@ def _decision(batches: Any) -> list[Any]:
 def _compare(dataset: Points, workers: int, **options: Any) -> dict[str, Any]:
     """Return whether two epochs are those of torch's loader, a hash of them, the decision, and the reads."""
     expected = _epochs(DataLoader(dataset, BATCH, **options))  # type: ignore[arg-type]
-    dataset.reads.zero_()
+    dataset.reads[:] = [0] * len(dataset)
     batches = samestep.loader(dataset, BATCH, num_workers=workers, **options)
     got = _epochs(batches)
-    reads = dataset.reads.clone()
+    reads = dataset.reads[:]
     return {
         "torch": equal(got, expected),
         "content": content_of(got),
         "decision": _decision(batches),
-        "reads": reads.tolist(),
+        "reads": reads,
     }
 
 
@@ -202,7 +320,7 @@ def _of_torch(dataset: Any, workers: int, loader: Callable[..., DataLoader[Any]]
     expected = _epochs(loader(dataset, **options))
     state = torch.get_rng_state()
     if isinstance(dataset, Points):
-        dataset.reads.zero_()
+        dataset.reads[:] = [0] * len(dataset)
     torch.manual_seed(3)
     batches = samestep.loader(loader(dataset, **options))
     got = _epochs(batches)
@@ -211,7 +329,7 @@ def _of_torch(dataset: Any, workers: int, loader: Callable[..., DataLoader[Any]]
         "torch": equal(got, expected),
         "content": content_of(got),
         "generator": torch.equal(state, torch.get_rng_state()),
-        "reads": dataset.reads.tolist() if isinstance(dataset, Points) else [],
+        "reads": dataset.reads[:] if isinstance(dataset, Points) else [],
     }
 
 
@@ -316,7 +434,7 @@ def _made_again() -> list[int]:
     for _ in range(3):
         for _ in samestep.loader(dataset, BATCH, collate_fn=lambda samples: torch.stack([one[0] for one in samples])):
             pass
-    return dataset.reads.tolist()
+    return dataset.reads[:]
 
 
 def run(workers: int) -> dict[str, list[Any]]:
@@ -336,6 +454,7 @@ def run(workers: int) -> dict[str, list[Any]]:
         "drawing": lambda: _compare(Drawing(), workers),
         "drawing rarely": lambda: _compare(Drawing(rarely=True), workers),
         "owning": lambda: _compare(Drawing(owns=True), workers),
+        "global generator": lambda: _compare(Hidden(), workers),
         "shuffled": lambda: _of_torch(Points(), workers, DataLoader, batch_size=BATCH, **shuffled),
         "subset": lambda: _of_torch(Subset(Points(), range(30)), workers, DataLoader, batch_size=BATCH),  # type: ignore[arg-type]
         "weighted": lambda: _of_torch(Points("dict"), workers, _weighted),
@@ -365,24 +484,37 @@ def run(workers: int) -> dict[str, list[Any]]:
     }
     checks |= {name: lambda name=name: _stopping(workers, **STOPS[name]) for name in STOPS}  # type: ignore[misc]
     if workers == 0:
-        checks |= {
-            "counting": lambda: _compare_with_memory(Counting),
-            "hidden": lambda: _compare_with_memory(Hidden),
-            "caching": lambda: _compare_with_memory(Caching),
-            "caching with a generator": lambda: _compare_with_memory(lambda: Caching(owns=True)),
-        }
+        checks |= {name: lambda make=make: _compare_with_memory(make) for name, make in MEMORIES.items()}  # type: ignore[misc]
+        checks["into a buffer"] = lambda: _compare(Points(), workers, collate_fn=IntoBuffer())
     return run_checks(checks)
 
 
-def _compare_with_memory(make: Callable[[], Points]) -> dict[str, Any]:
+def _compare_with_memory(make: Callable[[], tuple[Points, Any]]) -> dict[str, Any]:
     """Compare a data set with a memory with another one of its kind."""
-    GENERATOR.seed(3)
-    expected = _epochs(DataLoader(make(), BATCH))  # type: ignore[arg-type]
-    GENERATOR.seed(3)
-    seed_generators(3)
-    batches = samestep.loader(make(), BATCH)
-    got = _epochs(batches)
-    return {"torch": equal(got, expected), "content": content_of(got), "decision": _decision(batches)}
+    results: list[Any] = []
+    batches: Any = None
+    for _ in range(2):
+        CALLS["count"] = 0
+        seed_generators(3)
+        dataset, collate = make()
+        batches = DataLoader(dataset, BATCH, collate_fn=collate)  # type: ignore[arg-type]
+        if results:
+            batches = samestep.loader(batches)
+        results.append([*_epochs(batches), random.random(), float(torch.rand(()))])
+    return {"torch": equal(*results), "content": content_of(results[1]), "decision": _decision(batches)}
+
+
+STOPS: dict[str, dict[str, Any]] = {
+    "stop in a sample": {"dataset": Broken(19, stops=True)},
+    "stop in a single sample": {"dataset": Broken(19, stops=True), "batch_size": None},
+    "stop in collation": {"dataset": Points(), "collate_fn": lambda samples: next(iter(()))},
+    "stop in collation of a stream": {"dataset": Stream(), "collate_fn": lambda samples: next(iter(()))},
+}
+
+
+def _stopping(workers: int, **options: Any) -> str:
+    batches = samestep.loader(DataLoader(**{"batch_size": BATCH, "num_workers": workers, **options}))
+    return error_code(lambda: _epochs(batches, 1))
 
 
 STOPS: dict[str, dict[str, Any]] = {
@@ -405,7 +537,7 @@ SETTINGS = [
     *(pytest.param(*setting, marks=pytest.mark.long) for setting in ((1, 0), (1, 2), (3, 0))),
 ]
 KINDS = ["tuple", "dict", "named", "text", "large", "several", "popping"]
-DRAWING = ["drawing", "drawing rarely", "owning"]
+DRAWING = ["drawing", "drawing rarely", "owning", "global generator"]
 WHOLE = ["padding", "late padding", "mixing", "mixing at random"]
 PADS = "the collate function does not keep samples apart"
 OF_TORCH = [
@@ -494,11 +626,15 @@ def test_an_index_that_comes_twice_is_drawn_twice() -> None:
 def test_data_sets_with_a_memory_are_read_as_by_torch(size: int) -> None:
     reason = "samples depend on those that were read before"
     results = found(size, 0)
-    assert [one["torch"] for one in results["counting"]] == [True] * size
-    assert [one["decision"] for one in results["counting"]] == [["plain", False, reason]] * size
-    for kind in ("hidden", "caching", "caching with a generator"):
-        assert [one["decision"] for one in results[kind]] == [["plain", False, reason]] * size
-        assert [one["content"] for one in results[kind]] == [found(2, 0)[kind][0]["content"]] * size
+    for kind in [*MEMORIES, "into a buffer"]:
+        assert (kind, [one["torch"] for one in results[kind]]) == (kind, [True] * size)
+        if kind in MEMORIES:
+            assert (kind, [one["decision"] for one in results[kind]]) == (kind, [["plain", False, reason]] * size)
+
+
+@pytest.mark.parametrize(("size", "workers"), [(2, 0), (2, 2)])
+def test_end_of_an_iterator_in_a_sample_is_an_error(size: int, workers: int) -> None:
+    assert {name: found(size, workers)[name] for name in STOPS} == dict.fromkeys(STOPS, ["E_DATA"] * size)
 
 
 @pytest.mark.parametrize(("size", "workers"), [(2, 0), (2, 2)])

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from samestep.data.read_generators import OwnGenerators, PlainAttributes, WatchedGenerators, sample_number
+from samestep.data.read_generators import OwnGenerators, WatchedGenerators, sample_number
 
 
 class Holder:
@@ -80,15 +80,6 @@ def test_draws_are_noticed_and_undone(draw: Callable[[], Any]) -> None:
         assert watched.have_drawn()
     after = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
     assert after == before
-
-
-def test_numbers_of_attributes_are_restored() -> None:
-    inner = Holder()
-    outer = Holder(inner)
-    attributes = PlainAttributes(outer)
-    inner.count, outer.count = 3, 4
-    attributes.restore()
-    assert (inner.count, outer.count) == (0, 0)
 
 
 def test_any_index_is_a_number() -> None:
