@@ -376,7 +376,8 @@ class View:
             if is_divided(tensor):
                 continue
             raw = device_reads.copy(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
-            digest.update(raw.numpy().data)
+            # Of a copy: `numpy()` ends that a forward can resize a buffer, as observers do.
+            digest.update(raw.clone().numpy().data)
         own = int.from_bytes(digest.digest(), "little") >> 2
         words = self.word(Action.PARALLEL, own)
         self.require_same_action(words)
