@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -73,7 +74,7 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World) -> 
         held = HeldFolder(folder) if world.is_main else None
         destinations = _destinations(folder, loggers) if world.is_main else []
         with RunLogger(destinations, held) as logger, RankMonitor(folder, world) as monitor:
-            events = LoopEvents(logger)
+            events = LoopEvents(logger, folder if world.is_main else None)
             monitor.follow(lambda: events.rank_progress)
             if world.is_main:
                 process_state.source_files.note_imports()
@@ -245,10 +246,12 @@ class LoopEvents:
 
     Args:
         logger: the logger of the run, which has no destination on ranks other than 0.
+        folder: the run directory on rank 0, whose entry of this start gets global batch and rate.
     """
 
-    def __init__(self, logger: RunLogger) -> None:
+    def __init__(self, logger: RunLogger, folder: Path | None) -> None:
         self._logger = logger
+        self._folder = folder
         self._optimizer: torch.optim.Optimizer | None = None
         self._steps = 0
         self._logged_step = 0
@@ -263,11 +266,34 @@ class LoopEvents:
     def _end_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._optimizer is None:
             self._optimizer = optimizer
+            if self._folder is not None:
+                self._note_settings(self._folder, optimizer.param_groups[0])
         if optimizer is not self._optimizer:  # a GAN has several, and one count of steps
             return
         self._steps += 1
         if time.perf_counter() - self._logged >= STEP_SECONDS:
             self._log_step()
+
+    def _note_settings(self, folder: Path, group: Mapping[str, Any]) -> None:
+        """Add global batch and rate to the entry of this start, and report other ones than before.
+
+        The global batch is known on several processes. A schedule keeps its first rate.
+        """
+        settings = {}
+        view = process_state.view
+        if view is not None and (rows := max((one.rows for one in view.modules), default=0)):
+            settings["batch_size"] = rows
+        if "lr" in group:
+            settings["lr"] = float(group.get("initial_lr", group["lr"]))
+        *earlier, start = _read_starts(folder) or [{}]
+        before = dict(ChainMap(*reversed(earlier)))
+        for name, value in settings.items():
+            if before.get(name, value) != value:
+                text = f"{name} is {value}, and was {before[name]} at an earlier start"
+                logger.warning("%s: results differ from those of one run", text)
+                self._logger.log_event("note", text=text)
+        entries = [*earlier, {**start, **settings}]
+        write_atomically(folder / _STARTS, json.dumps(entries, indent=1) + "\n")
 
     def _log_step(self) -> None:
         if self._optimizer is None or self._steps == self._logged_step:
