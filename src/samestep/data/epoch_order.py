@@ -200,7 +200,8 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
                 raise _sampler_error(
                     f"the batch sampler yields batches of {min(sizes)} to {max(sizes)} samples",
                     "global batches of one size; only the last one can have fewer samples",
-                    "batch_size=N with sampler=, or with lengths= to group samples by length",
+                    "samestep.loader(DataLoader(dataset, batch_sampler=...)), which has batches of "
+                    "any size; or batch_size=N with lengths= to group samples by length",
                 )
             drawn = [index for batch in drawn for index in batch]
         try:
