@@ -20,11 +20,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from samestep.config import DeviceKind, Reduction, StrategyConfig
 from samestep.distributed import world as collectives
-from samestep.distributed.collective_check import CollectiveCheck
+from samestep.distributed.collective_check import CollectiveCheck, script_line
 from samestep.distributed.devices import deterministic_kernels, device_clock
 from samestep.distributed.env import hide_ranks
 from samestep.distributed.rng import passed_generators
@@ -424,7 +425,12 @@ def all_gather(value: Any, world: World | None = None) -> list[Any]:
         InputError: `value` is neither a tensor nor a JSON value.
         PeerLostError: another rank ended.
     """
-    return collectives.all_gather(value, world or init())
+    values = collectives.all_gather(value, world or init())
+    if type(value) in (int, float):
+        _note_equal_values("all_gather", values.count(value))
+    elif isinstance(value, torch.Tensor):
+        _note_equal_values("all_gather", sum(torch.equal(value, one) for one in values))
+    return values
 
 
 def reduce_dict(
@@ -450,4 +456,21 @@ def reduce_dict(
         InputError: keys or shapes differ between ranks, the sum of counts is 0, or `reduce` is
             unknown.
     """
-    return collectives.reduce_dict(values, world or init(), count=count, reduce=reduce)
+    world = world or init()
+    results = collectives.reduce_dict(values, world, count=count, reduce=reduce)
+    if reduce == "sum" and all(
+        isinstance(value, float | int) and results[name] == value * world.size
+        for name, value in values.items()
+    ):
+        _note_equal_values("reduce_dict", world.size)
+    return results
+
+
+def _note_equal_values(function: str, equal: int) -> None:
+    """Report a line of the script once that has gathered equal values of several ranks."""
+    view = process_state.view
+    if view is None or equal < max(view.ranks.size, 2):
+        return
+    file, number = script_line(sys._getframe(2))
+    text = f"{file}:{number}: samestep.{function} of equal values: every rank has whole batches, "
+    view.note(f"{text}so a sum over ranks counts each value {equal} times")

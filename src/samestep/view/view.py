@@ -159,6 +159,7 @@ class View:
         self._is_suspended = False
         self._process = os.getpid()
         self._words = 0
+        self._notes: set[str] = set()
         self._backward = -1  # task of autograd that has sent a word
         self._row_messages: dict[int, RowMessages] = {}
         self._cleanup = ExitStack()
@@ -322,6 +323,12 @@ class View:
         if self.ranks.rank == 0 and text not in summary.lines:
             summary.lines.add(text)
             logger.info("%s: %s", summary.module, text)
+
+    def note(self, text: str) -> None:
+        """Log a line about the script once, on rank 0."""
+        if self.ranks.rank == 0 and text not in self._notes:
+            self._notes.add(text)
+            logger.info(text)
 
     def all_ranks_in_sum(self) -> bool:
         """Send a word before a sum in a divided call; return whether all ranks are in that sum."""
