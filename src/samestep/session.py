@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from math import isclose
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -426,10 +427,14 @@ def all_gather(value: Any, world: World | None = None) -> list[Any]:
         PeerLostError: another rank ended.
     """
     values = collectives.all_gather(value, world or init())
-    if type(value) in (int, float):
-        _note_equal_values("all_gather", values.count(value))
-    elif isinstance(value, torch.Tensor):
-        _note_equal_values("all_gather", sum(torch.equal(value, one) for one in values))
+    if isinstance(value, torch.Tensor):
+        kinds = {(one.dtype, one.shape) for one in values}
+        is_equal = len(kinds) == 1 and all(torch.equal(value, one) for one in values)
+    else:
+        is_number = type(value) in (int, float) and value != 0  # sums of zeros are right
+        is_equal = is_number and values.count(value) == len(values)
+    if is_equal:
+        _note_equal_values("all_gather")
     return values
 
 
@@ -458,19 +463,19 @@ def reduce_dict(
     """
     world = world or init()
     results = collectives.reduce_dict(values, world, count=count, reduce=reduce)
-    if reduce == "sum" and all(
-        isinstance(value, float | int) and results[name] == value * world.size
-        for name, value in values.items()
-    ):
-        _note_equal_values("reduce_dict", world.size)
+    if reduce == "sum":
+        numbers = {name: one for name, one in values.items() if type(one) in (int, float) and one}
+        equal = [isclose(results[name], one * world.size) for name, one in numbers.items()]
+        if equal and all(equal):
+            _note_equal_values("reduce_dict")
     return results
 
 
-def _note_equal_values(function: str, equal: int) -> None:
+def _note_equal_values(function: str) -> None:
     """Report a line of the script once that has gathered equal values of several ranks."""
     view = process_state.view
-    if view is None or equal < max(view.ranks.size, 2):
+    if view is None or view.ranks.size == 1:
         return
     file, number = script_line(sys._getframe(2))
     text = f"{file}:{number}: samestep.{function} of equal values: every rank has whole batches, "
-    view.note(f"{text}so a sum over ranks counts each value {equal} times")
+    view.note(f"{text}so a sum over ranks counts each value {view.ranks.size} times")

@@ -25,6 +25,7 @@ from samestep.data.order import (
 )
 from samestep.data.sample_reader import set_epoch
 from samestep.data.streams import StreamDataset
+from samestep.distributed.device_reads import device_reads
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.errors import DataError, InputError
 from samestep.launcher.job import process_state
@@ -403,19 +404,19 @@ def _content(value: Any, seen: set[int]) -> int:
     Objects count with their attributes, but not those of libraries, such as generators.
     """
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().numpy()
+        value = device_reads.copy(value.detach()).numpy()
     if isinstance(value, numpy.ndarray) and value.dtype != object:
         return hash(numpy.sort(value, axis=None).tobytes())
-    if isinstance(value, _PLAIN) or id(value) in seen:
-        return hash((type(value), value if isinstance(value, _PLAIN) else None))
+    if isinstance(value, _PLAIN):
+        return hash((type(value), value))
+    if id(value) in seen or isinstance(value, torch.utils.data.Dataset):
+        return 0
     seen.add(id(value))
     parts: Iterable[Any] = ()
     if isinstance(value, list | tuple | set | deque):
         parts = value
     elif isinstance(value, dict):
         parts = value.values()
-    elif isinstance(value, torch.utils.data.Dataset):
-        parts = ()
     elif type(value).__module__.partition(".")[0] not in _LIBRARIES:
         parts = getattr(value, "__dict__", {}).values()
     if {*map(type, parts)} <= {*_PLAIN}:  # mostly many indices

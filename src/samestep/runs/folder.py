@@ -74,9 +74,10 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World) -> 
         held = HeldFolder(folder) if world.is_main else None
         destinations = _destinations(folder, loggers) if world.is_main else []
         with RunLogger(destinations, held) as logger, RankMonitor(folder, world) as monitor:
-            events = LoopEvents(logger, folder if world.is_main else None)
+            events = LoopEvents(logger)
             monitor.follow(lambda: events.rank_progress)
             if world.is_main:
+                events.folder = folder
                 process_state.source_files.note_imports()
                 is_function = process_state.worker is not None and not process_state.is_script
                 started = {"arguments": sys.argv[1:], "directory": os.getcwd()}
@@ -244,14 +245,17 @@ class LoopEvents:
     A step is logged if `STEP_SECONDS` have passed since the last logged one, and at the end. Losses
     and other values are the script's own, which logs them with `World.log`.
 
+    Attributes:
+        folder: the run directory on rank 0, whose entry of this start gets global batch and rate.
+
     Args:
         logger: the logger of the run, which has no destination on ranks other than 0.
-        folder: the run directory on rank 0, whose entry of this start gets global batch and rate.
     """
 
-    def __init__(self, logger: RunLogger, folder: Path | None) -> None:
+    folder: Path | None = None
+
+    def __init__(self, logger: RunLogger) -> None:
         self._logger = logger
-        self._folder = folder
         self._optimizer: torch.optim.Optimizer | None = None
         self._steps = 0
         self._logged_step = 0
@@ -266,8 +270,8 @@ class LoopEvents:
     def _end_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._optimizer is None:
             self._optimizer = optimizer
-            if self._folder is not None:
-                self._note_settings(self._folder, optimizer.param_groups[0])
+            if self.folder is not None:
+                self._note_settings(self.folder, optimizer.param_groups[0])
         if optimizer is not self._optimizer:  # a GAN has several, and one count of steps
             return
         self._steps += 1
