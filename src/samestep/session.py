@@ -16,15 +16,17 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from math import isclose
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from samestep.config import DeviceKind, Reduction, StrategyConfig
 from samestep.distributed import world as collectives
-from samestep.distributed.collective_check import CollectiveCheck
+from samestep.distributed.collective_check import CollectiveCheck, script_line
 from samestep.distributed.devices import deterministic_kernels, device_clock
 from samestep.distributed.env import hide_ranks
 from samestep.distributed.rng import passed_generators
@@ -424,7 +426,16 @@ def all_gather(value: Any, world: World | None = None) -> list[Any]:
         InputError: `value` is neither a tensor nor a JSON value.
         PeerLostError: another rank ended.
     """
-    return collectives.all_gather(value, world or init())
+    values = collectives.all_gather(value, world or init())
+    if isinstance(value, torch.Tensor):
+        kinds = {(one.dtype, one.shape) for one in values}
+        is_equal = len(kinds) == 1 and all(torch.equal(value, one) for one in values)
+    else:
+        is_number = type(value) in (int, float) and value != 0  # sums of zeros are right
+        is_equal = is_number and values.count(value) == len(values)
+    if is_equal:
+        _note_equal_values("all_gather")
+    return values
 
 
 def reduce_dict(
@@ -450,4 +461,21 @@ def reduce_dict(
         InputError: keys or shapes differ between ranks, the sum of counts is 0, or `reduce` is
             unknown.
     """
-    return collectives.reduce_dict(values, world or init(), count=count, reduce=reduce)
+    world = world or init()
+    results = collectives.reduce_dict(values, world, count=count, reduce=reduce)
+    if reduce == "sum":
+        numbers = {name: one for name, one in values.items() if type(one) in (int, float) and one}
+        equal = [isclose(results[name], one * world.size) for name, one in numbers.items()]
+        if equal and all(equal):
+            _note_equal_values("reduce_dict")
+    return results
+
+
+def _note_equal_values(function: str) -> None:
+    """Report a line of the script once that has gathered equal values of several ranks."""
+    view = process_state.view
+    if view is None or view.ranks.size == 1:
+        return
+    file, number = script_line(sys._getframe(2))
+    text = f"{file}:{number}: samestep.{function} of equal values: every rank has whole batches, "
+    view.note(f"{text}so a sum over ranks counts each value {view.ranks.size} times")

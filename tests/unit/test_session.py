@@ -141,6 +141,22 @@ def group_of_the_script() -> list[float]:
     return own.tolist()
 
 
+def gathers_of_equal_values() -> list[str]:
+    world = samestep.init(device="cpu")
+    samestep.parallel(nn.Linear(2, 2))
+    samestep.all_gather(world.rank)
+    samestep.all_gather(True)
+    samestep.all_gather(torch.arange(2) + world.rank)
+    samestep.reduce_dict({"loss": 0.5})
+    samestep.reduce_dict({"loss": 0.5 + world.rank}, reduce="sum")
+    for _ in range(2):
+        samestep.all_gather(0.5)
+    samestep.all_gather(torch.ones(2))
+    samestep.reduce_dict({"loss": 0.5}, reduce="sum")
+    assert process_state.view is not None
+    return sorted(text.split(": ", 1)[1] for text in process_state.view._notes)
+
+
 def diverging() -> None:
     """Issue different operations on the ranks."""
     world = samestep.init(device="cpu")
@@ -192,6 +208,13 @@ def test_world_ends_with_its_block() -> None:
 
 def test_default_group_of_the_script_is_independent() -> None:
     assert samestep.launch(group_of_the_script, processes=2) == [8.0]
+
+
+def test_sums_over_ranks_of_equal_values_are_noted() -> None:
+    reason = "of equal values: every rank has whole batches, so a sum over ranks counts each value 2 times"
+    functions = ("all_gather", "all_gather", "reduce_dict")
+    assert samestep.launch(gathers_of_equal_values, processes=2) == [f"samestep.{name} {reason}" for name in functions]
+    assert samestep.launch(gathers_of_equal_values, processes=1) == []
 
 
 def test_ranks_that_diverge_are_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from copy import copy
 from itertools import islice
@@ -24,6 +25,7 @@ from samestep.data.order import (
 )
 from samestep.data.sample_reader import set_epoch
 from samestep.data.streams import StreamDataset
+from samestep.distributed.device_reads import device_reads
 from samestep.distributed.rng import derive_seed, preserved_generators, seed_generators
 from samestep.errors import DataError, InputError
 from samestep.launcher.job import process_state
@@ -33,6 +35,8 @@ from samestep.microbatches import Cursor, require_integer, require_position
 # sampler.
 Sampler = Callable[[int, int], Iterable[Any]] | Iterable[Any]
 
+_LIBRARIES = ("builtins", "numpy", "random", "torch")
+_PLAIN = (int, float, str)
 _MOST_DRAWN = 2**20  # in an epoch of a small data set
 _EXCLUSIVE = {  # arguments that exclude others, as those of torch's DataLoader
     "sampler": ("shuffle", "lengths", "order"),
@@ -197,8 +201,8 @@ class EpochOrder(torch.utils.data.Sampler[list[int]]):
                 raise _sampler_error(
                     f"the batch sampler yields batches of {min(sizes)} to {max(sizes)} samples",
                     "global batches of one size; only the last one can have fewer samples",
-                    "samestep.loader(DataLoader(dataset, batch_sampler=sampler)), or lengths= to "
-                    "group samples by length",
+                    "samestep.loader(DataLoader(dataset, batch_sampler=...)), which has batches of "
+                    "any size; or batch_size=N with lengths= to group samples by length",
                 )
             drawn = [index for batch in drawn for index in batch]
         try:
@@ -291,9 +295,13 @@ def _draw(sampler: Sampler, dataset: Any, seed: int, epoch: int) -> list[Any]:
         has_epoch = callable(getattr(fresh, "set_epoch", None))
         if has_epoch:
             fresh.set_epoch(epoch)
-        before = _plain_attributes(fresh)
+        attributes = getattr(fresh, "__dict__", {})
+        # Not those that it makes while it draws, such as the batches of the epoch for `__len__`.
+        values = list(attributes.values())
+        before = _plain(attributes), _content(values, {id(dataset)})
         drawn = _listed(fresh, len(dataset))
-        if fresh is not sampler and not has_epoch and _plain_attributes(fresh) != before:
+        after = _plain(attributes), _content(values, {id(dataset)})
+        if fresh is not sampler and not has_epoch and after != before:
             raise _sampler_error(
                 f"the sampler {type(sampler).__name__} changes while it draws: "
                 "an epoch depends on earlier ones",
@@ -386,9 +394,34 @@ def _fresh(value: Any, dataset: Any, seed: int) -> Any:
     return fresh
 
 
-def _plain_attributes(sampler: Any) -> dict[str, Any]:
-    attributes = getattr(sampler, "__dict__", {})
-    return {name: one for name, one in attributes.items() if isinstance(one, int | float | str)}
+def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if isinstance(value, _PLAIN)}
+
+
+def _content(value: Any, seen: set[int]) -> int:
+    """Return a hash of a value of a sampler. Orders do not count: a list can be shuffled in place.
+
+    Objects count with their attributes, but not those of libraries, such as generators.
+    """
+    if isinstance(value, torch.Tensor):
+        value = device_reads.copy(value.detach()).numpy()
+    if isinstance(value, numpy.ndarray) and value.dtype != object:
+        return hash(numpy.sort(value, axis=None).tobytes())
+    if isinstance(value, _PLAIN):
+        return hash((type(value), value))
+    if id(value) in seen or isinstance(value, torch.utils.data.Dataset):
+        return 0
+    seen.add(id(value))
+    parts: Iterable[Any] = ()
+    if isinstance(value, list | tuple | set | deque):
+        parts = value
+    elif isinstance(value, dict):
+        parts = value.values()
+    elif type(value).__module__.partition(".")[0] not in _LIBRARIES:
+        parts = getattr(value, "__dict__", {}).values()
+    if {*map(type, parts)} <= {*_PLAIN}:  # mostly many indices
+        return sum(map(hash, zip(parts)))
+    return sum(_content(part, seen) for part in parts)
 
 
 def _sampler_error(value: str, expected: str, fix: str) -> InputError:

@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -76,6 +77,7 @@ def open_run(run: str | Path, loggers: Sequence[Logger | str], world: World) -> 
             events = LoopEvents(logger)
             monitor.follow(lambda: events.rank_progress)
             if world.is_main:
+                events.folder = folder
                 process_state.source_files.note_imports()
                 is_function = process_state.worker is not None and not process_state.is_script
                 started = {"arguments": sys.argv[1:], "directory": os.getcwd()}
@@ -243,9 +245,14 @@ class LoopEvents:
     A step is logged if `STEP_SECONDS` have passed since the last logged one, and at the end. Losses
     and other values are the script's own, which logs them with `World.log`.
 
+    Attributes:
+        folder: the run directory on rank 0, whose entry of this start gets global batch and rate.
+
     Args:
         logger: the logger of the run, which has no destination on ranks other than 0.
     """
+
+    folder: Path | None = None
 
     def __init__(self, logger: RunLogger) -> None:
         self._logger = logger
@@ -263,11 +270,34 @@ class LoopEvents:
     def _end_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._optimizer is None:
             self._optimizer = optimizer
+            if self.folder is not None:
+                self._note_settings(self.folder, optimizer.param_groups[0])
         if optimizer is not self._optimizer:  # a GAN has several, and one count of steps
             return
         self._steps += 1
         if time.perf_counter() - self._logged >= STEP_SECONDS:
             self._log_step()
+
+    def _note_settings(self, folder: Path, group: Mapping[str, Any]) -> None:
+        """Add global batch and rate to the entry of this start, and report other ones than before.
+
+        The global batch is known on several processes. A schedule keeps its first rate.
+        """
+        settings = {}
+        view = process_state.view
+        if view is not None and (rows := max((one.rows for one in view.modules), default=0)):
+            settings["batch_size"] = rows
+        if "lr" in group:
+            settings["lr"] = float(group.get("initial_lr", group["lr"]))
+        *earlier, start = _read_starts(folder) or [{}]
+        before = dict(ChainMap(*reversed(earlier)))
+        for name, value in settings.items():
+            if before.get(name, value) != value:
+                text = f"{name} is {value}, and was {before[name]} at an earlier start"
+                logger.warning("%s: results differ from those of one run", text)
+                self._logger.log_event("note", text=text)
+        entries = [*earlier, {**start, **settings}]
+        write_atomically(folder / _STARTS, json.dumps(entries, indent=1) + "\n")
 
     def _log_step(self) -> None:
         if self._optimizer is None or self._steps == self._logged_step:

@@ -63,6 +63,7 @@ class Records:
     Attributes:
         calls: one record for each class, line and decision.
         accumulation: number of steps, by number of backwards before the step.
+        rates: rate at the first step of an optimizer, by class.
         divided_seconds: time of divided calls and their backwards.
         model_seconds: time of all calls and backwards.
     """
@@ -70,6 +71,7 @@ class Records:
     def __init__(self, publish: Callable[[], None] | None = None) -> None:
         self.calls: dict[tuple[Any, ...], CallRecord] = {}
         self.accumulation: Counter[int] = Counter()
+        self.rates: dict[str, float] = {}
         self.divided_seconds = 0.0
         self.model_seconds = 0.0
         self._publish = publish
@@ -92,7 +94,10 @@ class Records:
     def steps_counted(self) -> Iterator[None]:
         """Count the backwards before each step of an optimizer, inside the block."""
 
-        def count(*_: Any) -> None:
+        def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            name = type(optimizer).__qualname__
+            if name not in self.rates and "lr" in optimizer.param_groups[0]:
+                self.rates[name] = float(optimizer.param_groups[0]["lr"])
             if self._backwards:
                 self.accumulation[max(self._backwards.values())] += 1
 
@@ -372,6 +377,7 @@ class Summary:
             },
             "speed_up": self.speed_up,
             "accumulation": dict(records.accumulation),
+            "rates": records.rates,
         }
         try:
             write_atomically(self.path, json.dumps(content, indent=1) + "\n")

@@ -22,7 +22,7 @@ from samestep.units import plural
 _FREE = ("metrics", "best_by", "best_mode")
 # Entries of `environment.json` that belong to one start.
 _OF_START = (
-    *("started", "from_step", "sources", "remark"),
+    *("started", "from_step", "sources", "remark", "batch_size"),
     *("script", "directory", "started_as", "keep"),
 )
 

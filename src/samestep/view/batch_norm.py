@@ -47,10 +47,13 @@ def _batch_norm(
         return functional.batch_norm(input, *running, *others)
     if region.local_batch_norm:
         return _with_own_statistics(functional.batch_norm, region, input, running, *others)
-    outputs, moments = region.exchange.join(partial(_normalize, eps=eps), (input, weight, bias))
+    update = None
     if id(running_mean) not in region.shared_statistics:
-        _update(running_mean, running_var, moments, momentum)
-    return outputs  # type: ignore[no-any-return]
+        update = partial(_update, running_mean, running_var, momentum)
+    outputs: Tensor = region.exchange.join(
+        partial(_normalize, eps=eps), (input, weight, bias, update)
+    )
+    return outputs
 
 
 def _instance_norm(
@@ -94,22 +97,23 @@ def _along_channels(vector: Tensor, like: Tensor) -> Tensor:
     return vector.view(1, -1, *[1] * (like.dim() - 2))
 
 
-# Of one slice: inputs, weight and bias.
-_Slice = tuple[Tensor, Tensor | None, Tensor | None]
+# Of one slice: inputs, weight and bias, and the update of its running statistics.
+_Slice = tuple[Tensor, Tensor | None, Tensor | None, Callable[[_Moments], None] | None]
 
 
-def _normalize(
-    sums: Sums, slices: Sequence[_Slice], *, eps: float
-) -> list[tuple[Tensor, _Moments]]:
-    """Return the outputs of each own slice, in one node, and the moments of all slices."""
-    moments = _fast_moments([inputs for inputs, _, _ in slices], sums)
+def _normalize(sums: Sums, slices: Sequence[_Slice], *, eps: float) -> list[Tensor]:
+    """Return the outputs of each own slice, in one node."""
+    moments = _fast_moments([inputs for inputs, *_ in slices], sums)
     if isinstance(moments.count, float) and moments.count < 2:
         # The error of torch's own layer.
         text = "Expected more than 1 value per channel when training, got input size"
         raise ValueError(f"{text} {slices[0][0].size()}")
-    tensors = [tensor for own in slices for tensor in own]
-    outputs = _Normalize.apply(moments, eps, sums, *tensors)  # type: ignore[no-untyped-call]
-    return [(output, moments) for output in outputs]
+    # Before the node: a checkpoint's recomputation can end as soon as the node has its tensors.
+    for *_, update in slices:
+        if update is not None:
+            update(moments)
+    tensors = [tensor for *own, _ in slices for tensor in own]
+    return list(_Normalize.apply(moments, eps, sums, *tensors))  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
@@ -193,7 +197,7 @@ def _differentiable_moments(slices: Sequence[Tensor], sums: Sums) -> list[_Momen
 
 @torch.no_grad()
 def _update(
-    running_mean: Tensor | None, running_var: Tensor | None, moments: _Moments, momentum: float
+    running_mean: Tensor | None, running_var: Tensor | None, momentum: float, moments: _Moments
 ) -> None:
     # As torch's kernels, without a new version: a graph of an earlier whole call may hold the
     # statistics.

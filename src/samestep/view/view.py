@@ -159,6 +159,7 @@ class View:
         self._is_suspended = False
         self._process = os.getpid()
         self._words = 0
+        self._notes: set[str] = set()
         self._backward = -1  # task of autograd that has sent a word
         self._row_messages: dict[int, RowMessages] = {}
         self._cleanup = ExitStack()
@@ -323,6 +324,12 @@ class View:
             summary.lines.add(text)
             logger.info("%s: %s", summary.module, text)
 
+    def note(self, text: str) -> None:
+        """Log a line about the script once, on rank 0."""
+        if self.ranks.rank == 0 and text not in self._notes:
+            self._notes.add(text)
+            logger.info(text)
+
     def all_ranks_in_sum(self) -> bool:
         """Send a word before a sum in a divided call; return whether all ranks are in that sum."""
         return all(word[0] == Action.SUM_IN_CALL for word in self.word(Action.SUM_IN_CALL))
@@ -376,7 +383,8 @@ class View:
             if is_divided(tensor):
                 continue
             raw = device_reads.copy(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
-            digest.update(raw.numpy().data)
+            # Of a copy: `numpy()` ends that a forward can resize a buffer, as observers do.
+            digest.update(raw.clone().numpy().data)
         own = int.from_bytes(digest.digest(), "little") >> 2
         words = self.word(Action.PARALLEL, own)
         self.require_same_action(words)

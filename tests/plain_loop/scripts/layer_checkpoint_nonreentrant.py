@@ -11,8 +11,7 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(6, 8)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=0.0), nn.ReLU(), nn.Dropout(0.2))
-            for _ in range(2)
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2)) for _ in range(2)
         )
         self.head = nn.Linear(8, 3)
 

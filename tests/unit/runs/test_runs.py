@@ -27,14 +27,14 @@ def read_events(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def steps(number: int) -> None:
+def steps(number: int, rows: int = 10, rate: float = 0.1) -> None:
     """Train for some steps."""
     torch.manual_seed(0)
     model = samestep.parallel(nn.Linear(4, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     for _ in range(number):
         optimizer.zero_grad()
-        model(torch.randn(10, 4)).square().mean().backward()
+        model(torch.randn(rows, 4)).square().mean().backward()
         optimizer.step()
 
 
@@ -52,6 +52,25 @@ def test_steps_have_a_bounded_rate(tmp_path: Path) -> None:
     assert (last["event"], last["step"], last["lr"]) == ("step", 4, 0.1)
     assert last["steps_per_second"] > 0
     assert (end["event"], end["stopped"], end["step"]) == ("end", False, 4)
+
+
+def of_ranks(run: Path) -> None:
+    """Batch and rate grow with the number of ranks."""
+    world = samestep.init(device="cpu", run=run)
+    steps(1, 8 * world.size, 0.1 * world.size)
+
+
+def test_other_batch_and_rate_at_a_later_start_are_reported(tmp_path: Path) -> None:
+    run = tmp_path / "a"
+    for processes in (2, 2, 3):
+        samestep.launch(in_folder, tmp_path, of_ranks, run, processes=processes)
+    starts = json.loads((run / "environment.json").read_text(encoding="utf-8"))
+    assert [(start["batch_size"], start["lr"]) for start in starts] == [(16, 0.2), (16, 0.2), (24, 0.1 * 3)]
+    notes = [event["text"] for event in read_events(run) if event["event"] == "note"]
+    assert notes == [
+        "batch_size is 24, and was 16 at an earlier start",
+        f"lr is {0.1 * 3}, and was 0.2 at an earlier start",
+    ]
 
 
 def in_folder(folder: Path, function: Callable[[Path], Any], run: Path) -> Any:
