@@ -18,8 +18,9 @@ DEVICE ?= cuda
 GPU ?=
 GPU_PY ?= $(if $(wildcard .venv/bin/python),$(PY),$(PYTHON))
 # Three test files at a time: the ranks of a test spend much of the time in waits. With caches of bytecode, whatever the
-# environment: without, each of the three rewrites the assertions of all files, for half a minute.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3 --dist loadfile
+# environment: without, each of the three rewrites the assertions of all files, for half a minute. Threads of torch wait
+# without CPU time: with more processes than cores, waits of the default take more time than the tests.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest -n 3 --dist loadfile
 
 .DEFAULT_GOAL := test
 .PHONY: demo test test-slow test-long faults soak plain-loop scripts package test-torch lint types format bench plain-loop-speed gpu nccl gpus gpu-wheels docs clean
@@ -69,7 +70,7 @@ test-torch:
 	test -d build/torch-$(VERSION) || $(PYTHON) -m venv build/torch-$(VERSION)
 	build/torch-$(VERSION)/bin/python -m pip install -q torch==$(VERSION) torchvision -e '.[recipes]' \
 	  pytest pytest-timeout pytest-xdist hypothesis
-	build/torch-$(VERSION)/bin/python -m pytest -n 3 --dist loadfile -m "not slow and not long and not gpu" $(CORE)
+	OMP_WAIT_POLICY=passive build/torch-$(VERSION)/bin/python -m pytest -n 3 --dist loadfile -m "not slow and not long and not gpu" $(CORE)
 
 lint: .venv/.installed
 	$(PY) -m ruff check .

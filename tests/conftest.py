@@ -1,5 +1,6 @@
 """Fixtures of all tests."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -12,6 +13,7 @@ from hypothesis import settings
 
 from helpers.forked_ranks import TESTS, RankServer
 from helpers.leaks import leaks_since, snapshot
+from helpers.system import output_to_files
 from samestep.cli.commands import PRELOAD as PRELOAD_RECIPES
 from samestep.distributed.env import prepare_torch_environment, silence_torch_warnings
 from samestep.distributed.world import World
@@ -42,7 +44,8 @@ def torch_environment(state_folder: None) -> None:
     prepare_torch_environment(loopback=True)
     silence_torch_warnings()
     multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *PRELOAD_RECIPES])
-    start_server()
+    with output_to_files():
+        start_server()
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +74,12 @@ def on_ranks(request: pytest.FixtureRequest, torch_environment: None) -> Iterato
     """Run functions of the test file on real ranks: `on_ranks(function, size, **arguments)`."""
     with RankServer(".".join(request.path.relative_to(TESTS).with_suffix("").parts)) as server:
         yield server
+
+
+def pytest_collection_finish() -> None:
+    """Let collections of garbage pass over the tests and the imported modules."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

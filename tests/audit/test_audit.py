@@ -90,7 +90,7 @@ SLOW = (
 
 
 def audit(folder: Path, *command: object) -> Done:
-    return samestep("audit", "--json", "--", sys.executable, *command, cwd=folder, timeout=220)
+    return samestep("audit", "--json", "--", sys.executable, *command, cwd=folder)
 
 
 def findings(done: Done) -> dict[str, set[str]]:
@@ -209,7 +209,7 @@ def differences(folder: Path, parts: Sequence[str]) -> dict[str, tuple[str, str]
         script.write_text(f"from against_parts import train\n\ntrain({script.stem!r})\n")
     reference = shlex.join(map(str, (sys.executable, LAUNCHER, 1, *scripts)))
     command = ("audit", "--json", "--against-command", reference, "--", sys.executable, LAUNCHER, 2, *scripts)
-    done = samestep(*command, cwd=folder, timeout=230)
+    done = samestep(*command, cwd=folder)
     comparisons = json.loads(done.out)["against"]
     assert all(
         one["processes"] == [1, 2] and one["steps"] == 12 + 2 * ("padding" in one["program"]) for one in comparisons

@@ -205,10 +205,10 @@ def test_closed_terminal_stops_the_script(tmp_path: Path) -> None:
     outer, inner = pty.openpty()
     with Running("run", "--processes", 2, script(tmp_path, WAITS), cwd=tmp_path, terminal=inner) as running:
         os.close(inner)
-        running.until(lambda: len(list(tmp_path.glob("began-*"))) == 2, "both ranks")
+        running.until(lambda: len(list(tmp_path.glob("began-*"))) == 2, "both ranks", 150)
         os.close(outer)
         running.kill_group(signal.SIGHUP)  # as the kernel does for a controlling terminal
-        assert running.wait(60).code == 130
+        assert running.wait(90).code == 130
         assert len(list(tmp_path.glob("ended-*"))) == 2
         until(lambda: not running.processes(), "no process is left", 30)
 

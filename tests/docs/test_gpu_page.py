@@ -1,9 +1,66 @@
-"""The table of what has run on GPUs is that of the files of results."""
+"""Table of docs/guides/gpu.md: which checks have run on which machines, from the files in benchmarks/results/gpu.
+
+`python tests/docs/test_gpu_page.py` writes it.
+"""
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from helpers.gpu_page import PAGE, read_results, table_lines, updated_page
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/guides/gpu.md"
+RESULTS = ROOT / "benchmarks/results/gpu"
+CPU = "CPU"
+PLACES = {"gpu": "one GPU", "nccl": "shared GPU with NCCL", "gpus": "several GPUs"}  # of targets of make
+_HEADING = "## What has run where"
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """Return the contents of all files of results, the newest last."""
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
+    return sorted(files, key=lambda file: (file["machine"]["date"], file["device"]))
+
+
+def table_lines(files: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a table with one row per target and one column per place; a cell has the newest file of each device."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for file in files:
+        target = file.get("target", "gpu")
+        place = CPU if file["device"] == "cpu" else PLACES[target]
+        cells.setdefault((target, place), {})[file["device"]] = _cell(file)
+    lines = [f"| | {' | '.join([CPU, *PLACES.values()])} |", f"|{'---|' * (len(PLACES) + 2)}"]
+    for target, own_place in PLACES.items():
+        row = [f"`make {target}`"]
+        for place in (CPU, *PLACES.values()):
+            devices = cells.get((target, place), {})
+            is_possible = place in (CPU, own_place)
+            row.append("; ".join(devices.values()) or ("has not run" if is_possible else ""))
+        lines.append(f"| {' | '.join(row)} |")
+    return lines
+
+
+def _cell(file: Mapping[str, Any]) -> str:
+    """Return the names of passed and failed checks, device and date."""
+    texts = []
+    for verdict in ("pass", "fail"):
+        names = [line["check"] for line in file["checks"] if line["verdict"] == verdict]
+        if names:
+            texts.append(f"{verdict}: {', '.join(f'`{name}`' for name in names)}")
+    source = [file["device"], file["machine"]["date"]]
+    if "commit" not in file:
+        source.append("before divided calls existed")
+    return f"{'; '.join(texts)} ({', '.join(source)})"
+
+
+def updated_page() -> str:
+    """Return the text of the page with the current table."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    first = next(number for number in range(lines.index(_HEADING), len(lines)) if lines[number].startswith("|"))
+    end = next(number for number in range(first, len(lines)) if not lines[number].startswith("|"))
+    lines[first:end] = table_lines(read_results(RESULTS))
+    return "\n".join(lines) + "\n"
+
 
 FILE = {
     "machine": {"date": "2026-01-02"},
@@ -20,7 +77,7 @@ FILE = {
 
 
 def test_table_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == updated_page(), "run python tests/helpers/gpu_page.py"
+    assert PAGE.read_text(encoding="utf-8") == updated_page(), "run python tests/docs/test_gpu_page.py"
 
 
 def test_nothing_has_run_without_files() -> None:
@@ -44,3 +101,7 @@ def test_newest_file_is_last(tmp_path: Path) -> None:
         file = {**FILE, "machine": {"date": date}}
         (tmp_path / f"{name}.json").write_text(json.dumps(file), encoding="utf-8")
     assert [file["machine"]["date"] for file in read_results(tmp_path)] == ["2026-01-02", "2026-01-03"]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(updated_page(), encoding="utf-8")

@@ -21,6 +21,7 @@ SHOWN = re.compile(r"^`examples/pitfalls/(\w+)\.py`\n+```text\n(.*?)^```$", re.M
 HASH = re.compile(r"\b[0-9a-f]{12}\b")
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
 ROUNDING = 1e-12
+pytestmark = pytest.mark.slow  # each example starts ranks several times
 
 
 class Examples:
@@ -119,7 +120,6 @@ def test_documentation_shows_the_output(examples: Examples, name: str) -> None:
     assert numbers[0] == pytest.approx(numbers[1], rel=0.01, abs=ROUNDING)
 
 
-@pytest.mark.slow
 def test_example_runs_as_a_script() -> None:
     file = FOLDER / "data_parallel_loss.py"
     done = subprocess.run([sys.executable, file], text=True, capture_output=True, check=True, timeout=100)

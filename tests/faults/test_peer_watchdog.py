@@ -74,11 +74,15 @@ def test_hang_is_reported_once_and_all_ranks_end(tmp_path: Path, stopped: int | 
     """Rank 1 hangs in step 7, or a signal stops a rank; rank 0 hosts the store."""
     hold, run = tmp_path / "hold", tmp_path / "runs/a"
     hold.write_text("1 7", encoding="utf-8")
-    # A trial on a busy machine takes seconds, which must not count as a hang.
-    options = ("--name", "a", "--hang-after", "8s", "--checkpoint-every", 4)
+    # The imports and the trial of four ranks on a busy machine take many seconds, which must not count as a hang.
+    options = ("--name", "a", "--hang-after", "30s", "--checkpoint-every", 4)
     with ranks(as_srun("70"), 4, "train", RECIPE, *options, cwd=tmp_path) as started:
-        until(lambda: len(events(run, "step")) >= 6, "6 steps", 120)
-        until((run / "checkpoints" / "last").exists, "a checkpoint", 120)
+
+        def is_at_hold() -> bool:
+            started.must_run()
+            return len(events(run, "step")) >= 6 and (run / "checkpoints" / "last").exists()
+
+        until(is_at_hold, "6 steps and a checkpoint", 150)
         if stopped is not None:
             started.processes[stopped].send_signal(signal.SIGSTOP)
             hold.unlink()

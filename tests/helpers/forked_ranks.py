@@ -1,30 +1,52 @@
-"""Functions of a test file on real ranks: forks of one process that has imported the file, as torchrun starts them.
+"""Functions of a test file on real ranks, with the variables that torchrun sets.
 
-A test gets the fixture `on_ranks`; `on_ranks(function, size, **arguments)` returns what rank 0 returned. The marker
-`ranks(1, 2, slow=(4,))` runs a test with its argument `ranks` for each number of them. Arguments and results are JSON.
+They are forks of a process that has imported the file. This process is a fork of the fork server of the tests, which
+has imported torch. A test gets the fixture `on_ranks`; `on_ranks(function, size, **arguments)` returns what rank 0
+returned. The marker `ranks(1, 2, slow=(4,))` runs a test with its argument `ranks` for each number of them. Arguments
+and results are JSON.
 """
 
+import gc
 import importlib
 import json
+import multiprocessing
 import os
-import select
 import signal
-import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import torch
+
 from helpers.started import free_port
 from helpers.system import environment
+from samestep.distributed.signals import GROUP_SIGNALS
 from samestep.errors import SamestepError
+from samestep.launcher.launch import start_server
 
 TESTS = Path(__file__).parents[1]
 TIMEOUT = 400  # seconds of a call
+
+
+class _Duplicate:
+    """Descriptor of a file, duplicated for a process when it starts."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _detached, (DupFd(self._descriptor),)
+
+
+def _detached(duplicate: Any) -> int:
+    return int(duplicate.detach())
 
 
 class Job(NamedTuple):
@@ -45,30 +67,23 @@ class RankServer:
     def __init__(self, module: str) -> None:
         self._stack = ExitStack()
         self._output = self._stack.enter_context(tempfile.TemporaryFile("w+b"))  # noqa: SIM115
-        results, writer = os.pipe()
-        self._results = self._stack.enter_context(os.fdopen(results, "rb"))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "helpers.forked_ranks", module, str(writer)],
-            cwd=TESTS,
-            env=environment() | {"OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            bufsize=0,
-            stdout=self._output,
-            stderr=self._output,
-            pass_fds=[writer],
-            start_new_session=True,
-        )
-        os.close(writer)
+        context = multiprocessing.get_context("forkserver")
+        start_server()
+        self._jobs, jobs = context.Pipe()
+        self._stack.enter_context(self._jobs)
+        output = _Duplicate(self._output.fileno())
+        self._process = context.Process(target=_serve, args=(module, jobs, output, environment()))
+        self._process.start()
+        jobs.close()
 
     def __enter__(self) -> "RankServer":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # ends the process, if no rank of it hangs
+        self._jobs.close()  # ends the process, if no rank of it hangs
         if kind is not None:
             self._kill()
-        self._process.wait()
+        self._process.join()
         self._stack.close()
 
     def __call__(
@@ -76,22 +91,21 @@ class RankServer:
     ) -> Any:
         """Run a function on a number of ranks, and return what rank 0 returned."""
         name = function if isinstance(function, str) else function.__name__
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the process has failed before
-            self._process.stdin.write(json.dumps(Job(name, ranks, arguments)).encode() + b"\n")
-        line = b""
-        if select.select([self._results], [], [], timeout)[0]:
-            line = self._results.readline()
-        if not line:
-            self._kill()
-            self._output.seek(0)
-            raise AssertionError(f"{name} on {ranks} ranks:\n{self._output.read().decode(errors='replace')}")
-        return json.loads(line)
+        with suppress(OSError):  # the process has failed before
+            self._jobs.send_bytes(json.dumps(Job(name, ranks, arguments)).encode())
+        with suppress(OSError, EOFError):
+            if self._jobs.poll(timeout):
+                return json.loads(self._jobs.recv_bytes())
+        self._kill()
+        self._output.seek(0)
+        raise AssertionError(f"{name} on {ranks} ranks:\n{self._output.read().decode(errors='replace')}")
 
     def _kill(self) -> None:
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        if self._process.is_alive():
+            assert self._process.pid is not None
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.join()
 
 
 def run_jobs(module: str, *jobs: Job, timeout: float = TIMEOUT) -> list[Any]:
@@ -147,9 +161,21 @@ def _run(module: Any, job: Job) -> str:
         return Path(file.name).read_text(encoding="utf-8")
 
 
-if __name__ == "__main__":
-    loaded = importlib.import_module(sys.argv[1])
-    with open(int(sys.argv[2]), "w", encoding="utf-8") as results:
-        for line in sys.stdin:
-            results.write(_run(loaded, Job(*json.loads(line))) + "\n")
-            results.flush()
+def _serve(module: str, jobs: Connection, output: int, variables: dict[str, str]) -> None:
+    """Run jobs until the connection is closed."""
+    os.setsid()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(TESTS)
+    os.environ.clear()
+    os.environ.update(variables, OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # blocked in the fork server
+    gc.enable()
+    loaded = importlib.import_module(module)
+    while True:
+        try:
+            job = Job(*json.loads(jobs.recv_bytes()))
+        except EOFError:
+            return
+        jobs.send_bytes(_run(loaded, job).encode())

@@ -78,6 +78,13 @@ class Ranks:
         for process in self.processes:
             process.send_signal(number)
 
+    def must_run(self) -> None:
+        """Fail with the output of all of them if one ended already."""
+        codes = [process.poll() for process in self.processes]
+        if any(code is not None for code in codes):
+            texts = [path.read_text(encoding="utf-8") for paths in self._files for path in paths]
+            raise AssertionError(f"ended early with {codes}:\n" + "\n".join(texts))
+
     def wait(self, timeout: float = 90) -> list[Done]:
         """How each ended, all within `timeout` seconds."""
         deadline = time.monotonic() + timeout

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, chdir
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import IO, Any, TextIO
 from uuid import uuid4
 
 import pytest
@@ -38,10 +39,46 @@ class Done:
     err: str
 
 
-def samestep(*arguments: object, cwd: Path, timeout: float = 200) -> Done:
-    """Run the command to its end in the folder `cwd`."""
-    with Running(*arguments, cwd=cwd) as running:
-        return running.wait(timeout)
+def samestep(*arguments: object, cwd: Path) -> Done:
+    """Run the command to its end in the folder `cwd`, as `here`; return its output, and that of rank 0."""
+    begins = [os.fstat(file.fileno()).st_size for file in output_files()]
+    with output_to_files(), _text(1) as out, _text(2) as err, redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = here(*arguments, cwd=cwd)
+        except SystemExit as end:  # after --help
+            code = int(end.code or 0)
+    return Done(code, *(_read_from(file, begin) for file, begin in zip(output_files(), begins, strict=True)))
+
+
+@cache
+def output_files() -> tuple[IO[bytes], IO[bytes]]:
+    """Return the files of standard output and error of ranks that the fork server of the tests starts."""
+    out, err = (tempfile.TemporaryFile("a+b", buffering=0) for _ in range(2))  # noqa: SIM115
+    return out, err
+
+
+@contextmanager
+def output_to_files() -> Iterator[None]:
+    """Let this process, and those that it starts, write standard output and error to `output_files`."""
+    descriptors = (1, 2)
+    before = [os.dup(descriptor) for descriptor in descriptors]
+    try:
+        for file, descriptor in zip(output_files(), descriptors, strict=True):
+            os.dup2(file.fileno(), descriptor)
+        yield
+    finally:
+        for kept, descriptor in zip(before, descriptors, strict=True):
+            os.dup2(kept, descriptor)
+            os.close(kept)
+
+
+def _text(descriptor: int) -> TextIO:
+    return open(descriptor, "w", buffering=1, encoding="utf-8", closefd=False)
+
+
+def _read_from(file: IO[bytes], begin: int) -> str:
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), size - begin, begin).decode()
 
 
 def here(*arguments: object, cwd: Path) -> int:

@@ -533,7 +533,8 @@ def _stopping(workers: int, **options: Any) -> str:
 Found = dict[str, list[Any]]
 SETTINGS = [
     (2, 2),
-    *(pytest.param(*setting, marks=pytest.mark.slow) for setting in ((2, 0), (3, 2))),
+    (2, 0),
+    pytest.param(3, 2, marks=pytest.mark.slow),
     *(pytest.param(*setting, marks=pytest.mark.long) for setting in ((1, 0), (1, 2), (3, 0))),
 ]
 KINDS = ["tuple", "dict", "named", "text", "large", "several", "popping"]
@@ -617,12 +618,12 @@ def test_loaders_of_torch_keep_their_order_and_generator(kind: str, size: int, w
 @pytest.mark.slow
 def test_an_index_that_comes_twice_is_drawn_twice() -> None:
     contents = [
-        one["content"] for size, workers in ((2, 0), (1, 0)) for one in found(size, workers)["weighted drawing"]
+        one["content"] for size, workers in ((2, 0), (3, 2)) for one in found(size, workers)["weighted drawing"]
     ]
     assert len(set(contents)) == 1
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 3))])
 def test_data_sets_with_a_memory_are_read_as_by_torch(size: int) -> None:
     reason = "samples depend on those that were read before"
     results = found(size, 0)
@@ -668,6 +669,7 @@ def test_error_of_a_sample_is_raised_on_all_ranks(size: int, workers: int) -> No
     assert first[2][:2] == results["broken on the last rank"][0][2][:2]
 
 
+@pytest.mark.long
 def test_error_of_a_worker_names_the_sample() -> None:
     ((*sizes, (kind, text, _)),) = found(1, 2)["broken"]
     assert (sizes, kind) == ([BATCH, BATCH], "OSError")

@@ -1,18 +1,35 @@
 """Streams: every sample once, in an order that is equal for any slices and local to few files."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import samestep
-from helpers.number_files import NumberFiles
 from samestep.data.order import Order
+from samestep.data.sample_files import fingerprint_of
 from samestep.data.streams import StreamDataset
 from samestep.errors import DataError, InputError
 from samestep.microbatches import Cursor
 
 FILES = st.lists(st.integers(0, 20), min_size=1, max_size=30).filter(any)
+
+
+class NumberFiles:
+    """Files whose samples are pairs of a file number and a position."""
+
+    def __init__(self, sizes: Sequence[int], prefix: str = "file") -> None:
+        self.sizes = list(sizes)
+        self.names = [f"{prefix}-{number}" for number in range(len(self.sizes))]
+        self.fingerprint = fingerprint_of(self.names, self.sizes)
+        self.reads: list[int] = []
+
+    def read(self, file: int, index: int) -> torch.Tensor:
+        assert 0 <= index < self.sizes[file]
+        self.reads.append(file)
+        return torch.tensor([file, index])
 
 
 def order_of(files: list[int], window: int = 30, *, seed: int = 3, epoch: int = 1, shuffle: bool = True) -> Order:

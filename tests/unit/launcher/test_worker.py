@@ -84,6 +84,7 @@ def test_script_that_ranks_cannot_import(failing: bool, tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1].endswith('below `if __name__ == "__main__":`') != failing
 
 
+@pytest.mark.slow
 def test_script_that_launches_while_ranks_import_it(tmp_path: Path) -> None:
     """A recipe, an error that the script catches, a launch by a module of the script: no rank goes on."""
     (tmp_path / "helper.py").write_text("import samestep\nsamestep.launch(print, 1, processes=2)\n")
