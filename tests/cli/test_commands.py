@@ -115,7 +115,7 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("trained")
-    done = samestep("train", "digits", "--processes", 3, "--name", "a", "--set", *SMALL, cwd=folder)
+    done = samestep("train", "digits", "--processes", 3, "--name", "a", *SMALL, cwd=folder)
     assert done.code == 0, done.err
     return Trained(folder, done)
 
@@ -173,7 +173,7 @@ def test_resolved_recipe_is_the_recipe_with_the_overrides(trained: Trained) -> N
 
 @pytest.mark.slow
 def test_resolved_recipe_trained_again_gives_the_same_bits(tmp_path: Path) -> None:
-    assert here("train", RECIPE, "--name", "a", "--set", "epochs=2", "step.seed=5", cwd=tmp_path) == 0
+    assert here("train", RECIPE, "--name", "a", "epochs=2", "step.seed=5", cwd=tmp_path) == 0
     first, again = (tmp_path / "runs" / name for name in ("a", "again"))
     assert here("train", first / "recipe.yaml", "--name", "again", "--processes", 4, cwd=tmp_path) == 0
     for which in ("last", "best"):
@@ -237,7 +237,7 @@ def test_best_checkpoint_is_the_one_with_the_best_metric(trained: Trained) -> No
 def test_newest_checkpoints_are_kept_and_the_best(tmp_path: Path, keep: int) -> None:
     arguments = ("--keep", keep, "--checkpoint-every", 5, "--name", "a")
     # With this learning rate the last epoch is not the best.
-    assert here("train", RECIPE, *arguments, "--set", "optimizer.options.lr=0.2", cwd=tmp_path) == 0
+    assert here("train", RECIPE, *arguments, "optimizer.options.lr=0.2", cwd=tmp_path) == 0
     run = tmp_path / "runs" / "a"
     best = min(events(run, "evaluation"), key=lambda event: event["loss"])["step"]
     assert best < 30
@@ -300,7 +300,7 @@ def test_json_of_eval_has_the_numbers_of_training(
 
 @pytest.mark.slow
 def test_json_of_resume_of_a_complete_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert here("train", RECIPE, "--name", "a", "--set", "epochs=1", cwd=tmp_path) == 0
+    assert here("train", RECIPE, "--name", "a", "epochs=1", cwd=tmp_path) == 0
     run = tmp_path / "runs" / "a"
     before = weights(run)
     capsys.readouterr()
@@ -316,18 +316,13 @@ def test_json_of_resume_of_a_complete_run(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.slow
 def test_json_is_valid_for_an_infinite_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--name", "a", "--json", "--set", "epochs=1", "loss.name=helpers.recorded:infinite_in_evaluation")
+    arguments = ("--name", "a", "--json", "epochs=1", "loss.name=helpers.recorded:infinite_in_evaluation")
     assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
     assert one_object(capsys.readouterr().out)["step"] == 13
 
 
 def test_nan_evaluation_is_not_the_best(tmp_path: Path) -> None:
-    assert (
-        here(
-            "train", RECIPE, "--name", "a", "--set", "loss.name=helpers.recorded:nan_in_first_evaluation", cwd=tmp_path
-        )
-        == 0
-    )
+    assert here("train", RECIPE, "--name", "a", "loss.name=helpers.recorded:nan_in_first_evaluation", cwd=tmp_path) == 0
     run = tmp_path / "runs" / "a"
     evaluations = events(run, "evaluation")
     assert evaluations[0]["loss"] == "nan"
@@ -338,7 +333,7 @@ def test_nan_evaluation_is_not_the_best(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("auto", marks=pytest.mark.long)])
 def test_auto_starts_one_process_per_core_or_gpu(tmp_path: Path, device: str) -> None:
-    arguments = ("--processes", "auto", "--device", device, "--name", "a", "--set", "epochs=1")
+    arguments = ("--processes", "auto", "--device", device, "--name", "a", "epochs=1")
     assert here("train", RECIPE, *arguments, cwd=tmp_path) == 0
     (entry,) = json.loads((tmp_path / "runs" / "a" / "environment.json").read_text(encoding="utf-8"))
     is_cpu = device == "cpu" or not torch.cuda.is_available()
@@ -349,13 +344,13 @@ def test_auto_starts_one_process_per_core_or_gpu(tmp_path: Path, device: str) ->
 @pytest.mark.slow
 def test_runs_without_a_name_get_different_names(tmp_path: Path) -> None:
     for _ in range(3):
-        assert here("train", RECIPE, "--set", "epochs=1", "batch_size=102", cwd=tmp_path) == 0
+        assert here("train", RECIPE, "epochs=1", "batch_size=102", cwd=tmp_path) == 0
     assert len(list((tmp_path / "runs").iterdir())) == 3
 
 
 def test_names_are_printed_without_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = "[bold] x[red] :fire:"
-    assert here("train", RECIPE, "--name", name, "--set", "epochs=1", cwd=tmp_path) == 0
+    assert here("train", RECIPE, "--name", name, "epochs=1", cwd=tmp_path) == 0
     assert f"samestep eval 'runs/{name}'" in capsys.readouterr().out
 
 

@@ -24,6 +24,7 @@ from samestep.cli.options import (
     argument,
     count,
     counts,
+    expanded,
     integers,
     names,
     option,
@@ -183,7 +184,7 @@ class Diff(JsonOption, LaunchOptions):
 
     example: ClassVar = "samestep diff runs/first runs/second"
 
-    folders: Sequence[Path] = argument("RUN", "directory of a run", nargs="+", type=Path)
+    folders: Sequence[Path] = argument("RUN", "directory of a run", nargs="+", type=expanded)
     step: int | None = option("step to compute again (needed with one run)", "N")
     no_replay: bool = option("compare the logs only", default=False)
     trust: bool = option(TRUST, default=False)

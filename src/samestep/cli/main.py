@@ -6,6 +6,7 @@ import argparse
 import errno
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Any, NoReturn
 
 from samestep.cli.commands import CAN_BE_RANK, COMMANDS, PRELOAD, STARTS_RANKS, help_text
 from samestep.cli.launch import ReportedError, exit_if_rank, reported_by_rank_0
-from samestep.cli.options import add_fields, options_of
+from samestep.cli.options import add_fields, options_of, parse_settings
 from samestep.config.key_suggestions import SYNONYMS, did_you_mean, suggest
 from samestep.distributed.env import read_rendezvous
 from samestep.distributed.logging import configure_logging, logger
@@ -45,21 +46,30 @@ class CommandParser(argparse.ArgumentParser):
         fix = f"{self.prog} --help"
         raise InputError(f"{self.prog}: {message}", f"arguments as in {fix}", fix, code=code)
 
-    def unknown(self, argument: str) -> InputError:
-        """Return the error of an argument that the command does not have."""
-        options = re.findall(r"--[\w-]+", self.format_usage())
+    def unknown(self, argument: str, arguments: Sequence[str]) -> InputError:
+        """Return the error of one of `arguments`, an option that the command does not have."""
+        usage = self.format_usage()
+        options = re.findall(r"--[\w-]+", usage)
         settings: list[str] = []
-        if "--set" in options:
+        if "KEY=VALUE" in usage:
             settings = [name for name in SYNONYMS.values() if not name.startswith("-")]
-        meant = suggest(argument.partition("=")[0], [*options, *settings])
-        if meant is None:
-            fix = f"{self.prog} --help lists the options"
-        elif meant in settings:
-            fix = f"did you mean --set {meant}=VALUE?"
-        else:
-            fix = f"did you mean {meant}?"
+        name, equals, value = argument.partition("=")
+        if not equals:
+            after = list(arguments)[arguments.index(argument) + 1 :]
+            value = next((text for text in after[:1] if not text.startswith("-")), "VALUE")
         problem = f"{self.prog}: unknown {argument}"
         expected = f"arguments as in {self.prog} --help"
+        meant = suggest(name, [*options, *settings])
+        if name == "--set" and settings:
+            expected = "settings as arguments: key=value"
+            others = [text.removeprefix("--set=") for text in arguments if text != "--set"]
+            fix = shlex.join([*self.prog.split(), *others])
+        elif meant is None:
+            fix = f"{self.prog} --help lists the options"
+        elif meant in settings:
+            fix = f"did you mean {shlex.quote(f'{meant}={value}')}?"
+        else:
+            fix = f"did you mean {meant}?"
         return InputError(problem, expected, fix, code="E_UNKNOWN_OPTION")
 
 
@@ -99,7 +109,9 @@ def parse_arguments(arguments: Sequence[str]) -> Callable[[], int]:
     parse = parser.parse_known_args if name == "run" else parser.parse_known_intermixed_args
     parsed, unknown = parse(rest)
     if unknown:
-        raise parser.unknown(unknown[0])
+        raise parser.unknown(unknown[0], rest)
+    if hasattr(parsed, "overrides"):
+        parsed.overrides = parse_settings(parsed.overrides, kind.path_keys)
     # `doctor` and others also run with variables of a launcher that are incomplete.
     rendezvous = None if name in CAN_BE_RANK else read_rendezvous()
     if rendezvous is not None and rendezvous.world_size > 1:
@@ -182,7 +194,7 @@ def _early_start(arguments: Sequence[str]) -> Iterator[None]:
     """
     os.getcwd()  # raises an error in a removed folder, in which no process can be started
     starts = bool(arguments) and arguments[0] in STARTS_RANKS
-    if {"-h", "--help"}.intersection(arguments):
+    if {"-h", "--help", "--print"}.intersection(arguments):
         starts = False
     with reported_by_rank_0():
         starts = starts and read_rendezvous() is None  # a rank of another launcher starts none

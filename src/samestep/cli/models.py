@@ -19,6 +19,7 @@ from samestep.cli.options import (
     SetOption,
     StrategyOptions,
     argument,
+    expanded,
     option,
     option_conflict,
     options_of,
@@ -32,6 +33,7 @@ from samestep.errors import EXIT_DONE
 from samestep.launcher.launch import LaunchConfig
 from samestep.loggers.logger import format_metric
 from samestep.recipes.recipe_files import load_recipe, make_recipe, read_dataset_info, recipe_data
+from samestep.recipes.settings import full_key
 
 _SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt2", "onnx": ".onnx"}
 
@@ -44,6 +46,8 @@ class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
     """
 
     example: ClassVar = "samestep eval runs/first --checkpoint best"
+    # All samples of a path are evaluated: it is not split again.
+    path_keys: ClassVar = ("data.options.path", "data.options.evaluation_path")
 
     folder: Path = argument("RUN", "directory of the run; with --pretrained, a recipe")
     checkpoint: str | None = option("best, last, epoch-N, or a step (default best)", "WHICH")
@@ -113,16 +117,16 @@ class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
         return replace(plan, recipe=plan.recipe.with_microbatches())
 
     def _plan_of_run(self) -> RunPlan:
-        for override in self.overrides:
-            if not override.startswith("data."):
-                fix = "samestep eval RECIPE --pretrained FILE --set ..."
-                raise option_conflict(f"--set {override} with a run", fix)
         # The evaluating machine can differ from the training machine: the strategy of the run does
         # not apply.
         layout = ["strategy={}", *self.strategy_overrides()]
         which = self.checkpoint or "best"
         plan = plan_from_checkpoint(self.folder, which, layout, trust=self.trust)
         data = recipe_data(plan.recipe)
+        for override in self.overrides:
+            if not full_key(data, override.partition("=")[0]).startswith("data."):
+                fix = "samestep eval RECIPE data.options.path=FOLDER --pretrained FILE"
+                raise option_conflict(f"{override} with a run", fix)
         return replace(plan, recipe=make_recipe(data, self.overrides, origin=str(self.folder)))
 
 
@@ -135,7 +139,7 @@ class Predict(JsonOption, DeviceOption, RunArgument):
 
     example: ClassVar = "samestep predict runs/first picture.png"
 
-    files: Sequence[Path] = argument("FILE", "input files", nargs="*", type=Path)
+    files: Sequence[Path] = argument("FILE", "input files", nargs="*", type=expanded)
     out: Path | None = option("folder for predicted masks, for segmentation", "DIR")
     prompt: str | None = option("text to complete, for language models", "TEXT")
     tokens: int = option("tokens to generate", "N", default=100)

@@ -101,7 +101,7 @@ def plan_from_checkpoint(
         {**recipe_data(recipe), **free},
         "the recipe differs from the recipe of the checkpoint",
         "undo the change, or start a new run from these weights: samestep train ... "
-        f"--set model.pretrained={checkpoint}/model.safetensors",
+        f"model.pretrained={checkpoint}/model.safetensors",
     )
     return RunPlan(recipe, folder, checkpoint, progress.step)
 

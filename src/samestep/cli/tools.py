@@ -21,6 +21,7 @@ from samestep.cli.options import (
     JsonOption,
     argument,
     count,
+    expanded,
     option,
     option_conflict,
     output_errors,
@@ -345,7 +346,7 @@ class Report(JsonOption):
 
     example: ClassVar = "samestep report runs/first runs/second --out both.html"
 
-    folders: Sequence[Path] = argument("RUN", "directory of a run", nargs="+", type=Path)
+    folders: Sequence[Path] = argument("RUN", "directory of a run", nargs="+", type=expanded)
     out: Path | None = option(
         f"output file (default {_REPORT} in the directory of a single run, otherwise in the "
         "current one)",

@@ -58,7 +58,15 @@ from samestep.launcher.launch import LaunchConfig, LaunchResult, end_unguarded_i
 from samestep.loggers.logger import format_metric
 from samestep.loggers.trackers import tensorboard_command
 from samestep.microbatches import require_enough_microbatches
-from samestep.recipes.recipe_files import load_recipe, make_recipe, with_saved_weight, write_recipe
+from samestep.recipes.recipe_files import (
+    load_recipe,
+    make_recipe,
+    recipe_data,
+    recipe_with_origins,
+    with_saved_weight,
+    write_recipe,
+)
+from samestep.recipes.settings import annotated
 from samestep.recipes.trust import sign
 from samestep.runs import require_run_name
 from samestep.units import parse_duration, plural
@@ -271,7 +279,7 @@ class Train(TrainingOptions, BatchOptions, RecipeOptions):
     The result is the same: to rounding, or with --exact to the bit.
     """
 
-    example: ClassVar = "samestep train digits --processes 2 --set epochs=5 --name first"
+    example: ClassVar = "samestep train digits epochs=5 --processes 2 --name first"
     group: ClassVar = "output"
 
     name: str | None = option("name of the run (default: recipe, date and time)")
@@ -280,6 +288,24 @@ class Train(TrainingOptions, BatchOptions, RecipeOptions):
     )
     or_resume: bool = option("resume the run of this --name if it exists", default=False)
     runs: Path = option("folder of runs", "DIR", default=Path("runs"))
+    print: bool = option(
+        "print the complete recipe, and where each value comes from; train nothing", default=False
+    )
+
+    def run(self) -> int:
+        """Train, or print the recipe."""
+        if not self.print:
+            return super().run()
+        overrides = self.batch_overrides(self._settings, self.size)
+        recipe, origins = recipe_with_origins(self.recipe, overrides)
+        data = recipe_data(recipe)
+        self.result({"recipe": data, "origins": origins}, *annotated(data, origins))
+        return EXIT_DONE
+
+    @property
+    def _settings(self) -> list[str]:
+        exact = ["step.reduction=exact"] if self.exact else []
+        return [*self.strategy_overrides(), *exact, *self.overrides]
 
     def train(self) -> TrainedRun:
         """Train, and remove the directory after invalid input, so that the name is free."""
@@ -297,8 +323,7 @@ class Train(TrainingOptions, BatchOptions, RecipeOptions):
 
     def make_plan(self, restarts: int) -> RunPlan:
         """Create the run; with `--or-resume`, or after a restart, resume the run of this name."""
-        exact = ["step.reduction=exact"] if self.exact else []
-        overrides = [*self.strategy_overrides(), *exact, *self.overrides]
+        overrides = self._settings
         if self.name is not None:
             require_run_name(self.name, "--name first, or --runs DIR for another folder")
             folder = self.runs / self.name
@@ -392,7 +417,7 @@ def train(
 
     Args:
         recipe: name of a shipped recipe, or path of a YAML file.
-        overrides: values of keys of the recipe, as of `--set`: numbers, text, booleans, None, lists
+        overrides: values of keys of the recipe, numbers, text, booleans, None, lists
             and mappings.
         options: options of `samestep train` by their names, such as `processes`, `name`, `exact`,
             `strategy`, `or_resume`, `runs` and `max_restarts`. Times are seconds.
@@ -408,7 +433,7 @@ def train(
     """
     end_unguarded_import()
     known = {entry.name for entry in fields(Train) if entry.metadata}
-    known -= {"recipe", "overrides", "json"}
+    known -= {"recipe", "overrides", "json", "print"}
     for name in options:
         if name not in known:
             raise InputError(

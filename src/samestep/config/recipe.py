@@ -117,7 +117,7 @@ class OptimizerConfig(NamedConfig):
             key = f"optimizer.options.{name}"
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if name in _OPTIMIZER_NUMBERS:
-                require(is_number, f"{key} is {value!r}", "a number", f"--set {key}=0.01")
+                require(is_number, f"{key} is {value!r}", "a number", f"{key}=0.01")
             values = value if isinstance(value, list | tuple) else (value,)  # such as `betas`
             is_finite = all(not isinstance(one, float) or math.isfinite(one) for one in values)
             require(is_finite, f"{key} is {value!r}", "finite numbers", f"correct {key}")

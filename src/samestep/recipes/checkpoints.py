@@ -126,7 +126,7 @@ class RecipeCheckpoints(LoopCheckpoints):
             cursor.epoch <= epochs,
             f"epochs is {epochs}, and {path} has {plural(cursor.epoch, 'epoch')}",
             "at least the epochs that are complete",
-            f"--set epochs={cursor.epoch} or more",
+            f"epochs={cursor.epoch} or more",
         )
         settings = self._data_settings(cursor.epoch)
         changes = list(setting_changes("training data", progress.data, settings))
@@ -152,9 +152,7 @@ class RecipeCheckpoints(LoopCheckpoints):
         if self.awaits_evaluation:
             position = f"evaluation of epoch {cursor.epoch}/{epochs}"
         elif cursor.epoch >= epochs:
-            position = (
-                f"the run is complete ({plural(epochs, 'epoch')}); --set epochs=N adds epochs"
-            )
+            position = f"the run is complete ({plural(epochs, 'epoch')}); epochs=N adds epochs"
         else:
             next_step = cursor.samples // self._batches.batch_size + 1
             position = f"epoch {cursor.epoch + 1}/{epochs}, step {next_step}/{len(self._batches)}"
