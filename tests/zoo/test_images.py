@@ -89,10 +89,9 @@ def test_a_run_is_evaluated_on_another_dataset(one: Path, tmp_path: Path, capfd:
                 drawn(shape, number).save(tmp_path / folder / name / f"{number}.png")
     more, other = tmp_path / "more", tmp_path / "other"
     capfd.readouterr()
-    assert here("eval", one, "--json", f"data.options.evaluation_path={more}", cwd=tmp_path) == 0
+    assert here("eval", one, "--json", more, cwd=tmp_path) == 0
     assert json.loads(capfd.readouterr().out)["samples"] == 9
-    both = (f"data.options.path={other}", f"data.options.evaluation_path={other}")
-    assert here("eval", one, *both, cwd=tmp_path) == 2
+    assert here("eval", one, other, cwd=tmp_path) == 2
     assert "[E_CLASSES]" in capfd.readouterr().err
 
 
