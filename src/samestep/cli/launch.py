@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from samestep.launcher.job import Job
 
 _MOST_ON_CORES = 8  # ranks of `auto` on a machine without GPUs
+_MOST_PER_CORE = 4  # ranks on CPUs without a warning
 _POLL_SECONDS = 0.02
 _PLAN_KEY = "command/plan"
 _joined: list[Rendezvous] = []
@@ -139,6 +140,10 @@ class LaunchOptions(DeviceOption):
             expected = f"{plural(self.devices_per_process, 'GPU')} per rank"
             fix = "more --devices, or --share-gpu"
             raise InputError(problem, expected, fix, code="E_PROCESSES")
+        cores = usable_processors()
+        if count > _MOST_PER_CORE * cores and not (self.device != "cpu" and gpu_names()):
+            text = f"{plural(count, 'process')} share {plural(cores, 'core')}"
+            logger.warning("%s: slower than --processes %d", text, cores)
         minimum = count
         if colon:
             minimum = parse_process_count(text)

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 from samestep.cli.commands import CAN_BE_RANK, COMMANDS, PRELOAD, STARTS_RANKS, help_text
 from samestep.cli.launch import ReportedError, exit_if_rank, reported_by_rank_0
-from samestep.cli.options import add_fields, options_of, parse_settings
-from samestep.config.key_suggestions import SYNONYMS, did_you_mean, suggest
+from samestep.cli.options import RECIPES, add_fields, options_of, parse_settings
+from samestep.config.key_suggestions import SYNONYMS, suggest
 from samestep.distributed.env import read_rendezvous
 from samestep.distributed.logging import configure_logging, logger
 from samestep.distributed.signals import handled_signals
@@ -44,7 +45,10 @@ class CommandParser(argparse.ArgumentParser):
         elif "could match" in message:
             code = "E_UNKNOWN_OPTION"
         fix = f"{self.prog} --help"
-        raise InputError(f"{self.prog}: {message}", f"arguments as in {fix}", fix, code=code)
+        expected = f"arguments as in {fix}"
+        if code == "E_MISSING_KEY":
+            fix = str(self.epilog).removeprefix("example: ")
+        raise InputError(f"{self.prog}: {message}", expected, fix, code=code)
 
     def unknown(self, argument: str, arguments: Sequence[str]) -> InputError:
         """Return the error of one of `arguments`, an option that the command does not have."""
@@ -134,7 +138,19 @@ def _unknown_command(arguments: Sequence[str]) -> InputError:
         value = "samestep without a command"
         return InputError(value, expected, "samestep train digits", code="E_MISSING_KEY")
     problem = f"unknown command {arguments[0]}"
-    fix = did_you_mean(arguments[0], COMMANDS, "samestep --help lists all", "samestep ")
+    meant = suggest(arguments[0], COMMANDS)
+    fix = "samestep --help lists all"
+    if meant is not None:
+        fix = f"did you mean {shlex.join(['samestep', meant, *arguments[1:]])}?"
+    path = Path(arguments[0])
+    if path.suffix == ".py" and path.is_file():
+        fix = shlex.join(["samestep", "run", *arguments])
+    elif path.exists():
+        from samestep.recipes.paths import train_command  # here: it imports pydantic
+
+        fix = train_command(path)
+    elif arguments[0] in RECIPES:
+        fix = shlex.join(["samestep", "train", *arguments])
     return InputError(problem, expected, fix, code="E_UNKNOWN_NAME")
 
 

@@ -14,22 +14,23 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from samestep.config import DeviceKind, MeshConfig, StrategyConfig
-from samestep.config.key_suggestions import SYNONYMS, suggest
+from samestep.config.key_suggestions import SYNONYMS, nearest_path, suggest
 from samestep.config.strategy import AXES, StrategyName
 from samestep.distributed.env import expand_path
 from samestep.errors import InputError, printable
 from samestep.loggers.logger import to_json_line
+from samestep.runs import run_folder
 
 Options = TypeVar("Options")
 # Not `shipped_recipes()`, whose module imports pydantic: the help of most commands names them.
 _SHIPPED = Path(__file__).parents[1] / "recipes" / "shipped"
-_RECIPES = ", ".join(sorted(path.stem for path in _SHIPPED.glob("*.yaml")))
+RECIPES = tuple(sorted(path.stem for path in _SHIPPED.glob("*.yaml")))
+_RECIPES = ", ".join(RECIPES)
 TRUST = "import the code that the recipe of the run names (docs/security.md)"
 _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
 # Options without a meaning for a script.
@@ -177,7 +178,7 @@ def parse_settings(arguments: Sequence[str], path_keys: Sequence[str]) -> list[s
 
 def _fix_of_argument(text: str, following: Sequence[str]) -> str:
     """Return the fix of an argument that is no setting and no path: the nearest of both kinds."""
-    near = nearest_path(text)
+    near = nearest_path(expanded(text))
     if near is not None:
         return f"did you mean {near}?"
     key = suggest(text, [name for name in SYNONYMS.values() if not name.startswith("-")])
@@ -185,19 +186,6 @@ def _fix_of_argument(text: str, following: Sequence[str]) -> str:
         value = next((one for one in following if "=" not in one), "VALUE")
         return f"did you mean {key}={value}?"
     return "give the path of a file or a folder that exists"
-
-
-def nearest_path(text: str) -> str | None:
-    """Return the path in the same folder whose name is most similar, or None."""
-    path = Path(expand_path(text))
-    if not path.parent.is_dir():
-        return None
-    with output_errors(f"{path.parent} cannot be read", "a readable folder", "another folder"):
-        siblings = [one.name for one in path.parent.iterdir()]
-    match = next(iter(get_close_matches(path.name, siblings, n=1)), None)
-    if match is None:
-        return None
-    return str(path.with_name(match))
 
 
 def parse_process_count(text: str) -> int:
@@ -255,7 +243,7 @@ class SetOption:
 class RunArgument:
     """Directory of a run, with a checkpoint."""
 
-    folder: Path = argument("RUN", "directory of the run")
+    folder: Path = argument("RUN", "name or directory of the run", type=run_folder)
     checkpoint: str = option("best, last, epoch-N, or a step", "WHICH", default="best")
     trust: bool = option(TRUST, default=False)
 
@@ -393,7 +381,9 @@ def require_file(path: Path) -> None:
     """Raise an `InputError` unless the path is a file."""
     if not path.is_file():
         value = f"{path} is not a file"
-        raise InputError(value, "an existing file", "check the path", code="E_FILE_MISSING")
+        near = nearest_path(path)
+        fix = "check the path" if near is None else f"did you mean {near}?"
+        raise InputError(value, "an existing file", fix, code="E_FILE_MISSING")
 
 
 def require_new_file(path: Path) -> None:

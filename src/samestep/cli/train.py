@@ -58,6 +58,7 @@ from samestep.launcher.launch import LaunchConfig, LaunchResult, end_unguarded_i
 from samestep.loggers.logger import format_metric
 from samestep.loggers.trackers import tensorboard_command
 from samestep.microbatches import require_enough_microbatches
+from samestep.recipes.paths import require_paths
 from samestep.recipes.recipe_files import (
     load_recipe,
     make_recipe,
@@ -335,6 +336,7 @@ class Train(TrainingOptions, BatchOptions, RecipeOptions):
                 return plan
         recipe = load_recipe(self.recipe, self.batch_overrides(overrides, self.size))
         recipe = recipe.with_microbatches()
+        require_paths(recipe)
         if self.per_device_batch_size is not None:
             require_enough_microbatches(recipe.microbatch_count, int(self.size))
         # Not earlier: another command could take the same time as its name meanwhile.

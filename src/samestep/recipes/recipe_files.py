@@ -17,10 +17,11 @@ from pydantic import ValidationError
 from samestep.checkpoint.contents import validator_of
 from samestep.checkpoint.files import write_atomically
 from samestep.config import Recipe
-from samestep.config.key_suggestions import did_you_mean
+from samestep.config.key_suggestions import did_you_mean, nearest_path
 from samestep.distributed.disk_operations import read_small
 from samestep.distributed.env import expand_path
 from samestep.errors import InputError, RecipeError
+from samestep.recipes.paths import train_command
 from samestep.recipes.settings import (
     apply_setting,
     expand_paths,
@@ -31,6 +32,8 @@ from samestep.recipes.settings import (
 
 _NOT_SET = object()
 _DATASET_FILE = "data.json"
+# Beginnings of names of models of torchvision, which are not recipes.
+_MODELS = ("resnet", "resnext", "vgg", "convnext", "densenet", "efficientnet", "mobilenet", "swin")
 _RECIPE_BYTES = 1 << 20  # YAML is slow to read
 
 
@@ -54,13 +57,29 @@ def _recipe_file(name: str) -> tuple[Path, bool]:
         raise RecipeError(
             f"there is no recipe {name!r}",
             expected=f"one of {', '.join(shipped)}, or a file that ends in .yaml",
-            fix=did_you_mean(name, shipped, f"samestep train {next(iter(shipped))}"),
+            fix=_fix_of_recipe(name, path),
             code="E_UNKNOWN_NAME",
         )
     if not path.is_file() and not is_pipe:
         problem = f"{name} is not a file" if path.exists() else f"there is no file {name}"
-        raise RecipeError(problem, "a YAML file", "correct the path", code="E_FILE_MISSING")
+        near = nearest_path(path)
+        fix = "correct the path" if near is None else f"did you mean {near}?"
+        raise RecipeError(problem, "a YAML file", fix, code="E_FILE_MISSING")
     return path, is_pipe
+
+
+def _fix_of_recipe(name: str, path: Path) -> str:
+    """Return the fix of an unknown recipe: a script, data, a model, a run or a similar name."""
+    if path.suffix == ".py" and path.is_file():
+        return f"samestep run {name}"
+    if (path / "recipe.yaml").is_file():
+        return f"samestep resume {name}"
+    if path.exists():
+        return train_command(path)
+    if name.startswith(_MODELS):
+        return f"samestep train images FOLDER model.name={name}"
+    shipped = shipped_recipes()
+    return did_you_mean(name, shipped, f"samestep train {next(iter(shipped))}", "samestep train ")
 
 
 def recipe_with_origins(name: str, overrides: Sequence[str]) -> tuple[Recipe, dict[str, str]]:
