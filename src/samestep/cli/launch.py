@@ -140,10 +140,6 @@ class LaunchOptions(DeviceOption):
             expected = f"{plural(self.devices_per_process, 'GPU')} per rank"
             fix = "more --devices, or --share-gpu"
             raise InputError(problem, expected, fix, code="E_PROCESSES")
-        cores = usable_processors()
-        if count > _MOST_PER_CORE * cores and not (self.device != "cpu" and gpu_names()):
-            text = f"{plural(count, 'process')} share {plural(cores, 'core')}"
-            logger.warning("%s: slower than --processes %d", text, cores)
         minimum = count
         if colon:
             minimum = parse_process_count(text)
@@ -151,6 +147,10 @@ class LaunchOptions(DeviceOption):
             # Before ranks start: an impossible number would otherwise fail on each of them.
             for number in (count, minimum):
                 resolve_mesh(recipe.strategy, number, recipe.microbatch_count)
+        cores = usable_processors()
+        if count > _MOST_PER_CORE * cores and not (self.device != "cpu" and gpu_names()):
+            text = f"{plural(count, 'process')} share {plural(cores, 'core')}"
+            logger.warning("%s: slower than --processes %d", text, cores)
         return minimum, count
 
     def _auto_processes(self, recipe: Recipe | None) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from samestep.cli.commands import recipe_summaries
 from samestep.config import DeviceKind, MeshConfig, StrategyConfig
 from samestep.config.key_suggestions import SYNONYMS, nearest_path, suggest
 from samestep.config.strategy import AXES, StrategyName
@@ -28,9 +29,7 @@ from samestep.runs import run_folder
 
 Options = TypeVar("Options")
 # Not `shipped_recipes()`, whose module imports pydantic: the help of most commands names them.
-_SHIPPED = Path(__file__).parents[1] / "recipes" / "shipped"
-RECIPES = tuple(sorted(path.stem for path in _SHIPPED.glob("*.yaml")))
-_RECIPES = ", ".join(RECIPES)
+_RECIPES = ", ".join(recipe_summaries())
 TRUST = "import the code that the recipe of the run names (docs/security.md)"
 _SETTING = re.compile(r"[A-Za-z_][\w.-]*=")
 # Options without a meaning for a script.
@@ -83,6 +82,8 @@ def add_fields(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
             groups[title] = parser.add_argument_group(title)
         settings = {**_conversion(hints[entry.name]), **entry.metadata}
         settings["help"] += _default_text(entry)
+        if settings.get("nargs") == "*":
+            settings["default"] = ()  # argparse: otherwise one is required
         flag = settings.pop("flag", f"--{entry.name.replace('_', '-')}")
         if flag is None:
             groups[title].add_argument(entry.name, **settings)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import shutil
+import sys
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -273,6 +275,20 @@ class TrainingOptions(
             raise error.with_next_step(hint) from None
 
 
+class SchemaAction(argparse.Action):
+    """Print the JSON schema of recipes, and end the command."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=False, help=settings["help"])
+
+    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
+        """Print the schema."""
+        from samestep.recipes.schema import recipe_schema
+
+        sys.stdout.write(recipe_schema())
+        parser.exit()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Train(TrainingOptions, BatchOptions, RecipeOptions):
     """Train a recipe on any number of processes.
@@ -281,6 +297,10 @@ class Train(TrainingOptions, BatchOptions, RecipeOptions):
     """
 
     example: ClassVar = "samestep train digits epochs=5 --processes 2 --name first"
+    usual: ClassVar = (
+        *("processes", "name", "exact", "print", "or_resume", "device", "strategy"),
+        *("per_device_batch_size", "max_restarts", "max_lost_work", "json"),
+    )
     group: ClassVar = "output"
 
     name: str | None = option("name of the run (default: recipe, date and time)")
@@ -289,6 +309,9 @@ class Train(TrainingOptions, BatchOptions, RecipeOptions):
     )
     or_resume: bool = option("resume the run of this --name if it exists", default=False)
     runs: Path = option("folder of runs", "DIR", default=Path("runs"))
+    schema: bool = option(
+        "print the JSON schema of recipes, for editors", action=SchemaAction, default=False
+    )
     print: bool = option(
         "print the complete recipe, and where each value comes from; train nothing", default=False
     )
@@ -385,7 +408,11 @@ class _NewFolder:
 class Resume(TrainingOptions, SetOption, RunArgument):
     """Resume a run from a checkpoint, on any number of processes, with the same result."""
 
-    example: ClassVar = "samestep resume runs/first --processes 3"
+    example: ClassVar = "samestep resume first epochs=20 --processes 3"
+    usual: ClassVar = (
+        *("checkpoint", "processes", "device", "strategy"),
+        *("max_restarts", "max_lost_work", "json"),
+    )
 
     checkpoint: str = option("best, last, epoch-N, or a step", "WHICH", default="last")
     accept_changes: bool = option(
@@ -435,7 +462,7 @@ def train(
     """
     end_unguarded_import()
     known = {entry.name for entry in fields(Train) if entry.metadata}
-    known -= {"recipe", "overrides", "json", "print"}
+    known -= {"recipe", "overrides", "json", "print", "schema"}
     for name in options:
         if name not in known:
             raise InputError(

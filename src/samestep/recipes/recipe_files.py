@@ -7,6 +7,7 @@ invalid value names the key or value that was probably meant.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,8 +27,11 @@ from samestep.recipes.settings import (
     apply_setting,
     expand_paths,
     explained,
+    flat,
     full_key,
     origins_of,
+    short_key,
+    value_text,
 )
 
 _NOT_SET = object()
@@ -80,6 +84,16 @@ def _fix_of_recipe(name: str, path: Path) -> str:
         return f"samestep train images FOLDER model.name={name}"
     shipped = shipped_recipes()
     return did_you_mean(name, shipped, f"samestep train {next(iter(shipped))}", "samestep train ")
+
+
+def usual_settings(name: str) -> list[str]:
+    """Return the settings of a recipe file, with the shortest keys."""
+    path, _ = _recipe_file(name)
+    raw = read_yaml(path)
+    return [
+        shlex.quote(f"{short_key(raw, key)}={value_text(value)}")
+        for key, value in flat(raw).items()
+    ]
 
 
 def recipe_with_origins(name: str, overrides: Sequence[str]) -> tuple[Recipe, dict[str, str]]:

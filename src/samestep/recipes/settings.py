@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -28,7 +29,7 @@ _ALTERNATIVES = ("constrained-int", "literal['auto']")
 # Valid values of keys without a default.
 _EXAMPLES = {"batch_size": 64, "epochs": 10}
 _DEFAULT = "default"
-_WORD = re.compile(r"[A-Za-z_][\w./-]*")
+_WORD = re.compile(r"[A-Za-z_][\w./-]*(:[\w./-]+)*")
 _CONSTANTS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
 _NONE = object()
 
@@ -90,6 +91,26 @@ def full_key(data: Mapping[str, Any], key: str, text: str = "VALUE") -> str:
     return next(iter(full), key)
 
 
+def short_key(data: Mapping[str, Any], key: str) -> str:
+    """Return the shortest end of a key that `full_key` completes."""
+    parts = key.split(".")
+    for count in range(1, len(parts)):
+        short = ".".join(parts[-count:])
+        with suppress(RecipeError):
+            if full_key(data, short) == key:
+                return short
+    return key
+
+
+def value_text(value: Any) -> str:
+    """Return a value as YAML, a word without quotes."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(value_text, value))}]"
+    if isinstance(value, str) and _WORD.fullmatch(value) and value.lower() not in _CONSTANTS:
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
 def expand_paths(data: Mapping[str, Any]) -> None:
     """Replace `~` and `$VAR` in the paths of a recipe in plain data."""
     for key in _PATHS:
@@ -148,7 +169,7 @@ def annotated(data: Mapping[str, Any], origins: Mapping[str, str], prefix: str =
         if isinstance(value, Mapping) and value:
             lines += [f"{indent}{name}:", *annotated(value, origins, f"{key}.")]
         else:
-            text = f"{indent}{name}: {_value_text(value)}"
+            text = f"{indent}{name}: {value_text(value)}"
             lines.append(f"{text:<60}  # {origins[key]}")
     return lines
 
@@ -160,7 +181,7 @@ def _names(kind: Any) -> list[str]:
     return [key.name for key in fields(kind)]
 
 
-def _section(kind: Any, name: str) -> Any:
+def section_of(kind: Any, name: str) -> Any:
     """Return the class of a section of a configuration class, or None for a value."""
     hint = get_type_hints(kind)[name]
     return next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
@@ -169,7 +190,7 @@ def _section(kind: Any, name: str) -> Any:
 def _keys_of(kind: Any, prefix: str = "") -> Iterator[str]:
     for name in _names(kind):
         yield f"{prefix}{name}"
-        section = _section(kind, name)
+        section = section_of(kind, name)
         if section is not None:
             yield from _keys_of(section, f"{prefix}{name}.")
 
@@ -183,7 +204,7 @@ def _defaults() -> dict[str, Any]:
 def _defaults_of(kind: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     for entry in fields(kind):
         key = f"{prefix}{entry.name}"
-        section = _section(kind, entry.name)
+        section = section_of(kind, entry.name)
         if section is not None:
             yield from _defaults_of(section, f"{key}.")
         elif entry.default is not MISSING:
@@ -218,7 +239,7 @@ def explained(
     if unknown:
         kind: Any = Recipe
         for part in section:
-            kind = _section(kind, part)
+            kind = section_of(kind, part)
         names = _names(kind)
         siblings = [".".join([*section, other]) for other in names]
         meant = suggest(key, [*siblings, *SYNONYMS.values()], least=0.75)
@@ -259,14 +280,7 @@ def _with_value(meant: str, text: str | None) -> str:
 def _setting(key: str, value: Any) -> str:
     if value is _NONE:
         return f"{key}=VALUE"
-    return shlex.quote(f"{key}={_value_text(value)}")
-
-
-def _value_text(value: Any) -> str:
-    """Return a value as YAML, a word without quotes."""
-    if isinstance(value, str) and _WORD.fullmatch(value) and value.lower() not in _CONSTANTS:
-        return value
-    return json.dumps(value, ensure_ascii=False)
+    return shlex.quote(f"{key}={value_text(value)}")
 
 
 def _valid_value(key: str, error: ErrorDetails, before: Mapping[str, Any]) -> Any:
