@@ -128,7 +128,7 @@ def test_epochs_are_printed_on_standard_error_and_the_summary_on_standard_output
     assert [line.split("  ")[0] for line in lines] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
     evaluations = events(trained.run, "evaluation")
     for line, event in zip(lines, evaluations, strict=True):
-        assert f"train loss {event['train_loss']:.4f}  loss {event['loss']:.4f}" in line
+        assert f"train loss {event['train_loss']:.4f}  val loss {event['loss']:.4f}" in line
         assert f"accuracy {event['accuracy']:.2%}" in line
         assert line.endswith("  best") == event["is_best"]
     assert f"{evaluations[-1]['accuracy']:.2%}" in out

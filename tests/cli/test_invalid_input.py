@@ -50,8 +50,8 @@ def test_invalid_value_is_an_error_with_key_and_value(refused: Refused, override
 
 
 INVALID_OVERRIDES = {
-    "batch_size": "E_RECIPE",
-    "=3": "E_RECIPE",
+    "batch_size": "E_FILE_MISSING",
+    "=3": "E_FILE_MISSING",
     "epochs=[1": "E_VALUE",
     "batch_size.x=1": "E_UNKNOWN_KEY",
     "data.name.x=1": "E_UNKNOWN_KEY",
@@ -59,7 +59,7 @@ INVALID_OVERRIDES = {
 
 
 @pytest.mark.parametrize("override", INVALID_OVERRIDES)
-def test_invalid_override_is_an_error(refused: Refused, override: str) -> None:
+def test_invalid_setting_is_an_error(refused: Refused, override: str) -> None:
     title = refused("train", "digits", override).splitlines()[0]
     assert override in title
     assert title.endswith(f"[{INVALID_OVERRIDES[override]}]")
@@ -132,9 +132,8 @@ def test_invalid_duration_is_an_error(refused: Refused, time: str) -> None:
 
 USAGE = {
     "trian digits": "E_UNKNOWN_NAME",
-    "": "E_MISSING_KEY",
     "train": "E_MISSING_KEY",
-    "train digits b": "E_UNKNOWN_OPTION",
+    "train digits b": "E_FILE_MISSING",
     "train digits --strategy fsd": "E_VALUE",
     "train digits --workers two": "E_VALUE",
     "train digits --hang-after -5s": "E_VALUE",
@@ -153,8 +152,8 @@ def test_invalid_arguments_are_an_error(refused: Refused, command: str) -> None:
 
 
 def test_unknown_recipe_or_command_is_an_error_with_the_nearest(refused: Refused) -> None:
-    assert "did you mean digits?" in refused("train", "digit")
-    assert "did you mean samestep train?" in refused("trian", "digits")
+    assert "did you mean samestep train digits?" in refused("train", "digit")
+    assert "did you mean samestep train digits?" in refused("trian", "digits")
     assert "digits" in refused("train", "cooking")
 
 

@@ -120,6 +120,10 @@ class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
         return replace(plan, recipe=plan.recipe.with_microbatches())
 
     def _plan_of_run(self) -> RunPlan:
+        for override in self.overrides:
+            if not full_key({}, override.partition("=")[0]).startswith("data."):
+                fix = "samestep eval RECIPE FOLDER --pretrained FILE"
+                raise option_conflict(f"{override} with a run", fix)
         # The evaluating machine can differ from the training machine: the strategy of the run does
         # not apply.
         layout = ["strategy={}", *self.strategy_overrides()]
@@ -127,10 +131,6 @@ class Eval(JsonOption, StrategyOptions, LoaderOptions, SetOption):
         folder = run_folder(str(self.folder))
         plan = plan_from_checkpoint(folder, which, layout, trust=self.trust)
         data = recipe_data(plan.recipe)
-        for override in self.overrides:
-            if not full_key(data, override.partition("=")[0]).startswith("data."):
-                fix = "samestep eval RECIPE data.options.path=FOLDER --pretrained FILE"
-                raise option_conflict(f"{override} with a run", fix)
         return replace(plan, recipe=make_recipe(data, self.overrides, origin=str(folder)))
 
 

@@ -93,9 +93,9 @@ def plan_from_checkpoint(
     progress = read_state(checkpoint).progress
     origin = make_recipe(progress.recipe, (), origin=str(checkpoint))
     recipe = with_saved_weight(_read_recipe(folder, overrides, trust=trust, origin=origin), origin)
-    # A run can be resumed with another strategy, and with more epochs: steps before the checkpoint
-    # do not depend on them.
-    free = {"strategy": None, "epochs": None}
+    # A run can be resumed with another strategy, and with more epochs or another early stop: steps
+    # before the checkpoint do not depend on them.
+    free = {"strategy": None, "epochs": None, "stop": None}
     _require_equal(
         {**recipe_data(origin), **free},
         {**recipe_data(recipe), **free},

@@ -156,6 +156,15 @@ class TrainedRun:
             if name not in ("loss", "samples")
         ]
         if evaluation:
+            losses = format_metric("loss", evaluation["loss"])
+            if summary["train_loss"] is not None:
+                losses += f", in training {format_metric('loss', summary['train_loss'])}"
+            lines.append(("val loss", losses))
+        if summary["best"] is not None:
+            name = summary["best_by"]
+            best = f"{name} {format_metric(name, summary['best'])}"
+            lines.append(("best", f"{best} (epoch {summary['best_epoch']})"))
+        if evaluation:
             lines.append(("evaluated", f"{evaluation['samples']:,} samples"))
         if summary["samples_per_second"]:
             speed = f"{summary['samples_per_second']:,.0f} samples/s"
@@ -453,7 +462,8 @@ def train(
 
     Returns:
         `step`, `stopped` (after a stop request), `skipped_steps`, `evaluation` (the values of the
-        last one), `best`, `seconds`, `samples_per_second` and `run`, the directory.
+        last one), `best`, `best_by`, `best_epoch`, `train_loss`, `seconds`,
+        `samples_per_second` and `run`, the directory.
 
     Raises:
         InputError: the recipe, a key or an option is invalid.

@@ -161,13 +161,13 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def update_recipe(path: Path, recipe: Recipe) -> None:
-    """Write the epochs of `recipe` to the file of a run; replace a damaged file."""
+    """Write epochs and early stop of `recipe` to the file of a run; replace a damaged file."""
     try:
         saved = read_recipe(path)
     except RecipeError:
         saved = None
-    if saved is None or saved.epochs != recipe.epochs:
-        write_recipe(replace(saved or recipe, epochs=recipe.epochs), path)
+    if saved is None or (saved.epochs, saved.stop) != (recipe.epochs, recipe.stop):
+        write_recipe(replace(saved or recipe, epochs=recipe.epochs, stop=recipe.stop), path)
 
 
 def with_saved_weight(recipe: Recipe, saved: Recipe) -> Recipe:

@@ -60,7 +60,8 @@ def train(
 
     Returns:
         `stopped` on request, and `stop_signal`; `step` and `skipped_steps` of the run; `has_failed`
-        if most were skipped; last `evaluation`; `best`; `seconds`; `samples_per_second`.
+        if most were skipped; last `evaluation`; `best`, `best_by` and `best_epoch`; `train_loss` of
+        the last epoch; `seconds`; `samples_per_second`.
     """
     with (
         start_world(recipe, options) as world,
@@ -96,6 +97,9 @@ def train(
             "has_failed": 2 * checkpoints.skipped_steps > built.driver.steps,
             "evaluation": values,
             "best": checkpoints.best,
+            "best_by": checkpoints.best_by,
+            "best_epoch": checkpoints.best_epoch,
+            "train_loss": events.train_loss,
             "seconds": events.timer.elapsed,
             "samples_per_second": events.timer.speed,
         }
@@ -122,12 +126,15 @@ def fit(
         if not driver.steps:  # an evaluation that cannot be computed must not cost an epoch
             first = islice(complete_epoch(built.evaluation), 1)
             driver.evaluate(first, built.metrics, is_trial=True)
-        if batches.cursor.epoch >= epochs and not checkpoints.awaits_evaluation:
+        is_complete = batches.cursor.epoch >= epochs or checkpoints.patience_is_over
+        if is_complete and not checkpoints.awaits_evaluation:
             # Nothing remains of a complete run, but its summary has the values of an evaluation.
             evaluation = _evaluate(built, checkpoints, events)
             stopped = evaluation is None
             values = evaluation or {}
-        while not stopped and (batches.cursor.epoch < epochs or checkpoints.awaits_evaluation):
+        while not (stopped or checkpoints.patience_is_over) and (
+            batches.cursor.epoch < epochs or checkpoints.awaits_evaluation
+        ):
             for begin, batch in _rest_of_epoch(built, checkpoints, events):
                 is_due = checkpoints.is_due(events.timer.last_step, events.timer.last_evaluation)
                 samples = len(batch.samples)
@@ -151,6 +158,8 @@ def fit(
                     values = evaluation
                     events.log_epoch(values, checkpoints)
                     checkpoints.save(values)
+                    if checkpoints.patience_is_over and batches.cursor.epoch < epochs:
+                        events.log_early_stop(checkpoints)
         if stopped:
             checkpoints.save()
     return values, stopped
