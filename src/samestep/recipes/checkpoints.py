@@ -78,14 +78,15 @@ class RecipeCheckpoints(LoopCheckpoints):
         self._every = options.checkpoint_every
 
     @property
-    def best(self) -> float | None:
-        """Best value of the deciding metric so far."""
-        return self._best
-
-    @property
     def best_by(self) -> str:
         """Name of the deciding metric."""
         return self._rule.by
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Skipped steps, and the best result: its value, metric and epoch."""
+        best = {"best": self._best, "best_by": self.best_by, "best_epoch": self.best_epoch}
+        return {"skipped_steps": self.skipped_steps, **best}
 
     @property
     def patience_is_over(self) -> bool:
