@@ -59,9 +59,8 @@ def train(
         accept_changes: code and training data may differ from those of the run so far.
 
     Returns:
-        `stopped` on request, and `stop_signal`; `step` and `skipped_steps` of the run; `has_failed`
-        if most were skipped; last `evaluation`; `best`, `best_by` and `best_epoch`; `train_loss` of
-        the last epoch; `seconds`; `samples_per_second`.
+        `stopped` on request, and `stop_signal`; `step` and `skipped_steps`; `has_failed` if most
+        were skipped; the last `evaluation` and `train_loss`; `best` values; `seconds` and speed.
     """
     with (
         start_world(recipe, options) as world,
